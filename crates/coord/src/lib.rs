@@ -1,0 +1,1 @@
+//! Lets ranks agree, with deadlines.

@@ -1,0 +1,1 @@
+//! The story: save and load.

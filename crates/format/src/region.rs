@@ -1,0 +1,159 @@
+//! Boxes in a tensor's global shape, and the decomposition of flat runs into them.
+
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+
+/// One number per dimension, in elements.
+pub type Dims = SmallVec<[u64; 4]>;
+
+/// An n-d box in a tensor's global shape. A zero-dimensional tensor has the one region with no dimensions.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Region {
+    /// First index per dimension, in elements of the global tensor.
+    pub offsets: Dims,
+    /// Extent per dimension, in elements.
+    pub lengths: Dims,
+}
+
+impl Region {
+    /// The region at `offsets` of extent `lengths`; both have one entry per dimension.
+    pub fn new(offsets: &[u64], lengths: &[u64]) -> Region {
+        debug_assert_eq!(offsets.len(), lengths.len());
+        Region { offsets: Dims::from_slice(offsets), lengths: Dims::from_slice(lengths) }
+    }
+
+    /// The whole of a tensor of that shape.
+    pub fn whole(shape: &[u64]) -> Region {
+        Region { offsets: SmallVec::from_elem(0, shape.len()), lengths: Dims::from_slice(shape) }
+    }
+
+    /// Number of dimensions.
+    pub fn ndim(&self) -> usize {
+        self.lengths.len()
+    }
+
+    /// Number of elements (1 for a zero-dimensional region), or `None` beyond `u64`.
+    pub fn checked_numel(&self) -> Option<u64> {
+        checked_numel(&self.lengths)
+    }
+
+    /// Number of elements of a region known to be in bounds of a validated shape.
+    pub fn numel(&self) -> u64 {
+        self.lengths.iter().product()
+    }
+
+    /// Whether the region holds no element.
+    pub fn is_empty(&self) -> bool {
+        self.lengths.contains(&0)
+    }
+
+    /// Whether this is all of a tensor of that shape.
+    pub fn is_whole(&self, shape: &[u64]) -> bool {
+        self.lengths.as_slice() == shape && self.offsets.iter().all(|&o| o == 0)
+    }
+
+    /// Whether the region has the shape's number of dimensions and lies inside it.
+    pub fn fits(&self, shape: &[u64]) -> bool {
+        self.offsets.len() == shape.len()
+            && self.lengths.len() == shape.len()
+            && (0..shape.len()).all(|d| self.offsets[d].checked_add(self.lengths[d]).is_some_and(|end| end <= shape[d]))
+    }
+
+    /// The common part of two regions of one tensor; `None` when it is empty.
+    pub fn intersect(&self, other: &Region) -> Option<Region> {
+        let mut offsets = Dims::new();
+        let mut lengths = Dims::new();
+        for d in 0..self.ndim() {
+            let start = self.offsets[d].max(other.offsets[d]);
+            let end = (self.offsets[d] + self.lengths[d]).min(other.offsets[d] + other.lengths[d]);
+            if start >= end {
+                return None;
+            }
+            offsets.push(start);
+            lengths.push(end - start);
+        }
+        Some(Region { offsets, lengths })
+    }
+
+    /// The flat run `[start, stop)` of a row-major tensor of `shape` as at most `2 * ndim - 1` boxes, in the run's own
+    /// order, so that the run's memory can be cut into them front to back. Nothing is gathered and no data are touched.
+    ///
+    /// # Panics
+    /// In debug builds when `stop` is beyond the tensor.
+    pub fn of_flat_run(shape: &[u64], start: u64, stop: u64) -> Vec<Region> {
+        debug_assert!(stop <= shape.iter().product::<u64>());
+        let mut out = Vec::new();
+        let mut prefix = Dims::new();
+        flat_run(shape, &mut prefix, start, stop, &mut out);
+        out
+    }
+}
+
+/// Writes `[2:5, 0:8]`; `[]` for a zero-dimensional region.
+impl std::fmt::Display for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("[")?;
+        for d in 0..self.ndim() {
+            if d > 0 {
+                f.write_str(", ")?;
+            }
+            write!(f, "{}:{}", self.offsets[d], self.offsets[d].saturating_add(self.lengths[d]))?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// Number of elements of a shape, or `None` beyond `u64`.
+pub fn checked_numel(shape: &[u64]) -> Option<u64> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape.iter().try_fold(1u64, |product, &n| product.checked_mul(n))
+}
+
+fn flat_run(shape: &[u64], prefix: &mut Dims, start: u64, stop: u64, out: &mut Vec<Region>) {
+    if start >= stop {
+        return;
+    }
+    let boxed = |prefix: &Dims, offset: u64, length: u64, rest: &[u64]| {
+        let mut offsets = prefix.clone();
+        let mut lengths: Dims = SmallVec::from_elem(1, prefix.len());
+        offsets.push(offset);
+        lengths.push(length);
+        offsets.extend(rest.iter().map(|_| 0));
+        lengths.extend_from_slice(rest);
+        Region { offsets, lengths }
+    };
+    match shape {
+        [] => out.push(Region { offsets: prefix.clone(), lengths: SmallVec::from_elem(1, prefix.len()) }),
+        [_] => out.push(boxed(prefix, start, stop - start, &[])),
+        [_, rest @ ..] => {
+            let row = rest.iter().product::<u64>();
+            let (mut first, head) = (start / row, start % row);
+            let (last, tail) = (stop / row, stop % row);
+            let mut within = |index: u64, from: u64, to: u64, out: &mut Vec<Region>| {
+                prefix.push(index);
+                flat_run(rest, prefix, from, to, out);
+                prefix.pop();
+            };
+            if first == last {
+                return within(first, head, tail, out);
+            }
+            if head > 0 {
+                within(first, head, row, out);
+                first += 1;
+            }
+            if last > first {
+                out.push(boxed(prefix, first, last - first, rest));
+            }
+            if tail > 0 {
+                let mut within = |index: u64, from: u64, to: u64, out: &mut Vec<Region>| {
+                    prefix.push(index);
+                    flat_run(rest, prefix, from, to, out);
+                    prefix.pop();
+                };
+                within(last, 0, tail, out);
+            }
+        }
+    }
+}

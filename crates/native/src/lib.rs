@@ -1,0 +1,1 @@
+//! shardfast._native

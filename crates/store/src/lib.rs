@@ -1,0 +1,1 @@
+//! Moves named bytes and publishes one name atomically.

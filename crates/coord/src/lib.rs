@@ -1,1 +1,74 @@
 //! Lets ranks agree, with deadlines.
+//!
+//! There is one primitive, [`Coord::agree`]: every rank contributes opaque bytes under a topic, rank 0 decides once over
+//! all of them, and every rank gets its own answer, or every rank gets the same error. Gathering, scattering,
+//! broadcasting and a barrier with an outcome are all special cases of it. [`solo`], [`local`] (threads of one process)
+//! and [`grpc`] (processes) keep one contract.
+//!
+//! # Contract
+//!
+//! * **Rounds.** A topic names a round. The n-th call of a rank with a topic meets the n-th calls of all other ranks
+//!   with that topic, so a topic may be used again as soon as the call has returned. Rounds of different topics are
+//!   independent: any number of threads may be in `agree` at once, and ranks may come to the topics in any order.
+//! * **Who learns what.** Contributions go to rank 0 only, in the order of the ranks; the decision gives one answer for
+//!   each rank, and a rank sees nothing but its own. All answers of a round are given out at one moment.
+//! * **Failure.** A rank that cannot do its part contributes `Err(reason)`. The round still waits for the others, so that
+//!   every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all ranks' reasons. A
+//!   decision that returns `Err` (or panics) is a failure of rank 0.
+//! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came. Every
+//!   rank that had come gets [`Error::Missing`] with the ranks that had not. A rank that comes later gets that same
+//!   error at once (for the last 256 failed rounds). Once every rank has come, the round cannot expire any more and the
+//!   decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and must take the
+//!   outcome for unknown: the decision may still come about.
+//! * **Loss.** A rank whose process ends, whose connection breaks or who drops its coordinator is gone for good. Rounds
+//!   that are not complete, and all later ones, fail at once on every rank with [`Error::Lost`], which names the first
+//!   rank that went. Rounds that were complete are decided and answered as if nothing had happened, so leaving after
+//!   one's last answer disturbs nobody.
+//! * **Twice.** A second call of one rank with a topic while its first one waits gets [`Error::Invalid`]; the first one
+//!   is not disturbed.
+//! * **The same words.** All ranks of a failed round get equal errors, except where a rank cannot be reached.
+
+mod error;
+pub mod grpc;
+mod hub;
+mod local;
+mod round;
+
+use std::time::Duration;
+
+pub use error::{Error, Failure};
+pub use local::{local, solo};
+
+/// Decides a round: gets every rank's contribution in the order of the ranks, gives every rank's answer in that order,
+/// or the reason why there is none.
+pub type Decide<'a> = &'a mut dyn FnMut(Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, String>;
+
+/// The largest contribution and the largest answer of one rank: 1 GiB. What is larger fails the round.
+pub const PAYLOAD_BYTES_MAX: usize = 1 << 30;
+
+/// One rank's place among the ranks that agree; see the [crate's contract](crate#contract).
+pub trait Coord: Send + Sync {
+    /// This rank, below [`world`](Coord::world).
+    fn rank(&self) -> u32;
+
+    /// The number of ranks that agree.
+    fn world(&self) -> u32;
+
+    /// Contributes to the round of `topic` and blocks until this rank has its answer.
+    ///
+    /// `topic` is 1 to 4096 bytes long. `decide` is called on rank 0 only, once, on the calling thread, and without any
+    /// lock held: it may itself agree on another topic. `deadline` bounds the wait for the other ranks, and once more the
+    /// wait for the decision.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Failed`], [`Error::Missing`] and [`Error::Lost`] are the round's, equal on every rank;
+    /// [`Error::Unavailable`] when rank 0 does not answer; [`Error::Invalid`] when the call itself is wrong.
+    fn agree(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, Error>;
+}

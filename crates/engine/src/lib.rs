@@ -1,1 +1,26 @@
-//! The story: save and load.
+//! The story: what a save and a load are, told by calling the crates that each do one thing.
+//!
+//! Start with [`save`](mod@save) and [`load`]; what makes a checkpoint exist is in [`commit`].
+
+mod agree;
+pub mod checkpoint;
+pub mod commit;
+pub mod error;
+pub mod load;
+pub mod pending;
+mod planning;
+pub mod provider;
+pub mod reader;
+pub mod save;
+pub mod sink;
+pub mod staging;
+mod writer;
+
+pub use agree::{Engine, staging_bytes_default};
+pub use checkpoint::{Checkpoint, open};
+pub use error::{Error, Kind, Result};
+pub use load::{Forecast, ValueRef};
+pub use pending::{Pending, Report};
+pub use provider::{Memory, Provider, Strided};
+pub use save::{Destination, State, save, save_to};
+pub use sink::{Sink, Want, row_major_strides};

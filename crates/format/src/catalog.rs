@@ -1,8 +1,15 @@
 //! What one rank holds: its leaves, said without ranks' layouts in them.
 
-use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
+use std::collections::HashSet;
 
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::container::{NDIM_MAX, tensor_bytes};
 use crate::dtype::DType;
+use crate::error::Error;
+use crate::name::check_key;
 use crate::region::{Dims, Region};
 
 /// The leaf's place in the user's state: the key of `state` (a directory of the checkpoint) and the fully qualified
@@ -70,4 +77,104 @@ pub enum LeafBody {
 pub struct Catalog {
     /// The leaves.
     pub leaves: Vec<Leaf>,
+}
+
+impl Catalog {
+    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions. What the layouts are called is left out.
+    /// Two catalogs of one fingerprint have the same plan.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let mut digest = Sha256::new();
+        digest.update(b"shardfast catalog 1");
+        let number = |digest: &mut Sha256, value: u64| digest.update(value.to_le_bytes());
+        // Every text and list carries its length, so that no two catalogs spell the same bytes.
+        let text = |digest: &mut Sha256, text: &str| {
+            number(digest, text.len() as u64);
+            digest.update(text.as_bytes());
+        };
+        let numbers = |digest: &mut Sha256, values: &[u64]| {
+            number(digest, values.len() as u64);
+            values.iter().for_each(|&value| number(digest, value));
+        };
+        number(&mut digest, self.leaves.len() as u64);
+        for Leaf { name, body, layout: _ } in &self.leaves {
+            text(&mut digest, &name.key);
+            text(&mut digest, &name.name);
+            match body {
+                LeafBody::Tensor { dtype, shape, parts } => {
+                    digest.update([0, dtype.code()]);
+                    numbers(&mut digest, shape);
+                    number(&mut digest, parts.len() as u64);
+                    for part in parts {
+                        numbers(&mut digest, &part.offsets);
+                        numbers(&mut digest, &part.lengths);
+                    }
+                }
+                LeafBody::Object { per_rank } => digest.update([1, u8::from(*per_rank)]),
+                LeafBody::Alias { of } => {
+                    digest.update([2]);
+                    text(&mut digest, &of.key);
+                    text(&mut digest, &of.name);
+                }
+            }
+        }
+        digest.finalize().into()
+    }
+
+    /// Checks what one rank can check alone: keys are valid, leaves sorted and unique, tensors of sane shape, parts
+    /// in bounds and not empty (unless the tensor itself is), alias targets present and tensors. Whether parts are
+    /// disjoint and the ranks agree is the planner's question.
+    ///
+    /// # Errors
+    /// `Invalid`, naming every problem, one per line.
+    pub fn validate(&self) -> Result<(), Error> {
+        let mut problems = Vec::new();
+        for pair in self.leaves.windows(2) {
+            match pair[0].name.cmp(&pair[1].name) {
+                Ordering::Less => {}
+                Ordering::Equal => problems.push(format!("{}: two leaves have this name", pair[0].name)),
+                Ordering::Greater => {
+                    problems.push(format!(
+                        "{}: expected leaves sorted by name, found {} after it",
+                        pair[0].name, pair[1].name
+                    ));
+                }
+            }
+        }
+        let tensors: HashSet<&LeafName> = self
+            .leaves
+            .iter()
+            .filter(|leaf| matches!(leaf.body, LeafBody::Tensor { .. }))
+            .map(|leaf| &leaf.name)
+            .collect();
+        for (i, Leaf { name, body, .. }) in self.leaves.iter().enumerate() {
+            if i == 0 || self.leaves[i - 1].name.key != name.key {
+                problems.extend(check_key(&name.key).err().map(|error| error.message().to_owned()));
+            }
+            match body {
+                LeafBody::Tensor { dtype, shape, parts } => tensor_problems(name, *dtype, shape, parts, &mut problems),
+                LeafBody::Object { .. } => {}
+                LeafBody::Alias { of } if tensors.contains(of) => {}
+                LeafBody::Alias { of } => {
+                    problems.push(format!("{name}: expected a tensor to be an alias of, found no {of}"))
+                }
+            }
+        }
+        if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(problems.join("\n"))) }
+    }
+}
+
+fn tensor_problems(name: &LeafName, dtype: DType, shape: &[u64], parts: &[Region], problems: &mut Vec<String>) {
+    if shape.len() > NDIM_MAX {
+        problems.push(format!("{name}: expected at most {NDIM_MAX} dimensions, found {}", shape.len()));
+    }
+    if tensor_bytes(dtype, shape).is_none() {
+        problems.push(format!("{name}: {dtype} {shape:?} is beyond 2^64 bytes"));
+    }
+    for part in parts {
+        if !part.fits(shape) {
+            problems.push(format!("{name}: the part {part} is not inside {shape:?}"));
+        } else if part.is_empty() && !part.is_whole(shape) {
+            problems.push(format!("{name}: the part {part} holds no element"));
+        }
+    }
 }

@@ -4,9 +4,30 @@
 //! specified in `docs/format.md`.
 
 pub mod catalog;
+pub mod checksum;
+pub mod commit;
+mod container;
+mod digits;
 pub mod dtype;
+mod error;
+pub mod header;
+pub mod index;
+pub mod manifest;
+pub mod name;
+pub mod object;
 pub mod region;
+mod version;
 
 pub use catalog::{Catalog, Leaf, LeafBody, LeafName};
+pub use checksum::{BLOCK_BYTES, Crc64, crc64, sha256};
+pub use commit::Commit;
+pub use container::NDIM_MAX;
 pub use dtype::DType;
+pub use error::Error;
+pub use header::{DataHeader, EntrySpec, FileLayout, HeaderEntry};
+pub use index::hugging_face_index;
+pub use manifest::{Extent, FileEntry, LeafKind, LeafRef, Manifest, ManifestBuilder, SaveInfo};
+pub use name::{COMMIT, data_file, manifest_name, parse_step_dir, part_name, step_dir, value_name};
+pub use object::{Int, Tag, Value};
 pub use region::{Dims, Region};
+pub use version::{FORMAT_MAJOR, FORMAT_MINOR};

@@ -1,1 +1,209 @@
 //! Moves named bytes and publishes one name atomically.
+//!
+//! A [`Store`] is a tree of objects below one URL. This crate knows nothing of what the bytes mean: no tensors, no
+//! manifests, no steps, no ranks. Every backend is one file and one line of [`open`]'s table of schemes, and is tested
+//! by the one `conformance` suite (feature `testing`).
+//!
+//! ```
+//! use shardfast_store::{Kind, open};
+//!
+//! let store = open("memory://doc/run")?;
+//! let object = store.create("step/data", 5)?;
+//! object.write_at(0, b"bytes")?;
+//! object.finish()?; // the contents are durable
+//! store.sync(&["step/data"])?; // and so is the name
+//! store.publish("step/COMMIT", b"done")?; // visible to everybody or to nobody
+//! assert_eq!(store.publish("step/COMMIT", b"again").unwrap_err().kind, Kind::Conflict);
+//! assert_eq!(store.read("step/COMMIT", 100)?, b"done");
+//! # Ok::<(), shardfast_store::Error>(())
+//! ```
+
+use std::sync::Arc;
+
+#[cfg(feature = "testing")]
+pub mod conformance;
+pub mod disk;
+mod error;
+pub mod local;
+pub mod memory;
+mod name;
+#[cfg(feature = "testing")]
+pub mod simdisk;
+
+pub use error::{Error, Kind, Result};
+
+/// Named bytes below one URL.
+///
+/// # Contract
+///
+/// **Names** are relative: UTF-8 components separated by `/`, each of 1 to 255 bytes and neither `.` nor `..`, no
+/// backslash and no control character, 1024 bytes at most in all. Anything else is [`Kind::Invalid`]. A directory is
+/// named the same way; `""` is the root. Directories come into being with the first object in them and are never
+/// created by reading. A name is never both an object and a directory: the caller sees to that, and a backend may
+/// answer [`Kind::Conflict`].
+///
+/// **Life of an object.** [`create`](Store::create) takes a name that is free; [`write_at`](ObjectWriter::write_at)
+/// fills it in any order from any number of threads; [`finish`](ObjectWriter::finish) gives it its declared length and
+/// makes its *contents* durable; [`sync`](Store::sync) makes its *name* durable. Until `finish` has returned, what the
+/// name shows is undefined: nothing, a part, or zeros. An object is never changed after `finish`. A writer that is
+/// dropped unfinished takes its object with it as far as the store still answers; a crash leaves debris, which
+/// [`list`](Store::list) may show and [`delete`](Store::delete) and [`delete_tree`](Store::delete_tree) remove.
+///
+/// **Publishing.** [`publish`](Store::publish) is atomic and create-if-absent: among any number of publishers of one
+/// name, on any number of machines, exactly one gets `Ok`, and a reader finds the whole object or none. It returns
+/// after the object and its name are durable. What `finish` and `sync` returned for earlier, in this process or in
+/// another, survives any crash that the published name survives: this is what makes a commit record a proof.
+///
+/// **Durable** means: survives the loss of power of every machine involved, as far as the file system, the device and
+/// the service keep their own promises. There is no switch. The `memory` backend is the exception that its name states.
+///
+/// **Failure.** An error of `finish` or `sync` is final for the objects concerned: a kernel forgets a failed write-back
+/// once it has reported it, so a second attempt proves nothing. Write them again under other names. An error of
+/// `publish` leaves the name absent, except for [`Kind::Unavailable`], whose message then says that the object may have
+/// been published: look before doing it again.
+///
+/// **Concurrency.** Every method may be called from any thread, and every name used by any number of processes.
+pub trait Store: Send + Sync {
+    /// The URL that [`open`] takes to reach this store again.
+    fn url(&self) -> &str;
+
+    /// Begins the new object `name` of exactly `bytes` bytes, room for which is reserved where the backend can.
+    ///
+    /// # Errors
+    /// [`Kind::Conflict`] if the name is taken (a backend that can only tell at the end says so in `finish`),
+    /// [`Kind::Exhausted`] if there is no room, before a byte has been written.
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>>;
+
+    /// Opens the object `name` for any number of reads.
+    ///
+    /// # Errors
+    /// [`Kind::NotFound`] if there is no such object.
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>>;
+
+    /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
+    /// name and contents, when it returns.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// Stores the small object `name` if there is none: atomic and durable as the contract says.
+    ///
+    /// # Errors
+    /// [`Kind::Conflict`] if the name is taken; [`Kind::Unsupported`] if the storage cannot create-if-absent
+    /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is how things stand.
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// Makes the names of finished objects durable, up to and including the way to the store's root. One call for many
+    /// objects is cheaper than many calls.
+    fn sync(&self, names: &[&str]) -> Result<()>;
+
+    /// What directly is in the directory `dir` (`""` is the root), sorted by name. Entries whose names this crate would
+    /// refuse are left out.
+    ///
+    /// # Errors
+    /// [`Kind::NotFound`] if there is no such directory; a backend without directories answers so for an empty one.
+    fn list(&self, dir: &str) -> Result<Vec<Entry>>;
+
+    /// Removes the object `name`, durably. That it is absent already is no error.
+    fn delete(&self, name: &str) -> Result<()>;
+
+    /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
+    /// leave any part of it. That it is absent already is no error.
+    fn delete_tree(&self, dir: &str) -> Result<()>;
+}
+
+impl dyn Store + '_ {
+    /// The whole of the small object `name`.
+    ///
+    /// # Errors
+    /// As [`Store::open`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before any memory is taken for it.
+    pub fn read(&self, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
+        let object = self.open(name)?;
+        let fail = |kind, message| Error::new(kind, "read", format!("{}/{name}", self.url()), message);
+        let bytes = object.bytes();
+        if bytes > bytes_max {
+            return Err(fail(Kind::Invalid, format!("expected at most {bytes_max} bytes, found {bytes}")));
+        }
+        let length = usize::try_from(bytes).map_err(|e| fail(Kind::Exhausted, e.to_string()))?;
+        let mut contents = Vec::new();
+        contents.try_reserve_exact(length).map_err(|e| fail(Kind::Exhausted, e.to_string()))?;
+        contents.resize(length, 0);
+        object.read_at(0, &mut contents)?;
+        Ok(contents)
+    }
+}
+
+/// An object in the making; see the [contract](Store#contract).
+pub trait ObjectWriter: Send + Sync {
+    /// What `write_at` asks of the address, the offset and the length of its bytes: each is a multiple of this power of
+    /// two, at most 4096. 1 where the backend does not care.
+    fn alignment(&self) -> usize;
+
+    /// Writes all of `bytes` at `offset`. Any order, any thread; ranges of concurrent calls do not overlap.
+    ///
+    /// Where the object's length is no multiple of the alignment, the caller pads the last write; `finish` cuts the
+    /// padding off.
+    ///
+    /// # Errors
+    /// [`Kind::Invalid`] for what is misaligned or lies beyond the object's padded length.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros.
+    fn finish(self: Box<Self>) -> Result<()>;
+}
+
+/// An open object; see the [contract](Store#contract).
+pub trait ObjectReader: Send + Sync {
+    /// Its length when it was opened.
+    fn bytes(&self) -> u64;
+
+    /// Fills `buf` from `offset`, or fails. Any order, any thread.
+    ///
+    /// # Errors
+    /// [`Kind::Corrupt`] if the object ends before the range does.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+}
+
+/// One line of [`Store::list`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name in the listed directory: one component.
+    pub name: String,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    /// The object's length; 0 for a directory.
+    pub bytes: u64,
+}
+
+type OpenUrl = fn(&str) -> Result<Arc<dyn Store>>;
+
+/// The backends: the scheme of their URLs and how to open one. A new backend is one file and one line here.
+const SCHEMES: &[(&str, OpenUrl)] = &[("file", local::open_url), ("memory", memory::open_url)];
+
+/// Opens the store at `url`: `file:///path`, a plain path, or `memory://bucket/path`.
+///
+/// Nothing is created: a path that does not exist yet comes into being with the first object.
+///
+/// # Errors
+/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL or a path through something that
+/// is no directory.
+pub fn open(url: &str) -> Result<Arc<dyn Store>> {
+    let fail = |kind, message| Err(Error::new(kind, "open", url, message));
+    let is_scheme = |s: &str| {
+        s.starts_with(|c: char| c.is_ascii_alphabetic())
+            && s.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
+    };
+    let known = |s: &str| SCHEMES.iter().find(|(scheme, _)| scheme.eq_ignore_ascii_case(s));
+    match url.split_once(':') {
+        Some((scheme, rest)) if is_scheme(scheme) && rest.starts_with("//") => match known(scheme) {
+            Some((_, open_url)) => open_url(url),
+            None => {
+                let offered: Vec<_> = SCHEMES.iter().map(|(scheme, _)| format!("{scheme}://")).collect();
+                let offered = offered.join(", ");
+                fail(Kind::Unsupported, format!("expected a path or one of {offered}; found scheme {scheme:?}"))
+            }
+        },
+        Some((scheme, _)) if known(scheme).is_some() => {
+            fail(Kind::Invalid, format!("expected \"//\" after \"{scheme}:\""))
+        }
+        _ => local::open_path(url),
+    }
+}

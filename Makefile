@@ -1,0 +1,34 @@
+# The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
+.DEFAULT_GOAL := menu
+.PHONY: menu setup demo test bench lint docs clean
+
+menu:
+	@echo "make setup | demo | test | bench | lint | docs | clean      (start with: make demo)"
+
+# A virtual environment in .venv with the pinned tools and shardfast built from these sources.
+setup:
+	@scripts/setup.sh
+
+# Trains, is killed in the middle of a save, resumes on other layouts, compares the loss curves.
+demo: setup
+	@.venv/bin/python examples/demo.py
+
+# Everything that CI runs.
+test:
+	@scripts/test.sh
+
+# Save and load beside other systems and beside the disk's own rate.
+bench: setup
+	@.venv/bin/python bench/run.py
+
+# Formats what can be formatted and reports the rest.
+lint: setup
+	@scripts/lint.sh
+
+# Rust pages in target/doc, Python pages in target/doc-python.
+docs: setup
+	@scripts/docs.sh
+
+# Removes what the other words made; the sources stay.
+clean:
+	@scripts/clean.sh

@@ -1,0 +1,72 @@
+//! A coordinator's own threads, and what becomes of them in a forked child.
+
+use std::future::Future;
+use std::mem;
+use std::process;
+use std::sync::mpsc;
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::Error;
+
+pub(super) struct Workers {
+    /// Present until it is dropped.
+    runtime: Option<Runtime>,
+    process: u32,
+}
+
+impl Workers {
+    pub(super) fn start() -> Result<Workers, Error> {
+        let mut builder = Builder::new_multi_thread();
+        builder.worker_threads(2).thread_name("shardfast-coord").enable_io().enable_time();
+        let runtime = builder
+            .build()
+            .map_err(|error| Error::Unavailable(format!("cannot start the coordinator's threads: {error}")))?;
+        Ok(Workers { runtime: Some(runtime), process: process::id() })
+    }
+
+    /// Whether this is the process that started the threads: a forked child has none.
+    pub(super) fn here(&self) -> bool {
+        self.process == process::id()
+    }
+
+    pub(super) fn require_here(&self) -> Result<(), Error> {
+        if self.here() {
+            return Ok(());
+        }
+        let (opened, now) = (self.process, process::id());
+        Err(Error::Invalid(format!("the coordinator was opened by process {opened} and forked into process {now}")))
+    }
+
+    /// Starts `work` and does not wait for it.
+    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.runtime {
+            runtime.spawn(work);
+        }
+    }
+
+    /// Waits for `work`; unlike `block_on`, also on a thread that is itself within some runtime.
+    pub(super) fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, Error>> + Send + 'static,
+    ) -> Result<T, Error> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.spawn(async move {
+            // The receiver waits below for as long as this runs.
+            let _ = sender.try_send(work.await);
+        });
+        receiver.recv().unwrap_or_else(|_| Err(Error::Unavailable("the coordinator's threads ended".to_owned())))
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        let Some(runtime) = self.runtime.take() else { return };
+        if self.here() {
+            runtime.shutdown_background();
+        } else {
+            // Its locks may be held by threads that do not exist here.
+            mem::forget(runtime);
+        }
+    }
+}

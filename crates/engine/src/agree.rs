@@ -1,0 +1,198 @@
+//! One operation of all ranks: numbered by the order of the calls, every exchange typed, every failure the same on all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use shardfast_coord::{Coord, Failure};
+
+use crate::error::{Error, Kind, Result};
+use crate::planning::Planned;
+use crate::staging::Staging;
+
+/// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
+const DECISION: &str = "=";
+
+/// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
+pub struct Engine {
+    pub(crate) coord: Arc<dyn Coord>,
+    pub(crate) staging: Arc<Staging>,
+    pub(crate) planned: std::sync::Mutex<Option<Planned>>,
+    operations: AtomicU64,
+}
+
+impl Engine {
+    /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
+    pub fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> Arc<Engine> {
+        Arc::new(Engine {
+            coord,
+            staging: Staging::new(staging_bytes),
+            planned: std::sync::Mutex::default(),
+            operations: AtomicU64::new(0),
+        })
+    }
+
+    /// An engine of one rank with the default staging budget.
+    pub fn solo() -> Arc<Engine> {
+        Engine::new(shardfast_coord::solo(), staging_bytes_default(1))
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> u32 {
+        self.coord.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> u32 {
+        self.coord.world()
+    }
+
+    /// Bytes of staging memory that saves and loads may use together.
+    pub fn staging_bytes(&self) -> u64 {
+        self.staging.budget_bytes()
+    }
+
+    /// Begins the next operation. Ranks must begin the same operations in the same order.
+    pub(crate) fn begin(self: &Arc<Engine>, what: String, deadline: Duration) -> Operation {
+        let number = self.operations.fetch_add(1, Ordering::Relaxed);
+        Operation { engine: Arc::clone(self), number, what, deadline }
+    }
+
+    /// Takes part in the next operation with a failure: it fails on every rank with this rank's reason.
+    pub fn refuse(self: &Arc<Engine>, error: Error, deadline: Duration) -> Error {
+        let operation = self.begin(String::new(), deadline);
+        match operation.agree::<(), ()>("open", Err(error.clone()), |_| Err(error.clone())) {
+            Ok(()) => error,
+            Err(failed) => failed,
+        }
+    }
+}
+
+/// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
+pub fn staging_bytes_default(local_world: u32) -> u64 {
+    let memory = rustix::system::sysinfo();
+    let total = (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit));
+    (total / 4 / u64::from(local_world.max(1))).max(64 << 20)
+}
+
+/// One operation that every rank takes part in.
+pub(crate) struct Operation {
+    pub(crate) engine: Arc<Engine>,
+    number: u64,
+    what: String,
+    deadline: Duration,
+}
+
+impl Operation {
+    pub(crate) fn is_root(&self) -> bool {
+        self.engine.rank() == 0
+    }
+
+    /// Gathers every rank's message at rank 0, which decides once; each rank gets its own answer, or all the same
+    /// error: that of the decision, or those that ranks contributed instead of a message.
+    pub(crate) fn agree<M, A>(
+        &self,
+        stage: &str,
+        contribution: Result<M>,
+        decide: impl FnMut(Vec<M>) -> Result<Vec<A>>,
+    ) -> Result<A>
+    where
+        M: Serialize + DeserializeOwned,
+        A: Serialize + DeserializeOwned,
+    {
+        self.try_agree(stage, contribution, decide).map_err(|failed| failed.error)
+    }
+
+    /// [`Operation::agree`] that tells a decision to fail from ignorance of the decision.
+    pub(crate) fn try_agree<M, A>(
+        &self,
+        stage: &str,
+        contribution: Result<M>,
+        mut decide: impl FnMut(Vec<M>) -> Result<Vec<A>>,
+    ) -> std::result::Result<A, Failed>
+    where
+        M: Serialize + DeserializeOwned,
+        A: Serialize + DeserializeOwned,
+    {
+        let topic = format!("{} {stage}", self.number);
+        let contribution = contribution
+            .and_then(|message| encode(&(&self.what, message)))
+            .map_err(|error| error.to_wire());
+        let answer = self.engine.coord.agree(
+            &topic,
+            contribution,
+            &mut |messages| {
+                self.decide(messages, &mut decide).map_err(|error| format!("{DECISION}{}", error.to_wire()))
+            },
+            self.deadline,
+        );
+        match answer {
+            Ok(bytes) => decode(&bytes).map_err(|error| Failed { error, decided: true }),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    fn decide<M: DeserializeOwned, A: Serialize>(
+        &self,
+        messages: Vec<Vec<u8>>,
+        decide: &mut impl FnMut(Vec<M>) -> Result<Vec<A>>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let mut contributions = Vec::with_capacity(messages.len());
+        for (rank, bytes) in messages.iter().enumerate() {
+            let (what, message): (String, M) = decode(bytes).map_err(|error| error.within(format!("rank {rank}")))?;
+            if what != self.what {
+                return Err(Error::invalid(format!(
+                    "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {rank} calls \
+                     `{what}`",
+                    self.what
+                )));
+            }
+            contributions.push(message);
+        }
+        decide(contributions)?.iter().map(encode).collect()
+    }
+
+    fn failed(&self, error: shardfast_coord::Error) -> Failed {
+        use shardfast_coord::Error as Coord;
+        match error {
+            Coord::Failed { failures, .. } => Failed { error: self.merged(&failures), decided: true },
+            other => {
+                let error = Error::new(Kind::Unavailable, format!("{}: {other}", self.what));
+                Failed { error, decided: false }
+            }
+        }
+    }
+
+    /// The failures of several ranks as one, each with its rank where there are several.
+    fn merged(&self, failures: &[Failure]) -> Error {
+        let mut kind = None;
+        let mut lines = Vec::with_capacity(failures.len());
+        for Failure { rank, reason } in failures {
+            let (error, is_decision) = match reason.strip_prefix(DECISION) {
+                Some(reason) => (Error::from_wire(reason), true),
+                None => (Error::from_wire(reason), false),
+            };
+            kind.get_or_insert(error.kind);
+            let unranked = is_decision || self.engine.world() == 1;
+            lines.push(if unranked { error.message } else { format!("rank {rank}: {error}") });
+        }
+        Error::new(kind.unwrap_or(Kind::Internal), lines.join("\n"))
+    }
+}
+
+/// Why an agreement failed.
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// Whether every rank knows that it failed; otherwise this rank does not know what the others heard.
+    pub(crate) decided: bool,
+}
+
+fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>> {
+    postcard::to_stdvec(message).map_err(|error| Error::internal(format!("a message cannot be encoded: {error}")))
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| Error::internal(format!("a message cannot be decoded: {error}")))
+}

@@ -1,0 +1,86 @@
+//! A committed checkpoint, opened: its manifest proven, its data files opened when they are first needed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_format::Manifest;
+use shardfast_store::Store;
+
+use crate::agree::Engine;
+use crate::commit;
+use crate::error::{Error, Kind, Result};
+use crate::reader::Files;
+
+/// A committed checkpoint whose manifest is proven.
+pub struct Checkpoint {
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) files: Files,
+    pub(crate) manifest: Arc<Manifest>,
+    pub(crate) url: String,
+    pub(crate) manifest_bytes: u64,
+}
+
+impl Checkpoint {
+    /// What the checkpoint holds.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The size of its manifest, in bytes.
+    pub fn manifest_bytes(&self) -> u64 {
+        self.manifest_bytes
+    }
+
+    /// Where it is.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
+        let decoded = Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
+        let decoded = Arc::new(decoded);
+        Ok(Checkpoint {
+            engine: Arc::clone(engine),
+            files: Files::new(store, url.to_owned(), Arc::clone(&decoded)),
+            manifest: decoded,
+            url: url.to_owned(),
+            manifest_bytes: manifest.len() as u64,
+        })
+    }
+}
+
+/// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on.
+///
+/// # Errors
+/// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
+/// `Unsupported` for a newer format, what the store says.
+pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
+    let operation = engine.begin(format!("open {url}"), deadline);
+    let store = shardfast_store::open(url).map_err(Error::from);
+    let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
+        let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url))?;
+        Ok(vec![manifest; ranks.len()])
+    })?;
+    Checkpoint::new(engine, url, store?, &manifest)
+}
+
+/// The proven manifest at `url`, or a word on what is there instead.
+pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
+    commit::read_manifest(store).map_err(|error| {
+        if error.kind != Kind::NotFound {
+            return error;
+        }
+        let what = match store.list("") {
+            Err(error) if error.kind == shardfast_store::Kind::NotFound => "nothing is there".to_owned(),
+            Err(error) => format!("it cannot be listed: {error}"),
+            Ok(entries) if entries.iter().any(|e| e.is_dir && shardfast_format::parse_step_dir(&e.name).is_some()) => {
+                "it is a run: name one of its steps (`shardfast ls` lists them)".to_owned()
+            }
+            Ok(entries) if entries.iter().any(|entry| entry.name.starts_with("manifest-") || entry.is_dir) => {
+                "a save was begun there and not finished, or something else is there: it has no COMMIT".to_owned()
+            }
+            Ok(_) => "it has no COMMIT".to_owned(),
+        };
+        Error::new(Kind::NotFound, format!("{url}: no checkpoint is committed there: {what}"))
+    })
+}

@@ -1,0 +1,147 @@
+//! The closed kinds of failure, grouped by what the caller would do about them.
+
+/// What the caller would do about a failure. Codes are only ever appended; Python has one exception class for each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The bytes are not those that were saved: use another checkpoint.
+    Corrupt,
+    /// Nothing is stored under that name.
+    NotFound,
+    /// The name is taken, or somebody else did it first.
+    Conflict,
+    /// A disk, a quota or a budget is full.
+    Exhausted,
+    /// The store or another rank cannot be reached now.
+    Unavailable,
+    /// A newer version, or something that is not offered.
+    Unsupported,
+    /// The call, the state or a permission is wrong: mend it and call again.
+    Invalid,
+    /// The operation was given up on request.
+    Cancelled,
+    /// A defect of this program.
+    Internal,
+}
+
+impl Kind {
+    /// Every kind, in the order of their codes.
+    pub const ALL: [Kind; 9] = [
+        Kind::Corrupt,
+        Kind::NotFound,
+        Kind::Conflict,
+        Kind::Exhausted,
+        Kind::Unavailable,
+        Kind::Unsupported,
+        Kind::Invalid,
+        Kind::Cancelled,
+        Kind::Internal,
+    ];
+
+    /// The name of the kind: that of the Python exception, too.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Corrupt => "Corrupt",
+            Kind::NotFound => "NotFound",
+            Kind::Conflict => "Conflict",
+            Kind::Exhausted => "Exhausted",
+            Kind::Unavailable => "Unavailable",
+            Kind::Unsupported => "Unsupported",
+            Kind::Invalid => "Invalid",
+            Kind::Cancelled => "Cancelled",
+            Kind::Internal => "Internal",
+        }
+    }
+
+    fn from_name(name: &str) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// A failure: its kind, and a message that names the thing, what was expected and what was found.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Error {
+    /// What the caller would do about it.
+    pub kind: Kind,
+    /// What happened, to what.
+    pub message: String,
+}
+
+/// The engine's results.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// A failure of that kind.
+    pub fn new(kind: Kind, message: impl Into<String>) -> Error {
+        Error { kind, message: message.into() }
+    }
+
+    pub(crate) fn corrupt(message: impl Into<String>) -> Error {
+        Error::new(Kind::Corrupt, message)
+    }
+
+    pub(crate) fn invalid(message: impl Into<String>) -> Error {
+        Error::new(Kind::Invalid, message)
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> Error {
+        Error::new(Kind::Internal, message)
+    }
+
+    /// The same failure, told with where it happened in front.
+    pub(crate) fn within(mut self, place: impl std::fmt::Display) -> Error {
+        self.message = format!("{place}: {}", self.message);
+        self
+    }
+
+    /// As one line that travels between ranks without losing the kind.
+    pub(crate) fn to_wire(&self) -> String {
+        format!("{}|{}", self.kind.name(), self.message)
+    }
+
+    /// The failure that [`Error::to_wire`] wrote; anything else is `Internal`.
+    pub(crate) fn from_wire(line: &str) -> Error {
+        match line.split_once('|').and_then(|(kind, message)| Some((Kind::from_name(kind)?, message))) {
+            Some((kind, message)) => Error::new(kind, message),
+            None => Error::internal(line),
+        }
+    }
+}
+
+impl From<shardfast_format::Error> for Error {
+    fn from(error: shardfast_format::Error) -> Error {
+        let kind = match &error {
+            shardfast_format::Error::Corrupt(_) => Kind::Corrupt,
+            shardfast_format::Error::Unsupported(_) => Kind::Unsupported,
+            shardfast_format::Error::Invalid(_) => Kind::Invalid,
+        };
+        Error::new(kind, error.to_string())
+    }
+}
+
+impl From<shardfast_plan::Error> for Error {
+    fn from(error: shardfast_plan::Error) -> Error {
+        let kind = match &error {
+            shardfast_plan::Error::Invalid(_) => Kind::Invalid,
+            shardfast_plan::Error::Corrupt(_) => Kind::Corrupt,
+        };
+        Error::new(kind, error.to_string())
+    }
+}
+
+impl From<shardfast_store::Error> for Error {
+    fn from(error: shardfast_store::Error) -> Error {
+        use shardfast_store::Kind as Store;
+        let kind = match error.kind {
+            Store::NotFound => Kind::NotFound,
+            Store::Corrupt => Kind::Corrupt,
+            Store::Conflict => Kind::Conflict,
+            Store::Exhausted => Kind::Exhausted,
+            Store::Unavailable => Kind::Unavailable,
+            Store::Unsupported => Kind::Unsupported,
+            Store::Invalid => Kind::Invalid,
+            Store::Internal => Kind::Internal,
+        };
+        Error::new(kind, error.to_string())
+    }
+}

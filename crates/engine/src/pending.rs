@@ -1,0 +1,155 @@
+//! A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+
+/// The handle of a save that runs in the background.
+#[derive(Clone)]
+pub struct Pending {
+    shared: Arc<Shared>,
+}
+
+/// What a save did so far.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Report {
+    /// Milliseconds from the request until each phase was over.
+    pub phases_ms: BTreeMap<&'static str, f64>,
+    /// Bytes of data files that this rank wrote, headers included.
+    pub bytes_written: u64,
+    /// Data files that this rank wrote.
+    pub files_written: u64,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    requested: Instant,
+}
+
+struct State {
+    staged: bool,
+    outcome: Option<Result<()>>,
+    report: Report,
+}
+
+/// How the running save tells what it has reached.
+pub(crate) struct Progress {
+    shared: Arc<Shared>,
+}
+
+impl Pending {
+    /// Runs `save` on a thread of its own.
+    pub(crate) fn spawn(save: impl FnOnce(&Progress) -> Result<()> + Send + 'static) -> Pending {
+        let state = State { staged: false, outcome: None, report: Report::default() };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() });
+        let progress = Progress { shared: Arc::clone(&shared) };
+        let body = move || {
+            let outcome = catch_unwind(AssertUnwindSafe(|| save(&progress)))
+                .unwrap_or_else(|panic| Err(Error::internal(format!("the save panicked: {}", panic_message(&*panic)))));
+            let mut state = progress.shared.lock();
+            state.outcome = Some(outcome);
+            progress.shared.changed.notify_all();
+        };
+        if let Err(error) = std::thread::Builder::new().name("shardfast-save".into()).spawn(body) {
+            let failure = Error::new(Kind::Exhausted, format!("no thread for the save: {error}"));
+            shared.lock().outcome = Some(Err(failure));
+        }
+        Pending { shared }
+    }
+
+    /// Waits until the state may change: all of it is copied or written.
+    ///
+    /// # Errors
+    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    pub fn staged(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait("staged", timeout, |state| match &state.outcome {
+            Some(Err(error)) => Some(Err(error.clone())),
+            Some(Ok(())) => Some(Ok(())),
+            None => state.staged.then_some(Ok(())),
+        })
+    }
+
+    /// Waits until the checkpoint survives whatever happens.
+    ///
+    /// # Errors
+    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    pub fn committed(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait("committed", timeout, |state| state.outcome.clone())
+    }
+
+    /// Whether the save has ended, well or badly.
+    pub fn done(&self) -> bool {
+        self.shared.lock().outcome.is_some()
+    }
+
+    /// What the save did so far.
+    pub fn report(&self) -> Report {
+        self.shared.lock().report.clone()
+    }
+
+    fn wait(
+        &self,
+        what: &str,
+        timeout: Option<Duration>,
+        reached: impl Fn(&State) -> Option<Result<()>>,
+    ) -> Result<()> {
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(result) = reached(&state) {
+                return result;
+            }
+            let Some(until) = until else {
+                state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::new(Kind::Unavailable, format!("the save is not yet {what} after the given time")));
+            }
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Progress {
+    /// The state may change from now on.
+    pub(crate) fn staged(&self) {
+        self.mark("staged");
+        self.shared.lock().staged = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// The phase is over.
+    pub(crate) fn mark(&self, phase: &'static str) {
+        let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
+        self.shared.lock().report.phases_ms.insert(phase, ms);
+    }
+
+    /// This rank wrote a data file.
+    pub(crate) fn wrote(&self, files: u64, bytes: u64) {
+        let mut state = self.shared.lock();
+        state.report.files_written += files;
+        state.report.bytes_written += bytes;
+    }
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}

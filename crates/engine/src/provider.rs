@@ -1,0 +1,189 @@
+//! Where a save's bytes come from. The data path never asks what they mean.
+
+use smallvec::SmallVec;
+
+use crate::error::Result;
+
+/// A stream of bytes of known length that can be asked for any range of itself, from any thread.
+pub trait Provider: Send + Sync {
+    /// Length of the stream, in bytes.
+    fn bytes(&self) -> u64;
+
+    /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream.
+    ///
+    /// # Errors
+    /// When the source itself fails (a checkpoint being read, a device lost).
+    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()>;
+}
+
+/// Bytes held by the save itself: an encoded value.
+impl Provider for Vec<u8> {
+    fn bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+        let at = at as usize;
+        out.copy_from_slice(&self[at..at + out.len()]);
+        Ok(())
+    }
+}
+
+/// A strided n-d block of elements in this process's memory, as its row-major bytes.
+#[derive(Debug, Clone)]
+pub struct Strided {
+    pub(crate) address: usize,
+    /// `(length in elements, stride in bytes)` per dimension; neighbours that lie as one are merged, so that the last
+    /// dimension is the longest possible run.
+    pub(crate) dims: SmallVec<[(u64, i64); 4]>,
+    pub(crate) item_bytes: u64,
+}
+
+impl Strided {
+    /// The block whose first element is at `address`, with `lengths` in elements and `strides_bytes` per dimension.
+    pub fn new(address: usize, lengths: &[u64], strides_bytes: &[i64], item_bytes: u64) -> Strided {
+        let mut dims: SmallVec<[(u64, i64); 4]> = SmallVec::new();
+        for (&length, &stride) in lengths.iter().zip(strides_bytes) {
+            if length == 1 {
+                continue;
+            }
+            match dims.last_mut() {
+                Some(last) if last.1 == stride.wrapping_mul(length as i64) => *last = (last.0 * length, stride),
+                _ => dims.push((length, stride)),
+            }
+        }
+        Strided { address, dims, item_bytes }
+    }
+
+    /// Number of bytes of all elements.
+    pub fn total_bytes(&self) -> u64 {
+        self.dims.iter().map(|d| d.0).product::<u64>() * self.item_bytes
+    }
+
+    /// Bytes that lie in one run in memory, and the dimensions outside of a run.
+    fn runs(&self) -> (u64, &[(u64, i64)]) {
+        match self.dims.split_last() {
+            Some((&(length, stride), outer)) if stride == self.item_bytes as i64 => (length * self.item_bytes, outer),
+            _ => (self.item_bytes, &self.dims),
+        }
+    }
+
+    /// Calls `visit(address, position, bytes)` for every contiguous run of the row-major range `[at, at + bytes)`, in
+    /// order; `position` counts from `at`.
+    pub(crate) fn for_each_run(&self, at: u64, bytes: u64, mut visit: impl FnMut(usize, usize, usize)) {
+        let (run_bytes, outer) = self.runs();
+        if bytes == 0 || run_bytes == 0 {
+            return;
+        }
+        let mut run = at / run_bytes;
+        let mut within = at % run_bytes;
+        let mut index: SmallVec<[u64; 4]> = SmallVec::from_elem(0, outer.len());
+        let mut address = self.address as i64;
+        for (d, &(length, stride)) in outer.iter().enumerate().rev() {
+            index[d] = run % length;
+            run /= length;
+            address += index[d] as i64 * stride;
+        }
+        let mut done = 0;
+        loop {
+            let take = (run_bytes - within).min(bytes - done);
+            visit(address as usize + within as usize, done as usize, take as usize);
+            done += take;
+            if done == bytes {
+                return;
+            }
+            within = 0;
+            for (d, &(length, stride)) in outer.iter().enumerate().rev() {
+                index[d] += 1;
+                address += stride;
+                if index[d] < length {
+                    break;
+                }
+                index[d] = 0;
+                address -= stride * length as i64;
+            }
+        }
+    }
+}
+
+/// A tensor's memory while it does not change.
+#[derive(Debug)]
+pub struct Memory {
+    block: Strided,
+}
+
+impl Memory {
+    /// The block as a provider.
+    ///
+    /// # Safety
+    /// Every element of the block must stay allocated and initialised, and must not be written, until the save that
+    /// was given this provider is staged or has failed.
+    #[allow(unsafe_code)] // the one way in for foreign memory to be read
+    pub unsafe fn new(block: Strided) -> Memory {
+        Memory { block }
+    }
+}
+
+impl Provider for Memory {
+    fn bytes(&self) -> u64 {
+        self.block.total_bytes()
+    }
+
+    #[allow(unsafe_code)]
+    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+        self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
+            // SAFETY: the run lies inside the block, which `Memory::new`'s caller keeps readable and unchanged;
+            // `position + bytes` never exceeds `out.len()`, and `out` is ours alone.
+            unsafe {
+                std::ptr::copy_nonoverlapping(address as *const u8, out[position..position + bytes].as_mut_ptr(), bytes)
+            }
+        });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use super::*;
+
+    fn stream(provider: &dyn Provider) -> Vec<u8> {
+        let mut out = vec![0; provider.bytes() as usize];
+        provider.fill(0, &mut out).unwrap();
+        out
+    }
+
+    #[test]
+    fn transposed_sliced_and_reversed_views_stream_row_major() {
+        let data: Vec<u16> = (0..60).collect();
+        let base = data.as_ptr() as usize;
+        // data[3][4][5] viewed as [5][3][2]: permuted, every second of the middle dimension, from index 1.
+        let view = Strided::new(base + 5 * 2, &[5, 3, 2], &[2, 40, 20], 2);
+        let mut expected = Vec::new();
+        for i in 0..5u16 {
+            for j in 0..3u16 {
+                for k in 0..2u16 {
+                    expected.extend((j * 20 + (1 + 2 * k) * 5 + i).to_le_bytes());
+                }
+            }
+        }
+        // SAFETY: `data` outlives the provider and is not written.
+        let memory = unsafe { Memory::new(view) };
+        assert_eq!(stream(&memory), expected);
+        for at in 0..expected.len() {
+            for end in at..=expected.len() {
+                let mut out = vec![0; end - at];
+                memory.fill(at as u64, &mut out).unwrap();
+                assert_eq!(out, expected[at..end], "range {at}..{end}");
+            }
+        }
+    }
+
+    #[test]
+    fn neighbouring_dimensions_merge_into_one_run() {
+        let block = Strided::new(0, &[2, 1, 3, 4], &[48, 7, 16, 4], 4);
+        assert_eq!(block.dims.as_slice(), [(24, 4)]);
+        assert_eq!(Strided::new(0, &[], &[], 8).total_bytes(), 8);
+        assert_eq!(Strided::new(0, &[3, 0], &[0, 4], 4).total_bytes(), 0);
+    }
+}

@@ -1,0 +1,209 @@
+//! Planned reads into sinks: many ranges in flight, every block proven before a byte of it is used.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use shardfast_format::{BLOCK_BYTES, DataHeader, FileEntry, Manifest, crc64};
+use shardfast_plan::{Limits, Read};
+use shardfast_store::{ObjectReader, Store};
+
+use crate::error::{Error, Kind, Result};
+use crate::sink::Sink;
+use crate::staging::{SLOT_BYTES, Slot, Staging};
+use crate::writer::Failure;
+
+/// Reads in flight in one load: a disk reads ahead for each of them.
+const READERS: usize = 8;
+
+/// What the planner may ask for in one read: grown to whole blocks on both sides it fills at most a slot. Gaps below
+/// half a block are cheaper to read than to seek over.
+pub(crate) const LIMITS: Limits =
+    Limits { gap_max_bytes: BLOCK_BYTES / 2, read_max_bytes: SLOT_BYTES as u64 - 2 * BLOCK_BYTES };
+
+/// A checkpoint's data files, each opened and its header proven when it is first needed.
+pub(crate) struct Files {
+    store: Arc<dyn Store>,
+    place: String,
+    manifest: Arc<Manifest>,
+    open: Vec<OnceLock<Result<Arc<OpenFile>>>>,
+}
+
+/// A data file whose header is that of the manifest.
+pub(crate) struct OpenFile {
+    object: Box<dyn ObjectReader>,
+    pub(crate) header: DataHeader,
+}
+
+impl Files {
+    pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
+        let open = manifest.files().iter().map(|_| OnceLock::new()).collect();
+        Files { store, place, manifest, open }
+    }
+
+    /// The file, opened and with its header proven.
+    pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
+        let entry = &self.manifest.files()[file as usize];
+        self.open[file as usize]
+            .get_or_init(|| open_file(&*self.store, entry).map(Arc::new))
+            .clone()
+            .map_err(|error| error.within(&self.place))
+    }
+
+    /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,
+    /// among those for which `needed` says so. Offsets are absolute in the file.
+    pub(crate) fn read_blocks(
+        &self,
+        file: u32,
+        range: Range<u64>,
+        slot: &mut Slot,
+        needed: impl Fn(Range<u64>) -> bool,
+    ) -> Result<Vec<Damage>> {
+        let open = self.open(file)?;
+        let path = &self.manifest.files()[file as usize].path;
+        let bytes = (range.end - range.start) as usize;
+        open.object.read_at(range.start, &mut slot[..bytes]).map_err(|e| Error::from(e).within(&self.place))?;
+        let first = ((range.start - open.header.data_start) / BLOCK_BYTES) as usize;
+        let mut damaged = Vec::new();
+        for (i, block) in slot[..bytes].chunks(BLOCK_BYTES as usize).enumerate() {
+            let start = range.start + i as u64 * BLOCK_BYTES;
+            let span = start..start + block.len() as u64;
+            let expected = open.header.block_crcs[first + i];
+            if needed(span.clone()) {
+                let found = crc64(block);
+                if found != expected {
+                    damaged.push(Damage { path: path.clone(), span, expected, found });
+                }
+            }
+        }
+        Ok(damaged)
+    }
+
+    /// The range grown to whole blocks of the file.
+    pub(crate) fn whole_blocks(&self, file: u32, range: Range<u64>) -> Range<u64> {
+        let entry = &self.manifest.files()[file as usize];
+        let start = (range.start - entry.data_start) / BLOCK_BYTES * BLOCK_BYTES;
+        let end = (range.end - entry.data_start).next_multiple_of(BLOCK_BYTES);
+        entry.data_start + start..(entry.data_start + end).min(entry.bytes)
+    }
+}
+
+/// A block that is not what was saved.
+#[derive(Debug, Clone)]
+pub struct Damage {
+    /// The data file, in the checkpoint.
+    pub path: String,
+    /// The block's bytes in the file.
+    pub span: Range<u64>,
+    /// The CRC-64 in the file's header.
+    pub expected: u64,
+    /// The CRC-64 of what was read.
+    pub found: u64,
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "file {}, bytes {}..{}: expected CRC-64 {:016x}, found {:016x}",
+            self.path, self.span.start, self.span.end, self.expected, self.found
+        )
+    }
+}
+
+fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
+    let missing = |error: shardfast_store::Error| {
+        let error = Error::from(error);
+        match error.kind {
+            Kind::NotFound => Error::corrupt(format!("file {} is missing: {}", entry.path, error.message)),
+            _ => error,
+        }
+    };
+    let object = store.open(&entry.path).map_err(missing)?;
+    if object.bytes() != entry.bytes {
+        return Err(Error::corrupt(format!(
+            "file {}: expected {} bytes, found {}",
+            entry.path,
+            entry.bytes,
+            object.bytes()
+        )));
+    }
+    let mut header = vec![0; entry.data_start as usize];
+    object.read_at(0, &mut header)?;
+    let found = crc64(&header);
+    if found != entry.header_crc {
+        return Err(Error::corrupt(format!(
+            "file {}: its header (bytes 0..{}) is not the one that was saved: expected CRC-64 {:016x}, found {found:016x}",
+            entry.path, entry.data_start, entry.header_crc
+        )));
+    }
+    let header = DataHeader::parse(&header, entry.bytes)?;
+    if header.data_start != entry.data_start || header.block_bytes != BLOCK_BYTES {
+        return Err(Error::corrupt(format!(
+            "file {}: expected data from byte {} in blocks of {BLOCK_BYTES}, found from {} in blocks of {}",
+            entry.path, entry.data_start, header.data_start, header.block_bytes
+        )));
+    }
+    Ok(OpenFile { object, header })
+}
+
+/// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read.
+///
+/// # Errors
+/// `Corrupt` names the checkpoint, the leaf, the file and the byte range; no byte of a damaged block reaches a sink.
+/// Sinks filled before the failure keep what they got.
+pub(crate) fn run(
+    files: &Files,
+    reads: impl Iterator<Item = Read> + Send,
+    sinks: &[&Sink],
+    leaf_of: &(dyn Fn(u32) -> String + Sync),
+    staging: &Arc<Staging>,
+) -> Result<u64> {
+    let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
+    let reads = Mutex::new(reads.fuse());
+    let next = || reads.lock().unwrap_or_else(PoisonError::into_inner).next();
+    std::thread::scope(|scope| {
+        for _ in 0..READERS {
+            scope.spawn(|| {
+                while let Some(read) = next() {
+                    if failure.is_set() {
+                        return;
+                    }
+                    match run_one(files, &read, sinks, leaf_of, staging) {
+                        Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
+                        Err(error) => return failure.set(error),
+                    }
+                }
+            });
+        }
+    });
+    failure.into_result()?;
+    Ok(bytes_read.into_inner())
+}
+
+fn run_one(
+    files: &Files,
+    read: &Read,
+    sinks: &[&Sink],
+    leaf_of: &(dyn Fn(u32) -> String + Sync),
+    staging: &Arc<Staging>,
+) -> Result<u64> {
+    let range = files.whole_blocks(read.file, read.offset..read.offset + read.bytes);
+    let touched = |block: &Range<u64>| {
+        let block = block.clone();
+        read.pieces.iter().filter(move |p| p.src < block.end && block.start < p.src + p.span_bytes)
+    };
+    let mut slot = staging.acquire();
+    let damaged = files.read_blocks(read.file, range.clone(), &mut slot, |block| touched(&block).next().is_some())?;
+    if let Some(damage) = damaged.first() {
+        let mut names: Vec<String> = touched(&damage.span).map(|piece| leaf_of(piece.want)).collect();
+        names.dedup();
+        return Err(Error::corrupt(format!("{}: {}: {damage}", files.place, names.join(", "))));
+    }
+    for piece in &read.pieces {
+        let at = (piece.src - range.start) as usize;
+        let source = &slot[at..at + piece.span_bytes as usize];
+        sinks[piece.want as usize].scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source);
+    }
+    Ok(range.end - range.start)
+}

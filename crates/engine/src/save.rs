@@ -1,0 +1,215 @@
+//! A save, from the state that a rank holds to the commit that all ranks share.
+//!
+//! ```text
+//! agree on a plan → bind providers to files → fill, write, make durable → commit
+//! ```
+//! Ranks first agree who writes what, then each writes its own files without a word to the others, and the commit
+//! publishes all of them or none.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_format::{Catalog, EntrySpec, FileLayout, Leaf, LeafBody, data_file, part_name, sha256, value_name};
+use shardfast_store::Store;
+use smallvec::smallvec;
+
+use crate::agree::{Engine, Operation};
+use crate::commit::{self, Receipt, Written, WrittenFile};
+use crate::error::{Error, Result};
+use crate::pending::{Pending, Progress};
+use crate::planning::{self, Orders};
+use crate::provider::Provider;
+use crate::writer::{self, FileJob};
+
+/// What one rank gives to a save.
+pub struct State {
+    /// The rank's leaves.
+    pub catalog: Catalog,
+    /// For each leaf of the catalog its parts' bytes, in order: one provider for an object, none for an alias.
+    pub providers: Vec<Vec<Arc<dyn Provider>>>,
+}
+
+/// Where a save goes, and what is noted about it.
+#[derive(Debug, Clone)]
+pub struct Destination {
+    /// The URL of the checkpoint; must hold no committed checkpoint.
+    pub url: String,
+    /// The training step, if it is one of a run.
+    pub step: Option<u64>,
+    /// Whatever the user wants noted.
+    pub user: BTreeMap<String, String>,
+}
+
+/// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
+/// takes longer than `deadline` fails the save.
+///
+/// # Errors
+/// Through the [`Pending`], the same on every rank: `Invalid` when the state is not one state (two leaves of one name,
+/// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
+/// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
+pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
+    let store = shardfast_store::open(&destination.url).map_err(Error::from);
+    save_to(engine, store, destination, state, deadline)
+}
+
+/// [`save`] into a store that is already open at the checkpoint's place.
+pub fn save_to(
+    engine: &Arc<Engine>,
+    store: Result<Arc<dyn Store>>,
+    destination: Destination,
+    state: State,
+    deadline: Duration,
+) -> Pending {
+    let operation = engine.begin(format!("save {}", destination.url), deadline);
+    Pending::spawn(move |progress| run(&operation, store, &destination, state, progress))
+}
+
+fn run(
+    operation: &Operation,
+    store: Result<Arc<dyn Store>>,
+    destination: &Destination,
+    state: State,
+    progress: &Progress,
+) -> Result<()> {
+    let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check()).and_then(|()| state.digests());
+    let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
+    let orders = planning::agree(operation, &state.catalog, ready, admit)?;
+    let store = store?;
+    progress.mark("planned");
+
+    let (jobs, written) = bind(operation, &orders, &state).map_or_else(|e| (Vec::new(), Err(e)), |(j, w)| (j, Ok(w)));
+    let receipt = written.and_then(|written| {
+        let files = write(operation, &*store, &jobs, progress)?;
+        Ok(Receipt { files, written })
+    });
+    progress.mark("durable");
+
+    commit::agree(operation, &*store, destination, &orders, receipt).map_err(|failed| {
+        if failed.nothing_published {
+            discard(&*store, &jobs);
+        }
+        failed.error
+    })?;
+    progress.mark("committed");
+    Ok(())
+}
+
+/// Lays out the files that this rank writes, one for each key of the state, and says where each part will lie.
+fn bind(operation: &Operation, orders: &Orders, state: &State) -> Result<(Vec<FileJob>, Vec<Written>)> {
+    let rank = operation.engine.rank();
+    let leaves = &state.catalog.leaves;
+    let parts = orders.writes.iter().map(|write| (write.leaf, write.part));
+    let values = orders.values.iter().map(|&leaf| (leaf, 0));
+    let mut by_key: BTreeMap<&str, Vec<(u32, u32)>> = BTreeMap::new();
+    for (leaf, part) in parts.chain(values) {
+        by_key.entry(&leaves[leaf as usize].name.key).or_default().push((leaf, part));
+    }
+
+    let (mut jobs, mut written) = (Vec::new(), Vec::new());
+    for (key, mut parts) in by_key {
+        // The widest elements first, so that each tensor is aligned to its element; values of any length last.
+        parts.sort_by_key(|&(leaf, part)| (std::cmp::Reverse(item_bytes(&leaves[leaf as usize])), leaf, part));
+        let entries: Vec<EntrySpec> =
+            parts.iter().map(|&(leaf, part)| entry(rank, state, leaf as usize, part as usize)).collect();
+        let layout = FileLayout::new(&entries, &BTreeMap::new())?;
+        for (&(leaf, part), &offset) in parts.iter().zip(&layout.offsets) {
+            let bytes = state.providers[leaf as usize][part as usize].bytes();
+            written.push(Written { leaf, part, file: jobs.len() as u32, offset, bytes });
+        }
+        let providers = parts.iter().map(|&(leaf, part)| Arc::clone(&state.providers[leaf as usize][part as usize]));
+        let path = data_file(key, &orders.attempt, rank, 0)?;
+        jobs.push(FileJob { path, layout, providers: providers.collect() });
+    }
+    Ok((jobs, written))
+}
+
+fn item_bytes(leaf: &Leaf) -> u64 {
+    match leaf.body {
+        LeafBody::Tensor { dtype, .. } => dtype.size_bytes(),
+        LeafBody::Object { .. } | LeafBody::Alias { .. } => 0,
+    }
+}
+
+fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
+    let name = &state.catalog.leaves[leaf].name.name;
+    match &state.catalog.leaves[leaf].body {
+        LeafBody::Tensor { dtype, shape, parts } => EntrySpec {
+            name: part_name(name, &parts[part], shape),
+            dtype: *dtype,
+            shape: parts[part].lengths.clone(),
+        },
+        LeafBody::Object { .. } | LeafBody::Alias { .. } => EntrySpec {
+            name: if rank == 0 { name.clone() } else { value_name(name, rank) },
+            dtype: shardfast_format::DType::U8,
+            shape: smallvec![state.providers[leaf][part].bytes()],
+        },
+    }
+}
+
+/// Writes the files and makes them durable, contents first, then names.
+fn write(
+    operation: &Operation,
+    store: &dyn Store,
+    jobs: &[FileJob],
+    progress: &Progress,
+) -> Result<Vec<WrittenFile>> {
+    let files = writer::run(store, jobs, &operation.engine.staging, || progress.staged())?;
+    let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
+    store.sync(&names)?;
+    progress.wrote(files.len() as u64, files.iter().map(|file| file.bytes).sum());
+    Ok(files)
+}
+
+/// Gives the space of a failed attempt back. Its names are this attempt's alone, so nothing else can be hit; what
+/// cannot be deleted now is an orphan like that of a crash.
+fn discard(store: &dyn Store, jobs: &[FileJob]) {
+    for job in jobs {
+        let _ = store.delete(&job.path);
+    }
+}
+
+impl State {
+    fn check(&self) -> Result<()> {
+        self.catalog.validate()?;
+        if self.providers.len() != self.catalog.leaves.len() {
+            return Err(Error::internal(format!(
+                "expected the bytes of {} leaves, found those of {}",
+                self.catalog.leaves.len(),
+                self.providers.len()
+            )));
+        }
+        for (leaf, providers) in self.catalog.leaves.iter().zip(&self.providers) {
+            let expected: Vec<Option<u64>> = match &leaf.body {
+                LeafBody::Tensor { dtype, parts, .. } => {
+                    parts.iter().map(|part| Some(part.numel() * dtype.size_bytes())).collect()
+                }
+                LeafBody::Object { .. } => vec![None],
+                LeafBody::Alias { .. } => Vec::new(),
+            };
+            let fits = expected.len() == providers.len()
+                && expected.iter().zip(providers).all(|(bytes, provider)| bytes.is_none_or(|b| b == provider.bytes()));
+            if !fits {
+                let found: Vec<u64> = providers.iter().map(|provider| provider.bytes()).collect();
+                return Err(Error::invalid(format!(
+                    "leaf {}: its parts need {expected:?} bytes, its memory has {found:?}",
+                    leaf.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// SHA-256 of every encoded value, in the catalog's order.
+    fn digests(&self) -> Result<Vec<[u8; 32]>> {
+        let leaves = self.catalog.leaves.iter().zip(&self.providers);
+        leaves
+            .filter(|(leaf, _)| matches!(leaf.body, LeafBody::Object { .. }))
+            .map(|(_, providers)| {
+                let mut bytes = vec![0; providers[0].bytes() as usize];
+                providers[0].fill(0, &mut bytes)?;
+                Ok(sha256(&bytes))
+            })
+            .collect()
+    }
+}

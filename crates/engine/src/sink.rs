@@ -1,0 +1,147 @@
+//! Where a load's bytes go.
+
+use shardfast_format::{Dims, Region};
+use smallvec::SmallVec;
+
+use crate::error::{Error, Result};
+
+/// A strided n-d block of elements in this process's memory that a load writes.
+#[derive(Debug)]
+pub struct Sink {
+    address: usize,
+    strides_bytes: SmallVec<[i64; 4]>,
+    item_bytes: u64,
+}
+
+impl Sink {
+    /// The block that takes a region of extent `lengths`, its first element at `address`.
+    ///
+    /// # Errors
+    /// `Invalid` when two of its elements share memory (an expanded tensor).
+    ///
+    /// # Safety
+    /// Every element of the block must stay allocated, and nobody else may read or write it, until the load that was
+    /// given this sink has returned.
+    #[allow(unsafe_code)] // the one way in for foreign memory to be written
+    pub unsafe fn new(address: usize, lengths: &[u64], strides_bytes: &[i64], item_bytes: u64) -> Result<Sink> {
+        let mut dims: SmallVec<[(u64, u64); 4]> =
+            lengths.iter().zip(strides_bytes).filter(|d| *d.0 > 1).map(|(&n, &s)| (s.unsigned_abs(), n)).collect();
+        dims.sort_unstable();
+        let mut extent = item_bytes;
+        for (stride, length) in dims {
+            if stride < extent {
+                return Err(Error::invalid(format!(
+                    "the destination's elements share memory (shape {lengths:?}, strides {strides_bytes:?} bytes, \
+                     {item_bytes} bytes an element): load into a tensor of its own, such as its clone()"
+                )));
+            }
+            extent = stride.saturating_mul(length - 1).saturating_add(extent);
+        }
+        Ok(Sink { address, strides_bytes: SmallVec::from_slice(strides_bytes), item_bytes })
+    }
+
+    /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in `src`.
+    #[allow(unsafe_code)]
+    pub(crate) fn scatter(&self, offsets: &[u64], lengths: &[u64], src_strides: &[u64], src: &[u8]) {
+        let mut address = self.address as i64;
+        let mut dims: SmallVec<[(u64, u64, i64); 4]> = SmallVec::new();
+        for d in 0..lengths.len() {
+            address += offsets[d] as i64 * self.strides_bytes[d];
+            let (length, from, to) = (lengths[d], src_strides[d], self.strides_bytes[d]);
+            match dims.last_mut() {
+                _ if length == 1 => {}
+                Some(last) if last.1 == from * length && last.2 == to * length as i64 => {
+                    *last = (last.0 * length, from, to);
+                }
+                _ => dims.push((length, from, to)),
+            }
+        }
+        let item = self.item_bytes;
+        let run_bytes = match dims.last() {
+            Some(&(length, from, to)) if from == item && to == item as i64 => {
+                dims.pop();
+                length * item
+            }
+            _ => item,
+        } as usize;
+        let mut index: SmallVec<[u64; 4]> = SmallVec::from_elem(0, dims.len());
+        let mut from = 0usize;
+        'runs: loop {
+            let run = &src[from..from + run_bytes];
+            // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
+            // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
+            unsafe { std::ptr::copy_nonoverlapping(run.as_ptr(), address as *mut u8, run_bytes) };
+            for d in (0..dims.len()).rev() {
+                let (length, from_stride, to_stride) = dims[d];
+                index[d] += 1;
+                from += from_stride as usize;
+                address += to_stride;
+                if index[d] < length {
+                    continue 'runs;
+                }
+                index[d] = 0;
+                from -= (from_stride * length) as usize;
+                address -= to_stride * length as i64;
+            }
+            return;
+        }
+    }
+}
+
+/// A tensor's region that a load asks for, and where it goes.
+#[derive(Debug)]
+pub struct Want {
+    /// Index of the leaf in the manifest; a tensor.
+    pub leaf: usize,
+    /// The part of the tensor.
+    pub region: Region,
+    /// Where it goes.
+    pub sink: Sink,
+}
+
+/// Row-major strides of a region of extent `lengths`, in bytes.
+pub fn row_major_strides(lengths: &[u64], item_bytes: u64) -> Dims {
+    let mut strides: Dims = SmallVec::from_elem(0, lengths.len());
+    let mut stride = item_bytes;
+    for d in (0..lengths.len()).rev() {
+        strides[d] = stride;
+        stride *= lengths[d];
+    }
+    strides
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boxes_land_in_transposed_memory() {
+        // Region [4][6] of u16, stored row-major in `src`; destination transposed: element (i, j) at j * 4 + i.
+        let src: Vec<u8> = (0..24u16).flat_map(u16::to_le_bytes).collect();
+        let mut dst = vec![u16::MAX; 24];
+        // SAFETY: `dst` outlives the sink and is read only after the scatter.
+        let sink = unsafe { Sink::new(dst.as_mut_ptr() as usize, &[4, 6], &[2, 8], 2) }.unwrap();
+        sink.scatter(&[1, 2], &[3, 4], &[12, 2], &src[(6 + 2) * 2..]);
+        for j in 0..6 {
+            for i in 0..4 {
+                let inside = i >= 1 && (2..6).contains(&j);
+                let expected = if inside { (i * 6 + j) as u16 } else { u16::MAX };
+                assert_eq!(dst[j * 4 + i], expected, "element ({i}, {j})");
+            }
+        }
+    }
+
+    #[test]
+    fn destinations_that_share_memory_are_refused() {
+        let mut dst = [0u8; 64];
+        let address = dst.as_mut_ptr() as usize;
+        // SAFETY: no sink is ever written through here.
+        unsafe {
+            assert!(Sink::new(address, &[4, 4], &[0, 4], 4).unwrap_err().message.contains("share memory"));
+            assert!(Sink::new(address, &[3, 4], &[8, 4], 4).is_err());
+            assert!(Sink::new(address, &[4, 4], &[4, 16], 4).is_ok());
+            assert!(Sink::new(address, &[1, 4], &[0, 4], 4).is_ok());
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! The two checksums of the format: CRC-64/NVME for data, SHA-256 for what a commit vouches for.
+//!
+//! CRC-64/NVME: width 64, polynomial 0xad93d23594c93659, initial value and final XOR all ones, input and output
+//! reflected, check value 0xae8b14860a799888 (NVM Express command set specification, 5.2.1.3.4; also the CRC64NVME that S3
+//! returns).
+
+use crc_fast::{CrcAlgorithm, Digest as CrcDigest};
+use sha2::{Digest, Sha256};
+
+/// The block of a data file that one CRC-64 covers, in bytes, counted from the file's `data_start`.
+pub const BLOCK_BYTES: u64 = 65_536;
+
+/// CRC-64/NVME of `bytes`.
+pub fn crc64(bytes: &[u8]) -> u64 {
+    crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)
+}
+
+/// CRC-64/NVME of bytes that come in pieces.
+#[derive(Debug, Clone)]
+pub struct Crc64(CrcDigest);
+
+impl Crc64 {
+    /// Nothing seen yet.
+    pub fn new() -> Crc64 {
+        Crc64(CrcDigest::new(CrcAlgorithm::Crc64Nvme))
+    }
+
+    /// Takes the next piece.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all pieces.
+    pub fn finish(self) -> u64 {
+        self.0.finalize()
+    }
+}
+
+impl Default for Crc64 {
+    fn default() -> Crc64 {
+        Crc64::new()
+    }
+}
+
+/// SHA-256 of `bytes` (FIPS 180-4).
+pub fn sha256(bytes: &[u8]) -> [u8; 32] {
+    Sha256::digest(bytes).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::digits::hex;
+
+    #[test]
+    fn crc64_has_the_published_check_value() {
+        assert_eq!(crc64(b"123456789"), 0xae8b_1486_0a79_9888);
+        assert_eq!(crc64(b""), 0);
+    }
+
+    #[test]
+    fn crc64_in_pieces_is_crc64_at_once() {
+        let bytes: Vec<u8> = (0..10_000u32).map(|i| (i * 31) as u8).collect();
+        for cut in [0, 1, 7, 64, 255, 4096, 9_999, 10_000] {
+            let mut crc = Crc64::new();
+            crc.update(&bytes[..cut]);
+            crc.update(&bytes[cut..]);
+            assert_eq!(crc.finish(), crc64(&bytes), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn sha256_has_the_published_value() {
+        assert_eq!(hex(&sha256(b"abc")), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    }
+}

@@ -1,0 +1,40 @@
+//! The index that makes a key's directory open in the Hugging Face stack.
+
+use std::collections::BTreeMap;
+
+use crate::manifest::{LeafKind, Manifest};
+
+/// The file's name in the key's directory.
+pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
+
+/// `model.safetensors.index.json` for a key whose tensors are all whole: which of the directory's files holds which
+/// tensor. Aliases stand for no data of their own and are left to the model that ties them; objects are no tensors.
+/// `None` when the key holds no tensor, or one that is cut or lies outside the key's directory.
+pub fn hugging_face_index(manifest: &Manifest, key: &str) -> Option<Vec<u8>> {
+    let mut total_size = 0u64;
+    let mut weight_map = BTreeMap::new();
+    for i in 0..manifest.len() {
+        let leaf = manifest.leaf(i);
+        let LeafKind::Tensor { shape, .. } = leaf.kind else { continue };
+        if leaf.key != key {
+            continue;
+        }
+        let mut regions = manifest.regions(i);
+        // A tensor without elements may be stored nowhere.
+        let Some((region, extent)) = regions.next() else { continue };
+        if regions.len() > 0 || !region.is_whole(shape) {
+            return None;
+        }
+        let path = manifest.files()[extent.file as usize].path.as_str();
+        let file = path.strip_prefix(key)?.strip_prefix('/')?;
+        total_size = total_size.checked_add(extent.bytes)?;
+        weight_map.insert(leaf.name, file);
+    }
+    if weight_map.is_empty() {
+        return None;
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+    let mut text = serde_json::to_vec_pretty(&index).expect("strings and numbers are always JSON");
+    text.push(b'\n');
+    Some(text)
+}

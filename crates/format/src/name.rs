@@ -1,0 +1,184 @@
+//! How the things of a checkpoint are called.
+
+use crate::digits::hex_u64;
+use crate::error::Error;
+use crate::region::Region;
+
+/// The record that makes a checkpoint exist; published last.
+pub const COMMIT: &str = "COMMIT";
+
+/// Longest key, in bytes: it must fit into one component of any file system's path.
+pub const KEY_BYTES_MAX: usize = 200;
+
+const STEP_PREFIX: &str = "step-";
+const MANIFEST_PREFIX: &str = "manifest-";
+
+/// The directory of a step's checkpoint: `step-00001000`. Eight digits at least, more when needed.
+pub fn step_dir(step: u64) -> String {
+    format!("{STEP_PREFIX}{step:08}")
+}
+
+/// The step of a directory of exactly the spelling of [`step_dir`].
+pub fn parse_step_dir(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(STEP_PREFIX)?;
+    let step = digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())??;
+    (step_dir(step) == name).then_some(step)
+}
+
+/// The manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.
+pub fn manifest_name(attempt: &str) -> String {
+    format!("{MANIFEST_PREFIX}{attempt}")
+}
+
+/// The path of a data file in its checkpoint: `<key>/<rank>-<index>-<attempt>.safetensors`, the rank with at least five
+/// digits, the index (the rank's how-manieth file under this key) with at least three.
+///
+/// # Errors
+/// `Invalid` when [`check_key`] or [`check_attempt`] refuse.
+pub fn data_file(key: &str, attempt: &str, rank: u32, index: u32) -> Result<String, Error> {
+    check_key(key)?;
+    check_attempt(attempt)?;
+    Ok(format!("{key}/{rank:05}-{index:03}-{attempt}.safetensors"))
+}
+
+/// A tensor's name in a data file: the fully qualified name when `region` is all of the tensor, else the name and
+/// the region: `layers.0.weight[0:4, 8:16]`.
+pub fn part_name(name: &str, region: &Region, shape: &[u64]) -> String {
+    if region.is_whole(shape) { name.to_owned() } else { format!("{name}{region}") }
+}
+
+/// The name, in a data file, of a value that `rank` wrote for itself and perhaps others: `rng@rank3`.
+pub fn value_name(name: &str, rank: u32) -> String {
+    format!("{name}@rank{rank}")
+}
+
+/// Checks a key of the user's state, which names a directory: 1 to 200 bytes, no `/`, `\` or control character, no leading
+/// `.`, and neither `COMMIT` nor anything that a manifest may be called.
+///
+/// # Errors
+/// `Invalid`, naming the key and the rule.
+pub fn check_key(key: &str) -> Result<(), Error> {
+    let reason = component_flaw(key).or_else(|| {
+        if key.starts_with('.') {
+            Some("starts with '.'")
+        } else if key == COMMIT || key.starts_with(MANIFEST_PREFIX) {
+            Some("is the name of one of the checkpoint's own files")
+        } else {
+            None
+        }
+    });
+    match reason {
+        Some(reason) => Err(Error::Invalid(format!("key {key:?} {reason}"))),
+        None => Ok(()),
+    }
+}
+
+/// Checks an attempt: exactly 16 lowercase hexadecimal digits.
+///
+/// # Errors
+/// `Invalid`, naming what was found.
+pub fn check_attempt(attempt: &str) -> Result<(), Error> {
+    match hex_u64(attempt.as_bytes()) {
+        Some(_) => Ok(()),
+        None => Err(Error::Invalid(format!("attempt: expected 16 lowercase hexadecimal digits, found {attempt:?}"))),
+    }
+}
+
+/// Checks a path inside a checkpoint: components joined by single `/`, each of 1 to 200 bytes, without
+/// `\` or control characters, and neither `.` nor `..`.
+pub(crate) fn check_path(path: &str) -> Result<(), Error> {
+    for component in path.split('/') {
+        if let Some(reason) = component_flaw(component) {
+            return Err(Error::Invalid(format!("path {path:?}: the component {component:?} {reason}")));
+        }
+    }
+    Ok(())
+}
+
+/// Checks a name without `/`, by the rules of [`check_path`].
+pub(crate) fn check_file_name(name: &str) -> Result<(), Error> {
+    match component_flaw(name) {
+        Some(reason) => Err(Error::Invalid(format!("file name {name:?} {reason}"))),
+        None => Ok(()),
+    }
+}
+
+fn component_flaw(component: &str) -> Option<&'static str> {
+    if component.is_empty() {
+        Some("is empty")
+    } else if component.len() > KEY_BYTES_MAX {
+        Some("is longer than 200 bytes")
+    } else if component == "." || component == ".." {
+        Some("would leave its directory")
+    } else if component.chars().any(|c| c == '/' || c == '\\' || c.is_control()) {
+        Some("holds '/', '\\' or a control character")
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn step_directories_go_both_ways() {
+        for step in [0, 1, 1_000, 99_999_999, 100_000_000, u64::MAX] {
+            assert_eq!(parse_step_dir(&step_dir(step)), Some(step));
+        }
+        assert_eq!(step_dir(1000), "step-00001000");
+        for other in [
+            "",
+            "step-",
+            "step-1000",
+            "step-+0001000",
+            "step-000001000",
+            "step-0000100x",
+            "Step-00001000",
+            "step-00001000 ",
+        ] {
+            assert_eq!(parse_step_dir(other), None, "{other:?}");
+        }
+        assert_eq!(parse_step_dir("step-99999999999999999999"), None);
+    }
+
+    #[test]
+    fn keys_that_would_leave_or_clash_are_refused() {
+        let long = "k".repeat(201);
+        for key in
+            ["", ".", "..", ".hidden", "a/b", "/a", "a\\b", "a\0", "a\nb", "COMMIT", "manifest-0123456789abcdef", &long]
+        {
+            let message = data_file(key, "0123456789abcdef", 0, 0).unwrap_err().to_string();
+            assert!(message.contains(&format!("{key:?}")), "{message}");
+        }
+        assert_eq!(
+            data_file("model", "0123456789abcdef", 3, 1).unwrap(),
+            "model/00003-001-0123456789abcdef.safetensors"
+        );
+        assert_eq!(
+            data_file("ema weights", "0123456789abcdef", 123_456, 1_000).unwrap(),
+            "ema weights/123456-1000-0123456789abcdef.safetensors"
+        );
+        for attempt in ["", "0123456789ABCDEF", "0123456789abcde", "0123456789abcdef0", "0123456789abcdeg"] {
+            assert!(data_file("model", attempt, 0, 0).is_err(), "{attempt:?}");
+        }
+    }
+
+    #[test]
+    fn entries_are_named_by_region_only_when_cut() {
+        assert_eq!(part_name("w", &Region::whole(&[4, 8]), &[4, 8]), "w");
+        assert_eq!(part_name("w", &Region::new(&[0, 4], &[4, 4]), &[4, 8]), "w[0:4, 4:8]");
+        assert_eq!(part_name("scalar", &Region::whole(&[]), &[]), "scalar");
+        assert_eq!(value_name("rng", 3), "rng@rank3");
+    }
+
+    #[test]
+    fn paths_stay_inside() {
+        for path in ["model/a.safetensors", "a", "a/b/c", "a/.hidden"] {
+            check_path(path).unwrap();
+        }
+        for path in ["", "/", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "a\\..\\b", "a/b\0"] {
+            assert!(check_path(path).is_err(), "{path:?}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! From CBOR to values: strict, and never reserving more than the bytes at hand can fill.
+
+use minicbor::Decoder;
+use minicbor::data::{IanaTag, Type};
+
+use super::{DEPTH_MAX, Int, Tag, Value};
+use crate::error::Error;
+
+/// Decodes exactly one value, which must fill `bytes`.
+///
+/// # Errors
+/// `Corrupt` for anything but the part of CBOR that the format uses; `Unsupported` for a tag of a later version.
+pub fn decode(bytes: &[u8]) -> Result<Value, Error> {
+    let mut reader = Reader { decoder: Decoder::new(bytes), owed: 1 };
+    let value = reader.value(0, None)?;
+    let end = reader.decoder.position();
+    if end != bytes.len() {
+        return Err(Error::Corrupt(format!("object: expected {end} bytes, found {}", bytes.len())));
+    }
+    Ok(value)
+}
+
+struct Reader<'b> {
+    decoder: Decoder<'b>,
+    /// Items that the lists and dicts begun so far still ask for. Each takes a byte at least, so a count is believed only
+    /// while the bytes left can hold all of them.
+    owed: usize,
+}
+
+impl Reader<'_> {
+    fn value(&mut self, depth: usize, inside: Option<Tag>) -> Result<Value, Error> {
+        self.owed -= 1;
+        let at = self.decoder.position();
+        let flaw = |error: minicbor::decode::Error| Error::Corrupt(format!("object: byte {at}: {error}"));
+        let decoder = &mut self.decoder;
+        Ok(match decoder.datatype().map_err(flaw)? {
+            Type::Null => {
+                decoder.null().map_err(flaw)?;
+                Value::None
+            }
+            Type::Bool => Value::Bool(decoder.bool().map_err(flaw)?),
+            Type::U8 | Type::U16 | Type::U32 | Type::U64 => {
+                Value::Int(Int::of_cbor(false, &decoder.u64().map_err(flaw)?.to_be_bytes()))
+            }
+            Type::I8 | Type::I16 | Type::I32 | Type::I64 | Type::Int => {
+                // -1 - n, as CBOR has it, within 65 bits.
+                let n = -1 - i128::from(decoder.int().map_err(flaw)?);
+                Value::Int(Int::of_cbor(true, &n.to_be_bytes()))
+            }
+            Type::F64 => Value::Float(decoder.f64().map_err(flaw)?),
+            Type::String => Value::Str(decoder.str().map_err(flaw)?.to_owned()),
+            Type::Bytes => Value::Bytes(decoder.bytes().map_err(flaw)?.to_vec()),
+            Type::Array => {
+                let items = decoder.array().map_err(flaw)?;
+                let items = self.owe(at, depth, items, 1)?;
+                let mut list = Vec::with_capacity(items);
+                for _ in 0..items {
+                    list.push(self.value(depth + 1, None)?);
+                }
+                Value::List(list)
+            }
+            Type::Map => {
+                let entries = decoder.map().map_err(flaw)?;
+                let entries = self.owe(at, depth, entries, 2)?;
+                let mut dict = Vec::with_capacity(entries);
+                for _ in 0..entries {
+                    let key = self.value(depth + 1, None)?;
+                    dict.push((key, self.value(depth + 1, None)?));
+                }
+                Value::Dict(dict)
+            }
+            Type::Tag => {
+                let number = decoder.tag().map_err(flaw)?.as_u64();
+                if number == u64::from(IanaTag::PosBignum) || number == u64::from(IanaTag::NegBignum) {
+                    let n = decoder.bytes().map_err(flaw)?;
+                    return Ok(Value::Int(Int::of_cbor(number == u64::from(IanaTag::NegBignum), n)));
+                }
+                let Some(tag) = Tag::from_number(number) else {
+                    return Err(Error::Unsupported(format!(
+                        "object: byte {at}: the tag {number} is not known; upgrade shardfast"
+                    )));
+                };
+                if let Some(outer) = inside {
+                    return Err(Error::Corrupt(format!("object: byte {at}: {tag} stands directly in {outer}")));
+                }
+                self.owed += 1;
+                let payload = self.value(depth, Some(tag))?;
+                if let Some(expected) = tag.mismatch(&payload) {
+                    let found = payload.kind();
+                    return Err(Error::Corrupt(format!(
+                        "object: byte {at}: {tag}: expected {expected}, found {found}"
+                    )));
+                }
+                Value::Tagged(tag, Box::new(payload))
+            }
+            other => {
+                return Err(Error::Corrupt(format!("object: byte {at}: {other} has no meaning here")));
+            }
+        })
+    }
+
+    /// Enters a list or dict of `count` rows of `width` items each.
+    fn owe(&mut self, at: usize, depth: usize, count: Option<u64>, width: usize) -> Result<usize, Error> {
+        if depth == DEPTH_MAX {
+            return Err(Error::Corrupt(format!("object: byte {at}: nested deeper than {DEPTH_MAX} lists and dicts")));
+        }
+        let left = self.decoder.input().len() - self.decoder.position();
+        let rows = count.and_then(|count| usize::try_from(count).ok());
+        let owed = rows.and_then(|rows| rows.checked_mul(width)).and_then(|items| items.checked_add(self.owed));
+        match (rows, owed) {
+            (Some(rows), Some(owed)) if owed <= left => {
+                self.owed = owed;
+                Ok(rows)
+            }
+            _ => Err(Error::Corrupt(format!("object: byte {at}: more items than the {left} bytes left can hold"))),
+        }
+    }
+}

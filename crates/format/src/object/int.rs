@@ -1,0 +1,88 @@
+//! Integers of any size.
+
+/// An integer. [`Int::new`] and decoding give the one spelling of each: `Big` only beyond `i64`, without leading zeros.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Int {
+    /// Within `i64`.
+    Small(i64),
+    /// Beyond.
+    Big {
+        /// Whether it is below zero.
+        negative: bool,
+        /// Its absolute value, big-endian.
+        magnitude_be: Vec<u8>,
+    },
+}
+
+impl Int {
+    /// The integer of that sign and absolute value.
+    pub fn new(negative: bool, magnitude_be: &[u8]) -> Int {
+        let magnitude = stripped(magnitude_be);
+        if magnitude.len() <= 8 {
+            let value = i128::from(u64_of(magnitude));
+            if let Ok(small) = i64::try_from(if negative { -value } else { value }) {
+                return Int::Small(small);
+            }
+        }
+        Int::Big { negative, magnitude_be: magnitude.to_vec() }
+    }
+
+    /// The integer of a CBOR sign and argument: `n`, or `-1 - n` when negative.
+    pub(super) fn of_cbor(negative: bool, n_be: &[u8]) -> Int {
+        if !negative {
+            return Int::new(false, n_be);
+        }
+        let mut magnitude = Vec::with_capacity(n_be.len() + 1);
+        magnitude.push(0);
+        magnitude.extend_from_slice(n_be);
+        for byte in magnitude.iter_mut().rev() {
+            *byte = byte.wrapping_add(1);
+            if *byte != 0 {
+                break;
+            }
+        }
+        Int::new(true, &magnitude)
+    }
+
+    /// Sign and CBOR argument, the latter without leading zeros.
+    pub(super) fn to_cbor(&self) -> (bool, Vec<u8>) {
+        let (negative, mut magnitude) = match self {
+            Int::Small(value) => (*value < 0, value.unsigned_abs().to_be_bytes().to_vec()),
+            Int::Big { negative, magnitude_be } => (*negative, magnitude_be.clone()),
+        };
+        let negative = negative && magnitude.iter().any(|&byte| byte != 0);
+        if negative {
+            for byte in magnitude.iter_mut().rev() {
+                *byte = byte.wrapping_sub(1);
+                if *byte != 0xff {
+                    break;
+                }
+            }
+        }
+        (negative, stripped(&magnitude).to_vec())
+    }
+
+    /// Whether it is below zero.
+    pub fn is_negative(&self) -> bool {
+        match self {
+            Int::Small(value) => *value < 0,
+            Int::Big { negative, .. } => *negative,
+        }
+    }
+}
+
+impl From<i64> for Int {
+    fn from(value: i64) -> Int {
+        Int::Small(value)
+    }
+}
+
+/// The number of at most eight big-endian bytes.
+pub(super) fn u64_of(bytes_be: &[u8]) -> u64 {
+    bytes_be.iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+fn stripped(bytes_be: &[u8]) -> &[u8] {
+    let zeros = bytes_be.iter().take_while(|&&byte| byte == 0).count();
+    &bytes_be[zeros..]
+}

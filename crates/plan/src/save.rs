@@ -1,0 +1,238 @@
+//! Which rank writes which part.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use shardfast_format::region::checked_numel;
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+
+use crate::balance::{Item, writers};
+use crate::coverage::{Flaw, tiles};
+use crate::error::{Error, Problems};
+use crate::ranks::Ranks;
+
+/// A part in one rank's catalog.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PartRef {
+    /// Index of the leaf in that rank's catalog.
+    pub leaf: u32,
+    /// Index of the part in that leaf.
+    pub part: u32,
+}
+
+/// What a checkpoint will hold and who writes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavePlan {
+    /// The leaves of all ranks, sorted by name. A tensor's parts are the distinct regions that ranks hold, sorted; the
+    /// layout is that of the lowest rank.
+    pub leaves: Vec<Leaf>,
+    /// Per rank, for each leaf of its catalog, the index in `leaves`.
+    pub merged: Vec<Vec<u32>>,
+    /// Per rank, the parts that it writes, sorted. Every part of `leaves` is written by exactly one rank.
+    pub writes: Vec<Vec<PartRef>>,
+}
+
+/// Plans a save of the catalogs of all ranks, by rank.
+///
+/// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on top
+/// of what each rank must write alone. A leaf may be absent on some ranks. The same catalogs give the same plan
+/// everywhere.
+///
+/// # Errors
+/// [`Error::Invalid`] with every problem of every leaf: a name that occurs twice on a rank; ranks that disagree on what
+/// a leaf is (dtype, shape, object, alias); parts that are empty, lie outside the shape, overlap each other or leave
+/// elements out; an alias of what is no tensor. A zero-size tensor needs no part, and its only possible part is the
+/// whole.
+pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
+    let mut problems = Vec::new();
+    let by_name = merge(catalogs, &mut problems);
+    let mut share = Share::default();
+    let mut leaves = Vec::with_capacity(by_name.len());
+    let mut merged: Vec<Vec<u32>> = catalogs.iter().map(|catalog| vec![0; catalog.leaves.len()]).collect();
+    for (index, (name, holders)) in by_name.iter().enumerate() {
+        for holder in holders {
+            merged[holder.rank as usize][holder.index as usize] = index as u32;
+        }
+        let body = match agreed(name, holders) {
+            Ok(Kind::Tensor { dtype, shape }) => {
+                let parts = share.tensor(name, dtype, shape, holders, &mut problems);
+                LeafBody::Tensor { dtype, shape: Dims::from_slice(shape), parts }
+            }
+            Ok(Kind::Object { per_rank }) => LeafBody::Object { per_rank },
+            Ok(Kind::Alias { of }) => {
+                problems.extend(alias_problem(name, of, &by_name));
+                LeafBody::Alias { of: of.clone() }
+            }
+            Err(problem) => {
+                problems.push(problem);
+                continue;
+            }
+        };
+        leaves.push(Leaf { name: (*name).clone(), body, layout: holders[0].leaf.layout.clone() });
+    }
+    if !problems.is_empty() {
+        return Err(Error::Invalid(Problems(problems)));
+    }
+
+    let mut writes = vec![Vec::new(); catalogs.len()];
+    for place in writers(catalogs.len(), &share.items, &share.ranks) {
+        writes[share.ranks[place] as usize].push(share.parts[place]);
+    }
+    writes.iter_mut().for_each(|parts| parts.sort_unstable());
+    Ok(SavePlan { leaves, merged, writes })
+}
+
+/// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.
+struct Holder<'a> {
+    rank: u32,
+    index: u32,
+    leaf: &'a Leaf,
+}
+
+/// Every name with its holders by ascending rank, sorted by name.
+fn merge<'a>(catalogs: &'a [Catalog], problems: &mut Vec<String>) -> Vec<(&'a LeafName, Vec<Holder<'a>>)> {
+    let mut by_name: HashMap<&LeafName, Vec<Holder>> = HashMap::new();
+    for (rank, catalog) in (0u32..).zip(catalogs) {
+        for (index, leaf) in (0u32..).zip(&catalog.leaves) {
+            let holders = by_name.entry(&leaf.name).or_default();
+            if holders.last().is_some_and(|last| last.rank == rank) {
+                problems.push(format!("{}: rank {rank} holds two leaves of this name", leaf.name));
+            } else {
+                holders.push(Holder { rank, index, leaf });
+            }
+        }
+    }
+    let mut sorted: Vec<_> = by_name.into_iter().collect();
+    sorted.sort_unstable_by_key(|(name, _)| *name);
+    sorted
+}
+
+/// What all holders of a leaf must say alike.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Kind<'a> {
+    Tensor { dtype: DType, shape: &'a [u64] },
+    Object { per_rank: bool },
+    Alias { of: &'a LeafName },
+}
+
+impl<'a> Kind<'a> {
+    fn of(body: &'a LeafBody) -> Kind<'a> {
+        match body {
+            LeafBody::Tensor { dtype, shape, .. } => Kind::Tensor { dtype: *dtype, shape },
+            LeafBody::Object { per_rank } => Kind::Object { per_rank: *per_rank },
+            LeafBody::Alias { of } => Kind::Alias { of },
+        }
+    }
+}
+
+impl fmt::Display for Kind<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Kind::Tensor { dtype, shape } => write!(f, "a tensor {dtype} {shape:?}"),
+            Kind::Object { per_rank: false } => f.write_str("a value"),
+            Kind::Object { per_rank: true } => f.write_str("a value per rank"),
+            Kind::Alias { of } => write!(f, "an alias of {of}"),
+        }
+    }
+}
+
+fn agreed<'a>(name: &LeafName, holders: &[Holder<'a>]) -> Result<Kind<'a>, String> {
+    let mut opinions: BTreeMap<Kind<'a>, Vec<u32>> = BTreeMap::new();
+    for holder in holders {
+        opinions.entry(Kind::of(&holder.leaf.body)).or_default().push(holder.rank);
+    }
+    if opinions.len() == 1
+        && let Some((kind, _)) = opinions.pop_first()
+    {
+        return Ok(kind);
+    }
+    let mut opinions: Vec<_> = opinions.into_iter().collect();
+    opinions.sort_unstable_by_key(|(_, ranks)| ranks[0]);
+    let said: Vec<String> = opinions.iter().map(|(kind, ranks)| format!("{kind} on {}", Ranks(ranks))).collect();
+    Err(format!("{name}: ranks must hold the same, and it is {}", said.join(", ")))
+}
+
+fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Holder>)]) -> Option<String> {
+    let Ok(target) = by_name.binary_search_by_key(&of, |(name, _)| name) else {
+        return Some(format!("{name}: it is an alias of {of}, which no rank holds"));
+    };
+    let kinds = || by_name[target].1.iter().map(|holder| Kind::of(&holder.leaf.body));
+    if kinds().any(|kind| matches!(kind, Kind::Tensor { .. })) {
+        return None;
+    }
+    let found = kinds().next()?;
+    Some(format!("{name}: it is an alias of {of}, which must be a tensor and is {found}"))
+}
+
+/// All parts of all ranks, those of one region side by side: what there is to share.
+#[derive(Default)]
+struct Share {
+    items: Vec<Item>,
+    ranks: Vec<u32>,
+    parts: Vec<PartRef>,
+}
+
+impl Share {
+    /// Adds a tensor's parts, and returns its distinct regions, sorted.
+    fn tensor(
+        &mut self,
+        name: &LeafName,
+        dtype: DType,
+        shape: &[u64],
+        holders: &[Holder],
+        problems: &mut Vec<String>,
+    ) -> Vec<Region> {
+        let sound = problems.len();
+        if checked_numel(shape).and_then(|numel| numel.checked_mul(dtype.size_bytes())).is_none() {
+            problems.push(format!("{name}: a tensor {dtype} {shape:?} has 2^64 bytes or more"));
+            return Vec::new();
+        }
+
+        let mut copies: Vec<(&Region, u32, PartRef)> = Vec::new();
+        for &Holder { rank, index, leaf } in holders {
+            let LeafBody::Tensor { parts, .. } = &leaf.body else { continue };
+            for (part, region) in (0u32..).zip(parts) {
+                if !region.fits(shape) {
+                    problems.push(format!("{name}: {region} on rank {rank} lies outside the shape {shape:?}"));
+                } else if region.is_empty() && !region.is_whole(shape) {
+                    problems.push(format!("{name}: {region} on rank {rank} holds no element and must be left out"));
+                } else {
+                    copies.push((region, rank, PartRef { leaf: index, part }));
+                }
+            }
+        }
+        copies.sort_unstable();
+
+        let mut regions = Vec::new();
+        for replicas in copies.chunk_by(|a, b| a.0 == b.0) {
+            let region = replicas[0].0;
+            for twice in replicas.windows(2).filter(|pair| pair[0].1 == pair[1].1) {
+                problems.push(format!("{name}: rank {} holds {region} twice", twice[0].1));
+            }
+            let first = self.ranks.len();
+            self.ranks.extend(replicas.iter().map(|&(_, rank, _)| rank));
+            self.parts.extend(replicas.iter().map(|&(_, _, part)| part));
+            let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes()));
+            // It fits a shape whose bytes do not overflow.
+            let bytes = bytes.unwrap_or(u64::MAX);
+            self.items.push(Item { bytes, holders: first..self.ranks.len() });
+            regions.push(region.clone());
+        }
+        if problems.len() == sound
+            && let Err(flaw) = tiles(shape, &regions)
+        {
+            let on = |wanted: &Region| {
+                let ranks: Vec<u32> =
+                    copies.iter().filter(|(region, ..)| *region == wanted).map(|&(_, rank, _)| rank).collect();
+                format!("{wanted} on {}", Ranks(&ranks))
+            };
+            problems.push(match flaw {
+                Flaw::Overlap(a, b) => format!("{name}: {} overlaps {}", on(&a), on(&b)),
+                Flaw::Missing(region) => format!("{name}: no rank holds {region} of the shape {shape:?}"),
+                flaw => format!("{name}: {flaw}"),
+            });
+        }
+        regions
+    }
+}

@@ -1,0 +1,208 @@
+//! The system calls that the local backend makes, and nothing else: a seam at which faults and crashes are simulated.
+//!
+//! [`RealDisk`] is one system call per method. What a call's error means is decided in `local.rs`.
+
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags, StatxFlags};
+pub use rustix::io::Errno;
+
+/// A system call's result.
+pub type Sys<T> = Result<T, Errno>;
+
+/// What a path or an open file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// Its type.
+    pub kind: FileKind,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Device and inode number: equal for two names of one file.
+    pub identity: (u64, u64),
+}
+
+/// The type of a file, as far as a store cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileKind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Dir,
+    /// A symbolic link (only from [`Disk::readdir`]), a pipe, a device.
+    Other,
+}
+
+/// A file system. Paths are absolute; every method is the system call of its name.
+pub trait Disk: Send + Sync + 'static {
+    /// An open file.
+    type File: Send + Sync;
+
+    /// Makes one directory.
+    fn mkdir(&self, path: &Path) -> Sys<()>;
+    /// Creates a file that must not exist (`O_CREAT | O_EXCL`) for writing, with `O_DIRECT` if `direct`.
+    fn create_new(&self, path: &Path, direct: bool) -> Sys<Self::File>;
+    /// Opens a file for reading. Does not wait for a pipe's other end.
+    fn open_read(&self, path: &Path) -> Sys<Self::File>;
+    /// Writes at an offset; may write less.
+    fn pwrite(&self, file: &Self::File, bytes: &[u8], offset: u64) -> Sys<usize>;
+    /// Reads at an offset; may read less; 0 at the end.
+    fn pread(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Sys<usize>;
+    /// Allocates the first `bytes` bytes and makes the file that long, filled with zeros.
+    fn fallocate(&self, file: &Self::File, bytes: u64) -> Sys<()>;
+    /// Sets the length.
+    fn ftruncate(&self, file: &Self::File, bytes: u64) -> Sys<()>;
+    /// Makes the contents durable, and what is needed to find them in the file.
+    fn fdatasync(&self, file: &Self::File) -> Sys<()>;
+    /// Tells the kernel that a range will be read soon.
+    fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
+    /// What an open file is.
+    fn fstat(&self, file: &Self::File) -> Sys<Stat>;
+    /// What direct I/O asks of addresses, offsets and lengths (`STATX_DIOALIGN`): `None` if the kernel does not tell,
+    /// 0 if the file cannot do it.
+    fn direct_alignment(&self, file: &Self::File) -> Sys<Option<u32>>;
+    /// Makes a directory's entries durable.
+    fn fsync_dir(&self, path: &Path) -> Sys<()>;
+    /// Gives a file a second name, which must not exist.
+    fn link(&self, from: &Path, to: &Path) -> Sys<()>;
+    /// Renames to a name that must not exist.
+    fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()>;
+    /// Renames, replacing.
+    fn rename(&self, from: &Path, to: &Path) -> Sys<()>;
+    /// Removes a name of a file.
+    fn unlink(&self, path: &Path) -> Sys<()>;
+    /// Removes an empty directory.
+    fn rmdir(&self, path: &Path) -> Sys<()>;
+    /// The entries of a directory without `.` and `..`, in any order; links are not followed.
+    fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
+    /// What a path leads to; links are followed.
+    fn stat(&self, path: &Path) -> Sys<Stat>;
+}
+
+/// The machine's own file systems.
+#[derive(Clone, Copy, Debug)]
+pub struct RealDisk;
+
+impl Disk for RealDisk {
+    type File = OwnedFd;
+
+    fn mkdir(&self, path: &Path) -> Sys<()> {
+        fs::mkdir(path, Mode::from_raw_mode(0o777))
+    }
+
+    fn create_new(&self, path: &Path, direct: bool) -> Sys<OwnedFd> {
+        let direct = if direct { OFlags::DIRECT } else { OFlags::empty() };
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | direct;
+        fs::open(path, flags, Mode::from_raw_mode(0o666))
+    }
+
+    fn open_read(&self, path: &Path) -> Sys<OwnedFd> {
+        fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
+    }
+
+    fn pwrite(&self, file: &OwnedFd, bytes: &[u8], offset: u64) -> Sys<usize> {
+        rustix::io::pwrite(file, bytes, offset)
+    }
+
+    fn pread(&self, file: &OwnedFd, buf: &mut [u8], offset: u64) -> Sys<usize> {
+        rustix::io::pread(file, buf, offset)
+    }
+
+    fn fallocate(&self, file: &OwnedFd, bytes: u64) -> Sys<()> {
+        fs::fallocate(file, FallocateFlags::empty(), 0, bytes)
+    }
+
+    fn ftruncate(&self, file: &OwnedFd, bytes: u64) -> Sys<()> {
+        fs::ftruncate(file, bytes)
+    }
+
+    fn fdatasync(&self, file: &OwnedFd) -> Sys<()> {
+        fs::fdatasync(file)
+    }
+
+    fn will_need(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<()> {
+        fs::fadvise(file, offset, std::num::NonZeroU64::new(bytes), fs::Advice::WillNeed)
+    }
+
+    fn fstat(&self, file: &OwnedFd) -> Sys<Stat> {
+        fs::fstat(file).map(of_stat)
+    }
+
+    fn direct_alignment(&self, file: &OwnedFd) -> Sys<Option<u32>> {
+        let statx = fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+        let told = StatxFlags::from_bits_retain(statx.stx_mask).contains(StatxFlags::DIOALIGN);
+        let alignment = match (statx.stx_dio_mem_align, statx.stx_dio_offset_align) {
+            (0, _) | (_, 0) => 0,
+            (memory, offset) => memory.max(offset),
+        };
+        Ok(told.then_some(alignment))
+    }
+
+    fn fsync_dir(&self, path: &Path) -> Sys<()> {
+        let dir = fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        fs::fsync(dir)
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Sys<()> {
+        fs::link(from, to)
+    }
+
+    fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()> {
+        fs::renameat_with(fs::CWD, from, fs::CWD, to, RenameFlags::NOREPLACE)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Sys<()> {
+        fs::rename(from, to)
+    }
+
+    fn unlink(&self, path: &Path) -> Sys<()> {
+        fs::unlink(path)
+    }
+
+    fn rmdir(&self, path: &Path) -> Sys<()> {
+        fs::rmdir(path)
+    }
+
+    fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = fs::open(path, flags, Mode::empty())?;
+        let mut entries = Vec::new();
+        for entry in fs::Dir::read_from(&dir)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            let kind = match entry.file_type() {
+                // Some file systems leave the type out of the directory.
+                FileType::Unknown => match fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(stat) => of_stat(stat).kind,
+                    Err(Errno::NOENT) => continue,
+                    Err(e) => return Err(e),
+                },
+                known => kind_of(known),
+            };
+            entries.push((OsString::from_vec(name.to_bytes().to_vec()), kind));
+        }
+        Ok(entries)
+    }
+
+    fn stat(&self, path: &Path) -> Sys<Stat> {
+        fs::stat(path).map(of_stat)
+    }
+}
+
+fn kind_of(file_type: FileType) -> FileKind {
+    match file_type {
+        FileType::RegularFile => FileKind::File,
+        FileType::Directory => FileKind::Dir,
+        _ => FileKind::Other,
+    }
+}
+
+fn of_stat(stat: fs::Stat) -> Stat {
+    let bytes = u64::try_from(stat.st_size).unwrap_or(0);
+    Stat { kind: kind_of(FileType::from_raw_mode(stat.st_mode)), bytes, identity: (stat.st_dev, stat.st_ino) }
+}

@@ -1,0 +1,524 @@
+//! The local file system, and whatever is mounted as one.
+//!
+//! Objects are files below the root directory, with the same names. What makes them durable and atomic:
+//!
+//! 1. *Create.* The file is opened at its final name with `O_CREAT | O_EXCL`; directories that are missing on the way
+//!    are made first. `fallocate` gives it its length and its blocks, so that a full disk is found before the first
+//!    byte is written and parallel writes never extend the file.
+//! 2. *Write.* `pwrite` at any offset from any thread, with `O_DIRECT` where a probe file in the store's own directory
+//!    shows that the file system takes it, through the page cache otherwise. Short writes and `EINTR` are continued.
+//! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable.
+//! 4. *Sync.* A name is durable when every directory from its own up to the root has been `fsync`ed, and so has the
+//!    root's own way down from `/`. Every sync covers the whole way, whoever made the directories: their maker, on this
+//!    machine or another, may have died before it could sync them. Each directory is synced once per call, those above
+//!    the root once per store.
+//! 5. *Publish.*
+//!    1. The bytes go to a new temporary file `.tmp-<16 hex digits>` in the target's directory.
+//!    2. `fdatasync` of that file.
+//!    3. `fsync` of every directory above the target's, as in 4, so that the way to the target is durable before it is.
+//!    4. `renameat2(RENAME_NOREPLACE)` to the target, or `link` where the file system lacks it; where it lacks both,
+//!       `Unsupported`. `EEXIST` means that somebody else was first, unless the target is our own file: on a network
+//!       file system a request may be carried out, its answer lost, and the repetition refused.
+//!    5. `fsync` of the target's directory. If that fails, the object is visible but perhaps not durable, which cannot
+//!       be undone safely: somebody may have seen it. The error says so.
+//! 6. *Put* is 5 with a plain `rename`, which replaces.
+//! 7. *Delete* removes the name, then `fsync`s its directory.
+//!
+//! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
+use crate::error::too_short;
+use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
+
+/// What direct I/O is held to, here and on every device in use: a page.
+const ALIGNMENT: usize = 4096;
+
+/// A block for the probe write.
+#[repr(align(4096))]
+struct Page([u8; ALIGNMENT]);
+
+/// Opens `file:///path`.
+pub(crate) fn open_url(url: &str) -> Result<Arc<dyn Store>> {
+    let invalid = |message| Error::new(Kind::Invalid, "open", url, message);
+    let (_, location) = url.split_once("://").unwrap_or_default();
+    let path = location.strip_prefix("localhost").unwrap_or(location);
+    if !path.starts_with('/') {
+        return Err(invalid("expected file:///absolute/path"));
+    }
+    open_path(&percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?)
+}
+
+/// Opens a plain path, absolute or relative to the current directory of this moment.
+pub(crate) fn open_path(path: &str) -> Result<Arc<dyn Store>> {
+    let invalid = |message: String| Error::new(Kind::Invalid, "open", path, message);
+    if path.is_empty() || path.contains('\0') {
+        return Err(invalid("expected a path or a URL".into()));
+    }
+    let root = std::path::absolute(path).map_err(|e| invalid(e.to_string()))?;
+    Ok(Arc::new(LocalStore::on(RealDisk, root)?))
+}
+
+fn percent_decoded(path: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(path.len());
+    let mut rest = path.bytes();
+    while let Some(byte) = rest.next() {
+        bytes.push(match byte {
+            b'%' => {
+                let digits = [rest.next()?, rest.next()?].map(|b| char::from(b).to_digit(16));
+                (digits[0]? * 16 + digits[1]?) as u8
+            }
+            _ => byte,
+        });
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// A directory of a file system as a [`Store`].
+pub struct LocalStore<D: Disk = RealDisk> {
+    disk: Arc<D>,
+    root: PathBuf,
+    url: String,
+    /// Whether files are written with `O_DIRECT`; found out before the first one is created.
+    direct: OnceLock<bool>,
+    above: Mutex<Above>,
+}
+
+/// The directories above the root.
+#[derive(Default)]
+struct Above {
+    /// Whether they have been synced since this store last made one of them or the root.
+    synced: bool,
+    /// Those in which this store made one.
+    made_in: BTreeSet<PathBuf>,
+}
+
+impl<D: Disk> LocalStore<D> {
+    /// The store at the absolute path `root` of `disk`. Creates nothing.
+    ///
+    /// # Errors
+    /// [`Kind::Invalid`] if the path is not UTF-8, or leads to or through something that is no directory.
+    pub fn on(disk: D, root: PathBuf) -> Result<Self> {
+        let Some(path) = root.to_str() else {
+            return Err(Error::new(Kind::Invalid, "open", root.to_string_lossy(), "expected a path in UTF-8"));
+        };
+        let url = format!("file://{}", path.replace('%', "%25"));
+        // The nearest thing that exists must be a directory.
+        for place in root.ancestors() {
+            match uninterrupted(|| disk.stat(place)) {
+                Ok(stat) if stat.kind == FileKind::Dir => break,
+                Ok(_) => {
+                    return Err(failed(Kind::Invalid, "open", place, "expected a directory, found something else"));
+                }
+                Err(Errno::NOENT | Errno::NOTDIR) => {}
+                Err(errno) => return Err(of_errno("open", place, errno)),
+            }
+        }
+        Ok(Self { disk: Arc::new(disk), root, url, direct: OnceLock::new(), above: Mutex::default() })
+    }
+
+    fn path(&self, op: &'static str, name: &str) -> Result<PathBuf> {
+        name::check(op, &self.url, name)?;
+        Ok(self.root.join(name))
+    }
+
+    fn call<T>(&self, op: &'static str, path: &Path, f: impl Fn(&D) -> Sys<T>) -> Result<T> {
+        uninterrupted(|| f(&self.disk)).map_err(|errno| of_errno(op, path, errno))
+    }
+
+    /// Makes the directory `dir` and all that are missing above it.
+    fn make_dirs(&self, dir: &Path) -> Result<()> {
+        let mut made = uninterrupted(|| self.disk.mkdir(dir));
+        if let (Err(Errno::NOENT), Some(parent)) = (made, dir.parent()) {
+            self.make_dirs(parent)?;
+            made = uninterrupted(|| self.disk.mkdir(dir));
+        }
+        match made {
+            Ok(()) if self.root.starts_with(dir) => {
+                let mut above = self.above.lock().unwrap_or_else(PoisonError::into_inner);
+                above.synced = false;
+                above.made_in.extend(dir.parent().map(Path::to_owned));
+            }
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(Errno::NOTDIR) => return Err(failed(Kind::Invalid, "mkdir", dir, "not below a directory")),
+            Err(errno) => return Err(of_errno("mkdir", dir, errno)),
+        }
+        Ok(())
+    }
+
+    /// Whether files in `dir` are to be written with `O_DIRECT`; the first call makes `dir` and tries it there.
+    fn direct(&self, dir: &Path) -> Result<bool> {
+        if let Some(&direct) = self.direct.get() {
+            return Ok(direct);
+        }
+        self.make_dirs(dir)?;
+        let path = temporary(dir)?;
+        let tried = uninterrupted(|| self.disk.create_new(&path, true)).and_then(|file| {
+            // A kernel that cannot tell is asked by writing.
+            if matches!(self.disk.direct_alignment(&file), Ok(Some(asked)) if asked == 0 || asked as usize > ALIGNMENT)
+            {
+                return Err(Errno::INVAL);
+            }
+            uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0))
+        });
+        // A kernel that refuses O_DIRECT may have created the file all the same.
+        let removed = uninterrupted(|| self.disk.unlink(&path));
+        let direct = match tried {
+            Ok(written) => written == ALIGNMENT,
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => false,
+            Err(Errno::NOTDIR) => return Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
+            Err(errno) => return Err(of_errno("create", &path, errno)),
+        };
+        match removed {
+            Ok(()) | Err(Errno::NOENT) => Ok(*self.direct.get_or_init(|| direct)),
+            Err(errno) => Err(of_errno("unlink", &path, errno)),
+        }
+    }
+
+    /// Creates the file `path`, and the directories above it where they are missing.
+    fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
+        let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
+        if let (Err(Errno::NOENT), Some(dir)) = (&created, path.parent()) {
+            self.make_dirs(dir)?;
+            created = uninterrupted(|| self.disk.create_new(&path, direct));
+        }
+        match created {
+            Ok(file) => {
+                let alignment = if direct { ALIGNMENT } else { 1 };
+                Ok(LocalWriter { disk: self.disk.clone(), file, path, bytes, alignment, keep: false })
+            }
+            Err(Errno::EXIST) => Err(failed(Kind::Conflict, "create", &path, "the name is taken")),
+            Err(Errno::NOTDIR) => Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
+            Err(errno) => Err(of_errno("create", &path, errno)),
+        }
+    }
+
+    /// Protocol 5.1 to 5.3: the bytes in a durable temporary file beside `target`, the way to which is durable too.
+    fn prepare(&self, name: &str, target: &Path, bytes: &[u8]) -> Result<LocalWriter<D>> {
+        let dir = target.parent().unwrap_or(&self.root);
+        let file = self.create_file(temporary(dir)?, bytes.len() as u64, false)?;
+        file.write_at(0, bytes)?;
+        self.call("fdatasync", &file.path, |disk| disk.fdatasync(&file.file))?;
+        self.sync_dirs(name::parent(name).into_iter().flat_map(above))?;
+        Ok(file)
+    }
+
+    /// Protocol 5.4.
+    fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<()> {
+        let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
+        let mut claimed = uninterrupted(|| self.disk.rename_noreplace(&file.path, target));
+        if let Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) = claimed {
+            claimed = uninterrupted(|| self.disk.link(&file.path, target));
+        }
+        let Err(errno) = claimed else { return Ok(()) };
+        match uninterrupted(|| self.disk.stat(target)) {
+            Ok(found) if found.identity == identity => Ok(()),
+            Ok(_) if errno == Errno::EXIST => Err(failed(Kind::Conflict, "publish", target, "the name is taken")),
+            Ok(_) | Err(Errno::NOENT) => match errno {
+                Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK => {
+                    let message = format!("the file system can neither rename without replacing nor link: {errno}");
+                    Err(failed(Kind::Unsupported, "publish", target, message))
+                }
+                _ => Err(of_errno("publish", target, errno)),
+            },
+            Err(_) => Err(ambiguous(target, errno)),
+        }
+    }
+
+    /// Protocol 4.
+    fn sync_dirs<'a>(&self, dirs: impl Iterator<Item = &'a str>) -> Result<()> {
+        let dirs: BTreeSet<&str> = dirs.collect();
+        for dir in dirs.into_iter().rev() {
+            self.fsync_dir(dir)?;
+        }
+        let mut above = self.above.lock().unwrap_or_else(PoisonError::into_inner);
+        if above.synced {
+            return Ok(());
+        }
+        for dir in self.root.ancestors().skip(1) {
+            match self.call("fsync", dir, |disk| disk.fsync_dir(dir)) {
+                // What others made, and this process may not even open, is theirs to sync.
+                Err(error) if error.kind != Kind::Unavailable && !above.made_in.contains(dir) => {}
+                synced => synced?,
+            }
+        }
+        above.synced = true;
+        Ok(())
+    }
+
+    fn fsync_dir(&self, dir: &str) -> Result<()> {
+        let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
+        uninterrupted(|| self.disk.fsync_dir(&path)).map_err(|errno| match errno {
+            Errno::INVAL => failed(Kind::Unsupported, "fsync", &path, "the file system cannot sync a directory"),
+            errno => of_errno("fsync", &path, errno),
+        })
+    }
+
+    /// Makes the removal of `name` durable.
+    fn sync_removal(&self, name: &str) -> Result<()> {
+        match self.fsync_dir(name::parent(name).unwrap_or_default()) {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            synced => synced,
+        }
+    }
+
+    fn remove_tree(&self, top: PathBuf) -> Result<()> {
+        let mut to_do = vec![(top, false)];
+        while let Some((dir, is_empty)) = to_do.pop() {
+            if is_empty {
+                absent_is_fine(self.call("rmdir", &dir, |disk| disk.rmdir(&dir)))?;
+                continue;
+            }
+            let Some(entries) = absent_is_fine(self.call("list", &dir, |disk| disk.readdir(&dir)))? else { continue };
+            to_do.push((dir.clone(), true));
+            for (name, kind) in entries {
+                let path = dir.join(name);
+                match kind {
+                    FileKind::Dir => to_do.push((path, false)),
+                    _ => {
+                        absent_is_fine(self.call("unlink", &path, |disk| disk.unlink(&path)))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<D: Disk> Store for LocalStore<D> {
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        let path = self.path("create", name)?;
+        let direct = self.direct(path.parent().unwrap_or(&self.root))?;
+        let object = self.create_file(path, bytes, direct)?;
+        if bytes > 0 {
+            match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
+                Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+                Err(errno) => return Err(of_errno("fallocate", &object.path, errno)),
+            }
+        }
+        Ok(Box::new(object))
+    }
+
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+        let path = self.path("open", name)?;
+        let file = self.call("open", &path, |disk| disk.open_read(&path))?;
+        let stat = self.call("open", &path, |disk| disk.fstat(&file))?;
+        if stat.kind != FileKind::File {
+            return Err(failed(Kind::NotFound, "open", &path, "expected a file, found something else"));
+        }
+        Ok(Box::new(LocalReader { disk: self.disk.clone(), file, path, bytes: stat.bytes }))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let target = self.path("put", name)?;
+        let mut file = self.prepare(name, &target, bytes)?;
+        self.call("rename", &target, |disk| disk.rename(&file.path, &target))?;
+        file.keep = true;
+        self.fsync_dir(name::parent(name).unwrap_or_default())
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let target = self.path("publish", name)?;
+        let file = self.prepare(name, &target, bytes)?;
+        self.claim(&file, &target)?;
+        let dir = target.parent().unwrap_or(&self.root);
+        uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| name::check("sync", &self.url, name))?;
+        self.sync_dirs(names.iter().flat_map(|name| above(name)))
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        name::check_dir("list", &self.url, dir)?;
+        let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
+        let mut entries = Vec::new();
+        for (name, kind) in self.call("list", &path, |disk| disk.readdir(&path))? {
+            let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
+                continue;
+            };
+            let (is_dir, bytes) = match kind {
+                FileKind::Dir => (true, 0),
+                _ => {
+                    let entry = path.join(&name);
+                    // Gone since, or a link to nowhere: not there to be opened either.
+                    let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else {
+                        continue;
+                    };
+                    let is_dir = stat.kind == FileKind::Dir;
+                    (is_dir, if is_dir { 0 } else { stat.bytes })
+                }
+            };
+            entries.push(Entry { name, is_dir, bytes });
+        }
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        let path = self.path("delete", name)?;
+        absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+        self.sync_removal(name)
+    }
+
+    fn delete_tree(&self, dir: &str) -> Result<()> {
+        let path = self.path("delete_tree", dir)?;
+        // A link to a directory is removed, not followed.
+        match uninterrupted(|| self.disk.unlink(&path)) {
+            Err(Errno::ISDIR | Errno::PERM) => self.remove_tree(path)?,
+            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {}
+            Err(errno) => return Err(of_errno("delete_tree", &path, errno)),
+        }
+        self.sync_removal(dir)
+    }
+}
+
+/// A file being written; removed when dropped, unless it is to be kept.
+struct LocalWriter<D: Disk> {
+    disk: Arc<D>,
+    file: D::File,
+    path: PathBuf,
+    bytes: u64,
+    alignment: usize,
+    keep: bool,
+}
+
+impl<D: Disk> LocalWriter<D> {
+    fn check(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let alignment = self.alignment as u64;
+        let unit = |n: u64| n.is_multiple_of(alignment);
+        if !(unit(offset) && unit(bytes.len() as u64) && unit(bytes.as_ptr().addr() as u64)) {
+            let message = format!(
+                "expected address, offset and length in multiples of {alignment}, found {:p}, {offset}, {}",
+                bytes.as_ptr(),
+                bytes.len()
+            );
+            return Err(failed(Kind::Invalid, "write", &self.path, message));
+        }
+        let padded = self.bytes.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
+        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > padded) {
+            let message = format!("{} bytes at {offset} reach beyond the {} bytes declared", bytes.len(), self.bytes);
+            return Err(failed(Kind::Invalid, "write", &self.path, message));
+        }
+        Ok(())
+    }
+}
+
+impl<D: Disk> ObjectWriter for LocalWriter<D> {
+    fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check(offset, bytes)?;
+        let mut done = 0;
+        while done < bytes.len() {
+            let written = uninterrupted(|| self.disk.pwrite(&self.file, &bytes[done..], offset + done as u64))
+                .map_err(|errno| of_errno("write", &self.path, errno))?;
+            // The rest of a direct write must be aligned again: a part of a unit is written once more.
+            let whole = written - written % self.alignment;
+            if whole == 0 {
+                let message = format!("expected {} bytes to be taken, found {written}", bytes.len() - done);
+                return Err(failed(Kind::Unavailable, "write", &self.path, message));
+            }
+            done += whole;
+        }
+        Ok(())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<()> {
+        uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
+            .map_err(|errno| of_errno("ftruncate", &self.path, errno))?;
+        uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| of_errno("fdatasync", &self.path, errno))?;
+        self.keep = true;
+        Ok(())
+    }
+}
+
+impl<D: Disk> Drop for LocalWriter<D> {
+    fn drop(&mut self) {
+        if !self.keep {
+            // Whoever dropped it has the error that made him do so; what cannot be removed is debris as after a crash.
+            let _ = self.disk.unlink(&self.path);
+        }
+    }
+}
+
+struct LocalReader<D: Disk> {
+    disk: Arc<D>,
+    file: D::File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl<D: Disk> ObjectReader for LocalReader<D> {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let short = |found| too_short(self.path.to_string_lossy(), found, offset, buf.len());
+        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
+            return Err(short(self.bytes));
+        }
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            match uninterrupted(|| self.disk.pread(&self.file, &mut buf[done..], at)) {
+                Ok(0) => return Err(too_short(self.path.to_string_lossy(), at, offset, buf.len())),
+                Ok(read) => done += read,
+                Err(errno) => return Err(of_errno("read", &self.path, errno)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The directories from that of `name` up to the root.
+fn above(name: &str) -> impl Iterator<Item = &str> {
+    std::iter::successors(name::parent(name), |dir| name::parent(dir))
+}
+
+fn temporary(dir: &Path) -> Result<PathBuf> {
+    let random = getrandom::u64().map_err(|e| failed(Kind::Internal, "create", dir, e.to_string()))?;
+    Ok(dir.join(format!(".tmp-{random:016x}")))
+}
+
+/// Repeats a system call that a signal interrupted.
+fn uninterrupted<T>(mut call: impl FnMut() -> Sys<T>) -> Sys<T> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            done => return done,
+        }
+    }
+}
+
+fn absent_is_fine<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.kind == Kind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn failed(kind: Kind, op: &'static str, path: &Path, message: impl Into<String>) -> Error {
+    Error::new(kind, op, path.to_string_lossy(), message)
+}
+
+fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
+    Error::of_errno(op, path.to_string_lossy(), errno)
+}
+
+fn ambiguous(target: &Path, errno: Errno) -> Error {
+    let message = format!("{errno}; the object may have been published: look before doing it again");
+    failed(Kind::Unavailable, "publish", target, message)
+}

@@ -1,0 +1,212 @@
+//! The `memory://bucket/path` backend: objects in this process's memory, for tests, demonstrations and notebooks.
+//!
+//! Two handles on one bucket share its objects, and `memory://b/run` holds as `step/x` what `memory://b` holds as
+//! `run/step/x`, just as two paths of a file system would.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
+
+use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
+
+/// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
+/// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
+static BUCKETS: LazyLock<Mutex<BTreeMap<String, Arc<Bucket>>>> = LazyLock::new(Mutex::default);
+
+#[derive(Default)]
+struct Bucket(Mutex<BTreeMap<String, Slot>>);
+
+enum Slot {
+    /// The name is taken by a writer that has not finished.
+    Unfinished,
+    Object(Arc<Vec<u8>>),
+}
+
+impl Bucket {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
+        // Nothing panics between two changes of the map, so that it is whole whoever held the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct MemoryStore {
+    url: String,
+    bucket: Arc<Bucket>,
+    /// What the URL names in the bucket: empty, or ending in `/`.
+    prefix: String,
+}
+
+/// Opens `memory://bucket/path`.
+pub(crate) fn open_url(url: &str) -> Result<Arc<dyn Store>> {
+    let (_, location) = url.split_once("://").unwrap_or_default();
+    let location = location.trim_end_matches('/');
+    name::check("open", url, location)?;
+    let (bucket, prefix) = location.split_once('/').unwrap_or((location, ""));
+    let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+    let bucket = BUCKETS.lock().unwrap_or_else(PoisonError::into_inner).entry(bucket.to_owned()).or_default().clone();
+    Ok(Arc::new(MemoryStore { url: format!("memory://{location}"), bucket, prefix }))
+}
+
+impl MemoryStore {
+    fn key(&self, op: &'static str, name: &str) -> Result<String> {
+        name::check(op, &self.url, name)?;
+        Ok(format!("{}{name}", self.prefix))
+    }
+
+    fn fail<T>(&self, kind: Kind, op: &'static str, name: &str, message: &str) -> Result<T> {
+        Err(Error::new(kind, op, format!("{}/{name}", self.url), message))
+    }
+}
+
+impl Store for MemoryStore {
+    fn url(&self) -> &str {
+        &self.url
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        let key = self.key("create", name)?;
+        let mut contents = Vec::new();
+        let reserved = usize::try_from(bytes).ok().filter(|&length| contents.try_reserve_exact(length).is_ok());
+        let Some(length) = reserved else {
+            return self.fail(Kind::Exhausted, "create", name, &format!("no memory for {bytes} bytes"));
+        };
+        contents.resize(length, 0);
+        let mut slots = self.bucket.lock();
+        if slots.contains_key(&key) {
+            return self.fail(Kind::Conflict, "create", name, "the name is taken");
+        }
+        slots.insert(key.clone(), Slot::Unfinished);
+        drop(slots);
+        let url = format!("{}/{name}", self.url);
+        Ok(Box::new(MemoryWriter { url, bucket: self.bucket.clone(), key, contents: RwLock::new(contents) }))
+    }
+
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+        match self.bucket.lock().get(&self.key("open", name)?) {
+            Some(Slot::Object(contents)) => {
+                Ok(Box::new(MemoryReader { url: format!("{}/{name}", self.url), contents: contents.clone() }))
+            }
+            Some(Slot::Unfinished) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
+            None => self.fail(Kind::NotFound, "open", name, "no such object"),
+        }
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let key = self.key("put", name)?;
+        self.bucket.lock().insert(key, Slot::Object(Arc::new(bytes.to_vec())));
+        Ok(())
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let key = self.key("publish", name)?;
+        let mut slots = self.bucket.lock();
+        if slots.contains_key(&key) {
+            return self.fail(Kind::Conflict, "publish", name, "the name is taken");
+        }
+        slots.insert(key, Slot::Object(Arc::new(bytes.to_vec())));
+        Ok(())
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| name::check("sync", &self.url, name))
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        name::check_dir("list", &self.url, dir)?;
+        let below = if dir.is_empty() { self.prefix.clone() } else { format!("{}{dir}/", self.prefix) };
+        let mut entries: Vec<Entry> = Vec::new();
+        for (key, slot) in self.bucket.lock().range::<str, _>((Bound::Included(below.as_str()), Bound::Unbounded)) {
+            let Some(rest) = key.strip_prefix(&below) else { break };
+            let (name, is_dir) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
+            let bytes = match slot {
+                Slot::Object(contents) if !is_dir => contents.len() as u64,
+                _ => 0,
+            };
+            if entries.last().is_none_or(|last| last.name != name) {
+                entries.push(Entry { name: name.to_owned(), is_dir, bytes });
+            }
+        }
+        if entries.is_empty() {
+            return self.fail(Kind::NotFound, "list", dir, "no such directory");
+        }
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        let key = self.key("delete", name)?;
+        self.bucket.lock().remove(&key);
+        Ok(())
+    }
+
+    fn delete_tree(&self, dir: &str) -> Result<()> {
+        let below = format!("{}/", self.key("delete_tree", dir)?);
+        self.bucket.lock().retain(|key, _| !key.starts_with(&below));
+        Ok(())
+    }
+}
+
+struct MemoryWriter {
+    url: String,
+    bucket: Arc<Bucket>,
+    key: String,
+    contents: RwLock<Vec<u8>>,
+}
+
+impl ObjectWriter for MemoryWriter {
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut contents = self.contents.write().unwrap_or_else(PoisonError::into_inner);
+        let length = contents.len();
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        match contents.get_mut(start..start.saturating_add(bytes.len())) {
+            Some(range) => range.copy_from_slice(bytes),
+            None => {
+                let message = format!("{} bytes at {offset} reach beyond the {length} bytes declared", bytes.len());
+                return Err(Error::new(Kind::Invalid, "write", &self.url, message));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
+        match self.bucket.lock().get_mut(&self.key) {
+            Some(slot @ Slot::Unfinished) => *slot = Slot::Object(Arc::new(contents)),
+            _ => return Err(Error::new(Kind::Conflict, "finish", &self.url, "deleted or replaced while written")),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for MemoryWriter {
+    fn drop(&mut self) {
+        let mut slots = self.bucket.lock();
+        if matches!(slots.get(&self.key), Some(Slot::Unfinished)) {
+            slots.remove(&self.key);
+        }
+    }
+}
+
+struct MemoryReader {
+    url: String,
+    contents: Arc<Vec<u8>>,
+}
+
+impl ObjectReader for MemoryReader {
+    fn bytes(&self) -> u64 {
+        self.contents.len() as u64
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        match self.contents.get(start..start.saturating_add(buf.len())) {
+            Some(range) => buf.copy_from_slice(range),
+            None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
+        }
+        Ok(())
+    }
+}

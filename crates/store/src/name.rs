@@ -1,0 +1,71 @@
+//! Which names a store takes, whatever its backend would take.
+
+use crate::{Error, Kind, Result};
+
+const NAME_BYTES_MAX: usize = 1024;
+const COMPONENT_BYTES_MAX: usize = 255;
+
+/// Checks the name of an object; `url` is the store's, for the message.
+pub(crate) fn check(op: &'static str, url: &str, name: &str) -> Result<()> {
+    match flaw(name) {
+        None => Ok(()),
+        Some(flaw) => Err(Error::new(Kind::Invalid, op, url, format!("name {name:?} {flaw}"))),
+    }
+}
+
+/// Checks the name of a directory, which may be the root.
+pub(crate) fn check_dir(op: &'static str, url: &str, dir: &str) -> Result<()> {
+    if dir.is_empty() { Ok(()) } else { check(op, url, dir) }
+}
+
+/// The name of the directory that holds `name`; the root is `""` and has none.
+pub(crate) fn parent(name: &str) -> Option<&str> {
+    match name.rsplit_once('/') {
+        Some((dir, _)) => Some(dir),
+        None if name.is_empty() => None,
+        None => Some(""),
+    }
+}
+
+pub(crate) fn flaw(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        return Some("is empty");
+    }
+    if name.len() > NAME_BYTES_MAX {
+        return Some("is longer than 1024 bytes");
+    }
+    if name.chars().any(|c| c == '\\' || c.is_control()) {
+        return Some("holds a backslash or a control character");
+    }
+    name.split('/').find_map(|component| match component {
+        "" => Some("has an empty component"),
+        "." | ".." => Some("has a component \".\" or \"..\""),
+        long if long.len() > COMPONENT_BYTES_MAX => Some("has a component longer than 255 bytes"),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flaws_are_found_and_good_names_pass() {
+        for good in ["a", "a/b/c", ".hidden", "..a", "ünï/😀", "a b", "%20", &"x".repeat(255)] {
+            assert_eq!(flaw(good), None, "{good:?}");
+        }
+        for bad in ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.", "a\\b", "a\0b", "a\nb", "a\u{85}b"] {
+            assert!(flaw(bad).is_some(), "{bad:?}");
+        }
+        assert!(flaw(&"x".repeat(256)).is_some());
+        assert!(flaw(&"x/".repeat(512)).is_some());
+        assert!(flaw(&format!("{}y", "x/".repeat(512))).is_some());
+    }
+
+    #[test]
+    fn parents_lead_to_the_root() {
+        assert_eq!(parent("a/b/c"), Some("a/b"));
+        assert_eq!(parent("a"), Some(""));
+        assert_eq!(parent(""), None);
+    }
+}

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Makes .venv in the checkout ready: the pinned tools, and shardfast built from the sources as they stand.
+# Does only what has changed since the last time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# The first Python that is new enough for the pinned torch.
+find_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11 or later with the venv module (on Debian and Ubuntu: apt install python3 python3-venv)," \
+        "found: $(python3 --version 2>&1 || true)"
+}
+
+digest() { sha256sum | cut -d' ' -f1; }
+
+# One number for everything that the wheel is made of.
+sources_digest() {
+    find Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml README.md LICENSE crates python \
+        -type f -not -path '*/__pycache__/*' -not -path '*/.*_cache/*' -print0 | sort -z | xargs -0 sha256sum | digest
+}
+
+# Both stamps live in the environment that they speak of, so that one cannot outlive the other.
+is_stamped() { [[ -f ".venv/$1.stamp" && "$(<".venv/$1.stamp")" == "$2" ]]; }
+
+command -v cargo >/dev/null ||
+    fail "cargo is missing: install Rust from https://rustup.rs (rust-toolchain.toml then picks the version)"
+if ! .venv/bin/python -c '' 2>/dev/null; then
+    python=$(find_python)
+    echo "setup: making .venv with $("$python" --version)"
+    rm -rf .venv
+    "$python" -m venv .venv
+fi
+
+requirements=$(digest <requirements/dev.txt)
+if ! is_stamped requirements "$requirements"; then
+    echo "setup: installing requirements/dev.txt (torch is large: minutes on a slow line)"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^uv==' requirements/dev.txt)"
+    .venv/bin/uv pip install --quiet --python .venv/bin/python --requirement requirements/dev.txt
+    echo "$requirements" >.venv/requirements.stamp
+fi
+
+sources=$(sources_digest)
+if ! is_stamped shardfast "$sources"; then
+    echo "setup: building the wheel (the first time takes minutes)"
+    rm -rf target/wheels
+    .venv/bin/maturin build --release --locked --quiet --interpreter .venv/bin/python --out target/wheels
+    .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --reinstall target/wheels/shardfast-*.whl
+    echo "$sources" >.venv/shardfast.stamp
+fi
+echo "setup: .venv is ready"

@@ -1,0 +1,246 @@
+"""ARCHITECTURE.md against the real edges, imports and words."""
+
+import ast
+import re
+import sys
+
+import pytest
+from sources import ROOT, cargo_metadata, files, offenders, read, rust_code, table, without_unit_tests
+
+FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
+FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
+NATIVE_CALLERS = {"verbs", "checkpointer", "session", "errors", "values", "_command"}
+
+# What a crate's charter forbids it to know, as far as code can show it (unit tests excepted).
+CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|\bInstant\b|\bSystemTime\b"
+FORBIDDEN = {
+    "format": CLOCKS_AND_DEVICES,
+    "plan": CLOCKS_AND_DEVICES,
+    "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b",
+    "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b",
+    "cli": r"\bpyo3\b",
+}
+
+
+def crates() -> dict[str, dict[str, str]]:
+    rows = table(read("ARCHITECTURE.md"), "crate", "charter", "uses", "may not know")
+    return {row["crate"].strip("`"): row for row in rows}
+
+
+def arrows(text: str) -> str:
+    found = re.findall(r"```text\n(native.*?)```", text, re.DOTALL)
+    assert len(found) == 1, "expected one ```text block that begins with `native` (the arrows)"
+    return found[0]
+
+
+def test_the_crates_are_those_of_the_map():
+    real = {package["name"].removeprefix("shardfast-"): package for package in cargo_metadata_of_ours()}
+    assert set(crates()) == set(real), "Remedy: bring the crate table of ARCHITECTURE.md and crates/ together"
+    offenders(
+        "write the same charter in ARCHITECTURE.md and in the crate's Cargo.toml (description)",
+        [
+            f"crates/{name}: ARCHITECTURE.md says {row['charter']!r}, Cargo.toml {real[name]['description']!r}"
+            for name, row in crates().items()
+            if row["charter"] != real[name]["description"]
+        ],
+    )
+
+
+def cargo_metadata_of_ours() -> list[dict]:
+    return cargo_metadata("--no-deps", "--offline")["packages"]
+
+
+def test_the_arrows_are_the_real_edges():
+    drawn = {name: set(re.findall(r"`(\w+)`", row["uses"])) for name, row in crates().items()}
+    found = []
+    for package in cargo_metadata_of_ours():
+        name = package["name"].removeprefix("shardfast-")
+        real = {
+            dependency["name"].removeprefix("shardfast-")
+            for dependency in package["dependencies"]
+            if dependency["kind"] is None and dependency.get("path")
+        }
+        if real != drawn[name]:
+            found.append(f"crates/{name}: the map draws {sorted(drawn[name])}, Cargo.toml has {sorted(real)}")
+    offenders("remove the edge, or draw it in ARCHITECTURE.md and defend it in docs/decisions/", found)
+
+
+def test_arrows_point_down_only():
+    drawn = {name: set(re.findall(r"`(\w+)`", row["uses"])) for name, row in crates().items()}
+    order = list(drawn)
+    found = [
+        f"{name} uses {other}, which stands above it"
+        for name, others in drawn.items()
+        for other in others
+        if order.index(other) <= order.index(name)
+    ]
+    offenders("the table lists crates from top to bottom; a crate uses only what stands below it", found)
+
+
+def test_readme_shows_the_same_map():
+    readme = read("README.md")
+    assert arrows(readme) == arrows(read("ARCHITECTURE.md")), "Remedy: copy the arrows of ARCHITECTURE.md to README.md"
+    charters = {row["crate"].strip("`"): row["charter"] for row in table(readme, "crate", "charter")}
+    expected = {name: row["charter"] for name, row in crates().items()}
+    assert charters == expected, "Remedy: copy the charters of ARCHITECTURE.md to README.md"
+
+
+@pytest.mark.parametrize("crate", FORBIDDEN)
+def test_a_crate_does_not_know_what_its_charter_forbids(crate):
+    found = []
+    for name in files(".rs"):
+        if name.startswith(f"crates/{crate}/src/"):
+            code = without_unit_tests(rust_code(read(name)))
+            for number, line in enumerate(code.splitlines(), 1):
+                found += [f"{name}:{number}: {match[0]}" for match in re.finditer(FORBIDDEN[crate], line)]
+    offenders(f"crates/{crate} may not know {crates()[crate]['may not know']}: move it to where that is known", found)
+
+
+def test_no_framework_is_named_in_rust():
+    allowed = {row["file"].strip("`") for row in table(read("ARCHITECTURE.md"), "file", "what it names", "why")}
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in files(".rs")
+        if name.startswith("crates/") and "/src/" in name and name not in allowed
+        for number, line in enumerate(read(name).splitlines(), 1)
+        if FRAMEWORK_WORD.search(line)
+    ]
+    offenders(
+        "say what is meant instead of who means it, or add the file to ARCHITECTURE.md, 'Where a framework is named'",
+        found,
+    )
+    stale = [name for name in allowed if not FRAMEWORK_WORD.search(read(name))]
+    offenders("remove the file from ARCHITECTURE.md, 'Where a framework is named'", stale)
+
+
+def test_unsafe_stands_only_where_the_map_says_and_is_argued():
+    allowed = {row["file"].strip("`") for row in table(read("ARCHITECTURE.md"), "file", "why it needs `unsafe`")}
+    outside, unargued, used = [], [], set()
+    for name in files(".rs"):
+        text = read(name)
+        lines, code = text.splitlines(), rust_code(text).splitlines()
+        for index, line in enumerate(code):
+            if re.search(r"\bunsafe\b", line):
+                used.add(name)
+                if name not in allowed:
+                    outside.append(f"{name}:{index + 1}: {lines[index].strip()}")
+                if not is_argued(lines, code, index):
+                    unargued.append(f"{name}:{index + 1}: {lines[index].strip()}")
+    offenders("do without, or add the file and the reason to ARCHITECTURE.md, 'Where unsafe stands'", outside)
+    offenders("put `// SAFETY: <why it holds>` directly above (`# Safety` in the docs of an unsafe fn)", unargued)
+    offenders("remove the file from ARCHITECTURE.md, 'Where unsafe stands'", sorted(allowed - used))
+
+
+def is_argued(lines: list[str], code: list[str], index: int) -> bool:
+    """Whether a safety comment stands above the statement that holds line `index`, with no other `unsafe` between."""
+    statement_lines = 0
+    for above in range(index, -1, -1):
+        if re.search(r"//.*(?:SAFETY:|# Safety)", lines[above]):
+            return True
+        is_code = code[above].strip() and not code[above].strip().startswith("#[")
+        statement_lines += bool(is_code)
+        if above < index and is_code and (statement_lines > 4 or re.search(r"\bunsafe\b", code[above])):
+            return False
+    return False
+
+
+# Python
+
+
+def python_modules() -> dict[str, str]:
+    """Module names of the package and their files."""
+    names = [name for name in files(".py") if name.startswith("python/shardfast/")]
+    modules = {name.removeprefix("python/").removesuffix(".py").replace("/", "."): name for name in names}
+    assert modules, "python/shardfast holds no modules"
+    return modules
+
+
+def imports(module: str, tree: ast.AST) -> list[tuple[int, str]]:
+    """Every imported name, absolute: modules, and `module.name` for names taken from one."""
+    package = module.split(".") if module.endswith("__init__") else module.split(".")[:-1]
+    package = [part for part in package if part != "__init__"]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{source}.{alias.name}") for alias in node.names]
+    return found
+
+
+def is_under(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def test_adapters_know_the_catalog_and_their_framework_only():
+    found = []
+    for module, name in python_modules().items():
+        if not module.startswith("shardfast.adapters.") or module.endswith("__init__"):
+            continue
+        allowed = ("shardfast.catalog", module.rsplit(".", 1)[1])
+        for line, imported in imports(module, ast.parse(read(name))):
+            if imported.split(".")[0] not in sys.stdlib_module_names and not any(
+                is_under(imported, a) for a in allowed
+            ):
+                found.append(f"{name}:{line}: imports {imported}")
+    offenders(
+        "an adapter says one framework's sharding as regions: it needs shardfast.catalog and that framework", found
+    )
+
+
+def test_the_native_module_is_called_from_few_places():
+    found = []
+    for module, name in python_modules().items():
+        if module.removeprefix("shardfast.") in NATIVE_CALLERS:
+            continue
+        tree = ast.parse(read(name))
+        for line, imported in imports(module, tree):
+            if is_under(imported, "shardfast._native"):
+                found.append(f"{name}:{line}: imports {imported}")
+        for node, text in code_texts(tree):
+            if "_native" in text:
+                found.append(f"{name}:{node.lineno}: names {text!r}")
+    offenders(f"only {sorted(NATIVE_CALLERS)} cross into Rust: pass what is needed from there", found)
+
+
+def code_texts(tree: ast.AST) -> list[tuple[ast.Constant, str]]:
+    """Text constants that are not docs."""
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        (node, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+
+
+def test_no_framework_is_named_outside_the_adapters():
+    found = []
+    for module, name in python_modules().items():
+        if module.startswith("shardfast.adapters."):
+            continue
+        words = [word for word in FRAMEWORKS if not (module == "shardfast.session" and word == "torch")]
+        pattern = re.compile(rf"(?<![a-z_])(?:{'|'.join(words)})(?![a-z])")
+        tree = ast.parse(read(name))
+        said = [(line, f"imports {imported}") for line, imported in imports(module, tree) if pattern.search(imported)]
+        said += [(node.lineno, f"says {text!r}") for node, text in code_texts(tree) if pattern.search(text)]
+        said += [
+            (node.lineno, f"names {node.id}")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and pattern.search(node.id)
+        ]
+        found += [f"{name}:{line}: {what}" for line, what in sorted(said)]
+    offenders("move it to adapters/: nothing outside may spell a framework's name (session.py may say torch)", found)
+
+
+def test_the_reading_list_exists():
+    listed = re.findall(r"`((?:crates|python|tests|docs)/[\w./-]+\.\w+)`", read("ARCHITECTURE.md"))
+    assert listed
+    offenders("mend the path in ARCHITECTURE.md", sorted({name for name in listed if not (ROOT / name).is_file()}))

@@ -1,0 +1,124 @@
+"""Names, sizes and words that nobody should have to argue about in a review."""
+
+import ast
+import re
+
+import pytest
+from sources import block_end, files, offenders, read, rust_code
+
+FILE_LINES_MAX = 700
+TEST_FILE_LINES_MAX = 900
+FUNCTION_LINES_MAX = 100
+LINE_COLUMNS_MAX = 120
+
+FORBIDDEN_NAME = re.compile(r"utils|common|helpers|manager|base")
+# Spelled so that this file does not offend.
+FORBIDDEN_WORD = re.compile(r"\bT[O]DO\b|\bFIX[M]E\b|\bXX[X]\b|\bunimplemente[d]!|\btod[o]!|\bdb[g]!")
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:hom[e]|roo[t]|User[s]|wor[k])/")
+
+SOURCES = (".rs", ".py", ".pyi", ".sh")
+
+
+def is_test(name: str) -> bool:
+    return name.startswith("tests/") or "/tests/" in name
+
+
+def test_no_file_is_called_after_a_drawer():
+    found = [
+        name
+        for name in files(*SOURCES)
+        if any(FORBIDDEN_NAME.search(part.rsplit(".", 1)[0]) for part in name.split("/"))
+    ]
+    offenders("name the file after what it does, or give its parts to the files that need them", found)
+
+
+def test_files_have_one_charter_each():
+    found = []
+    for name in files(*SOURCES):
+        lines, most = read(name).count("\n"), TEST_FILE_LINES_MAX if is_test(name) else FILE_LINES_MAX
+        if lines > most:
+            found.append(f"{name}: {lines} lines, at most {most}")
+    offenders("split the file by charter", found)
+
+
+def rust_functions(text: str) -> list[tuple[str, int, int]]:
+    """Name, first line and number of lines of every function with a body."""
+    code = rust_code(text)
+    found = []
+    for match in re.finditer(r"\bfn\s+(\w+)", code):
+        opening = body_start(code, match.end())
+        if opening is not None:
+            end = block_end(code, opening)
+            found.append((match[1], code.count("\n", 0, match.start()) + 1, code.count("\n", match.start(), end) + 1))
+    return found
+
+
+def body_start(code: str, start: int) -> int | None:
+    """Where the body of the function whose name ends at `start` begins; `None` for a declaration."""
+    depth = 0
+    for match in re.compile(r"[()\[\]{};]").finditer(code, start):
+        if match[0] in "([":
+            depth += 1
+        elif match[0] in ")]":
+            depth -= 1
+        elif depth == 0:
+            return match.start() if match[0] == "{" else None
+    return None
+
+
+def python_functions(text: str) -> list[tuple[str, int, int]]:
+    return [
+        (node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "functions"), [(".rs", rust_functions), (".py", python_functions)])
+def test_functions_fit_on_two_screens(suffix, functions):
+    found = [
+        f"{name}:{line}: {function} has {lines} lines, at most {FUNCTION_LINES_MAX}"
+        for name in files(suffix)
+        for function, line, lines in functions(read(name))
+        if lines > FUNCTION_LINES_MAX
+    ]
+    offenders("give the parts names", found)
+
+
+def test_nothing_is_left_for_later():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in files(*SOURCES, ".toml")
+        for number, line in enumerate(read(name).splitlines(), 1)
+        if FORBIDDEN_WORD.search(line)
+    ]
+    offenders("do it now, or open an issue and remove the mark", found)
+
+
+def test_lines_fit():
+    found = [
+        f"{name}:{number}: {len(line)} columns"
+        for name in files(*SOURCES)
+        for number, line in enumerate(read(name).splitlines(), 1)
+        if len(line) > LINE_COLUMNS_MAX
+    ]
+    offenders(f"break the line at {LINE_COLUMNS_MAX} columns (formatters leave comments and texts alone)", found)
+
+
+def test_no_machine_is_mentioned():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in files(*SOURCES, ".toml", ".md", ".txt", "Makefile", ".ci/run")
+        for number, line in enumerate(read(name).splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    offenders("name a place that every machine has (a temporary directory, a path inside the checkout)", found)
+
+
+def test_every_rust_file_says_its_charter_first():
+    found = [
+        name
+        for name in files(".rs")
+        if name.startswith("crates/") and not re.sub(r"\A(#!\[[^\n]*\n|\s)+", "", read(name)).startswith("//!")
+    ]
+    offenders("begin the file with `//!` and one line that says what it is for", found)

@@ -46,7 +46,7 @@ requirements=$(digest <requirements/dev.txt)
 if ! is_stamped requirements "$requirements"; then
     echo "setup: installing requirements/dev.txt (torch is large: minutes on a slow line)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^uv==' requirements/dev.txt)"
-    .venv/bin/uv pip install --quiet --python .venv/bin/python --requirement requirements/dev.txt
+    .venv/bin/uv pip install --python .venv/bin/python --requirement requirements/dev.txt
     echo "$requirements" >.venv/requirements.stamp
 fi
 
@@ -54,7 +54,7 @@ sources=$(sources_digest)
 if ! is_stamped shardfast "$sources"; then
     echo "setup: building the wheel (the first time takes minutes)"
     rm -rf target/wheels
-    .venv/bin/maturin build --release --locked --quiet --interpreter .venv/bin/python --out target/wheels
+    .venv/bin/maturin build --release --locked --interpreter .venv/bin/python --out target/wheels
     .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --reinstall target/wheels/shardfast-*.whl
     echo "$sources" >.venv/shardfast.stamp
 fi

@@ -20,7 +20,7 @@ SOURCES = (".rs", ".py", ".pyi", ".sh")
 
 
 def is_test(name: str) -> bool:
-    return name.startswith("tests/") or "/tests/" in name
+    return name.startswith("tests/") or "/tests/" in name or name.endswith("/tests.rs")
 
 
 def test_no_file_is_called_after_a_drawer():
@@ -119,6 +119,8 @@ def test_every_rust_file_says_its_charter_first():
     found = [
         name
         for name in files(".rs")
-        if name.startswith("crates/") and not re.sub(r"\A(#!\[[^\n]*\n|\s)+", "", read(name)).startswith("//!")
+        if "/src/" in name
+        and not is_test(name)
+        and not re.sub(r"\A(#!\[[^\n]*\n|\s)+", "", read(name)).startswith("//!")
     ]
     offenders("begin the file with `//!` and one line that says what it is for", found)

@@ -13,8 +13,9 @@
 //!    closes them (a cable, a power loss, a stopped process, a forked child that still holds them), pings every 10 s
 //!    in both directions find out within 30 s. A connection is never made anew: what might have been said meanwhile
 //!    is unknown, so the rank is lost.
-//! 5. Whoever drops its coordinator ends its half of the call, and waits, not for long, until the other end has ended
-//!    its own: by then everything that was said has been read.
+//! 5. Whoever drops its coordinator says so, ends its half of the call and waits, not for long, until the other end has
+//!    ended its own: by then everything that was said has been read. The end of a stream alone proves nothing, since
+//!    HTTP/2 libraries show some broken connections as one.
 //!
 //! Each coordinator has two threads of its own from `serve` or `join` until it is dropped; there are none before. They
 //! do not survive a `fork`: in the child `agree` is an [`Error::Invalid`], and dropping the coordinator does nothing.
@@ -46,7 +47,7 @@ const MESSAGE_BYTES_MAX: usize = PAYLOAD_BYTES_MAX + (1 << 20);
 /// Bytes in flight before the receiver has to say that it goes on: a fast network's bandwidth times its delay.
 const WINDOW_BYTES: u32 = 16 << 20;
 
-/// How a rank went whose call ended otherwise than by its own end.
+/// How a rank went whose call ended without its saying so.
 const BROKEN: &str = "its process ended or cannot be reached";
 
 const TOKEN_HEADER: &str = "authorization";

@@ -250,3 +250,6 @@ fn cut(mut reason: String) -> String {
     reason.truncate(reason.floor_char_boundary(REASON_BYTES_MAX));
     reason
 }
+
+#[cfg(test)]
+mod tests;

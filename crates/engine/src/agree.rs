@@ -117,9 +117,8 @@ impl Operation {
         A: Serialize + DeserializeOwned,
     {
         let topic = format!("{} {stage}", self.number);
-        let contribution = contribution
-            .and_then(|message| encode(&(&self.what, message)))
-            .map_err(|error| error.to_wire());
+        let contribution =
+            contribution.and_then(|message| encode(&(&self.what, message))).map_err(|error| error.to_wire());
         let answer = self.engine.coord.agree(
             &topic,
             contribution,

@@ -37,7 +37,8 @@ impl Checkpoint {
     }
 
     pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
-        let decoded = Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
+        let decoded =
+            Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
         let decoded = Arc::new(decoded);
         Ok(Checkpoint {
             engine: Arc::clone(engine),

@@ -127,7 +127,8 @@ pub(crate) fn refuse_taken(store: &dyn Store, destination: &Destination) -> Resu
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
 pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
     let bytes = store.read(COMMIT, COMMIT_BYTES_MAX)?;
-    let commit = Commit::decode(&bytes).map_err(|error| Error::from(error).within(format!("{}/{COMMIT}", store.url())))?;
+    let commit =
+        Commit::decode(&bytes).map_err(|error| Error::from(error).within(format!("{}/{COMMIT}", store.url())))?;
     if commit.major > FORMAT_MAJOR {
         return Err(Error::new(
             Kind::Unsupported,
@@ -186,8 +187,7 @@ fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<M
         };
         let files: Vec<u32> = receipt.files.iter().map(|file| builder.file(entry(file))).collect();
         for written in &receipt.written {
-            let leaf =
-                root.all.catalogs[rank].leaves.get(written.leaf as usize).ok_or_else(|| unknown("a leaf"))?;
+            let leaf = root.all.catalogs[rank].leaves.get(written.leaf as usize).ok_or_else(|| unknown("a leaf"))?;
             let file = *files.get(written.file as usize).ok_or_else(|| unknown("a file"))?;
             let extent = Extent { file, offset: written.offset, bytes: written.bytes };
             match &leaf.body {

@@ -89,7 +89,7 @@ impl Error {
     }
 
     /// The same failure, told with where it happened in front.
-    pub(crate) fn within(mut self, place: impl std::fmt::Display) -> Error {
+    pub fn within(mut self, place: impl std::fmt::Display) -> Error {
         self.message = format!("{place}: {}", self.message);
         self
     }
@@ -141,6 +141,16 @@ impl From<shardfast_store::Error> for Error {
             Store::Unsupported => Kind::Unsupported,
             Store::Invalid => Kind::Invalid,
             Store::Internal => Kind::Internal,
+        };
+        Error::new(kind, error.to_string())
+    }
+}
+
+impl From<shardfast_coord::Error> for Error {
+    fn from(error: shardfast_coord::Error) -> Error {
+        let kind = match &error {
+            shardfast_coord::Error::Invalid(_) => Kind::Invalid,
+            _ => Kind::Unavailable,
         };
         Error::new(kind, error.to_string())
     }

@@ -11,6 +11,7 @@ pub mod pending;
 mod planning;
 pub mod provider;
 pub mod reader;
+pub mod runs;
 pub mod save;
 pub mod sink;
 pub mod staging;

@@ -56,7 +56,8 @@ impl Checkpoint {
         let plan = self.plan(wants, values);
         operation.agree("open", plan.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
         let loaded = plan.and_then(|plan| self.run(plan, wants, values));
-        operation.agree("done", loaded.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
+        operation
+            .agree("done", loaded.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
         loaded
     }
 
@@ -66,7 +67,8 @@ impl Checkpoint {
     /// `Invalid` when a want does not fit its tensor.
     pub fn forecast(&self, wants: &[Want], values: &[ValueRef]) -> Result<Forecast> {
         let plan = self.plan(wants, values)?;
-        let mut forecast = Forecast { bytes_wanted: plan.values_bytes.iter().map(|&n| n as u64).sum(), ..Forecast::default() };
+        let mut forecast =
+            Forecast { bytes_wanted: plan.values_bytes.iter().map(|&n| n as u64).sum(), ..Forecast::default() };
         for want in wants {
             if let LeafKind::Tensor { dtype, .. } = self.manifest.leaf(want.leaf).kind {
                 forecast.bytes_wanted += want.region.numel() * dtype.size_bytes();
@@ -94,8 +96,8 @@ impl Checkpoint {
         let tensors = shardfast_plan::load(&self.manifest, &planned, LIMITS)?;
         let mut plan = Plan { tensors, values: Vec::new(), values_bytes: Vec::new() };
         for (i, value) in values.iter().enumerate() {
-            let is_object = value.leaf < self.manifest.len()
-                && matches!(self.manifest.leaf(value.leaf).kind, LeafKind::Object);
+            let is_object =
+                value.leaf < self.manifest.len() && matches!(self.manifest.leaf(value.leaf).kind, LeafKind::Object);
             let extent = is_object.then(|| self.manifest.values(value.leaf).nth(value.value)).flatten();
             let (_, extent) = extent
                 .ok_or_else(|| Error::invalid(format!("{}: there is no value {value:?} in its manifest", self.url)))?;
@@ -129,7 +131,8 @@ impl Checkpoint {
         let value_sinks = value_sinks.collect::<Result<Vec<_>>>()?;
         let sinks: Vec<&Sink> = wants.iter().map(|want| &want.sink).chain(&value_sinks).collect();
         let leaf_of = |want: u32| {
-            let leaf = wants.get(want as usize).map_or_else(|| values[want as usize - wants.len()].leaf, |want| want.leaf);
+            let leaf =
+                wants.get(want as usize).map_or_else(|| values[want as usize - wants.len()].leaf, |want| want.leaf);
             let leaf = self.manifest.leaf(leaf);
             match leaf.kind {
                 LeafKind::Tensor { .. } | LeafKind::Alias { .. } => format!("tensor {}/{}", leaf.key, leaf.name),

@@ -134,11 +134,9 @@ fn item_bytes(leaf: &Leaf) -> u64 {
 fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
     let name = &state.catalog.leaves[leaf].name.name;
     match &state.catalog.leaves[leaf].body {
-        LeafBody::Tensor { dtype, shape, parts } => EntrySpec {
-            name: part_name(name, &parts[part], shape),
-            dtype: *dtype,
-            shape: parts[part].lengths.clone(),
-        },
+        LeafBody::Tensor { dtype, shape, parts } => {
+            EntrySpec { name: part_name(name, &parts[part], shape), dtype: *dtype, shape: parts[part].lengths.clone() }
+        }
         LeafBody::Object { .. } | LeafBody::Alias { .. } => EntrySpec {
             name: if rank == 0 { name.clone() } else { value_name(name, rank) },
             dtype: shardfast_format::DType::U8,
@@ -148,12 +146,7 @@ fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
 }
 
 /// Writes the files and makes them durable, contents first, then names.
-fn write(
-    operation: &Operation,
-    store: &dyn Store,
-    jobs: &[FileJob],
-    progress: &Progress,
-) -> Result<Vec<WrittenFile>> {
+fn write(operation: &Operation, store: &dyn Store, jobs: &[FileJob], progress: &Progress) -> Result<Vec<WrittenFile>> {
     let files = writer::run(store, jobs, &operation.engine.staging, || progress.staged())?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;

@@ -204,7 +204,9 @@ fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<WrittenFil
         let running: Vec<_> = files.into_iter().map(|file| scope.spawn(|| finish_one(file, staging))).collect();
         running
             .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|_| Err(Error::internal("a thread that finishes a file panicked"))))
+            .map(|thread| {
+                thread.join().unwrap_or_else(|_| Err(Error::internal("a thread that finishes a file panicked")))
+            })
             .collect()
     })
 }

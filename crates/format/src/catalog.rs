@@ -178,3 +178,97 @@ fn tensor_problems(name: &LeafName, dtype: DType, shape: &[u64], parts: &[Region
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(name: &str, shape: &[u64], parts: Vec<Region>) -> Leaf {
+        let body = LeafBody::Tensor { dtype: DType::F32, shape: Dims::from_slice(shape), parts };
+        Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+    }
+
+    fn leaf(name: &str, body: LeafBody) -> Leaf {
+        Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+    }
+
+    #[test]
+    fn everything_but_the_layout_counts_in_a_fingerprint() {
+        let base = tensor("w", &[4, 6], vec![Region::new(&[0, 0], &[2, 6])]);
+        let mut all = vec![Catalog::default(), Catalog { leaves: vec![base.clone()] }];
+        let mut other = |change: &dyn Fn(&mut Leaf)| {
+            let mut leaf = base.clone();
+            change(&mut leaf);
+            all.push(Catalog { leaves: vec![leaf] });
+        };
+        other(&|leaf| leaf.name.key = "ema".into());
+        other(&|leaf| leaf.name = LeafName::new("mode", "lw"));
+        other(&|leaf| leaf.body = tensor("w", &[4, 6], vec![]).body);
+        other(&|leaf| leaf.body = tensor("w", &[4, 6], vec![Region::new(&[2, 0], &[2, 6])]).body);
+        other(&|leaf| leaf.body = tensor("w", &[4, 6], vec![Region::new(&[0, 2], &[0, 6])]).body);
+        other(&|leaf| leaf.body = tensor("w", &[6, 4], vec![Region::new(&[0, 0], &[2, 6])]).body);
+        other(&|leaf| leaf.body = tensor("w", &[4, 6, 1], vec![Region::new(&[0, 0], &[2, 6])]).body);
+        other(&|leaf| {
+            leaf.body = LeafBody::Tensor {
+                dtype: DType::I32,
+                shape: Dims::from_slice(&[4, 6]),
+                parts: vec![Region::new(&[0, 0], &[2, 6])],
+            }
+        });
+        other(&|leaf| leaf.body = LeafBody::Object { per_rank: false });
+        other(&|leaf| leaf.body = LeafBody::Object { per_rank: true });
+        other(&|leaf| leaf.body = LeafBody::Alias { of: LeafName::new("model", "v") });
+        other(&|leaf| leaf.body = LeafBody::Alias { of: LeafName::new("mode", "lv") });
+        all.push(Catalog { leaves: vec![base.clone(), tensor("x", &[], vec![])] });
+        for (i, a) in all.iter().enumerate() {
+            for b in &all[i + 1..] {
+                assert_ne!(a.fingerprint(), b.fingerprint(), "{a:?} {b:?}");
+            }
+        }
+        let mut renamed = base.clone();
+        renamed.layout = "mesh(dp=2) [Shard(0)]".into();
+        assert_eq!(Catalog { leaves: vec![renamed] }.fingerprint(), all[1].fingerprint());
+    }
+
+    #[test]
+    fn a_sound_catalog_is_valid() {
+        let leaves = vec![
+            leaf("a", LeafBody::Object { per_rank: true }),
+            leaf("b", LeafBody::Alias { of: LeafName::new("model", "w") }),
+            tensor("e", &[0, 3], vec![Region::whole(&[0, 3])]),
+            tensor("s", &[], vec![Region::whole(&[])]),
+            tensor("w", &[4, 6], vec![Region::new(&[0, 0], &[2, 6]), Region::new(&[2, 0], &[2, 6])]),
+        ];
+        Catalog { leaves }.validate().unwrap();
+    }
+
+    #[test]
+    fn every_problem_is_named_at_once() {
+        let mut hidden = leaf("x", LeafBody::Object { per_rank: false });
+        hidden.name.key = ".ssh".into();
+        let leaves = vec![
+            hidden,
+            tensor("w", &[4, 6], vec![Region::new(&[3, 0], &[2, 6])]),
+            tensor("w", &[1 << 32, 1 << 32], vec![]),
+            tensor("v", &[4], vec![Region::new(&[2], &[0])]),
+            tensor("y", &[1; 65], vec![]),
+            leaf("z", LeafBody::Alias { of: LeafName::new("model", "missing") }),
+            leaf("zz", LeafBody::Alias { of: LeafName::new("model", "z") }),
+        ];
+        let error = Catalog { leaves }.validate().unwrap_err();
+        assert!(matches!(error, Error::Invalid(_)));
+        let lines: Vec<&str> = error.message().lines().collect();
+        let expected = [
+            "model/w: two leaves have this name",
+            "model/w: expected leaves sorted by name, found model/v after it",
+            "key \".ssh\" starts with '.'",
+            "model/w: the part [3:5, 0:6] is not inside [4, 6]",
+            "model/w: F32 [4294967296, 4294967296] is beyond 2^64 bytes",
+            "model/v: the part [2:2] holds no element",
+            "model/y: expected at most 64 dimensions, found 65",
+            "model/z: expected a tensor to be an alias of, found no model/missing",
+            "model/zz: expected a tensor to be an alias of, found no model/z",
+        ];
+        assert_eq!(lines, expected);
+    }
+}

@@ -30,18 +30,6 @@ pub struct Commit {
 }
 
 impl Commit {
-    /// The record of a manifest of this version of the format.
-    pub fn of(attempt: &str, manifest_name: &str, manifest: &[u8]) -> Commit {
-        Commit {
-            major: FORMAT_MAJOR,
-            minor: FORMAT_MINOR,
-            attempt: attempt.to_owned(),
-            manifest: manifest_name.to_owned(),
-            manifest_bytes: manifest.len() as u64,
-            manifest_sha256: sha256(manifest),
-        }
-    }
-
     /// The record's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let body = self.body();

@@ -123,3 +123,19 @@ impl std::fmt::Display for DType {
         f.write_str(self.name())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_dense_and_names_unique() {
+        for (code, dtype) in DType::ALL.into_iter().enumerate() {
+            assert_eq!(usize::from(dtype.code()), code);
+            assert_eq!(DType::from_code(dtype.code()), Some(dtype));
+            assert_eq!(DType::from_name(dtype.name()), Some(dtype));
+        }
+        assert_eq!(DType::from_code(20), None);
+        assert_eq!(DType::from_name("F6_E2M3"), None);
+    }
+}

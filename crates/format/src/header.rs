@@ -172,8 +172,8 @@ impl DataHeader {
     /// Parses the first `data_start` bytes of a data file of `file_bytes` bytes.
     ///
     /// # Errors
-    /// `Corrupt` for whatever [`FileLayout`] would not have written; `Unsupported` for an element type that this build does
-    /// not know.
+    /// `Corrupt` for whatever [`FileLayout`] would not have written; `Unsupported` for an element type or a size of blocks
+    /// that this build does not know.
     pub fn parse(bytes: &[u8], file_bytes: u64) -> Result<DataHeader, Error> {
         let corrupt = |message: String| Error::Corrupt(format!("data file: {message}"));
         let parsed = container::parse("data file", bytes, file_bytes)?;
@@ -189,13 +189,14 @@ impl DataHeader {
         if metadata.remove(FORMAT).as_deref() != Some("pt") {
             return Err(corrupt(format!("metadata {FORMAT:?}: expected \"pt\"")));
         }
-        let block_bytes = metadata.remove(BLOCK_SIZE);
-        let block_bytes = match block_bytes.as_deref().and_then(decimal_u64) {
-            Some(bytes) if bytes.is_power_of_two() && (4096..=16 << 20).contains(&bytes) => bytes,
-            _ => {
-                let expected = "a power of two from 4096 to 16777216";
-                return Err(corrupt(format!("metadata {BLOCK_SIZE:?}: expected {expected}, found {block_bytes:?}")));
+        let block_bytes = match metadata.remove(BLOCK_SIZE).as_deref().and_then(decimal_u64) {
+            Some(BLOCK_BYTES) => BLOCK_BYTES,
+            Some(found) => {
+                return Err(Error::Unsupported(format!(
+                    "data file: expected blocks of {BLOCK_BYTES} bytes, found {found}; upgrade shardfast"
+                )));
             }
+            None => return Err(corrupt(format!("metadata {BLOCK_SIZE:?}: expected {BLOCK_BYTES}"))),
         };
         let digits = metadata.remove(BLOCKS).unwrap_or_default();
         let blocks = data_bytes.div_ceil(block_bytes);

@@ -157,3 +157,68 @@ fn flat_run(shape: &[u64], prefix: &mut Dims, start: u64, stop: u64, out: &mut V
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The flat indices of a region's elements, in row-major order.
+    fn indices(region: &Region, shape: &[u64]) -> Vec<u64> {
+        let mut all = vec![0];
+        for (d, &length) in shape.iter().enumerate() {
+            let within = region.offsets[d]..region.offsets[d] + region.lengths[d];
+            all = all.into_iter().flat_map(|base| within.clone().map(move |i| base * length + i)).collect();
+        }
+        all
+    }
+
+    #[test]
+    fn flat_runs_decompose_into_few_boxes_in_order() {
+        for shape in [&[] as &[u64], &[7], &[1], &[3, 4], &[2, 3, 4], &[1, 5, 1, 2], &[0], &[3, 0, 2], &[2, 1, 2, 3]] {
+            let numel: u64 = shape.iter().product();
+            for start in 0..=numel {
+                for stop in start..=numel {
+                    let regions = Region::of_flat_run(shape, start, stop);
+                    assert!(regions.len() <= (2 * shape.len()).max(2) - 1, "{shape:?} [{start}, {stop}): {regions:?}");
+                    let found: Vec<u64> = regions.iter().flat_map(|region| indices(region, shape)).collect();
+                    assert_eq!(found, (start..stop).collect::<Vec<_>>(), "{shape:?} [{start}, {stop})");
+                    assert!(regions.iter().all(|region| region.fits(shape) && !region.is_empty()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn intersections_hold_exactly_the_common_elements() {
+        let shape = [4, 5];
+        let spans = |n: u64| (0..=n).flat_map(move |a| (a..=n).map(move |b| (a, b - a)));
+        let regions: Vec<Region> = spans(4)
+            .flat_map(|rows| spans(5).map(move |cols| Region::new(&[rows.0, cols.0], &[rows.1, cols.1])))
+            .step_by(7)
+            .collect();
+        for a in &regions {
+            for b in &regions {
+                let in_b = indices(b, &shape);
+                let expected: Vec<u64> = indices(a, &shape).into_iter().filter(|i| in_b.contains(i)).collect();
+                let found = a.intersect(b).map_or_else(Vec::new, |both| indices(&both, &shape));
+                assert_eq!(found, expected, "{a} and {b}");
+            }
+        }
+        let scalar = Region::whole(&[]);
+        assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
+    }
+
+    #[test]
+    fn bounds_hold_at_the_edge_of_u64() {
+        assert!(Region::new(&[1, 2], &[3, 3]).fits(&[4, 5]));
+        assert!(!Region::new(&[1, 3], &[3, 3]).fits(&[4, 5]));
+        assert!(!Region::new(&[1], &[3]).fits(&[4, 5]));
+        assert!(!Region::new(&[u64::MAX], &[2]).fits(&[u64::MAX]));
+        assert!(Region::new(&[u64::MAX - 1], &[1]).fits(&[u64::MAX]));
+        assert_eq!(checked_numel(&[1 << 32, 1 << 32]), None);
+        assert_eq!(checked_numel(&[1 << 32, 1 << 32, 0]), Some(0));
+        assert_eq!(checked_numel(&[]), Some(1));
+        assert!(Region::whole(&[]).is_whole(&[]) && !Region::whole(&[]).is_empty());
+        assert_eq!(Region::new(&[2, 0], &[3, 8]).to_string(), "[2:5, 0:8]");
+    }
+}

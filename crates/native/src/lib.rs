@@ -1,1 +1,39 @@
-//! shardfast._native
+//! `shardfast._native`: one crossing per verb. It knows no framework, and while the engine works it never calls Python.
+
+mod checkpoint;
+mod errors;
+mod leaves;
+mod pending;
+mod session;
+mod values;
+
+use pyo3::prelude::*;
+
+/// The Rust core of Shardfast. What it offers to people is in the package `shardfast`.
+#[pymodule(gil_used = false)]
+mod _native {
+    use std::ffi::OsString;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::checkpoint::{Checkpoint, newest, open, retain};
+    #[pymodule_export]
+    use crate::pending::{Pending, save};
+    #[pymodule_export]
+    use crate::session::Session;
+    #[pymodule_export]
+    use crate::values::{Tagged, decode, encode};
+
+    /// Runs the `shardfast` command with these arguments, the program's name first, and returns its exit code.
+    #[pyfunction]
+    fn cli_main(py: Python<'_>, argv: Vec<OsString>) -> i32 {
+        py.detach(|| shardfast_cli::run(argv))
+    }
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        crate::errors::register(module)
+    }
+}

@@ -63,6 +63,9 @@ mod tests {
     fn loads_beyond_u64_saturate() {
         let items = [Item { bytes: u64::MAX, holders: 0..2 }, Item { bytes: u64::MAX, holders: 2..4 }];
         assert_eq!(writers(2, &items, &[0, 1, 0, 1]), [0, 3]);
-        assert_eq!(writers(1, &[Item { bytes: u64::MAX, holders: 0..1 }, Item { bytes: 9, holders: 1..2 }], &[0, 0]), [0, 1]);
+        assert_eq!(
+            writers(1, &[Item { bytes: u64::MAX, holders: 0..1 }, Item { bytes: 9, holders: 1..2 }], &[0, 0]),
+            [0, 1]
+        );
     }
 }

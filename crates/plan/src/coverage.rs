@@ -48,7 +48,10 @@ impl fmt::Display for Flaw {
             Flaw::Overlap(a, b) => write!(f, "{a} overlaps {b}"),
             Flaw::Missing(region) => write!(f, "{region} is missing"),
             Flaw::Intricate { corners, corners_max } => {
-                write!(f, "the parts have {corners} corners, and at most {corners_max} can be checked for so many parts")
+                write!(
+                    f,
+                    "the parts have {corners} corners, and at most {corners_max} can be checked for so many parts"
+                )
             }
         }
     }
@@ -204,12 +207,11 @@ mod tests {
         assert!(matches!(tiles(&[2; 64], &[deeper]), Err(Flaw::Intricate { .. })));
     }
 
-    /// 90,000 regions: a pairwise check would make four thousand million comparisons.
+    /// 22,500 regions: a pairwise check would make 250 million comparisons.
     #[test]
     fn a_large_grid_is_checked_in_linear_time() {
-        let n = 300;
-        let mut cells: Vec<Region> =
-            (0..n * n).map(|i| r(&[i / n * 3, i % n * 5, 0], &[3, 5, 7])).collect();
+        let n = 150;
+        let mut cells: Vec<Region> = (0..n * n).map(|i| r(&[i / n * 3, i % n * 5, 0], &[3, 5, 7])).collect();
         assert_eq!(tiles(&[n * 3, n * 5, 7], &cells), Ok(()));
         let lost = cells.swap_remove(12_345);
         assert_eq!(tiles(&[n * 3, n * 5, 7], &cells), Err(Flaw::Missing(lost.clone())));

@@ -43,7 +43,8 @@ impl<'a> Index<'a> {
             return;
         }
         // How many times longer than its regions the node is: the number of cuts.
-        let cuts = |d: usize| bounds.lengths[d] as f64 / order.iter().map(|&i| regions[i].lengths[d] as f64).sum::<f64>();
+        let cuts =
+            |d: usize| bounds.lengths[d] as f64 / order.iter().map(|&i| regions[i].lengths[d] as f64).sum::<f64>();
         let most = (0..bounds.ndim()).max_by(|&a, &b| cuts(a).total_cmp(&cuts(b)));
         let half = count / 2;
         if let Some(d) = most {

@@ -68,7 +68,8 @@ fn mismatches(plan: &SavePlan, rank: u32, expected: &[u32], found: &[u32]) -> Ve
     let foreign = found.iter().filter(|leaf| expected.binary_search(leaf).is_err());
     let twice = found.windows(2).filter(|pair| pair[0] == pair[1]);
     let lacking = lacking.map(|&leaf| format!("{}: rank {rank} holds this value and gave no digest of it", name(leaf)));
-    let foreign = foreign.map(|&leaf| format!("{}: rank {rank} gave a digest of what it holds no value of", name(leaf)));
+    let foreign =
+        foreign.map(|&leaf| format!("{}: rank {rank} gave a digest of what it holds no value of", name(leaf)));
     let twice = twice.map(|pair| format!("{}: rank {rank} gave two digests of one value", name(pair[0])));
     lacking.chain(foreign).chain(twice).collect()
 }

@@ -1,1 +1,304 @@
+//! The contract of [`Store`], as tests that every backend passes.
+//!
+//! A backend's test is one call of [`check`].
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::{Entry, Kind, ObjectWriter, Result, Store};
+
+/// Checks a backend against the contract. `open` opens the store under a given name: the same one for the same name, an
+/// empty one for a new name.
+///
+/// # Panics
+/// Where the backend does not keep the contract.
+pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
+    let two = |name: &str| [open(name), open(name)];
+    reading_creates_nothing(&two("reading"));
+    names_are_checked(&*open("names"));
+    objects_keep_their_bytes(&two("objects"));
+    objects_are_written_by_many_threads(&*open("threads"));
+    taken_names_conflict(&two("taken"));
+    the_unfinished_leave_with_their_writer(&*open("unfinished"));
+    wrong_writes_are_refused(&*open("writes"));
+    reads_are_exact(&*open("reads"));
+    put_replaces_whole_objects(&two("put"));
+    one_publisher_wins(&two("publish"));
+    directories_are_listed(&*open("list"));
+    what_is_deleted_is_gone(&two("delete"));
+    a_store_below_a_store_shares_its_objects(&open);
+}
+
+/// Writes and finishes an object as the contract asks: in aligned pieces, the last one padded, in reverse order.
+///
+/// # Errors
+/// What the store returns.
+pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()> {
+    let object = store.create(name, contents.len() as u64)?;
+    let piece_bytes = contents.len().div_ceil(3).next_multiple_of(4096).max(4096);
+    for (index, piece) in contents.chunks(piece_bytes).enumerate().rev() {
+        write_piece(&*object, (index * piece_bytes) as u64, piece)?;
+    }
+    object.finish()
+}
+
+/// `length` bytes that differ from place to place and from seed to seed.
+pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
+    let word = |i: u64| (i ^ seed.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23).to_le_bytes();
+    (0..length.div_ceil(8) as u64).flat_map(word).take(length).collect()
+}
+
+fn write_piece(object: &dyn ObjectWriter, offset: u64, piece: &[u8]) -> Result<()> {
+    let alignment = object.alignment();
+    let length = piece.len().next_multiple_of(alignment);
+    let mut storage = vec![0; length + alignment];
+    let start = storage.as_ptr().align_offset(alignment);
+    storage[start..start + piece.len()].copy_from_slice(piece);
+    object.write_at(offset, &storage[start..start + length])
+}
+
+fn read(store: &dyn Store, name: &str) -> Vec<u8> {
+    store.read(name, u64::MAX).unwrap()
+}
+
+fn kind<T>(result: Result<T>) -> Option<Kind> {
+    result.err().map(|error| {
+        assert!(!error.message.is_empty() && !error.name.is_empty(), "{error:?}");
+        error.kind
+    })
+}
+
+fn reading_creates_nothing([store, other]: &[Arc<dyn Store>; 2]) {
+    assert_eq!(kind(store.list("")), Some(Kind::NotFound));
+    assert_eq!(kind(store.list("dir")), Some(Kind::NotFound));
+    assert_eq!(kind(store.open("dir/object")), Some(Kind::NotFound));
+    assert_eq!(kind(store.read("object", 10)), Some(Kind::NotFound));
+    store.delete("dir/object").unwrap();
+    store.delete_tree("dir").unwrap();
+    assert_eq!(kind(other.list("")), Some(Kind::NotFound));
+}
+
+fn names_are_checked(store: &dyn Store) {
+    let long = "x".repeat(256);
+    for bad in ["", "/", "/a", "a/", "a//b", "..", "../a", "a/../b", "./a", "a\0", "a\nb", "a\\b", &long] {
+        let refused = [
+            kind(store.create(bad, 1)),
+            kind(store.open(bad)),
+            kind(store.read(bad, 1)),
+            kind(store.put(bad, b"x")),
+            kind(store.publish(bad, b"x")),
+            kind(store.sync(&["good", bad])),
+            kind(store.delete(bad)),
+            kind(store.delete_tree(bad)),
+        ];
+        assert_eq!(refused, [Some(Kind::Invalid); 8], "{bad:?}");
+        assert!(bad.is_empty() || kind(store.list(bad)) == Some(Kind::Invalid), "{bad:?}");
+    }
+    let longest = "y".repeat(255);
+    for good in ["...", ".hidden", "a b", "ünï-😀", "%41", "a:b", "~", &longest] {
+        write_object(store, good, good.as_bytes()).unwrap();
+        assert_eq!(read(store, good), good.as_bytes());
+    }
+    assert_eq!(store.list("").unwrap().len(), 8);
+}
+
+fn objects_keep_their_bytes([store, other]: &[Arc<dyn Store>; 2]) {
+    let lengths = [0, 1, 511, 4095, 4096, 4097, 12_288, 100_001];
+    let names: Vec<String> = lengths.iter().map(|length| format!("a/{}/{length}", length % 2)).collect();
+    for (name, &length) in names.iter().zip(&lengths) {
+        write_object(&**store, name, &pattern(7, length)).unwrap();
+    }
+    store.sync(&names.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    store.sync(&[]).unwrap();
+    for (name, &length) in names.iter().zip(&lengths) {
+        assert_eq!(other.open(name).unwrap().bytes(), length as u64);
+        assert_eq!(read(&**other, name), pattern(7, length), "{name}");
+    }
+    // What nobody wrote reads as zeros.
+    let object = store.create("gaps", 20_000).unwrap();
+    write_piece(&*object, 8192, &[9; 4096]).unwrap();
+    object.finish().unwrap();
+    let mut expected = vec![0; 20_000];
+    expected[8192..12_288].fill(9);
+    assert_eq!(read(&**other, "gaps"), expected);
+}
+
+fn objects_are_written_by_many_threads(store: &dyn Store) {
+    const PIECE: usize = 8192;
+    let contents = pattern(3, 40 * PIECE + 77);
+    let object = store.create("big", contents.len() as u64).unwrap();
+    let next = AtomicUsize::new(0);
+    let pieces: Vec<&[u8]> = contents.chunks(PIECE).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let offset = piece.as_ptr().addr() - contents.as_ptr().addr();
+                    write_piece(&*object, offset as u64, piece).unwrap();
+                }
+            });
+        }
+    });
+    object.finish().unwrap();
+    let reader = store.open("big").unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (reader, contents) = (&reader, &contents);
+            scope.spawn(move || {
+                for offset in (thread * 1000..contents.len() - 5000).step_by(9973) {
+                    let mut buf = vec![0; 5000];
+                    reader.read_at(offset as u64, &mut buf).unwrap();
+                    assert_eq!(buf, contents[offset..offset + 5000]);
+                }
+            });
+        }
+    });
+}
+
+fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {
+    write_object(&**store, "d/first", b"first").unwrap();
+    // A backend may find out at the end.
+    assert_eq!(kind(write_object(&**other, "d/first", b"second")), Some(Kind::Conflict));
+    assert_eq!(kind(other.publish("d/first", b"third")), Some(Kind::Conflict));
+    assert_eq!(read(&**store, "d/first"), b"first");
+    assert_eq!(store.list("d").unwrap().len(), 1);
+}
+
+fn the_unfinished_leave_with_their_writer(store: &dyn Store) {
+    write_object(store, "d/other", b"other").unwrap();
+    let object = store.create("d/dropped", 5000).unwrap();
+    write_piece(&*object, 0, &pattern(1, 4096)).unwrap();
+    drop(object);
+    assert_eq!(kind(store.open("d/dropped")), Some(Kind::NotFound));
+    assert_eq!(store.list("d").unwrap().len(), 1);
+    write_object(store, "d/dropped", b"again").unwrap();
+    assert_eq!(read(store, "d/dropped"), b"again");
+}
+
+fn wrong_writes_are_refused(store: &dyn Store) {
+    let object = store.create("o", 5000).unwrap();
+    let alignment = object.alignment();
+    assert!(alignment.is_power_of_two() && alignment <= 4096);
+    for offset in [8192, 1 << 40, u64::MAX & !4095] {
+        assert_eq!(kind(write_piece(&*object, offset, &[1; 4096])), Some(Kind::Invalid), "{offset}");
+    }
+    if alignment > 1 {
+        let storage = vec![0; 4 * alignment];
+        let start = storage.as_ptr().align_offset(alignment);
+        let wrong = [
+            (1, &storage[start..][..alignment]),
+            (0, &storage[start + 1..][..alignment]),
+            (0, &storage[start..][..alignment - 1]),
+        ];
+        for (offset, bytes) in wrong {
+            assert_eq!(kind(object.write_at(offset, bytes)), Some(Kind::Invalid));
+        }
+    }
+    write_piece(&*object, 0, &[1; 5000]).unwrap();
+    object.finish().unwrap();
+    assert_eq!(read(store, "o"), [1; 5000]);
+    assert_eq!(kind(store.create("huge", u64::MAX)), Some(Kind::Exhausted));
+    assert_eq!(kind(store.open("huge")), Some(Kind::NotFound));
+}
+
+fn reads_are_exact(store: &dyn Store) {
+    let contents = pattern(5, 10_000);
+    write_object(store, "o", &contents).unwrap();
+    let reader = store.open("o").unwrap();
+    assert_eq!(reader.bytes(), 10_000);
+    for (offset, length) in [(0, 10_000), (1, 1), (9_999, 1), (10_000, 0), (4095, 2), (0, 0)] {
+        let mut buf = vec![0; length];
+        reader.read_at(offset as u64, &mut buf).unwrap();
+        assert_eq!(buf, contents[offset..offset + length]);
+    }
+    for (offset, length) in [(0, 10_001), (9_999, 2), (10_000, 1), (1 << 40, 1), (u64::MAX, 1), (u64::MAX, 2)] {
+        assert_eq!(kind(reader.read_at(offset, &mut vec![0; length])), Some(Kind::Corrupt), "{offset} {length}");
+    }
+    assert_eq!(store.read("o", 10_000).unwrap(), contents);
+    assert_eq!(kind(store.read("o", 9_999)), Some(Kind::Invalid));
+}
+
+fn put_replaces_whole_objects([store, other]: &[Arc<dyn Store>; 2]) {
+    store.put("d/o", b"").unwrap();
+    assert_eq!(read(&**other, "d/o"), b"");
+    store.put("d/o", &[0; 3000]).unwrap();
+    let open = store.open("d/o").unwrap();
+    std::thread::scope(|scope| {
+        for value in [1, 2] {
+            scope.spawn(move || (0..20).for_each(|_| store.put("d/o", &vec![value; 3000 * value as usize]).unwrap()));
+        }
+        scope.spawn(move || {
+            for _ in 0..100 {
+                let bytes = read(&**other, "d/o");
+                assert_eq!(bytes.len(), 3000 * usize::from(bytes[0]).max(1));
+                assert!(bytes.iter().all(|&byte| byte == bytes[0]), "a mixture of two objects");
+            }
+        });
+    });
+    let mut buf = vec![1; 3000];
+    open.read_at(0, &mut buf).unwrap();
+    assert_eq!(buf, [0; 3000], "an open object does not change");
+    assert_eq!(store.list("d").unwrap().len(), 1);
+}
+
+fn one_publisher_wins(stores: &[Arc<dyn Store>; 2]) {
+    for round in 0..20 {
+        let name = format!("d/{round}");
+        let won: Vec<Result<()>> = std::thread::scope(|scope| {
+            let publish = |id: u8| {
+                let (store, name) = (&stores[usize::from(id) % 2], &name);
+                scope.spawn(move || store.publish(name, &vec![id; 2000]))
+            };
+            (0..4).map(publish).collect::<Vec<_>>().into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let winners: Vec<u8> = (0..4).filter(|&id| won[usize::from(id)].is_ok()).collect();
+        assert_eq!(winners.len(), 1, "{won:?}");
+        assert!(won.into_iter().filter_map(kind).all(|kind| kind == Kind::Conflict));
+        assert_eq!(read(&*stores[1], &name), vec![winners[0]; 2000]);
+    }
+    assert_eq!(stores[0].list("d").unwrap().len(), 20, "no temporary objects are left");
+    stores[0].delete("d/0").unwrap();
+    stores[1].publish("d/0", b"again").unwrap();
+}
+
+fn directories_are_listed(store: &dyn Store) {
+    for name in ["b/x", "b/y/z", "a", "c-d", "c0"] {
+        write_object(store, name, name.as_bytes()).unwrap();
+    }
+    let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, bytes };
+    let dir = |name: &str| Entry { name: name.into(), is_dir: true, bytes: 0 };
+    assert_eq!(store.list("").unwrap(), [file("a", 1), dir("b"), file("c-d", 3), file("c0", 2)]);
+    assert_eq!(store.list("b").unwrap(), [file("x", 3), dir("y")]);
+    assert_eq!(store.list("b/y").unwrap(), [file("z", 5)]);
+    assert_eq!(kind(store.list("c")), Some(Kind::NotFound));
+    assert_eq!(kind(store.open("b")), Some(Kind::NotFound), "a directory is no object");
+}
+
+fn what_is_deleted_is_gone([store, other]: &[Arc<dyn Store>; 2]) {
+    for name in ["step/COMMIT", "step/a/1", "step/a/b/2", "step-2/a", "stepping"] {
+        write_object(&**store, name, name.as_bytes()).unwrap();
+    }
+    for _ in 0..2 {
+        store.delete("step/COMMIT").unwrap();
+        assert_eq!(kind(other.open("step/COMMIT")), Some(Kind::NotFound));
+    }
+    for _ in 0..2 {
+        store.delete_tree("step").unwrap();
+        assert_eq!(kind(other.list("step")), Some(Kind::NotFound));
+    }
+    let left: BTreeSet<String> = other.list("").unwrap().into_iter().map(|entry| entry.name).collect();
+    assert_eq!(left, BTreeSet::from(["step-2".into(), "stepping".into()]));
+    write_object(&**store, "step/a/1", b"again").unwrap();
+    assert_eq!(read(&**other, "step/a/1"), b"again");
+}
+
+fn a_store_below_a_store_shares_its_objects(open: &impl Fn(&str) -> Arc<dyn Store>) {
+    let (run, step) = (open("run"), open("run/step"));
+    write_object(&*step, "model/data", b"bytes").unwrap();
+    step.publish("COMMIT", b"done").unwrap();
+    assert_eq!(read(&*run, "step/model/data"), b"bytes");
+    assert_eq!(run.list("").unwrap().len(), 1);
+    assert_eq!(kind(run.publish("step/COMMIT", b"again")), Some(Kind::Conflict));
+    assert!(step.url().starts_with(run.url()), "{} {}", step.url(), run.url());
+}

@@ -56,7 +56,7 @@ pub(crate) fn kind_of(errno: Errno) -> Kind {
     match errno {
         Errno::NOENT | Errno::NOTDIR => Kind::NotFound,
         Errno::EXIST | Errno::NOTEMPTY => Kind::Conflict,
-        Errno::NOSPC | Errno::DQUOT | Errno::NOMEM | Errno::MFILE | Errno::NFILE => Kind::Exhausted,
+        Errno::NOSPC | Errno::DQUOT | Errno::FBIG | Errno::NOMEM | Errno::MFILE | Errno::NFILE => Kind::Exhausted,
         Errno::IO
         | Errno::STALE
         | Errno::TIMEDOUT
@@ -71,7 +71,7 @@ pub(crate) fn kind_of(errno: Errno) -> Kind {
         | Errno::SHUTDOWN
         | Errno::CONNABORTED
         | Errno::CONNRESET => Kind::Unavailable,
-        Errno::NOSYS | Errno::OPNOTSUPP | Errno::FBIG => Kind::Unsupported,
+        Errno::NOSYS | Errno::OPNOTSUPP => Kind::Unsupported,
         Errno::ROFS | Errno::ACCESS | Errno::PERM | Errno::ISDIR | Errno::NAMETOOLONG | Errno::LOOP => Kind::Invalid,
         _ => Kind::Internal,
     }

@@ -37,6 +37,10 @@ use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name}
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
 
+/// From this length on a read is announced to the kernel as a whole. Its own read-ahead guesses from the order in which
+/// it sees requests, and several ranges of one file read at a time make it guess wrong.
+const PREFETCH_BYTES_MIN: usize = 128 * 1024;
+
 /// A block for the probe write.
 #[repr(align(4096))]
 struct Page([u8; ALIGNMENT]);
@@ -295,6 +299,9 @@ impl<D: Disk> Store for LocalStore<D> {
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         let path = self.path("create", name)?;
+        if i64::try_from(bytes).is_err() {
+            return Err(failed(Kind::Exhausted, "create", &path, format!("no file can hold {bytes} bytes")));
+        }
         let direct = self.direct(path.parent().unwrap_or(&self.root))?;
         let object = self.create_file(path, bytes, direct)?;
         if bytes > 0 {
@@ -419,16 +426,17 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes)?;
-        let mut done = 0;
+        let (mut done, mut stalled) = (0, false);
         while done < bytes.len() {
             let written = uninterrupted(|| self.disk.pwrite(&self.file, &bytes[done..], offset + done as u64))
                 .map_err(|errno| of_errno("write", &self.path, errno))?;
-            // The rest of a direct write must be aligned again: a part of a unit is written once more.
+            // The rest of a direct write must be aligned again: what was written of a unit is written once more.
             let whole = written - written % self.alignment;
-            if whole == 0 {
+            if whole == 0 && (written == 0 || stalled) {
                 let message = format!("expected {} bytes to be taken, found {written}", bytes.len() - done);
                 return Err(failed(Kind::Unavailable, "write", &self.path, message));
             }
+            stalled = whole == 0;
             done += whole;
         }
         Ok(())
@@ -468,6 +476,10 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         let short = |found| too_short(self.path.to_string_lossy(), found, offset, buf.len());
         if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
             return Err(short(self.bytes));
+        }
+        if buf.len() >= PREFETCH_BYTES_MIN {
+            // Only a hint: a file system that has no use for it says so and is read all the same.
+            let _ = self.disk.will_need(&self.file, offset, buf.len() as u64);
         }
         let mut done = 0;
         while done < buf.len() {

@@ -1,1 +1,602 @@
+//! A file system in memory that loses what was not synced, for tests.
+//!
+//! [`SimDisk`] promises what POSIX promises and not more:
+//!
+//! - Written bytes and a file's length reach the medium by `fdatasync` of the file; until then a crash keeps or loses
+//!   each 512-byte sector on its own, and a sector that a longer file lost may hold zeros or old rubbish.
+//! - A directory's entries reach the medium by `fsync` of that directory; until then a crash leaves each name in any of
+//!   the states that it went through. That holds for the two names of a rename one by one, and for a new directory in
+//!   its parent.
+//! - An `fdatasync` that fails drops the bytes it was for: a later one succeeds without having written them.
+//! - `O_DIRECT` wants address, offset and length in multiples of 4096, and does not make anything durable.
+//! - A file is at most 1 GiB long.
+//!
+//! [`SimDisk::crash`] gives the disk that the next process finds. Every system call is logged and numbered from 0;
+//! [`SimDisk::inject`] makes one of them go wrong, [`SimDisk::refuse`] makes all of one name fail. Clones are the same
+//! disk.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::disk::{Disk, Errno, FileKind, Stat, Sys};
+
+const SECTOR: usize = 512;
+const DIRECT_ALIGNMENT: usize = 4096;
+const FILE_BYTES_MAX: u64 = 1 << 30;
+const ROOT: usize = 0;
+
+/// A simulated disk; clones are handles on the same one.
+#[derive(Clone, Default)]
+pub struct SimDisk(Arc<Mutex<State>>);
+
+/// How one system call goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The machine dies before it: this call and every later one fail with `EIO`.
+    Die,
+    /// It fails and has no effect.
+    Fail(Errno),
+    /// It has its effect, but the answer is lost and reads as a failure.
+    Lost(Errno),
+    /// It reports success without having done anything. Not for calls that read.
+    Skip,
+    /// A read or a write transfers half; other calls are not affected.
+    Short,
+}
+
+/// A system call that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Its name in [`Disk`]; `_direct` is appended to the two that `O_DIRECT` concerns, `create_new` and `pwrite`.
+    pub name: &'static str,
+    /// The path, the one given first or the one with which the file was opened.
+    pub path: PathBuf,
+}
+
+/// An open file of a [`SimDisk`].
+pub struct SimFile {
+    inode: usize,
+    path: PathBuf,
+    direct: bool,
+}
+
+struct State {
+    inodes: Vec<Inode>,
+    calls: Vec<Call>,
+    faults: BTreeMap<usize, Fault>,
+    refused: BTreeMap<&'static str, Errno>,
+    is_dead: bool,
+}
+
+enum Inode {
+    File(File),
+    Dir(Dir),
+}
+
+#[derive(Default)]
+struct File {
+    /// What a reader sees.
+    cached: Vec<u8>,
+    /// What is on the medium for certain.
+    durable: Vec<u8>,
+    /// Sectors of `cached` that are on their way to the medium.
+    dirty: BTreeSet<usize>,
+}
+
+#[derive(Default)]
+struct Dir {
+    cached: BTreeMap<OsString, usize>,
+    durable: BTreeMap<OsString, usize>,
+    /// The states that each name changed since the last sync went through.
+    changes: BTreeMap<OsString, Vec<Option<usize>>>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            inodes: vec![Inode::Dir(Dir::default())],
+            calls: Vec::new(),
+            faults: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            is_dead: false,
+        }
+    }
+}
+
+impl SimDisk {
+    /// An empty disk.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The calls made so far; the next one's number is their count. A dead disk logs none.
+    pub fn calls(&self) -> Vec<Call> {
+        self.lock().calls.clone()
+    }
+
+    /// Makes the call of number `at`, counted from the disk's first, go wrong.
+    pub fn inject(&self, at: usize, fault: Fault) {
+        self.lock().faults.insert(at, fault);
+    }
+
+    /// Makes every call of that name (as in [`Call::name`]) fail.
+    pub fn refuse(&self, name: &'static str, errno: Errno) {
+        self.lock().refused.insert(name, errno);
+    }
+
+    /// The disk after a loss of power at this moment, as `seed` has it: 0 loses all that was not synced, 1 keeps
+    /// everything (as when only the process dies), every other one mixes and tears. This disk is left as it is.
+    pub fn crash(&self, seed: u64) -> SimDisk {
+        let state = self.lock();
+        let mut chance = Chance::new(seed);
+        let settle = |inode: &Inode| match inode {
+            Inode::File(file) => {
+                let contents = file.after_crash(&mut chance);
+                Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
+            }
+            Inode::Dir(dir) => {
+                let entries = dir.after_crash(&mut chance);
+                Inode::Dir(Dir { cached: entries.clone(), durable: entries, changes: BTreeMap::new() })
+            }
+        };
+        let inodes = state.inodes.iter().map(settle).collect();
+        SimDisk(Arc::new(Mutex::new(State { inodes, ..State::default() })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Logs a call and carries it out, or not. `skipped` is what it returns when it does nothing and says otherwise.
+    fn call<T>(
+        &self,
+        name: &'static str,
+        path: &Path,
+        skipped: Option<T>,
+        body: impl FnOnce(&mut State, bool) -> Sys<T>,
+    ) -> Sys<T> {
+        let mut state = self.lock();
+        if state.is_dead {
+            return Err(Errno::IO);
+        }
+        let number = state.calls.len();
+        state.calls.push(Call { name, path: path.to_owned() });
+        if let Some(&errno) = state.refused.get(name) {
+            return Err(errno);
+        }
+        match (state.faults.remove(&number), skipped) {
+            (Some(Fault::Die), _) => {
+                state.is_dead = true;
+                Err(Errno::IO)
+            }
+            (Some(Fault::Fail(errno)), _) => Err(errno),
+            (Some(Fault::Lost(errno)), _) => body(&mut state, false).and(Err(errno)),
+            (Some(Fault::Skip), Some(skipped)) => Ok(skipped),
+            (Some(Fault::Short), _) => body(&mut state, true),
+            (Some(Fault::Skip) | None, _) => body(&mut state, false),
+        }
+    }
+}
+
+impl File {
+    fn write(&mut self, bytes: &[u8], offset: usize) {
+        let end = offset + bytes.len();
+        if end > self.cached.len() {
+            self.resize(end);
+        }
+        self.cached[offset..end].copy_from_slice(bytes);
+        self.dirty.extend(offset / SECTOR..end.div_ceil(SECTOR));
+    }
+
+    fn resize(&mut self, bytes: usize) {
+        let sectors = self.cached.len().min(bytes) / SECTOR..self.cached.len().max(bytes).div_ceil(SECTOR);
+        self.cached.resize(bytes, 0);
+        self.dirty.extend(sectors);
+    }
+
+    fn sync(&mut self) {
+        self.durable.resize(self.cached.len(), 0);
+        for sector in std::mem::take(&mut self.dirty) {
+            let range = sector_of(sector, self.cached.len());
+            self.durable[range.clone()].copy_from_slice(&self.cached[range]);
+        }
+    }
+
+    fn after_crash(&self, chance: &mut Chance) -> Vec<u8> {
+        let (old, new) = (self.durable.len(), self.cached.len());
+        let length = match (chance.keeps(), chance.keeps()) {
+            (false, false) => old,
+            (true, true) => new,
+            _ => {
+                let sectors = (old.max(new) - old.min(new)) / SECTOR;
+                old.min(new) + SECTOR * chance.below(sectors + 1)
+            }
+        };
+        let mut contents = self.durable.clone();
+        contents.resize(length, 0);
+        for sector in 0..length.div_ceil(SECTOR) {
+            let range = sector_of(sector, length);
+            if self.dirty.contains(&sector) && chance.keeps() {
+                let kept = range.start.min(new)..range.end.min(new);
+                contents[kept.clone()].copy_from_slice(&self.cached[kept]);
+            } else if range.start >= old && chance.keeps() {
+                contents[range].fill(0xdb);
+            }
+        }
+        contents
+    }
+}
+
+fn bounded(file_bytes: u64) -> Sys<usize> {
+    if file_bytes > FILE_BYTES_MAX { Err(Errno::FBIG) } else { Ok(file_bytes as usize) }
+}
+
+fn sector_of(sector: usize, length: usize) -> std::ops::Range<usize> {
+    let start = (sector * SECTOR).min(length);
+    start..(start + SECTOR).min(length)
+}
+
+impl Dir {
+    fn set(&mut self, name: &OsStr, inode: Option<usize>) {
+        match inode {
+            Some(inode) => self.cached.insert(name.to_owned(), inode),
+            None => self.cached.remove(name),
+        };
+        self.changes.entry(name.to_owned()).or_default().push(inode);
+    }
+
+    fn sync(&mut self) {
+        self.durable = self.cached.clone();
+        self.changes.clear();
+    }
+
+    fn after_crash(&self, chance: &mut Chance) -> BTreeMap<OsString, usize> {
+        let mut entries = self.durable.clone();
+        for (name, states) in &self.changes {
+            if chance.keeps() {
+                let state = if chance.keeps() { states.len() - 1 } else { chance.below(states.len()) };
+                match states[state] {
+                    Some(inode) => entries.insert(name.clone(), inode),
+                    None => entries.remove(name),
+                };
+            }
+        }
+        entries
+    }
+}
+
+impl State {
+    fn dir(&mut self, inode: usize) -> Sys<&mut Dir> {
+        match &mut self.inodes[inode] {
+            Inode::Dir(dir) => Ok(dir),
+            Inode::File(_) => Err(Errno::NOTDIR),
+        }
+    }
+
+    fn file(&mut self, inode: usize) -> Sys<&mut File> {
+        match &mut self.inodes[inode] {
+            Inode::File(file) => Ok(file),
+            Inode::Dir(_) => Err(Errno::ISDIR),
+        }
+    }
+
+    fn find(&mut self, path: &Path) -> Sys<usize> {
+        let mut inode = ROOT;
+        for component in path.components() {
+            if let Component::Normal(name) = component {
+                inode = *self.dir(inode)?.cached.get(name).ok_or(Errno::NOENT)?;
+            }
+        }
+        Ok(inode)
+    }
+
+    /// The directory of a path and the last component's name and inode.
+    fn locate<'a>(&mut self, path: &'a Path) -> Sys<(usize, &'a OsStr, Option<usize>)> {
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(Errno::EXIST) };
+        let dir = self.find(parent)?;
+        let inode = self.dir(dir)?.cached.get(name).copied();
+        Ok((dir, name, inode))
+    }
+
+    fn add(&mut self, path: &Path, inode: Inode) -> Sys<usize> {
+        let (dir, name, None) = self.locate(path)? else { return Err(Errno::EXIST) };
+        self.inodes.push(inode);
+        let number = self.inodes.len() - 1;
+        self.dir(dir)?.set(name, Some(number));
+        Ok(number)
+    }
+
+    fn remove(&mut self, path: &Path, is_dir: bool) -> Sys<()> {
+        let (dir, name, inode) = self.locate(path)?;
+        match (&self.inodes[inode.ok_or(Errno::NOENT)?], is_dir) {
+            (Inode::File(_), true) => return Err(Errno::NOTDIR),
+            (Inode::Dir(_), false) => return Err(Errno::ISDIR),
+            (Inode::Dir(removed), true) if !removed.cached.is_empty() => return Err(Errno::NOTEMPTY),
+            _ => {}
+        }
+        self.dir(dir)?.set(name, None);
+        Ok(())
+    }
+
+    fn rename(&mut self, from: &Path, to: &Path, replace: bool) -> Sys<()> {
+        let (from_dir, from_name, inode) = self.locate(from)?;
+        let inode = inode.ok_or(Errno::NOENT)?;
+        let (to_dir, to_name, taken) = self.locate(to)?;
+        match taken.map(|taken| &self.inodes[taken]) {
+            Some(_) if !replace => return Err(Errno::EXIST),
+            Some(Inode::Dir(_)) => return Err(Errno::ISDIR),
+            _ => {}
+        }
+        self.dir(to_dir)?.set(to_name, Some(inode));
+        self.dir(from_dir)?.set(from_name, None);
+        Ok(())
+    }
+
+    fn stat(&self, inode: usize) -> Stat {
+        let (kind, bytes) = match &self.inodes[inode] {
+            Inode::File(file) => (FileKind::File, file.cached.len() as u64),
+            Inode::Dir(_) => (FileKind::Dir, 0),
+        };
+        Stat { kind, bytes, identity: (0, inode as u64) }
+    }
+}
+
+impl Disk for SimDisk {
+    type File = SimFile;
+
+    fn mkdir(&self, path: &Path) -> Sys<()> {
+        self.call("mkdir", path, Some(()), |state, _| state.add(path, Inode::Dir(Dir::default())).map(drop))
+    }
+
+    fn create_new(&self, path: &Path, direct: bool) -> Sys<SimFile> {
+        let name = if direct { "create_new_direct" } else { "create_new" };
+        self.call(name, path, None, |state, _| {
+            let inode = state.add(path, Inode::File(File::default()))?;
+            Ok(SimFile { inode, path: path.to_owned(), direct })
+        })
+    }
+
+    fn open_read(&self, path: &Path) -> Sys<SimFile> {
+        self.call("open_read", path, None, |state, _| {
+            Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct: false })
+        })
+    }
+
+    fn pwrite(&self, file: &SimFile, bytes: &[u8], offset: u64) -> Sys<usize> {
+        let name = if file.direct { "pwrite_direct" } else { "pwrite" };
+        self.call(name, &file.path, Some(bytes.len()), |state, short| {
+            let offset = bounded(offset.saturating_add(bytes.len() as u64))? - bytes.len();
+            let places = [bytes.as_ptr().addr(), offset, bytes.len()];
+            if file.direct && !places.iter().all(|n| n.is_multiple_of(DIRECT_ALIGNMENT)) {
+                return Err(Errno::INVAL);
+            }
+            let taken = if short && bytes.len() > 1 { bytes.len() / 2 } else { bytes.len() };
+            state.file(file.inode)?.write(&bytes[..taken], offset);
+            Ok(taken)
+        })
+    }
+
+    fn pread(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Sys<usize> {
+        self.call("pread", &file.path, None, |state, short| {
+            let contents = &state.file(file.inode)?.cached;
+            let rest = contents.get(usize::try_from(offset).map_err(|_| Errno::INVAL)?..).unwrap_or_default();
+            let wanted = if short && buf.len() > 1 { buf.len() / 2 } else { buf.len() };
+            let taken = rest.len().min(wanted);
+            buf[..taken].copy_from_slice(&rest[..taken]);
+            Ok(taken)
+        })
+    }
+
+    fn fallocate(&self, file: &SimFile, bytes: u64) -> Sys<()> {
+        self.call("fallocate", &file.path, Some(()), |state, _| {
+            let file = state.file(file.inode)?;
+            let bytes = bounded(bytes)?;
+            if bytes > file.cached.len() {
+                file.resize(bytes);
+            }
+            Ok(())
+        })
+    }
+
+    fn ftruncate(&self, file: &SimFile, bytes: u64) -> Sys<()> {
+        self.call("ftruncate", &file.path, Some(()), |state, _| {
+            state.file(file.inode)?.resize(bounded(bytes)?);
+            Ok(())
+        })
+    }
+
+    fn fdatasync(&self, file: &SimFile) -> Sys<()> {
+        let synced = self.call("fdatasync", &file.path, Some(()), |state, _| {
+            state.file(file.inode)?.sync();
+            Ok(())
+        });
+        if synced.is_err_and(|errno| errno != Errno::INTR) {
+            let mut state = self.lock();
+            if !state.is_dead {
+                state.file(file.inode)?.dirty.clear();
+            }
+        }
+        synced
+    }
+
+    fn will_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
+        self.call("will_need", &file.path, Some(()), |_, _| Ok(()))
+    }
+
+    fn fstat(&self, file: &SimFile) -> Sys<Stat> {
+        self.call("fstat", &file.path, None, |state, _| Ok(state.stat(file.inode)))
+    }
+
+    fn direct_alignment(&self, file: &SimFile) -> Sys<Option<u32>> {
+        self.call("direct_alignment", &file.path, None, |_, _| Ok(Some(DIRECT_ALIGNMENT as u32)))
+    }
+
+    fn fsync_dir(&self, path: &Path) -> Sys<()> {
+        self.call("fsync_dir", path, Some(()), |state, _| {
+            let inode = state.find(path)?;
+            state.dir(inode)?.sync();
+            Ok(())
+        })
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("link", from, Some(()), |state, _| {
+            let inode = state.find(from)?;
+            let (dir, name, None) = state.locate(to)? else { return Err(Errno::EXIST) };
+            state.dir(dir)?.set(name, Some(inode));
+            Ok(())
+        })
+    }
+
+    fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("rename_noreplace", from, Some(()), |state, _| state.rename(from, to, false))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("rename", from, Some(()), |state, _| state.rename(from, to, true))
+    }
+
+    fn unlink(&self, path: &Path) -> Sys<()> {
+        self.call("unlink", path, Some(()), |state, _| state.remove(path, false))
+    }
+
+    fn rmdir(&self, path: &Path) -> Sys<()> {
+        self.call("rmdir", path, Some(()), |state, _| state.remove(path, true))
+    }
+
+    fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>> {
+        self.call("readdir", path, None, |state, _| {
+            let inode = state.find(path)?;
+            let entries = state.dir(inode)?.cached.clone();
+            Ok(entries.into_iter().map(|(name, inode)| (name, state.stat(inode).kind)).collect())
+        })
+    }
+
+    fn stat(&self, path: &Path) -> Sys<Stat> {
+        self.call("stat", path, None, |state, _| state.find(path).map(|inode| state.stat(inode)))
+    }
+}
+
+/// What a crash keeps, by seed.
+struct Chance {
+    state: u64,
+    /// Of 256.
+    keeps_of_256: u64,
+}
+
+impl Chance {
+    fn new(seed: u64) -> Self {
+        let keeps_of_256 = match seed {
+            0 => 0,
+            1 => 256,
+            _ => [128, 32, 224][(seed % 3) as usize],
+        };
+        Self { state: seed, keeps_of_256 }
+    }
+
+    /// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    fn next(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn keeps(&mut self) -> bool {
+        self.next() % 256 < self.keeps_of_256
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(path: &str) -> &Path {
+        Path::new(path)
+    }
+
+    fn contents(disk: &SimDisk, name: &str) -> Sys<Vec<u8>> {
+        let file = disk.open_read(path(name))?;
+        let mut buf = vec![0; disk.fstat(&file)?.bytes as usize];
+        assert_eq!(disk.pread(&file, &mut buf, 0)?, buf.len());
+        Ok(buf)
+    }
+
+    #[test]
+    fn a_crash_loses_what_was_not_synced_and_nothing_else() {
+        let disk = SimDisk::new();
+        let file = disk.create_new(path("/f"), false).unwrap();
+        disk.pwrite(&file, &[1; 2000], 0).unwrap();
+        assert_eq!(contents(&disk.crash(0), "/f"), Err(Errno::NOENT));
+        assert_eq!(contents(&disk.crash(1), "/f"), Ok(vec![1; 2000]));
+
+        disk.fsync_dir(path("/")).unwrap();
+        assert_eq!(contents(&disk.crash(0), "/f"), Ok(vec![]), "the name without the bytes");
+        disk.fdatasync(&file).unwrap();
+        for seed in 0..50 {
+            assert_eq!(contents(&disk.crash(seed), "/f"), Ok(vec![1; 2000]));
+        }
+
+        disk.pwrite(&file, &[2; 1024], 0).unwrap();
+        let torn: BTreeSet<Vec<u8>> = (0..50).map(|seed| contents(&disk.crash(seed), "/f").unwrap()).collect();
+        assert_eq!(torn.len(), 4, "two sectors, each of them old or new");
+    }
+
+    #[test]
+    fn a_rename_is_two_names_until_its_directory_is_synced() {
+        let disk = SimDisk::new();
+        let file = disk.create_new(path("/from"), false).unwrap();
+        disk.fdatasync(&file).unwrap();
+        disk.fsync_dir(path("/")).unwrap();
+        disk.rename(path("/from"), path("/to")).unwrap();
+        let seen = |disk: &SimDisk| ["/from", "/to"].map(|name| disk.stat(path(name)).is_ok());
+        let states: BTreeSet<_> = (0..50).map(|seed| seen(&disk.crash(seed))).collect();
+        assert_eq!(states.len(), 4);
+        disk.fsync_dir(path("/")).unwrap();
+        assert!((0..50).all(|seed| seen(&disk.crash(seed)) == [false, true]));
+    }
+
+    #[test]
+    fn a_failed_sync_forgets_its_bytes() {
+        let disk = SimDisk::new();
+        let file = disk.create_new(path("/f"), false).unwrap();
+        disk.fsync_dir(path("/")).unwrap();
+        disk.pwrite(&file, &[1; 512], 0).unwrap();
+        disk.inject(disk.calls().len(), Fault::Fail(Errno::IO));
+        assert_eq!(disk.fdatasync(&file), Err(Errno::IO));
+        assert_eq!(disk.fdatasync(&file), Ok(()));
+        assert_eq!(contents(&disk, "/f"), Ok(vec![1; 512]));
+        assert_eq!(contents(&disk.crash(0), "/f"), Ok(vec![0; 512]));
+    }
+
+    #[test]
+    fn direct_writes_must_be_aligned() {
+        let disk = SimDisk::new();
+        let file = disk.create_new(path("/f"), true).unwrap();
+        let storage = vec![7; 3 * DIRECT_ALIGNMENT];
+        let start = storage.as_ptr().align_offset(DIRECT_ALIGNMENT);
+        let page = &storage[start..start + DIRECT_ALIGNMENT];
+        assert_eq!(disk.pwrite(&file, page, 4096), Ok(4096));
+        assert_eq!(disk.pwrite(&file, page, 512), Err(Errno::INVAL));
+        assert_eq!(disk.pwrite(&file, &page[..512], 0), Err(Errno::INVAL));
+        assert_eq!(disk.pwrite(&file, &storage[start + 8..][..4096], 0), Err(Errno::INVAL));
+    }
+
+    #[test]
+    fn a_dead_disk_answers_nothing_more() {
+        let disk = SimDisk::new();
+        disk.inject(1, Fault::Die);
+        disk.mkdir(path("/a")).unwrap();
+        assert_eq!(disk.mkdir(path("/b")), Err(Errno::IO));
+        assert_eq!(disk.stat(path("/a")), Err(Errno::IO));
+        assert!(disk.crash(1).stat(path("/a")).is_ok());
+        assert_eq!(disk.crash(1).stat(path("/b")), Err(Errno::NOENT));
+    }
+}

@@ -18,6 +18,7 @@ use crate::hub::{self, GRACE, LEFT};
 use crate::round;
 use crate::{Coord, Decide, Error};
 use proto::coordinator_client::CoordinatorClient;
+use proto::to_rank::Said;
 
 /// How long a rank that leaves waits for rank 0 to have seen it.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -42,7 +43,7 @@ struct Link {
 }
 
 enum State {
-    Open(UnboundedSender<proto::Contribution>),
+    Open(UnboundedSender<proto::FromRank>),
     /// Why no call can be made any more.
     Closed(Error),
 }
@@ -53,7 +54,6 @@ impl Member {
         let endpoint = Endpoint::from_shared(format!("http://{address}"))
             .map_err(|error| Error::Invalid(format!("rank 0's address {address:?} is not \"host:port\": {error}")))?
             .tcp_nodelay(true)
-            .http2_keep_alive_interval(keep_alive.interval)
             .keep_alive_timeout(keep_alive.timeout)
             .keep_alive_while_idle(true)
             .initial_stream_window_size(WINDOW_BYTES)
@@ -98,6 +98,10 @@ async fn connect(endpoint: &Endpoint, started: Instant, timeout: Duration) -> Re
             Ok(Err(error)) => cause = innermost(&error),
             Err(_) => return Err(cause),
         }
+        let left = timeout.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            return Err(cause);
+        }
         tokio::time::sleep(pause.min(left)).await;
         pause = (pause * 2).min(RETRY_LAST);
     }
@@ -123,18 +127,20 @@ fn refused(rank: u32, address: &str, status: &Status) -> Error {
 }
 
 /// Hands out the answers until the session ends, by this rank's wish or otherwise.
-async fn listen(mut inbound: Streaming<proto::Answer>, link: Arc<Mutex<Link>>, ended: mpsc::Sender<()>) {
+async fn listen(mut inbound: Streaming<proto::ToRank>, link: Arc<Mutex<Link>>, ended: mpsc::Sender<()>) {
     let cause = loop {
-        match inbound.message().await {
-            Ok(Some(answer)) => {
+        let Ok(Some(message)) = inbound.message().await else { break BROKEN };
+        match message.said {
+            Some(Said::Answer(answer)) => {
                 let call = lock(&link).calls.remove(&answer.call);
                 if let Some(call) = call {
                     // Its thread may have given up.
                     let _ = call.try_send(wire::answered(answer.outcome));
                 }
             }
-            Ok(None) => break LEFT,
-            Err(_) => break BROKEN,
+            Some(Said::Leave(_)) => break LEFT,
+            // No version of ours says nothing.
+            None => break BROKEN,
         }
     };
     let lost = Error::Lost { rank: 0, cause: cause.to_owned() };
@@ -142,13 +148,17 @@ async fn listen(mut inbound: Streaming<proto::Answer>, link: Arc<Mutex<Link>>, e
     for call in calls.into_values() {
         let _ = call.try_send(Err(lost.clone()));
     }
+    // Rank 0 is about to end its stream; to stop reading before would cut it.
+    while let Ok(Some(_)) = inbound.message().await {}
     drop(ended);
 }
 
 impl Link {
     /// Ends this rank's stream of contributions and gives the calls that wait.
     fn close(&mut self, reason: Error) -> HashMap<u64, SyncSender<Result<Vec<u8>, Error>>> {
-        if let State::Open(_) = self.state {
+        if let State::Open(outbound) = &self.state {
+            // Where it cannot be sent any more, rank 0 knows.
+            let _ = outbound.send(wire::RANK_LEAVES);
             self.state = State::Closed(reason);
         }
         mem::take(&mut self.calls)

@@ -20,6 +20,7 @@ use crate::hub::{Hub, LEFT};
 use crate::round::Reply;
 use crate::{Coord, Decide, Error};
 use proto::coordinator_server::{Coordinator, CoordinatorServer};
+use proto::from_rank::Said;
 
 /// How long rank 0 waits at its end for the others to have read their last answers.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -181,11 +182,11 @@ impl Door {
 
 #[tonic::async_trait]
 impl Coordinator for Arc<Door> {
-    type SessionStream = UnboundedReceiverStream<Result<proto::Answer, Status>>;
+    type SessionStream = UnboundedReceiverStream<Result<proto::ToRank, Status>>;
 
     async fn session(
         &self,
-        request: Request<Streaming<proto::Contribution>>,
+        request: Request<Streaming<proto::FromRank>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
         let from =
             request.remote_addr().map_or_else(|| "an unknown address".to_owned(), |from: SocketAddr| from.to_string());
@@ -201,8 +202,8 @@ impl Coordinator for Arc<Door> {
 async fn attend(
     door: Arc<Door>,
     rank: u32,
-    mut inbound: Streaming<proto::Contribution>,
-    outbound: UnboundedSender<Result<proto::Answer, Status>>,
+    mut inbound: Streaming<proto::FromRank>,
+    outbound: UnboundedSender<Result<proto::ToRank, Status>>,
     session: mpsc::Sender<()>,
 ) {
     let mut outbound = Some(outbound);
@@ -212,13 +213,16 @@ async fn attend(
             message = inbound.message() => message,
             // Ends the answers once those that were given are sent; the rank ends its stream when it has read them.
             _ = leaving.wait_for(|leaving| *leaving), if outbound.is_some() => {
-                outbound = None;
+                if let Some(outbound) = outbound.take() {
+                    let _ = outbound.send(Ok(wire::ROOT_LEAVES));
+                }
                 continue;
             }
         };
-        match (message, &outbound) {
-            (Ok(Some(message)), Some(outbound)) => {
-                let (call, outbound) = (message.call, outbound.clone());
+        let Ok(Some(message)) = message else { break BROKEN };
+        match (message.said, &outbound) {
+            (Some(Said::Contribution(contribution)), Some(outbound)) => {
+                let (call, outbound) = (contribution.call, outbound.clone());
                 let seat = Box::new(move |reply| {
                     // Rank 0 alone decides, and is never at the far end of a connection. A rank that cannot be answered
                     // any more is being lost.
@@ -226,15 +230,21 @@ async fn attend(
                         let _ = outbound.send(Ok(wire::answer(call, answer)));
                     }
                 });
-                let deadline = Duration::from_nanos(message.deadline_ns);
-                door.hub.contribute(rank, &message.topic, wire::contributed(message.body), seat, deadline);
+                let deadline = Duration::from_nanos(contribution.deadline_ns);
+                let part = wire::contributed(contribution.body);
+                door.hub.contribute(rank, &contribution.topic, part, seat, deadline);
                 door.clock.notify_one();
             }
-            (Ok(Some(_)), None) => {}
-            (Ok(None), _) => break LEFT,
-            (Err(_), _) => break BROKEN,
+            // It will find that rank 0 has left.
+            (Some(Said::Contribution(_)), None) => {}
+            (Some(Said::Leave(_)), _) => break LEFT,
+            // No version of ours says nothing.
+            (None, _) => break BROKEN,
         }
     };
     door.see_off(rank, cause);
+    drop(outbound);
+    // The rank is about to end its stream; to stop reading before would cut it.
+    while let Ok(Some(_)) = inbound.message().await {}
     drop(session);
 }

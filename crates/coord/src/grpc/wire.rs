@@ -12,18 +12,19 @@ pub(super) mod proto {
 
 use proto::answer::Outcome;
 use proto::contribution::Body;
+use proto::{FromRank, ToRank, from_rank, to_rank};
 
-pub(super) fn contribution(
-    call: u64,
-    topic: &str,
-    contribution: Contribution,
-    deadline: Duration,
-) -> proto::Contribution {
+pub(super) const RANK_LEAVES: FromRank = FromRank { said: Some(from_rank::Said::Leave(proto::Leave {})) };
+pub(super) const ROOT_LEAVES: ToRank = ToRank { said: Some(to_rank::Said::Leave(proto::Leave {})) };
+
+pub(super) fn contribution(call: u64, topic: &str, contribution: Contribution, deadline: Duration) -> FromRank {
     let body = match contribution {
         Ok(payload) => Body::Payload(payload.into()),
         Err(reason) => Body::Failure(reason),
     };
-    proto::Contribution { call, topic: topic.to_owned(), deadline_ns: nanoseconds(deadline), body: Some(body) }
+    let contribution =
+        proto::Contribution { call, topic: topic.to_owned(), deadline_ns: nanoseconds(deadline), body: Some(body) };
+    FromRank { said: Some(from_rank::Said::Contribution(contribution)) }
 }
 
 /// A message without a body comes from no version of ours; its rank is then told like one that failed.
@@ -35,7 +36,7 @@ pub(super) fn contributed(body: Option<Body>) -> Contribution {
     }
 }
 
-pub(super) fn answer(call: u64, answer: Result<Vec<u8>, Error>) -> proto::Answer {
+pub(super) fn answer(call: u64, answer: Result<Vec<u8>, Error>) -> ToRank {
     let outcome = match answer {
         Ok(payload) => Outcome::Payload(payload.into()),
         Err(Error::Failed { topic, failures }) => {
@@ -50,7 +51,7 @@ pub(super) fn answer(call: u64, answer: Result<Vec<u8>, Error>) -> proto::Answer
         Err(Error::Unavailable(message)) => Outcome::Unavailable(message),
         Err(Error::Invalid(message)) => Outcome::Invalid(message),
     };
-    proto::Answer { call, outcome: Some(outcome) }
+    ToRank { said: Some(to_rank::Said::Answer(proto::Answer { call, outcome: Some(outcome) })) }
 }
 
 pub(super) fn answered(outcome: Option<Outcome>) -> Result<Vec<u8>, Error> {

@@ -70,3 +70,25 @@ impl Drop for Workers {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_forked_child_is_told_and_leaves_the_threads_alone() {
+        let mut workers = Workers::start().unwrap();
+        workers.require_here().unwrap();
+        workers.process += 1;
+        assert!(workers.require_here().unwrap_err().to_string().contains("forked into process"));
+
+        let (sender, receiver) = mpsc::channel();
+        let (answer, question) = tokio::sync::oneshot::channel();
+        workers.spawn(async move { sender.send(question.await).unwrap() });
+        drop(workers);
+        answer.send(7).unwrap();
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)).unwrap(), Ok(7));
+    }
+}

@@ -1,7 +1,7 @@
 //! Everything that a manifest promises its readers, checked once in linear time (plus a sort of file paths).
 
 use super::{Extent, FileEntry, Manifest, SaveInfo, Strings, codec, span};
-use crate::container::{NDIM_MAX, tensor_bytes};
+use crate::container::{JSON_BYTES_MAX, LENGTH_BYTES, NDIM_MAX, tensor_bytes};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::header::DATA_ALIGNMENT;
@@ -248,9 +248,11 @@ fn check_info(info: &SaveInfo) -> Checked {
 fn check_files(files: &[FileEntry]) -> Checked {
     for FileEntry { path, bytes, data_start, .. } in files {
         name::check_path(path).or_else(|error| corrupt(error.message().to_owned()))?;
-        if !data_start.is_multiple_of(DATA_ALIGNMENT) || *data_start == 0 || data_start > bytes {
+        let header = 1..=(JSON_BYTES_MAX + LENGTH_BYTES).min(*bytes);
+        if !data_start.is_multiple_of(DATA_ALIGNMENT) || !header.contains(data_start) {
             return corrupt(format!(
-                "file {path}: expected data at a multiple of {DATA_ALIGNMENT} within {bytes} bytes, found {data_start}"
+                "file {path} of {bytes} bytes: expected data at a multiple of {DATA_ALIGNMENT} below {}, found {data_start}",
+                header.end() + 1
             ));
         }
     }

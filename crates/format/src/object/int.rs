@@ -86,3 +86,33 @@ fn stripped(bytes_be: &[u8]) -> &[u8] {
     let zeros = bytes_be.iter().take_while(|&&byte| byte == 0).count();
     &bytes_be[zeros..]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_integer_has_one_spelling() {
+        assert_eq!(Int::new(false, &[]), Int::Small(0));
+        assert_eq!(Int::new(true, &[0, 0]), Int::Small(0));
+        assert_eq!(Int::new(false, &[0, 0, 0, 0, 0, 0, 0, 0, 0, 7]), Int::Small(7));
+        assert_eq!(Int::new(false, &i64::MAX.to_be_bytes()), Int::Small(i64::MAX));
+        assert_eq!(Int::new(true, &(1u64 << 63).to_be_bytes()), Int::Small(i64::MIN));
+        let big = Int::new(false, &(1u64 << 63).to_be_bytes());
+        assert_eq!(big, Int::Big { negative: false, magnitude_be: (1u64 << 63).to_be_bytes().to_vec() });
+    }
+
+    #[test]
+    fn cbor_arguments_go_both_ways() {
+        let powers = [0i128, 1, 255, 256, i64::MAX as i128, 1 << 63, (1 << 64) - 1, 1 << 64, i128::MAX];
+        for value in powers.iter().flat_map(|&p| [p - 1, p, -p, 1 - p, -1 - p]) {
+            let int = Int::new(value < 0, &value.unsigned_abs().to_be_bytes());
+            assert_eq!(int.is_negative(), value < 0, "{value}");
+            let (negative, n) = int.to_cbor();
+            assert_eq!(negative, value < 0, "{value}");
+            let argument = n.iter().fold(0u128, |n, &byte| n << 8 | u128::from(byte));
+            assert_eq!(argument, if negative { (-1 - value) as u128 } else { value as u128 }, "{value}");
+            assert_eq!(Int::of_cbor(negative, &n), int, "{value}");
+        }
+    }
+}

@@ -313,3 +313,20 @@ fn array(value: &Value) -> bool {
             Some(numel) => (bytes.len() as u64).is_multiple_of(numel),
         }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_dense_and_its_names_unique() {
+        for (i, tag) in Tag::ALL.into_iter().enumerate() {
+            assert_eq!(tag.number(), 57_600 + i as u64);
+            assert_eq!(Tag::from_number(tag.number()), Some(tag));
+            assert_eq!(Tag::from_name(tag.name()), Some(tag));
+        }
+        for number in [0, 2, 57_599, 57_633, u64::MAX] {
+            assert_eq!(Tag::from_number(number), None);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Agreement as a caller sees it: one contract for all kinds of ranks, what rank 0 refuses, and processes that die.
+
+mod contract;
+mod joining;
+mod processes;
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shardfast_coord::{Coord, Error, grpc};
+
+/// Of rounds that end sooner for another reason.
+const LONG: Duration = Duration::from_secs(60);
+/// What counts as at once, on a busy machine.
+const PROMPT: Duration = Duration::from_secs(5);
+
+const TOKEN: &str = "0123456789abcdef";
+
+type Answer = Result<Vec<u8>, Error>;
+
+/// All ranks of a world, each with a connection of its own.
+fn connected(world: u32) -> Vec<Arc<dyn Coord>> {
+    let (root, address) = grpc::serve("127.0.0.1", world, TOKEN).unwrap();
+    let members = (1..world).map(|rank| grpc::join(&address, rank, world, TOKEN, LONG).unwrap());
+    [root].into_iter().chain(members).collect()
+}
+
+/// Runs `act` for every rank at once, and gives what came of it in the order of the ranks.
+fn each<T: Send>(ranks: &[Arc<dyn Coord>], act: impl Fn(&dyn Coord) -> T + Sync) -> Vec<T> {
+    thread::scope(|threads| {
+        let running: Vec<_> = ranks.iter().map(|rank| threads.spawn(|| act(&**rank))).collect();
+        running.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Everybody tells its rank, everybody gets what all told.
+fn everyone(coord: &dyn Coord, topic: &str, deadline: Duration) -> Answer {
+    let mut decide = |parts: Vec<Vec<u8>>| Ok(vec![parts.concat(); parts.len()]);
+    coord.agree(topic, Ok(vec![coord.rank() as u8]), &mut decide, deadline)
+}
+
+fn promptly<T>(act: impl FnOnce() -> T) -> T {
+    let started = Instant::now();
+    let result = act();
+    assert!(started.elapsed() < PROMPT, "took {:?}", started.elapsed());
+    result
+}

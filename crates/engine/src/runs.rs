@@ -1,0 +1,181 @@
+//! A run: the checkpoints `step-…` below one URL. Which exist is computed from their commits, never remembered.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
+
+use crate::agree::Engine;
+use crate::checkpoint::Checkpoint;
+use crate::commit;
+use crate::error::{Error, Kind, Result};
+
+/// One step of a run.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// The training step.
+    pub step: u64,
+    /// The checkpoint's URL.
+    pub url: String,
+    /// Its commit: `None` when it has none, since its save was cut off, is still running, or was deleted half.
+    pub commit: Result<Option<Commit>>,
+}
+
+/// The URL of a step's checkpoint.
+pub fn step_url(run_url: &str, step: u64) -> String {
+    format!("{}/{}", run_url.trim_end_matches('/'), step_dir(step))
+}
+
+/// The steps of the run at `url`, ascending. Empty when nothing was ever saved there.
+///
+/// # Errors
+/// `Invalid` when a checkpoint is there instead of a run; what the store says.
+pub fn list(url: &str) -> Result<Vec<Step>> {
+    let store = shardfast_store::open(url)?;
+    let entries = match store.list("") {
+        Err(error) if error.kind == shardfast_store::Kind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
+        return Err(Error::invalid(format!(
+            "{url}: expected a run (a directory of checkpoints `{}`), found one checkpoint",
+            step_dir(0)
+        )));
+    }
+    let mut steps = Vec::new();
+    for entry in entries.iter().filter(|entry| entry.is_dir) {
+        let Some(step) = parse_step_dir(&entry.name) else { continue };
+        let url = step_url(url, step);
+        let commit = match shardfast_store::open(&url).map_err(Error::from).and_then(|s| commit::read_commit(&*s)) {
+            Err(error) if error.kind == Kind::NotFound => Ok(None),
+            commit => commit.map(Some),
+        };
+        steps.push(Step { step, url, commit });
+    }
+    steps.sort_by_key(|step| step.step);
+    Ok(steps)
+}
+
+/// The newest checkpoint of a run that can be opened.
+pub struct Newest {
+    /// Its step.
+    pub step: u64,
+    /// It, opened.
+    pub checkpoint: Checkpoint,
+    /// Newer ones that were passed over, each with the reason.
+    pub skipped: Vec<String>,
+}
+
+#[derive(Clone, Serialize, Deserialize)]
+struct Found {
+    step: u64,
+    manifest: Vec<u8>,
+    skipped: Vec<String>,
+}
+
+/// Opens the newest committed checkpoint of the run at `url`, among those of steps lower than `below` if that is
+/// given; `None` when there is none. Checkpoints without a commit are passed over; a committed one that cannot be
+/// opened only if `older` allows to fall back. Every rank of the engine must call it.
+///
+/// # Errors
+/// The same on every rank: what is wrong with the newest committed one unless `older`; as [`list`].
+pub fn newest(
+    engine: &Arc<Engine>,
+    url: &str,
+    below: Option<u64>,
+    older: bool,
+    deadline: Duration,
+) -> Result<Option<Newest>> {
+    let operation = engine.begin(format!("restore {url}"), deadline);
+    let answer: Option<Found> = operation.agree("open", Ok((below, older)), |ranks| {
+        if let Some(rank) = ranks.iter().position(|&asked| asked != (below, older)) {
+            return Err(Error::invalid(format!(
+                "restore {url}: rank {rank} asks for another checkpoint than rank 0 ({:?} against {:?})",
+                ranks[rank],
+                (below, older)
+            )));
+        }
+        Ok(vec![find(url, below, older)?; ranks.len()])
+    })?;
+    let Some(found) = answer else { return Ok(None) };
+    let url = step_url(url, found.step);
+    let store = shardfast_store::open(&url)?;
+    let checkpoint = Checkpoint::new(engine, &url, store, &found.manifest)?;
+    Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
+}
+
+fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
+    let mut skipped = Vec::new();
+    let mut unreadable: Option<(u64, Error)> = None;
+    let mut passed_over_committed = false;
+    for step in list(url)?.into_iter().rev().filter(|step| below.is_none_or(|below| step.step < below)) {
+        if matches!(step.commit, Ok(None)) {
+            skipped.push(format!("{}: not committed (its save was cut off, or is still running)", step_dir(step.step)));
+            continue;
+        }
+        if let Some((broken, error)) = unreadable {
+            let message = format!(
+                "{}\nthe newest committed checkpoint, {}, cannot be opened; {} is committed too: allow an older one \
+                 (older=True) to go back to it",
+                error.message,
+                step_dir(broken),
+                step_dir(step.step)
+            );
+            return Err(Error::new(error.kind, message));
+        }
+        let opened = step.commit.and_then(|_| Ok(shardfast_store::open(&step.url)?));
+        match opened.and_then(|store| commit::read_manifest(&*store)) {
+            Ok(manifest) => return Ok(Some(Found { step: step.step, manifest, skipped })),
+            Err(error) if older => {
+                passed_over_committed = true;
+                skipped.push(format!("{}: {error}", step_dir(step.step)));
+            }
+            Err(error) => unreadable = Some((step.step, error)),
+        }
+    }
+    match unreadable {
+        Some((_, error)) => Err(error),
+        None if passed_over_committed => {
+            Err(Error::corrupt(format!("{url}: no committed checkpoint can be opened:\n{}", skipped.join("\n"))))
+        }
+        None => Ok(None),
+    }
+}
+
+/// Which committed checkpoints of a run are kept: the union of the rules.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Keep {
+    /// The newest so many.
+    pub last: Option<u64>,
+    /// Those whose step is a multiple of this.
+    pub every: Option<u64>,
+}
+
+/// Deletes the committed checkpoints of a run that no rule keeps, and returns their steps. The newest one is always
+/// kept, and without a rule everything is. A checkpoint stops existing (its `COMMIT` goes, durably) before any of its
+/// data go. What was never committed is left alone: it may belong to a save that runs now.
+///
+/// # Errors
+/// As [`list`]; what the store says. What was deleted before stays deleted.
+pub fn retain(url: &str, keep: Keep) -> Result<Vec<u64>> {
+    if keep.last.is_none() && keep.every.is_none() {
+        return Ok(Vec::new());
+    }
+    let committed: Vec<u64> =
+        list(url)?.into_iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect();
+    let store = shardfast_store::open(url)?;
+    let last = keep.last.unwrap_or(0).max(1);
+    let mut deleted = Vec::new();
+    for (newer, step) in committed.iter().rev().enumerate() {
+        let kept = (newer as u64) < last || keep.every.is_some_and(|every| every > 0 && step % every == 0);
+        if !kept {
+            let dir = step_dir(*step);
+            store.delete(&format!("{dir}/{COMMIT}"))?;
+            store.delete_tree(&dir)?;
+            deleted.push(*step);
+        }
+    }
+    deleted.reverse();
+    Ok(deleted)
+}

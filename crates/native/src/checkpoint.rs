@@ -1,0 +1,140 @@
+//! Committed checkpoints.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use shardfast_engine::{ValueRef, runs};
+use shardfast_format::{DType, LeafKind};
+
+use crate::errors::raise;
+use crate::leaves;
+use crate::session::{Session, seconds};
+
+/// A committed checkpoint whose manifest is proven.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Checkpoint {
+    checkpoint: shardfast_engine::Checkpoint,
+}
+
+/// Opens the checkpoint at `url`. Every rank calls it; rank 0 reads.
+#[pyfunction]
+#[pyo3(signature = (session, url, *, timeout_s))]
+pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64) -> PyResult<Checkpoint> {
+    let timeout = seconds(timeout_s)?;
+    let opened = py.detach(|| shardfast_engine::open(&session.engine, url, timeout));
+    Ok(Checkpoint { checkpoint: opened.map_err(raise)? })
+}
+
+/// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
+/// Returns its step, it, and what was passed over, or `None` for a run without one.
+#[pyfunction]
+#[pyo3(signature = (session, url, *, older, below=None, timeout_s))]
+pub(crate) fn newest(
+    py: Python<'_>,
+    session: &Session,
+    url: &str,
+    older: bool,
+    below: Option<u64>,
+    timeout_s: f64,
+) -> PyResult<Option<(u64, Checkpoint, Vec<String>)>> {
+    let timeout = seconds(timeout_s)?;
+    let newest = py.detach(|| runs::newest(&session.engine, url, below, older, timeout)).map_err(raise)?;
+    Ok(newest.map(|newest| (newest.step, Checkpoint { checkpoint: newest.checkpoint }, newest.skipped)))
+}
+
+/// Deletes the committed checkpoints of the run at `url` that are neither among the newest `last` nor of a step that is
+/// a multiple of `every`; returns their steps. One rank calls it.
+#[pyfunction]
+#[pyo3(signature = (url, *, last, every))]
+pub(crate) fn retain(py: Python<'_>, url: &str, last: Option<u64>, every: Option<u64>) -> PyResult<Vec<u64>> {
+    py.detach(|| runs::retain(url, runs::Keep { last, every })).map_err(raise)
+}
+
+#[pymethods]
+impl Checkpoint {
+    /// Where it is.
+    #[getter]
+    fn url(&self) -> &str {
+        self.checkpoint.url()
+    }
+
+    /// What is known about the save: attempt, step, world, created_unix_ms, writer, user.
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let info = &self.checkpoint.manifest().info;
+        let dict = PyDict::new(py);
+        dict.set_item("attempt", &info.attempt)?;
+        dict.set_item("step", info.step)?;
+        dict.set_item("world", info.world)?;
+        dict.set_item("created_unix_ms", info.created_unix_ms)?;
+        dict.set_item("writer", &info.writer)?;
+        dict.set_item("user", info.user.clone())?;
+        Ok(dict)
+    }
+
+    /// Its leaves in the manifest's order: `("tensor", key, name, layout, dtype, shape, bytes)`,
+    /// `("object", key, name, layout, [(ranks, bytes)])` with ranks as half-open ranges, or
+    /// `("alias", key, name, layout, of_key, of_name)`.
+    fn leaves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let manifest = self.checkpoint.manifest();
+        let list = PyList::empty(py);
+        for i in 0..manifest.len() {
+            let leaf = manifest.leaf(i);
+            let (key, name, layout) = (leaf.key, leaf.name, leaf.layout);
+            match leaf.kind {
+                LeafKind::Tensor { dtype, shape } => {
+                    let bytes = shape.iter().product::<u64>() * DType::size_bytes(dtype);
+                    let shape = pyo3::types::PyTuple::new(py, shape)?;
+                    list.append(("tensor", key, name, layout, dtype.name(), shape, bytes))?;
+                }
+                LeafKind::Object => {
+                    let values: Vec<(Vec<(u32, u32)>, u64)> = manifest
+                        .values(i)
+                        .map(|(ranks, extent)| (ranks.iter().map(|r| (r.start, r.end)).collect(), extent.bytes))
+                        .collect();
+                    list.append(("object", key, name, layout, values))?;
+                }
+                LeafKind::Alias { of } => {
+                    let of = manifest.leaf(of);
+                    list.append(("alias", key, name, layout, of.key, of.name))?;
+                }
+            }
+        }
+        Ok(list)
+    }
+
+    /// What this rank's `load` would read: bytes_wanted, bytes_read, reads, files. Touches no data.
+    fn plan<'py>(
+        &self,
+        py: Python<'py>,
+        wants: &Bound<'py, PyAny>,
+        values: Vec<(usize, usize)>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let wants = leaves::wants(self.checkpoint.manifest(), wants)?;
+        let values = refs(values);
+        let forecast = py.detach(|| self.checkpoint.forecast(&wants, &values)).map_err(raise)?;
+        let dict = PyDict::new(py);
+        dict.set_item("bytes_wanted", forecast.bytes_wanted)?;
+        dict.set_item("bytes_read", forecast.bytes_read)?;
+        dict.set_item("reads", forecast.reads)?;
+        dict.set_item("files", forecast.files)?;
+        Ok(dict)
+    }
+
+    /// Fills the wants' memory and returns the encoded values, in order. Every rank calls it, and every rank raises the
+    /// same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        wants: &Bound<'py, PyAny>,
+        values: Vec<(usize, usize)>,
+        timeout_s: f64,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let wants = leaves::wants(self.checkpoint.manifest(), wants)?;
+        let (values, timeout) = (refs(values), seconds(timeout_s)?);
+        let encoded = py.detach(|| self.checkpoint.load(&wants, &values, timeout)).map_err(raise)?;
+        Ok(encoded.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+}
+
+fn refs(values: Vec<(usize, usize)>) -> Vec<ValueRef> {
+    values.into_iter().map(|(leaf, value)| ValueRef { leaf, value }).collect()
+}

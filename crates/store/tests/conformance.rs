@@ -1,0 +1,56 @@
+//! Every backend keeps the contract.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use shardfast_store::disk::Errno;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+use shardfast_store::{Store, conformance, open};
+
+#[test]
+fn local_by_path() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance::check(|name| open(&format!("{}/not/yet/{name}", dir.path().display())).unwrap());
+}
+
+#[test]
+fn local_by_url() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance::check(|name| open(&format!("file://{}/100%25%20ok/{name}", dir.path().display())).unwrap());
+    assert!(dir.path().join("100% ok/run/step/COMMIT").is_file());
+}
+
+/// `/dev/shm` is a tmpfs on every Linux: no block device, no preallocation on old kernels, often no direct I/O.
+#[test]
+fn local_on_tmpfs() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    conformance::check(|name| open(&format!("{}/{name}", dir.path().display())).unwrap());
+}
+
+#[test]
+fn memory() {
+    conformance::check(|name| open(&format!("memory://conformance/{name}")).unwrap());
+}
+
+/// The local backend on file systems that lack one thing or another.
+#[test]
+fn simulated() {
+    let lacks: [&[(&str, Errno)]; 6] = [
+        &[],
+        &[("create_new_direct", Errno::INVAL)],
+        &[("pwrite_direct", Errno::INVAL), ("direct_alignment", Errno::NOSYS)],
+        &[("direct_alignment", Errno::NOSYS)],
+        &[("fallocate", Errno::OPNOTSUPP), ("will_need", Errno::INVAL)],
+        &[("rename_noreplace", Errno::INVAL)],
+    ];
+    for lacks in lacks {
+        let disk = SimDisk::new();
+        for &(call, errno) in lacks {
+            disk.refuse(call, errno);
+        }
+        conformance::check(|name| {
+            Arc::new(LocalStore::on(disk.clone(), Path::new("/mnt/runs").join(name)).unwrap()) as Arc<dyn Store>
+        });
+    }
+}

@@ -1,0 +1,197 @@
+"""The whole promise in a few minutes: train, kill in the middle of a save, resume under other layouts, compare.
+
+1. An uninterrupted run: FSDP2 on 2 processes.
+2. The same run again, killed by SIGKILL in the middle of a save; resumed from its last committed checkpoint on
+   4 processes (FSDP2 × tensor parallel); then on 1 process.
+3. A table and a picture of both loss curves, and what ``shardfast ls``, ``inspect`` and ``verify`` say.
+
+``make demo`` runs it. Everything that it makes is in ``demo-out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    processes: int
+    tensor_parallel: int = 1
+
+
+FSDP = Layout("2 processes, FSDP2", 2)
+FSDP_TP = Layout("4 processes, FSDP2 x TP", 4, tensor_parallel=2)
+SINGLE = Layout("1 process", 1)
+
+
+class Job:
+    """``examples/train.py`` under ``torchrun``, read line by line."""
+
+    def __init__(self, layout: Layout, run: Path, steps: int, every: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={layout.processes}"]
+        torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        train = [str(HERE / "train.py"), f"--run={run}", f"--steps={steps}", f"--every={every}"]
+        train += [f"--tp={layout.tensor_parallel}"]
+        threads = str(max(1, (os.cpu_count() or 1) // layout.processes))
+        environment = dict(os.environ, OMP_NUM_THREADS=threads, PYTHONUNBUFFERED="1")
+        self.log = run.parent / f"{run.name}.log"
+        self.pids: list[int] = []
+        with self.log.open("a") as log:
+            self.torchrun = subprocess.Popen(torchrun + train, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        assert self.torchrun.stdout is not None
+        for line in self.torchrun.stdout:
+            if not line.startswith("{"):
+                continue
+            record = json.loads(line)
+            if "pid" in record:
+                self.pids.append(record["pid"])
+            yield record
+
+    def finish(self) -> None:
+        if self.torchrun.wait() != 0:
+            raise SystemExit(f"training ended with exit code {self.torchrun.returncode}:\n{self.log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """SIGKILL to the training processes; torchrun then ends by itself."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.torchrun.wait()
+
+
+def show(record: dict[str, Any], steps: int) -> None:
+    filled = int(30 * record["step"] / steps)
+    bar = "#" * filled + "." * (30 - filled)
+    saved = f"   save: call took {record['save_ms']:.0f} ms" if record["saving"] else ""
+    print(f"   [{bar}] step {record['step']:>3}/{steps}   loss {record['loss']:.4f}{saved}", flush=True)
+
+
+def train(layout: Layout, run: Path, steps: int, every: int, total: int) -> dict[int, float]:
+    """Trains up to ``steps`` and returns the loss of each step that this job trained."""
+    job, losses = Job(layout, run, steps, every), {}
+    for record in job.records():
+        if "loss" in record:
+            losses[record["step"]] = record["loss"]
+            show(record, total)
+        elif record["rank"] == 0:
+            print(f"   {layout.name}: {record['parameters'] / 1e6:.1f} M parameters, from step {record['start']}", flush=True)
+    job.finish()
+    return losses
+
+
+def train_until_killed(layout: Layout, run: Path, kill_at: int, steps: int, every: int) -> dict[int, float]:
+    """Trains until a save of step ``kill_at`` or later has begun to write and is not committed; kills it there."""
+    job, losses = Job(layout, run, steps, every), {}
+    for record in job.records():
+        if "loss" not in record:
+            continue
+        losses[record["step"]] = record["loss"]
+        show(record, steps)
+        if record["step"] < kill_at or not record["saving"]:
+            continue
+        checkpoint = run / f"step-{record['step']:08}"
+        while job.torchrun.poll() is None and not (checkpoint / "COMMIT").exists():
+            if any(checkpoint.glob("*/*.safetensors")):
+                job.kill()
+                break
+            time.sleep(0.0005)
+        if job.torchrun.poll() is not None and not (checkpoint / "COMMIT").exists():
+            written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+            print(f"   killed (SIGKILL) in the middle of the save of step {record['step']}: {written / 1e6:.0f} MB", end=" ")
+            print("of it are there, no COMMIT", flush=True)
+            return losses
+    raise SystemExit(f"the job ended before it could be killed in a save:\n{job.log.read_text()[-4000:]}")
+
+
+def picture(path: Path, reference: dict[int, float], phases: list[tuple[str, dict[int, float]]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    axes.plot(list(reference), list(reference.values()), color="0.75", linewidth=6, label=f"uninterrupted: {FSDP.name}")
+    for name, losses in phases:
+        axes.plot(list(losses), list(losses.values()), linewidth=1.6, label=name)
+    axes.set(xlabel="step", ylabel="loss", title="Killed in the middle of a save, resumed under two other layouts")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def table(reference: dict[int, float], phases: list[tuple[str, dict[int, float]]], every: int) -> float:
+    resumed: dict[int, tuple[str, float]] = {}
+    for name, losses in phases:
+        resumed |= {step: (name, loss) for step, loss in losses.items()}
+    worst = max(abs(resumed[step][1] - reference[step]) for step in reference)
+    print(f"\n   {'step':>4}  {'uninterrupted':>13}  {'resumed':>8}  {'difference':>10}  trained on")
+    for step in sorted(reference):
+        if step % every == 0:
+            name, loss = resumed[step]
+            print(f"   {step:>4}  {reference[step]:>13.5f}  {loss:>8.5f}  {loss - reference[step]:>+10.1e}  {name}")
+    return worst
+
+
+def command(*arguments: str) -> None:
+    print(f"\n$ shardfast {' '.join(arguments)}", flush=True)
+    shardfast = Path(sys.executable).parent / "shardfast"
+    subprocess.run([shardfast, *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--every", type=int, default=5)
+    args = parser.parse_args()
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    reference_run, run = args.out / "uninterrupted", args.out / "run"
+    third = args.steps // 3
+
+    began = time.monotonic()
+    print(f"1. Uninterrupted: {FSDP.name}", flush=True)
+    reference = train(FSDP, reference_run, args.steps, args.every, args.steps)
+    print(f"2. The same, killed in the middle of a save: {FSDP.name}", flush=True)
+    killed = train_until_killed(FSDP, run, third, args.steps, args.every)
+    print(f"3. Resumed on {FSDP_TP.name}", flush=True)
+    resharded = train(FSDP_TP, run, 2 * third, args.every, args.steps)
+    print(f"4. Resumed on {SINGLE.name}", flush=True)
+    single = train(SINGLE, run, args.steps, args.every, args.steps)
+
+    phases = [(FSDP.name, killed), (FSDP_TP.name, resharded), (SINGLE.name, single)]
+    worst = table(reference, phases, args.every)
+    picture(args.out / "loss.png", reference, phases)
+    print(f"\n   largest difference between the two curves: {worst:.1e}   picture: {args.out / 'loss.png'}", flush=True)
+
+    newest = str(run / f"step-{args.steps:08}")
+    command("ls", str(run))
+    command("inspect", newest)
+    command("verify", newest)
+    print(f"\ndone in {time.monotonic() - began:.0f} s")
+    if worst > 0.05:
+        raise SystemExit(f"the curves differ by {worst}: expected at most 0.05")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Shardfast: checkpoints for large training runs, saved without stopping and loaded under any layout.
+
+Example::
+
+    import shardfast as sf
+
+    ckpt = sf.Checkpointer("runs/gpt", every=sf.steps(200), keep=sf.last(3) | sf.every(10_000))
+    state = {"model": model, "optimizer": optimizer, "extra": {"args": args}}
+    start = ckpt.restore(state)                # the newest committed checkpoint, or 0
+    for step in range(start, total):
+        ...
+        ckpt.step(step + 1, state)             # saves when due
+    ckpt.close()                               # waits until the last save is durable
+
+The keys of a *state* are the user's; each becomes a directory of the checkpoint. Their values may be modules, optimizers,
+anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of all these and of plain Python values.
+:func:`save` and :func:`load` are the plain verbs for one checkpoint; a :class:`Checkpointer` takes a whole run.
+"""
+
+import importlib
+
+TYPE_CHECKING = False  # as typing's, without its import
+if TYPE_CHECKING:
+    from .catalog import PerRank
+    from .checkpointer import Checkpointer
+    from .errors import (
+        Cancelled,
+        Conflict,
+        Corrupt,
+        Error,
+        Exhausted,
+        Internal,
+        Invalid,
+        NotFound,
+        Unavailable,
+        Unsupported,
+    )
+    from .matching import LoadPlan
+    from .schedule import every, last, steps
+    from .verbs import Pending, load, plan_load, save, save_async
+
+__all__ = [
+    "Cancelled",
+    "Checkpointer",
+    "Conflict",
+    "Corrupt",
+    "Error",
+    "Exhausted",
+    "Internal",
+    "Invalid",
+    "LoadPlan",
+    "NotFound",
+    "Pending",
+    "PerRank",
+    "Unavailable",
+    "Unsupported",
+    "every",
+    "last",
+    "load",
+    "plan_load",
+    "save",
+    "save_async",
+    "steps",
+]
+
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "LoadPlan": "matching",
+    "Pending": "verbs",
+    "PerRank": "catalog",
+    "every": "schedule",
+    "last": "schedule",
+    "load": "verbs",
+    "plan_load": "verbs",
+    "save": "verbs",
+    "save_async": "verbs",
+    "steps": "schedule",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Imported on first use: `import shardfast` costs next to nothing and loads no framework.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,20 @@
+"""Frameworks, one file each. An adapter is used once its framework has been imported; importing none is ours."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from ..catalog import Adapter
+
+FRAMEWORKS = ("torch", "numpy")
+
+
+def active() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported, in a fixed order."""
+    return [
+        importlib.import_module(f"{__name__}.{framework}").adapter()
+        for framework in FRAMEWORKS
+        if framework in sys.modules
+    ]
+

@@ -1,0 +1,154 @@
+"""NumPy's arrays and scalars, said as regions and plain data."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..catalog import Bundle, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+
+DTYPES: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",  # of the package ml_dtypes, as the next ones
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""safetensors names of element types, by NumPy's names."""
+
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+# Type strings of plain elements; times carry their unit ("<M8[ns]"). No objects, no records.
+_TYPE_STRING = re.compile(r"[<>|=](?:[biufcSUV]\d+|[mM]8(?:\[\d*\w+\])?)")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class NumpyAdapter:
+    """NumPy: arrays in host memory, every one whole."""
+
+    refers = False
+
+    def is_tensor(self, value: object) -> bool:
+        return type(value) in (np.ndarray, np.memmap) and value.dtype.name in DTYPES  # type: ignore[attr-defined]
+
+    def layout(self, tensor: Array) -> Layout:
+        whole = (Region((0,) * tensor.ndim, tensor.shape),) if tensor.size else ()
+        return Layout(DTYPES[tensor.dtype.name], tensor.shape, whole)
+
+    def source(self, tensor: Array) -> Source:
+        native = np.asarray(tensor, dtype=tensor.dtype.newbyteorder("="))
+        return Source(_memory(native), native)
+
+    def target(self, tensor: Array, dtype: str) -> Target:
+        if not tensor.flags.writeable:
+            raise Refused("a read-only array cannot be loaded into: copy() it")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
+            raise Refused("a broadcast array, whose elements share memory, cannot be loaded into: copy() it")
+        if DTYPES[tensor.dtype.name] == dtype and tensor.dtype.isnative:
+            return Target(_memory(tensor), tensor)
+        staging = self.allocate(dtype, tensor.shape)
+        return Target(_memory(staging), staging, lambda: np.copyto(tensor, staging, casting="unsafe"))
+
+    def allocate(self, dtype: str, shape: Ints) -> Array:
+        return np.empty(shape, dtype=_dtype(_OF_NAME.get(dtype, dtype)))
+
+    def fill(self, tensor: Array, value: object) -> None:
+        if not isinstance(value, np.ndarray):
+            raise Refused(f"the checkpoint holds a {type(value).__name__} where an array stands here")
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise Refused(
+                f"the checkpoint holds an array of {value.dtype} {list(value.shape)} where one of {tensor.dtype} "
+                f"{list(tensor.shape)} stands here"
+            )
+        if not tensor.flags.writeable:
+            raise Refused("a read-only array cannot be loaded into: copy() it")
+        np.copyto(tensor, value)
+
+    def identity(self, tensor: Array) -> Hashable:
+        if tensor.size == 0:
+            return id(tensor)
+        return (tensor.ctypes.data, tensor.shape, tensor.strides, tensor.dtype.str)
+
+    def module(self, value: object) -> Module | None:
+        return None
+
+    def optimizer(self, value: object, names: Mapping[int, str]) -> Bundle | None:
+        return None
+
+    def lower_value(self, value: object) -> tuple[str, object] | None:
+        if isinstance(value, np.ndarray):
+            if type(value) not in (np.ndarray, np.memmap):
+                raise Refused(f"a {type(value).__name__} is more than an array and cannot be stored: store its parts")
+            return "array", ["numpy", _type_string(value.dtype), list(value.shape), value.tobytes()]
+        if isinstance(value, np.generic):
+            return "numpy_scalar", [_type_string(value.dtype), value.tobytes()]
+        if isinstance(value, np.dtype):
+            return "dtype", ["numpy", _type_string(value)]
+        if isinstance(value, np.random.RandomState):
+            raise Refused("a numpy.random.RandomState cannot be stored: store its get_state()")
+        if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+            raise Refused("a NumPy random generator cannot be stored: store its bit_generator.state")
+        return None
+
+    def raise_value(self, tag: str, payload: Any) -> Any:
+        if tag == "numpy_scalar":
+            return _array(payload[0], [], payload[1])[()]
+        if tag not in ("array", "dtype") or payload[0] != "numpy":
+            return NotImplemented
+        if tag == "dtype":
+            return _dtype(payload[1])
+        return _array(*payload[1:])
+
+
+def _memory(array: Array) -> tuple[Memory, ...]:
+    return (Memory(array.ctypes.data, tuple(array.strides)),) if array.size else ()
+
+
+def _type_string(dtype: np.dtype[Any]) -> str:
+    """NumPy's type string, byte order included; the name for types of other packages, which have none of their own."""
+    if dtype.name in DTYPES and dtype.kind == "V":
+        return dtype.name
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None or not _TYPE_STRING.fullmatch(dtype.str):
+        raise Refused(f"an array of {dtype} cannot be stored: only plain elements are data")
+    return dtype.str
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if not _TYPE_STRING.fullmatch(name) and name not in DTYPES:
+        raise Refused(f"{name!r} is no type of plain elements")
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise Refused(f"this NumPy has no dtype {name!r}: import the package that defines it") from error
+
+
+def _array(name: str, shape: list[int], data: bytes) -> Array:
+    dtype = _dtype(name)
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise Refused(f"an array of {name} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}")
+    array: Array = np.empty(shape, dtype=dtype)
+    ctypes.memmove(array.ctypes.data, data, len(data))
+    return array
+
+
+def adapter() -> NumpyAdapter:
+    """The adapter of this framework."""
+    return NumpyAdapter()

@@ -1,0 +1,647 @@
+"""PyTorch's tensors, modules and optimizers, said as regions, names and plain data.
+
+A ``DTensor``'s place follows from its mesh and placements: per tensor dimension, runs of indices are cut by the rule of
+``torch.chunk``, one mesh dimension after the other. That is exact for every placement that shards, ``_StridedShard``
+without its right-hand ``Shard`` included, where a rank holds several runs; no communication, no index vectors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..catalog import Flat, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float4_e2m1fn_x2: "F4",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""Element types that safetensors shares with torch, by their safetensors names."""
+
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.complex128, torch.complex32)}
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
+
+_LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+_EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state() in a state dict
+
+
+# Where a rank's part of a tensor lies
+
+Run = tuple[int, int]
+"""``(start, length)`` of consecutive indices of one dimension."""
+
+
+def _part(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Elements ``[start, stop)`` of the concatenated runs, as runs; neighbours are joined."""
+    out: list[Run] = []
+    for first, length in runs:
+        low, high = max(start, 0), min(stop, length)
+        if low < high:
+            if out and sum(out[-1]) == first + low:
+                out[-1] = (out[-1][0], out[-1][1] + high - low)
+            else:
+                out.append((first + low, high - low))
+        start, stop = start - length, stop - length
+    return out
+
+
+def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
+    """Part ``index`` of the runs cut by the rule of ``torch.chunk``, empty where that gives fewer parts."""
+    size = math.ceil(sum(length for _, length in runs) / parts)
+    return _part(runs, index * size, (index + 1) * size)
+
+
+Cut = tuple[int, int, int, int]
+"""Tensor dimension, size of the mesh dimension, this rank's coordinate there, split factor (1 for a plain Shard)."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(shape: Ints, cuts: tuple[Cut, ...]) -> tuple[tuple[Region, ...], tuple[Ints, ...], Ints]:
+    """The regions of a tensor of ``shape`` cut in that order, where each begins in the local tensor, and its shape."""
+    dims: list[list[Run]] = [[(0, length)] if length else [] for length in shape]
+    for dim, parts, index, split in cuts:
+        groups = [_chunk(dims[dim], split, group) for group in range(split)] if split > 1 else [dims[dim]]
+        pieces = [run for group in groups for run in _chunk(group, parts, index)]
+        dims[dim] = _part(pieces, 0, shape[dim])
+    placed: list[list[tuple[int, Run]]] = []
+    for runs in dims:
+        starts = itertools.accumulate((length for _, length in runs), initial=0)
+        placed.append(list(zip(starts, runs, strict=False)))
+    regions, local = [], []
+    for combination in itertools.product(*placed):
+        regions.append(Region(tuple(r[0] for _, r in combination), tuple(r[1] for _, r in combination)))
+        local.append(tuple(start for start, _ in combination))
+    return tuple(regions), tuple(local), tuple(sum(length for _, length in runs) for runs in dims)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+
+
+def _cuts(tensor: Any) -> tuple[Cut, ...] | None:
+    """How a DTensor is cut, in the order of application; ``None`` on a rank outside its mesh."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    cuts: list[tuple[int, Cut]] = []
+    # A layout that was sharded in another order than from left to right says so in its spec.
+    shard_order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    turn = {axis: place for entry in shard_order for place, axis in enumerate(entry.mesh_dims)}
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise Refused(
+                f"a DTensor with placement {placement!r} on mesh dimension {axis} is a sum that was not yet made: "
+                "redistribute() it to Shard or Replicate first"
+            )
+        split = 1
+        if type(placement).__name__ == "_StridedShard":
+            split = int(placement.split_factor)
+        elif placement.is_replicate():
+            continue
+        elif not placement.is_shard():
+            raise Refused(f"a DTensor with placement {placement!r} on mesh dimension {axis} is of an unknown kind")
+        if coordinate is not None:
+            dim = placement.dim % tensor.ndim
+            cuts.append((turn.get(axis, axis), (dim, int(mesh.shape[axis]), int(coordinate[axis]), split)))
+    return None if coordinate is None else tuple(cut for _, cut in sorted(cuts, key=lambda item: item[0]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(names: tuple[str, ...] | None, sizes: Ints, placements: tuple[Any, ...]) -> str:
+    """A layout in words: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
+    mesh = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
+    words = []
+    for placement in placements:
+        kind = type(placement).__name__.lstrip("_")
+        split = f", split_factor={placement.split_factor}" if hasattr(placement, "split_factor") else ""
+        words.append(f"{kind}({placement.dim}{split})" if hasattr(placement, "dim") else f"{kind}()")
+    return f"mesh({mesh}) [{', '.join(words)}]"
+
+
+def _chunks(tensor: Any) -> list[Region] | None:
+    """The regions that another library attached to the local tensor, because placements do not tell them truly."""
+    attached = getattr(getattr(tensor, "_local_tensor", None), "__create_chunk_list__", None)
+    if attached is None:
+        return None
+    chunks = [Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in attached()]
+    return [chunk for chunk in chunks if 0 not in chunk.lengths]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The memory of this rank as a plain tensor: no autograd, no communication."""
+    if not _is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        local = tensor.to_local()
+    return local.wait() if hasattr(local, "trigger_wait") else local  # a collective may still be in flight
+
+
+def _views(tensor: torch.Tensor, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+    """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
+    shape = tuple(tensor.shape)
+    if not _is_dtensor(tensor):
+        return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
+    chunks = _chunks(tensor)
+    if chunks is not None:
+        sizes = [math.prod(chunk.lengths) for chunk in chunks]
+        _expect_numel(sum(sizes), local, "the attached chunk list")
+        if len(chunks) == 1 and chunks[0].lengths == tuple(local.shape):
+            return [(chunks[0], local)]
+        if not local.is_contiguous():
+            raise Refused("a DTensor whose local tensor is not contiguous and holds several chunks: make it contiguous")
+        parts = local.reshape(-1).split(sizes)
+        return [(chunk, part.view(chunk.lengths)) for chunk, part in zip(chunks, parts, strict=True)]
+    cuts = _cuts(tensor)
+    regions, starts, local_shape = _cut(shape, cuts) if cuts is not None else ((), (), (0,))
+    if local_shape != tuple(local.shape) and (regions or local.numel()):
+        raise Refused(
+            f"a DTensor whose local tensor has shape {tuple(local.shape)}, where its mesh and placements "
+            f"{tensor.placements!r} give {local_shape}: the library that made it says nowhere which part it holds"
+        )
+    if len(regions) == 1:
+        return [(regions[0], local)]
+    out = []
+    for region, start in zip(regions, starts, strict=True):
+        index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
+        out.append((region, local[index]))
+    return out
+
+
+def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:
+    if numel != local.numel():
+        raise Refused(f"a DTensor whose local tensor has {local.numel()} elements, where {who} gives {numel}")
+
+
+def _memory(views: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
+    return tuple(
+        Memory(view.data_ptr(), tuple(stride * view.element_size() for stride in view.stride())) for _, view in views
+    )
+
+
+def _expect_storable(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, _LAZY):
+        raise Refused(f"a {type(tensor).__name__} has no shape yet: run the module once (a dry run) first")
+    if tensor.layout is not torch.strided:
+        raise Refused(f"a tensor of layout {tensor.layout} cannot be stored: store its parts, or its to_dense()")
+    if tensor.is_quantized:
+        raise Refused("a quantized tensor cannot be stored: store its int_repr(), scale and zero point")
+    if hasattr(tensor, "__tensor_flatten__") and not _is_dtensor(tensor):
+        raise Refused(f"a {type(tensor).__name__} wraps other tensors and cannot be stored: store what it wraps")
+
+
+# Modules and optimizers
+
+
+class _Names:
+    """Fully qualified names of a module's state, without what wrappers add to them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        wrappers = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
+        self._wrapped = {f"{path}.module" if path else "module" for path in _paths(module, wrappers)}
+
+    def __call__(self, name: str) -> str:
+        kept, path = [], ""
+        for component in name.split("."):
+            path = f"{path}.{component}" if path else component
+            if component not in WRAPPERS and path not in self._wrapped:
+                kept.append(component)
+        return ".".join(kept)
+
+
+def _paths(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
+    return (path for path, child in module.named_modules() if isinstance(child, kinds))
+
+
+class _Modules:
+    """One module, or several parts of one (pipeline stages), as named tensors and values."""
+
+    def __init__(self, modules: Sequence[nn.Module], adapter: TorchAdapter) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, object] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._derived: list[str] = []
+        for module in modules:
+            names = _Names(module)
+            state = module.state_dict(keep_vars=True)
+            own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+            for original, value in state.items():
+                name = names(original)
+                is_tensor = isinstance(value, torch.Tensor) and original.rsplit(".", 1)[-1] != _EXTRA_STATE
+                if name in self._places:
+                    twin = self._tensors.get(name)
+                    if twin is None or not is_tensor or adapter.identity(twin) != adapter.identity(value):
+                        raise Refused(f"two parts of the module have an entry {name!r}, and they are not the same")
+                    continue
+                self._places[name] = (module, original)
+                if is_tensor:
+                    self._tensors[name] = value
+                    if id(value) not in own:
+                        self._derived.append(name)
+                else:
+                    self._values[name] = value
+            for original, parameter in module.named_parameters(remove_duplicate=False):
+                self.parameters.setdefault(names(original), parameter)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def values(self) -> Mapping[str, object]:
+        return self._values
+
+    def accepts(self, name: str) -> bool:
+        return False
+
+    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> torch.Tensor:
+        raise Refused(f"a module has no place for {name!r}")
+
+    def merges(self, name: str) -> bool:
+        return False
+
+    def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
+        return name
+
+    def restore(
+        self, created: Mapping[str, torch.Tensor], values: Mapping[str, object], parameter: Callable[[str], str]
+    ) -> Callable[[], None]:
+        # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
+        partial: dict[nn.Module, dict[str, Any]] = {}
+        for name, value in {**{name: self._tensors[name] for name in self._derived}, **values}.items():
+            module, original = self._places[name]
+            partial.setdefault(module, {})[original] = value
+
+        def install() -> None:
+            for module, entries in partial.items():
+                module.load_state_dict(entries, strict=False)
+
+        return install
+
+
+class _Optimizers:
+    """One optimizer, or several (pipeline stages), in terms of parameters' names, never of their positions.
+
+    Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no parameter, and ``param_groups``, a list of the
+    groups with their parameters' names.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], adapter: TorchAdapter
+    ) -> None:
+        self._adapter = adapter
+        self._groups: list[dict[str, Any]] = []
+        self._group_names: list[list[str]] = []
+        self._owned: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
+        self._states: list[Any] = []
+        for optimizer in optimizers:
+            named = [self._name(number, group, names) for number, group in enumerate(optimizer.param_groups)]
+            self._groups += optimizer.param_groups
+            self._group_names += named
+            fqns = {id(p): fqn for group, of in zip(optimizer.param_groups, named, strict=True)
+                    for p, fqn in zip(group["params"], of, strict=True)}  # fmt: skip
+            # ZeRO stage 1 shards whole parameters: what this rank holds is in the optimizer inside.
+            holder = optimizer.optim if _is_zero_redundancy(optimizer) else optimizer
+            self._states.append(holder.state)
+            for group in holder.param_groups:
+                for parameter in group["params"]:
+                    fqn = fqns[id(parameter)]
+                    if self._owned.setdefault(fqn, (holder.state, parameter, group))[1] is not parameter:
+                        raise Refused(
+                            f"two of its parameters are called {fqn!r}: hold their modules under one key of the state, "
+                            "in one nn.ModuleDict"
+                        )
+
+    def _name(self, number: int, group: dict[str, Any], names: Mapping[int, str]) -> list[str]:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise Refused(
+                    f"a parameter of shape {tuple(parameter.shape)} in param_groups[{number}] belongs to no module of "
+                    "the state, so it has no name: put its module into the state, beside the optimizer"
+                )
+        return [names[id(parameter)] for parameter in group["params"]]
+
+    def _entries(self) -> Iterator[tuple[str, object]]:
+        for fqn, (state, parameter, _) in self._owned.items():
+            for name, value in state.get(parameter, {}).items():
+                yield f"state.{fqn}.{name}", value
+        for state in self._states:
+            for name, value in state.items():
+                if not isinstance(name, torch.Tensor):
+                    yield f"global.{name}", value
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {name: value for name, value in self._entries() if isinstance(value, torch.Tensor)}
+
+    def values(self) -> Mapping[str, object]:
+        values = {name: value for name, value in self._entries() if not isinstance(value, torch.Tensor)}
+        groups = [
+            {"params": names, **_hyperparameters(group)}
+            for group, names in zip(self._groups, self._group_names, strict=True)
+        ]
+        return {**values, "param_groups": groups}
+
+    def _split(self, name: str) -> tuple[str, str] | None:
+        """The owned parameter and the name of its state in ``state.<FQN>.<name>``."""
+        path = name.removeprefix("state.") if name.startswith("state.") else ""
+        end = path.rfind(".")
+        while end > 0:
+            if path[:end] in self._owned:
+                return path[:end], path[end + 1 :]
+            end = path.rfind(".", 0, end)
+        return None
+
+    def accepts(self, name: str) -> bool:
+        return self._split(name) is not None or (name.startswith("global.") and bool(self._states))
+
+    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> torch.Tensor:
+        place = self._split(name)
+        if place is None:
+            return torch.empty(shape, dtype=_OF_NAME[dtype], device="meta" if dry else "cpu")
+        _, parameter, group = self._owned[place[0]]
+        is_step = place[1] == "step"
+        on_host = is_step and not (group.get("fused") or group.get("capturable"))
+        device = torch.device("meta" if dry else "cpu" if on_host else parameter.device)
+        with torch.no_grad():
+            if shape == tuple(parameter.shape) and not is_step:
+                return torch.empty_like(parameter, dtype=_OF_NAME[dtype], device=device, requires_grad=False)
+            return torch.empty(shape, dtype=_OF_NAME[dtype], device=device)
+
+    def merges(self, name: str) -> bool:
+        return name == "param_groups"
+
+    def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
+        path = name.removeprefix("state.") if name.startswith("state.") else ""
+        end = path.rfind(".")
+        while end > 0:
+            fqn = parameter(path[:end])
+            if fqn != path[:end]:
+                return f"state.{fqn}{path[end:]}"
+            end = path.rfind(".", 0, end)
+        return name
+
+    def restore(
+        self, created: Mapping[str, torch.Tensor], values: Mapping[str, object], parameter: Callable[[str], str]
+    ) -> Callable[[], None]:
+        groups = self._restored_groups(values["param_groups"], parameter) if "param_groups" in values else []
+        entries = {name: value for name, value in {**created, **values}.items() if name != "param_groups"}
+
+        def install() -> None:
+            for name, value in entries.items():
+                place = self._split(name)
+                if place is not None:
+                    state, owner, _ = self._owned[place[0]]
+                    state[owner][place[1]] = value
+                else:
+                    self._states[0][name.removeprefix("global.")] = value
+            for group, saved in groups:
+                for name, value in saved.items():
+                    if isinstance(group.get(name), torch.Tensor):
+                        self._adapter.fill(group[name], value)
+                    else:
+                        group[name] = value
+
+        return install
+
+    def _restored_groups(
+        self, copies: object, parameter: Callable[[str], str]
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The groups of this rank with the hyper-parameters that their parameters were saved with."""
+        of_parameter: dict[str, dict[str, Any]] = {}
+        for saved in _saved_groups(copies):
+            for fqn in map(parameter, saved["params"]):
+                _expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
+        out = []
+        for group, names in zip(self._groups, self._group_names, strict=True):
+            found = [(fqn, of_parameter[fqn]) for fqn in names if fqn in of_parameter]
+            for fqn, saved in found[1:]:
+                _expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
+            if found:
+                hyperparameters = _hyperparameters(found[0][1])
+                for name, value in hyperparameters.items():
+                    now = group.get(name)
+                    if isinstance(now, torch.Tensor):
+                        self._adapter.expect_fill(now, value)
+                out.append((group, hyperparameters))
+        return out
+
+
+def _is_zero_redundancy(optimizer: object) -> bool:
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says beside its parameters; ``param_names`` follows their order, which is the job's affair."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
+    for groups in copies:
+        for group in groups if isinstance(groups, list) else [groups]:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise Refused("the saved param_groups are no list of groups with their parameters' names")
+            yield group
+
+
+def _expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
+    """Refuses two groups with different hyper-parameters."""
+    if one is other:
+        return
+    names = sorted({*_hyperparameters(one), *_hyperparameters(other)})
+    differ = [name for name in names if not _equal(one.get(name), other.get(name))]
+    if differ:
+        shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
+        raise Refused(f"{what} with different hyper-parameters: {shown}")
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return one == other
+
+
+# The adapter
+
+
+class TorchAdapter:
+    """PyTorch: plain tensors, ``DTensor``, ``nn.Module`` and ``torch.optim.Optimizer``."""
+
+    refers = True
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def layout(self, tensor: torch.Tensor) -> Layout:
+        _expect_storable(tensor)
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise Refused(f"a tensor of {tensor.dtype} cannot be stored: safetensors has no such type")
+        shape = tuple(tensor.shape)
+        if not _is_dtensor(tensor):
+            whole = (Region((0,) * len(shape), shape),) if tensor.numel() else ()
+            return Layout(dtype, shape, whole)
+        sharded: Any = tensor
+        mesh, local = sharded.device_mesh, _local(tensor)
+        _expect_storable(local)
+        text = _text(mesh.mesh_dim_names, tuple(mesh.shape), tuple(sharded.placements))
+        regions: tuple[Region | Flat, ...] = tuple(region for region, _ in _views(tensor, local))
+        return Layout(dtype, shape, regions, text)
+
+    def source(self, tensor: torch.Tensor) -> Source:
+        with torch.no_grad():
+            local = _local(tensor)
+            _expect_memory(local)
+            local = local.resolve_conj().resolve_neg().cpu()
+            return Source(_memory(_views(tensor, local)), local)
+
+    def target(self, tensor: torch.Tensor, dtype: str) -> Target:
+        with torch.no_grad():
+            local = _local(tensor)
+            _expect_memory(local)
+            if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+                raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
+            wanted = _OF_NAME[dtype]
+            if local.dtype is wanted and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():
+                return Target(_memory(_views(tensor, local)), local)
+            staging = torch.empty(local.shape, dtype=wanted)
+            return Target(_memory(_views(tensor, staging)), staging, lambda: _copy(local, staging))
+
+    def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
+        return torch.empty(shape, dtype=_OF_NAME[dtype])
+
+    def expect_fill(self, tensor: torch.Tensor, value: object) -> None:
+        """Refuses a value that :meth:`fill` could not copy."""
+        if tensor.ndim == 0 and isinstance(value, (bool, int, float)):
+            return
+        if not isinstance(value, torch.Tensor):
+            raise Refused(f"the checkpoint holds a {type(value).__name__} where a tensor stands here")
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise Refused(
+                f"the checkpoint holds a tensor of {value.dtype} {list(value.shape)} where one of {tensor.dtype} "
+                f"{list(tensor.shape)} stands here"
+            )
+
+    def fill(self, tensor: torch.Tensor, value: object) -> None:
+        self.expect_fill(tensor, value)
+        local = _local(tensor)
+        if not isinstance(value, torch.Tensor):
+            _copy(local, torch.tensor(value, dtype=local.dtype))
+            return
+        with torch.no_grad():
+            for region, view in _views(tensor, local):
+                bounds = zip(region.offsets, region.lengths, strict=True)
+                _copy(view, value[tuple(slice(offset, offset + length) for offset, length in bounds)])
+
+    def identity(self, tensor: torch.Tensor) -> Hashable:
+        if isinstance(tensor, _LAZY):
+            return id(tensor)
+        local = _local(tensor)
+        is_wrapper = hasattr(local, "__tensor_flatten__") or local.layout is not torch.strided
+        if is_wrapper or local.device.type == "meta" or local.numel() == 0:
+            return id(tensor)
+        return (local.device, local.data_ptr(), tuple(tensor.shape), local.shape, local.stride(), local.dtype)
+
+    def module(self, value: object) -> Module | None:
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if not parts or not all(isinstance(part, nn.Module) for part in parts):
+            return None
+        modules = _Modules(parts, self)
+        return Module(modules, modules.parameters)
+
+    def optimizer(self, value: object, names: Mapping[int, str]) -> _Optimizers | None:
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if not parts or not all(isinstance(part, torch.optim.Optimizer) for part in parts):
+            return None
+        return _Optimizers(parts, names, self)
+
+    def lower_value(self, value: object) -> tuple[str, object] | None:
+        if isinstance(value, torch.Tensor):
+            return "array", self._lower_tensor(value)
+        if isinstance(value, torch.dtype):
+            return "dtype", ["torch", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.Size):
+            return "torch_size", list(value)
+        if isinstance(value, torch.device):
+            return "torch_device", str(value)
+        if isinstance(value, torch.Generator):
+            raise Refused("a torch.Generator cannot be stored: store its get_state()")
+        return None
+
+    def _lower_tensor(self, tensor: torch.Tensor) -> list[object]:
+        if _is_dtensor(tensor):
+            raise Refused("a DTensor cannot be part of a value: make it an entry of its own, or store its full_tensor()")
+        _expect_storable(tensor)
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name not in _ARRAY_DTYPES:
+            raise Refused(f"a tensor of {tensor.dtype} cannot be stored")
+        _expect_memory(tensor)
+        with torch.no_grad():
+            data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        size = data.numel() * data.element_size()
+        return ["torch", name, list(data.shape), ctypes.string_at(data.data_ptr(), size) if size else b""]
+
+    def raise_value(self, tag: str, payload: Any) -> Any:
+        if tag == "torch_size":
+            return torch.Size(payload)
+        if tag == "torch_device":
+            try:
+                return torch.device(payload)
+            except RuntimeError as error:
+                raise Refused(f"{payload!r} is no device of this torch") from error
+        if tag not in ("array", "dtype") or payload[0] != "torch":
+            return NotImplemented
+        dtype = _ARRAY_DTYPES.get(payload[1]) if tag == "array" else getattr(torch, payload[1], None)
+        if not isinstance(dtype, torch.dtype):
+            raise Refused(f"this torch has no dtype {payload[1]!r}")
+        if tag == "dtype":
+            return dtype
+        _, _, shape, data = payload
+        if math.prod(shape) * dtype.itemsize != len(data):
+            raise Refused(f"a tensor of {dtype} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}")
+        tensor = torch.empty(shape, dtype=dtype)
+        ctypes.memmove(tensor.data_ptr(), data, len(data))
+        return tensor
+
+
+def _expect_memory(local: torch.Tensor) -> None:
+    if local.device.type == "meta":
+        raise Refused("a tensor on the meta device has no memory: give it some first (to_empty)")
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode(destination.is_inference()), torch.no_grad():
+        destination.copy_(source)
+
+
+def adapter() -> TorchAdapter:
+    """The adapter of this framework."""
+    return TorchAdapter()

@@ -1,0 +1,327 @@
+"""What a state holds, said without any framework: leaves, regions, memory, and what an adapter must tell about them.
+
+A *leaf* is one tensor or one value with a name below a key of the state. A tensor leaf names the *regions* of the global
+shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Ints = tuple[int, ...]
+
+
+class PerRank:
+    """Declares that a value belongs to this rank alone: random states, a data loader's position.
+
+    May stand as a key's value or directly below it, in place of any encodable value or of an object with ``state_dict``.
+    Loading replaces :attr:`value` (or calls its ``load_state_dict``). When the number of ranks has changed since the save,
+    a load asks for a choice: see ``per_rank`` of :func:`shardfast.load`.
+
+    Example::
+
+        state["extra"]["random"] = sf.PerRank({"torch": torch.get_rng_state(), "python": random.getstate()})
+
+    Attributes:
+        value: The value.
+    """
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Refused(Exception):
+    """Something cannot be stored or loaded into. The text says what it is, why, and what to do instead.
+
+    Raised by adapters, which do not know where in the state the thing stands; who calls them adds the place.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An n-d box in a tensor's global shape, in elements. Never empty."""
+
+    offsets: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """The run ``[start, stop)`` of the row-major flattened global tensor, in elements. Never empty."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a region's elements lie in this process.
+
+    Attributes:
+        pointer: Address of the first element; host memory.
+        strides_bytes: Distance between neighbours per dimension of a :class:`Region`; empty for a :class:`Flat`, whose
+            elements follow each other.
+    """
+
+    pointer: int
+    strides_bytes: Ints = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parts of a tensor this rank holds.
+
+    Attributes:
+        dtype: safetensors name of the element type, such as ``"BF16"``.
+        shape: Global shape, in elements.
+        regions: The parts: disjoint, in bounds, none for an empty shard.
+        text: How the job laid the tensor out, for people; empty for a whole tensor in ordinary memory.
+    """
+
+    dtype: str
+    shape: Ints
+    regions: tuple[Region | Flat, ...]
+    text: str = ""
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a safetensors type (of a pair, for ``"F4"``)."""
+    bits = re.search(r"[0-9]+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Memory to save from, for each region of the layout, and the object that keeps it allocated."""
+
+    memory: tuple[Memory, ...]
+    owner: object
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to load into, for each region of the layout.
+
+    Attributes:
+        memory: Writable, no two elements at one address.
+        owner: Keeps the memory allocated.
+        finish: What remains to be done once the bytes are there (a copy to a device or into another dtype), if anything.
+    """
+
+    memory: tuple[Memory, ...]
+    owner: object
+    finish: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor as this rank gives it to a save."""
+
+    key: str
+    name: str
+    layout: Layout
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLeaf:
+    """A Python value as this rank gives it to a save, already encoded.
+
+    Attributes:
+        per_rank: Whether the user declared that the value is this rank's own.
+    """
+
+    key: str
+    name: str
+    encoded: bytes
+    per_rank: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AliasLeaf:
+    """Another name of a tensor leaf (tied weights): stored once, restored as tied."""
+
+    key: str
+    name: str
+    of_key: str
+    of_name: str
+
+
+Leaf = TensorLeaf | ObjectLeaf | AliasLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint; ``index`` is its place in the manifest."""
+
+    index: int
+    key: str
+    name: str
+    layout: str
+    dtype: str
+    shape: Ints
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedObject:
+    """A Python value of a checkpoint.
+
+    Attributes:
+        copies: Its distinct values: the ranks that held each, as half-open ranges, and its encoded size in bytes.
+    """
+
+    index: int
+    key: str
+    name: str
+    layout: str
+    copies: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAlias:
+    """A second name of a tensor of a checkpoint."""
+
+    index: int
+    key: str
+    name: str
+    layout: str
+    of_key: str
+    of_name: str
+
+
+SavedLeaf = SavedTensor | SavedObject | SavedAlias
+
+
+class Bundle(Protocol):
+    """A framework's object (a module, an optimizer) as named tensors and values.
+
+    Names are unique within the bundle and the same on every rank that holds the thing named, whatever the layout.
+    """
+
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors there are now, by leaf name."""
+        ...
+
+    def values(self) -> Mapping[str, object]:
+        """What else there is to save, by leaf name. A value may hold tensors of its own."""
+        ...
+
+    def accepts(self, name: str) -> bool:
+        """Whether there is a place for a saved leaf of that name though nothing is there yet (state made lazily)."""
+        ...
+
+    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> Any:
+        """A tensor for the saved tensor ``name``, not yet installed; with ``dry`` one without memory, to plan with."""
+        ...
+
+    def merges(self, name: str) -> bool:
+        """Whether a load needs every rank's copy of the value ``name`` instead of one."""
+        ...
+
+    def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
+        """The name of a saved leaf when parameters were renamed as ``parameter`` says (from FQN to FQN)."""
+        ...
+
+    def restore(
+        self, created: Mapping[str, Any], values: Mapping[str, object], parameter: Callable[[str], str]
+    ) -> Callable[[], None]:
+        """Checks what was loaded and returns the call that installs it.
+
+        Args:
+            created: Tensors from :meth:`create`, filled.
+            values: The loaded values by name; for those that merge, the list of all copies.
+            parameter: As in :meth:`renamed`, for the names of parameters inside values.
+
+        Raises:
+            Refused: If the values do not fit; nothing has changed then.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A bundle with parameters, of which optimizers speak by name."""
+
+    bundle: Bundle
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """One framework's tensors, said as regions. ``shardfast.testing`` holds the contract as checks.
+
+    An adapter knows its framework and this module, and nothing of files, ranks' agreement or other adapters.
+    """
+
+    refers: bool
+    """Whether tensors inside other values are leaves of their own (else they are always part of the value)."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether ``value`` is a tensor of this framework."""
+        ...
+
+    def layout(self, tensor: Any) -> Layout:
+        """Which parts of the global tensor this rank holds. Reads no data and allocates none; no communication.
+
+        Raises:
+            Refused: If the tensor is of a kind that cannot be stored.
+        """
+        ...
+
+    def source(self, tensor: Any) -> Source:
+        """Memory to save from: the tensor's own where it lies on the host, a copy elsewhere."""
+        ...
+
+    def target(self, tensor: Any, dtype: str) -> Target:
+        """Memory that takes elements of type ``dtype`` on their way into ``tensor``."""
+        ...
+
+    def allocate(self, dtype: str, shape: Ints) -> Any:
+        """A new whole tensor in host memory, contents undefined."""
+        ...
+
+    def fill(self, tensor: Any, value: object) -> None:
+        """Copies a loaded whole value into ``tensor``, each rank its part.
+
+        Raises:
+            Refused: If the value is no tensor of the same shape and dtype.
+        """
+        ...
+
+    def identity(self, tensor: Any) -> Hashable:
+        """Equal for two tensors exactly if they are the same elements in the same memory."""
+        ...
+
+    def module(self, value: object) -> Module | None:
+        """``value`` as a bundle, if it is a module or a list of modules (pipeline stages)."""
+        ...
+
+    def optimizer(self, value: object, names: Mapping[int, str]) -> Bundle | None:
+        """``value`` as a bundle, if it is an optimizer or a list of them; ``names`` are FQNs by ``id`` of a parameter.
+
+        Raises:
+            Refused: If it holds a parameter without a name.
+        """
+        ...
+
+    def lower_value(self, value: object) -> tuple[str, object] | None:
+        """A framework's value as a tag and plain data, ``None`` if ``value`` is not the framework's.
+
+        Raises:
+            Refused: If the value is the framework's and cannot be stored.
+        """
+        ...
+
+    def raise_value(self, tag: str, payload: Any) -> Any:
+        """The value of a tag and its data; ``NotImplemented`` when they are not of this framework.
+
+        Raises:
+            Refused: If they are and no value can be made of them.
+        """
+        ...

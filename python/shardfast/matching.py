@@ -1,0 +1,590 @@
+"""Which saved leaf goes where in a state: matched by name, checked, bound to memory, installed.
+
+Everything is matched and checked before memory is touched, so that every offender is known at once; tensors are filled in
+place by the engine; values are made and installed last, once all bytes are there and proven.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .catalog import Adapter, Flat, Layout, Memory, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor, item_bytes
+from .errors import Corrupt, Invalid, Unsupported
+from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, name_below
+from .values import Raising, Trail, decode, raise_value, tensors_in
+
+Rename = Mapping[str, str] | Callable[[str], str]
+NativeWant = tuple[Any, ...]
+"""``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller of a load allows and asks for; see :func:`shardfast.load`."""
+
+    strict: bool = True
+    rename: Rename | None = None
+    cast: bool = False
+    only: tuple[str, ...] = ()
+    per_rank: str = "error"
+    pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.per_rank not in ("error", "rank0", "index"):
+            raise Invalid(f'per_rank={self.per_rank!r}: expected "error", "rank0" or "index"')
+        if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
+            raise Invalid(f"rename={self.rename!r}: expected a dict from saved names to yours, or a function")
+
+    def selects(self, name: str) -> bool:
+        """Whether ``only`` selects the leaf ``key/name``."""
+        key = name.partition("/")[0]
+        matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
+        return not self.only or any(matches)
+
+
+@dataclass
+class LoadPlan:
+    """What a load takes from a checkpoint into a state, on this rank. ``str()`` of it says so for people.
+
+    Attributes:
+        url: Of the checkpoint.
+        step: The training step that it was saved at, if it is one of a run.
+        tensors: Names (``key/name``, as in the state) of the tensors that are loaded.
+        values: Names of the Python values that are loaded.
+        renamed: Names in the state by names in the checkpoint, where they differ.
+        cast: Of tensors whose dtype changes: the saved dtype and the state's.
+        missing: Names that the state has and the checkpoint has not.
+        unexpected: Names that the checkpoint has and no rank's state has.
+        problems: Everything that forbids the load, of all ranks; empty after a load.
+        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load` only.
+        bytes_read: Bytes that it will read for them.
+        reads: Number of reads.
+        files: Number of files opened.
+    """
+
+    url: str
+    step: int | None
+    tensors: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    reads: int = 0
+    files: int = 0
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" (step {self.step})"
+        lines = [
+            f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values",
+            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read in {self.reads} reads of {self.files} files",
+        ]
+        lists = {
+            "renamed": [f"{old} -> {new}" for old, new in self.renamed.items()],
+            "cast": [f"{name}: {saved} -> {ours}" for name, (saved, ours) in self.cast.items()],
+            "missing in the checkpoint": self.missing,
+            "unexpected in the checkpoint": self.unexpected,
+            "problems": self.problems,
+            "tensors": self.tensors,
+            "values": self.values,
+        }
+        for title, names in lists.items():
+            if names:
+                lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Want:
+    """A tensor to fill from a saved one."""
+
+    leaf: SavedTensor
+    adapter: Adapter
+    tensor: Any
+    layout: Layout
+    place: str
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value to make from saved copies."""
+
+    leaf: SavedObject
+    copies: list[int]
+    place: str
+    receive: Put
+    current: Mapping[str, tuple[Adapter, Any]]
+    """Tensors that stand in the present value, by their names below it."""
+
+    merges: bool
+
+
+class Matching:
+    """A state matched with the leaves of a checkpoint. Neither is changed before :meth:`install`.
+
+    Attributes:
+        plan: What was found.
+        touched: Indices of the saved leaves that have a place in this rank's state.
+    """
+
+    def __init__(
+        self,
+        walked: Walked,
+        saved: Sequence[SavedLeaf],
+        plan: LoadPlan,
+        options: Options,
+        *,
+        rank: int,
+        world: int,
+        saved_world: int,
+        dry: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.touched: set[int] = set()
+        self._options = options
+        self._adapters = walked.adapters
+        self._module_keys = walked.module_keys
+        self._rank, self._world, self._saved_world, self._dry = rank, world, saved_world, dry
+        self._saved = {(leaf.key, leaf.name): leaf for leaf in saved}
+        self._referred: dict[tuple[str, str], list[SavedLeaf]] = _referred(saved)
+        self._ours = self._renamed(saved, walked)
+        self._wants: list[_Want] = []
+        self._values: list[_Value] = []
+        self._filled: dict[Hashable, tuple[int, str]] = {}
+        self._loaded: dict[tuple[str, str], Any] = {}
+        self._bundles: list[tuple[BundleEntry, dict[str, Any], dict[str, object]]] = []
+        self._finish: list[Callable[[], None]] = []
+        self._install: list[Callable[[], None]] = []
+        self._owners: list[object] = []
+        for entry in walked.entries:
+            if isinstance(entry, TensorEntry):
+                self._into(entry.key, entry.name, entry.adapter, entry.tensor, entry.place)
+            elif isinstance(entry, TreeEntry):
+                self._tree(entry)
+            elif isinstance(entry, ValueEntry):
+                self._entry(entry)
+            else:
+                self._bundle(entry)
+
+    # Names
+
+    def _rename(self, name: str) -> str:
+        rename = self._options.rename
+        if rename is None:
+            return name
+        new = rename(name) if callable(rename) else rename.get(name, name)
+        if not isinstance(new, str) or "/" not in new:
+            raise Invalid(f"rename: {name!r} becomes {new!r}: expected a name of the form key/name")
+        return new
+
+    def _parameter(self, fqn: str) -> str:
+        """The present name of a parameter, of whichever module."""
+        for key in self._module_keys:
+            new = self._rename(f"{key}/{fqn}")
+            if new != f"{key}/{fqn}" and new.startswith(f"{key}/"):
+                return new.removeprefix(f"{key}/")
+        return fqn
+
+    def _renamed(self, saved: Sequence[SavedLeaf], walked: Walked) -> dict[tuple[str, str], SavedLeaf]:
+        """The saved leaves by their names in this state."""
+        if self._options.rename is None:
+            return dict(self._saved)
+        if isinstance(self._options.rename, Mapping):
+            known = {f"{leaf.key}/{leaf.name}" for leaf in saved}
+            unknown = [name for name in self._options.rename if name not in known]
+            self.plan.problems += [f"rename: the checkpoint has no leaf {name}" for name in unknown]
+        bundles: dict[str, list[BundleEntry]] = {}
+        for entry in walked.entries:
+            if isinstance(entry, BundleEntry):
+                bundles.setdefault(entry.key, []).append(entry)
+        ours: dict[tuple[str, str], SavedLeaf] = {}
+        for leaf in saved:
+            old = f"{leaf.key}/{leaf.name}"
+            new = self._rename(old)
+            for entry in bundles.get(leaf.key, ()) if new == old else ():
+                if leaf.name.startswith(entry.prefix):
+                    below = entry.bundle.renamed(leaf.name.removeprefix(entry.prefix), self._parameter)
+                    new = f"{leaf.key}/{entry.prefix}{below}"
+            key, _, name = new.partition("/")
+            other = ours.setdefault((key, name), leaf)
+            if other is not leaf:
+                self.plan.problems.append(f"rename: {other.key}/{other.name} and {old} both become {new}")
+            if new != old:
+                self.plan.renamed[old] = new
+        return ours
+
+    def _find(self, key: str, name: str) -> SavedLeaf | None:
+        """The saved leaf for a place in the state; none where ``only`` selects otherwise."""
+        full = f"{key}/{name}"
+        if not self._options.selects(full):
+            return None
+        leaf = self._ours.get((key, name))
+        if leaf is None:
+            self.plan.missing.append(full)
+        return leaf
+
+    def _tensor_of(self, leaf: SavedLeaf) -> SavedTensor | None:
+        """The tensor leaf that a leaf is or names; touched."""
+        self.touched.add(leaf.index)
+        if isinstance(leaf, SavedAlias):
+            target = self._saved.get((leaf.of_key, leaf.of_name))
+            if not isinstance(target, SavedTensor):
+                raise Corrupt(f"{leaf.key}/{leaf.name} is an alias of {leaf.of_key}/{leaf.of_name}, which is no tensor")
+            self.touched.add(target.index)
+            return target
+        return leaf if isinstance(leaf, SavedTensor) else None
+
+    # Tensors
+
+    def _into(self, key: str, name: str, adapter: Adapter, tensor: Any, place: str) -> None:
+        """Whatever is saved under the name goes into a tensor of the state."""
+        leaf = self._find(key, name)
+        if leaf is None:
+            return
+        saved = self._tensor_of(leaf)
+        if saved is not None:
+            self._fill(saved, adapter, tensor, f"{key}/{name}")
+            return
+
+        def receive(value: object) -> None:
+            try:
+                adapter.fill(tensor, value)
+            except Refused as refused:
+                raise Invalid(f"{place}: {refused}") from refused
+
+        self._value(leaf, place, receive, None)
+
+    def _fill(self, saved: SavedTensor, adapter: Adapter, tensor: Any, name: str) -> None:
+        """Checks a saved tensor against one of the state, and wants it."""
+        try:
+            layout = adapter.layout(tensor)
+        except Refused as refused:
+            self.plan.problems.append(f"{name}: {refused}")
+            return
+        if layout.shape != saved.shape:
+            problem = f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(layout.shape)} here"
+            self.plan.problems.append(problem)
+            return
+        if layout.dtype != saved.dtype:
+            if not self._options.cast:
+                self.plan.problems.append(
+                    f"dtype: {name} is {saved.dtype} in the checkpoint and {layout.dtype} here (cast=True converts)"
+                )
+                return
+            self.plan.cast[name] = (saved.dtype, layout.dtype)
+        self._want(saved, adapter, tensor, layout, name)
+
+    def _want(self, saved: SavedTensor, adapter: Adapter, tensor: Any, layout: Layout, name: str) -> None:
+        index, other = self._filled.setdefault(adapter.identity(tensor), (saved.index, name))
+        if other == name:
+            self._wants.append(_Want(saved, adapter, tensor, layout, name))
+        elif index != saved.index and self._options.strict:
+            self.plan.problems.append(
+                f"tied: {name} and {other} are one tensor here and two in the checkpoint (strict=False takes {other})"
+            )
+            return
+        self.plan.tensors.append(name)
+
+    # Values
+
+    def _entry(self, entry: ValueEntry) -> None:
+        leaf = self._find(entry.key, entry.name)
+        if leaf is None:
+            self._explain_tree(entry.key, entry.name)
+            return
+
+        def receive(value: object) -> None:
+            if entry.stateful is not None:
+                self._install.append(lambda: entry.stateful.load_state_dict(value))
+            else:
+                self._install.append(lambda: entry.put(value))
+
+        saved = self._tensor_of(leaf)
+        if saved is not None:
+            receive_tensor = self._allocate(saved, f"{entry.key}/{entry.name}")
+            if receive_tensor is not None:
+                receive(receive_tensor)
+        else:
+            self._value(leaf, entry.place, receive, entry.value)
+
+    def _tree(self, entry: TreeEntry) -> None:
+        # The checkpoint decides: a subtree that held other things than tensors was saved as one value.
+        leaf = self._ours.get((entry.key, entry.name))
+        if isinstance(leaf, SavedObject):
+            value = ValueEntry(entry.key, entry.name, entry.value, False, None, entry.put, entry.place)
+            self._entry(value)
+            return
+        for below in entry.leaves:
+            self._into(below.key, below.name, below.adapter, below.tensor, below.place)
+
+    def _explain_tree(self, key: str, name: str) -> None:
+        """A word on tensors that are saved below a name where the state has something else."""
+        below = sum(1 for other_key, other in self._ours if other_key == key and other.startswith(f"{name}."))
+        if below and self._options.selects(f"{key}/{name}"):
+            self.plan.problems.append(
+                f"{key}/{name} is a dict of {below} tensors in the checkpoint: put a dict of such tensors there to fill"
+            )
+
+    def _allocate(self, saved: SavedTensor, name: str) -> Any:
+        """A new tensor of the state's first framework, wanted."""
+        if not self._adapters:
+            self.plan.problems.append(f"{name} is a tensor in the checkpoint: import the framework that shall hold it")
+            return None
+        adapter = self._adapters[0]
+        tensor = adapter.allocate(saved.dtype, saved.shape)
+        self._want(saved, adapter, tensor, adapter.layout(tensor), name)
+        return tensor
+
+    def _value(self, leaf: SavedLeaf, place: str, receive: Put, current: object, merges: bool = False) -> None:
+        """Wants the saved value of a leaf, and the tensors that it refers to."""
+        if not isinstance(leaf, SavedObject):
+            return
+        copies = list(range(len(leaf.copies))) if merges else self._copies(leaf, place)
+        if not copies:
+            return
+        name = f"{leaf.key}/{leaf.name}"
+        self.plan.values.append(place_name := name if name not in self.plan.renamed else self.plan.renamed[name])
+        now = {name_below("", trail)[1:]: (adapter, tensor) for trail, adapter, tensor in self._present(current)}
+        self._refer(leaf, place_name, now)
+        self._values.append(_Value(leaf, copies, place, receive, now, merges))
+
+    def _present(self, current: object) -> Iterator[tuple[Trail, Adapter, Any]]:
+        return iter(()) if current is None else tensors_in(current, self._adapters)
+
+    def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
+        """Wants the tensors below a value: into those that stand there now where they fit, into new ones else."""
+        below = self._referred.get((leaf.key, leaf.name), [])
+        for other in sorted(below, key=lambda other: isinstance(other, SavedAlias)):
+            saved = self._tensor_of(other)
+            if saved is None:
+                continue
+            tied = self._loaded.get((saved.key, saved.name)) if isinstance(other, SavedAlias) else None
+            path = other.name[len(leaf.name) + 1 :]
+            tensor = tied if tied is not None else self._fitting(saved, now.get(path), f"{name}.{path}")
+            self._loaded[other.key, other.name] = tensor
+
+    def _fitting(self, saved: SavedTensor, now: tuple[Adapter, Any] | None, name: str) -> Any:
+        if now is not None:
+            adapter, tensor = now
+            try:
+                layout = adapter.layout(tensor)
+            except Refused:
+                return self._allocate(saved, name)
+            if layout.shape == saved.shape and layout.dtype == saved.dtype:
+                self._want(saved, adapter, tensor, layout, name)
+                return tensor
+        return self._allocate(saved, name)
+
+    def _copies(self, leaf: SavedObject, place: str) -> list[int]:
+        """The saved copy for this rank: its own, or by the user's choice when there is none."""
+        if len(leaf.copies) == 1:
+            return [0]
+        if self._world == self._saved_world:
+            own = _copy_of(leaf, self._rank)
+            if own is not None:
+                return [own]
+        chosen = _copy_of(leaf, self._rank % self._saved_world if self._options.per_rank == "index" else 0)
+        if self._options.per_rank != "error" and chosen is not None:
+            return [chosen]
+        self.plan.problems.append(
+            f"per rank: {place} was saved by {self._saved_world} ranks with {len(leaf.copies)} different values, and "
+            f'this is rank {self._rank} of {self._world}: per_rank="rank0" takes that of rank 0, per_rank="index" that '
+            "of the rank with this number modulo the saved number"
+        )
+        return []
+
+    # Modules and optimizers
+
+    def _bundle(self, entry: BundleEntry) -> None:
+        created: dict[str, Any] = {}
+        received: dict[str, object] = {}
+        self._bundles.append((entry, created, received))
+        tensors, values = entry.bundle.tensors(), entry.bundle.values()
+        for name, tensor in tensors.items():
+            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+            self._into(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+        for name, value in values.items():
+            leaf = self._find(entry.key, entry.prefix + name)
+            if leaf is not None:
+                self._accept(entry, name, leaf, value, created, received)
+        # State that is made lazily: what the checkpoint holds says what there will be.
+        owned = {other.index for below in self._referred.values() for other in below}
+        for (key, name), leaf in self._ours.items():
+            below = name.removeprefix(entry.prefix)
+            if key != entry.key or not name.startswith(entry.prefix) or below in tensors or below in values:
+                continue
+            is_selected = leaf.index not in owned and self._options.selects(f"{key}/{name}")
+            if is_selected and entry.bundle.accepts(below):
+                self._accept(entry, below, leaf, None, created, received)
+
+    def _accept(
+        self,
+        entry: BundleEntry,
+        name: str,
+        leaf: SavedLeaf,
+        current: object,
+        created: dict[str, Any],
+        received: dict[str, object],
+    ) -> None:
+        saved = self._tensor_of(leaf)
+        full = f"{entry.key}/{entry.prefix}{name}"
+        if saved is None:
+            place = f"{entry.place}.{name}"
+            self._value(leaf, place, lambda value: received.update({name: value}), current, entry.bundle.merges(name))
+            return
+        if not entry.bundle.accepts(name):
+            self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
+            return
+        tensor = entry.bundle.create(name, saved.dtype, saved.shape, dry=self._dry)
+        adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+        created[name] = tensor
+        self._want(saved, adapter, tensor, adapter.layout(tensor), full)
+
+    # From a plan to a filled state
+
+    def forecast_wants(self) -> list[NativeWant]:
+        """The wants without memory: to plan with, never to load."""
+        out = []
+        for want in self._wants:
+            for region in want.layout.regions:
+                strides = [] if isinstance(region, Flat) else _row_major(region.lengths, item_bytes(want.leaf.dtype))
+                out.append(_native_want(want.leaf.index, region, Memory(0, tuple(strides))))
+        return out
+
+    def bind(self) -> list[NativeWant]:
+        """The wants with their memory, which this object keeps allocated."""
+        out = []
+        for want in self._wants:
+            try:
+                target = want.adapter.target(want.tensor, want.leaf.dtype)
+            except Refused as refused:
+                raise Invalid(f"{want.place}: {refused}") from refused
+            self._owners.append(target.owner)
+            if target.finish is not None:
+                self._finish.append(target.finish)
+            for region, memory in zip(want.layout.regions, target.memory, strict=True):
+                out.append(_native_want(want.leaf.index, region, memory))
+        return out
+
+    def value_wants(self) -> list[tuple[int, int]]:
+        """Saved leaf and copy of every value that is wanted, in order."""
+        return [(value.leaf.index, copy) for value in self._values for copy in value.copies]
+
+    def install(self, encoded: Sequence[bytes]) -> None:
+        """Makes the values from their bytes (in the order of :meth:`value_wants`) and installs all that was loaded."""
+        for finish in self._finish:
+            finish()
+        remaining = iter(encoded)
+        for value in self._values:
+            made = [self._raise(value, next(remaining)) for _ in value.copies]
+            value.receive(made if value.merges else made[0])
+        for entry, created, received in self._bundles:
+            try:
+                self._install.append(entry.bundle.restore(created, received, self._parameter))
+            except Refused as refused:
+                raise Invalid(f"{entry.place}: {refused}") from refused
+        for install in self._install:
+            install()
+
+    def _raise(self, value: _Value, encoded: bytes) -> Any:
+        def referred(key: str, name: str) -> Any:
+            if (key, name) not in self._loaded:
+                raise Corrupt(f"{value.place}: it refers to the tensor {key}/{name}, which the checkpoint has not")
+            return self._loaded[key, name]
+
+        def settle(tensor: object, trail: Trail) -> object:
+            adapter, standing = value.current.get(name_below("", trail)[1:], (None, None))
+            if adapter is None:
+                return tensor
+            try:
+                adapter.fill(standing, tensor)
+            except Refused:
+                return tensor
+            return standing
+
+        how = Raising(value.place, self._adapters, referred, settle, self._options.pickle)
+        return raise_value(decode(encoded, value.place), how)
+
+    # What all ranks make of it
+
+    def own_problems(self) -> list[str]:
+        """What forbids the load on this rank, unexpected leaves aside."""
+        missing = [f"missing: {name} is not in the checkpoint" for name in self.plan.missing]
+        return [*(missing if self._options.strict else []), *self.plan.problems]
+
+    def conclude(self, untouched: Sequence[int], problems: Sequence[tuple[Sequence[int], str]]) -> None:
+        """Takes what all ranks found: saved leaves that none has a place for, and everyone's problems."""
+        indices = set(untouched)
+        names: dict[str, list[str]] = {}
+        for (key, name), leaf in self._ours.items():
+            if leaf.index in indices and self._options.selects(f"{key}/{name}"):
+                names.setdefault(key, []).append(f"{leaf.key}/{leaf.name}")
+        self.plan.unexpected = [name for below in names.values() for name in below]
+        lines = [_by_ranks(ranks, problem, self._world) for ranks, problem in problems]
+        if self._options.strict:
+            keys = {key for key, _ in self._ours}
+            known = {key for key in keys if any(self._ours[k, n].index not in indices for k, n in self._ours if k == key)}
+            for key, below in names.items():
+                if key in known:
+                    lines += [f"unexpected: {name} is in the checkpoint only" for name in below]
+                else:
+                    lines.append(f"unexpected: the checkpoint has the key {key!r} ({len(below)} leaves), the state has not")
+        self.plan.problems = lines
+
+    def expect_no_problems(self) -> None:
+        """Raises one error with every problem, the same on every rank."""
+        if self.plan.problems:
+            problems = "\n".join(f"  {problem}" for problem in self.plan.problems)
+            raise Invalid(
+                f"{self.plan.url} does not fit the state ({len(self.plan.problems)} problems):\n{problems}\n"
+                "strict=False allows missing and unexpected leaves, only= loads a part, rename= maps names"
+            )
+
+
+def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLeaf]]:
+    """The tensor leaves below each object leaf, by names."""
+    out: dict[tuple[str, str], list[SavedLeaf]] = {}
+    objects = {(leaf.key, leaf.name) for leaf in saved if isinstance(leaf, SavedObject)}
+    for leaf in saved:
+        if isinstance(leaf, SavedObject):
+            continue
+        end = leaf.name.find(".")
+        while end > 0:
+            if (leaf.key, leaf.name[:end]) in objects:
+                out.setdefault((leaf.key, leaf.name[:end]), []).append(leaf)
+                break
+            end = leaf.name.find(".", end + 1)
+    return out
+
+
+def _copy_of(leaf: SavedObject, rank: int) -> int | None:
+    for index, (ranks, _) in enumerate(leaf.copies):
+        if any(start <= rank < stop for start, stop in ranks):
+            return index
+    return None
+
+
+def _native_want(index: int, region: Any, memory: Memory) -> NativeWant:
+    if isinstance(region, Flat):
+        return (index, "flat", region.start, region.stop, memory.pointer)
+    return (index, region.offsets, region.lengths, memory.pointer, memory.strides_bytes)
+
+
+def _row_major(lengths: Sequence[int], item: int) -> list[int]:
+    strides = []
+    for length in reversed(lengths):
+        strides.append(item)
+        item *= length
+    return strides[::-1]
+
+
+def _by_ranks(ranks: Sequence[int], problem: str, world: int) -> str:
+    if len(ranks) == world:
+        return problem
+    return f"{problem} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"

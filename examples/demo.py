@@ -49,7 +49,7 @@ class Job:
             port = probe.getsockname()[1]
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={layout.processes}"]
         torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        train = [str(HERE / "train.py"), f"--run={run}", f"--steps={steps}", f"--every={every}"]
+        train = [str(HERE / "train.py"), str(run), f"--steps={steps}", f"--every={every}"]
         train += [f"--tp={layout.tensor_parallel}"]
         threads = str(max(1, (os.cpu_count() or 1) // layout.processes))
         environment = dict(os.environ, OMP_NUM_THREADS=threads, PYTHONUNBUFFERED="1")

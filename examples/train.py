@@ -1,11 +1,11 @@
 """A small GPT trained on the Python standard library's own sources, saved by Shardfast, under any layout.
 
 The same script runs on one process, with FSDP2 on several, or with FSDP2 × tensor parallel (``--tp 2``), and goes on from
-the newest committed checkpoint of ``--run``, whatever layout saved it::
+the newest committed checkpoint of ``run``, whatever layout saved it::
 
-    torchrun --nproc-per-node 2 examples/train.py --run ./run --steps 40
-    torchrun --nproc-per-node 4 examples/train.py --run ./run --steps 60 --tp 2
-    python examples/train.py --run ./run --steps 80
+    torchrun --nproc-per-node 2 examples/train.py ./run --steps 40
+    torchrun --nproc-per-node 4 examples/train.py ./run --steps 60 --tp 2
+    python examples/train.py ./run --steps 80
 
 ``make demo`` runs all of that and a SIGKILL in the middle of a save.
 """
@@ -135,7 +135,7 @@ def standard_library_text(limit_bytes: int = 4 << 20) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, help="where the checkpoints are: a path or any other store URL")
+    parser.add_argument("run", help="where the checkpoints are: a path or any other store URL")
     parser.add_argument("--steps", type=int, default=40, help="train up to this step")
     parser.add_argument("--every", type=int, default=5, help="save every so many steps")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each block (tensor parallel)")

@@ -29,6 +29,8 @@ venv_step() {
     fi
 }
 
+rust_format() { cargo fmt --all --check && cargo fmt --manifest-path fuzz/Cargo.toml --check; }
+
 setup() { scripts/setup.sh || { ready=false && return 1; }; }
 
 # As a user would: away from the checkout and its configuration, against what is installed.
@@ -39,9 +41,10 @@ user_types() {
 }
 stubs() { (cd / && "$bin/stubtest" shardfast._native); }
 
-step "rustfmt" cargo fmt --all --check
+step "rustfmt" rust_format
 step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "cargo test" cargo test --workspace --locked --quiet
+step "fuzz seeds" cargo run --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --bin seeds --locked --quiet
 step "cargo doc" env RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked --quiet
 step "environment and wheel" setup
 venv_step "ruff check" "$bin/ruff" check .

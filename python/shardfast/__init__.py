@@ -12,9 +12,10 @@ Example::
         ckpt.step(step + 1, state)             # saves when due
     ckpt.close()                               # waits until the last save is durable
 
-The keys of a *state* are the user's; each becomes a directory of the checkpoint. Their values may be modules, optimizers,
-anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of all these and of plain Python values.
-:func:`save` and :func:`load` are the plain verbs for one checkpoint; a :class:`Checkpointer` takes a whole run.
+The keys of a *state* are the user's; each becomes a directory of the checkpoint. Their values may be modules,
+optimizers, anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of all these and of plain
+Python values. :func:`save` and :func:`load` are the plain verbs for one checkpoint; a :class:`Checkpointer` takes a
+whole run.
 """
 
 import importlib

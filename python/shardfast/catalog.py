@@ -1,7 +1,7 @@
 """What a state holds, said without any framework: leaves, regions, memory, and what an adapter must tell about them.
 
-A *leaf* is one tensor or one value with a name below a key of the state. A tensor leaf names the *regions* of the global
-shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
+A *leaf* is one tensor or one value with a name below a key of the state. A tensor leaf names the *regions* of the
+global shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Ints = tuple[int, ...]
 class PerRank:
     """Declares that a value belongs to this rank alone: random states, a data loader's position.
 
-    May stand as a key's value or directly below it, in place of any encodable value or of an object with ``state_dict``.
-    Loading replaces :attr:`value` (or calls its ``load_state_dict``). When the number of ranks has changed since the save,
-    a load asks for a choice: see ``per_rank`` of :func:`shardfast.load`.
+    May stand as a key's value or directly below it, in place of any encodable value or of an object with
+    ``state_dict``. Loading replaces :attr:`value` (or calls its ``load_state_dict``). When the number of ranks has
+    changed since the save, a load asks for a choice: see ``per_rank`` of :func:`shardfast.load`.
 
     Example::
 
@@ -111,7 +111,8 @@ class Target:
     Attributes:
         memory: Writable, no two elements at one address.
         owner: Keeps the memory allocated.
-        finish: What remains to be done once the bytes are there (a copy to a device or into another dtype), if anything.
+        finish: What remains to be done once the bytes are there (a copy to a device or into another dtype), if
+            anything.
     """
 
     memory: tuple[Memory, ...]

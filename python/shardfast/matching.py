@@ -1,19 +1,19 @@
 """Which saved leaf goes where in a state: matched by name, checked, bound to memory, installed.
 
-Everything is matched and checked before memory is touched, so that every offender is known at once; tensors are filled in
-place by the engine; values are made and installed last, once all bytes are there and proven.
+Everything is matched and checked before memory is touched, so that every offender is known at once; tensors are filled
+in place by the engine; values are made and installed last, once all bytes are there and proven.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .catalog import Adapter, Flat, Layout, Memory, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor, item_bytes
-from .errors import Corrupt, Invalid, Unsupported
-from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, name_below
+from .errors import Corrupt, Invalid
+from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
 from .values import Raising, Trail, decode, raise_value, tensors_in
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -59,7 +59,8 @@ class LoadPlan:
         missing: Names that the state has and the checkpoint has not.
         unexpected: Names that the checkpoint has and no rank's state has.
         problems: Everything that forbids the load, of all ranks; empty after a load.
-        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load` only.
+        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load`
+            only.
         bytes_read: Bytes that it will read for them.
         reads: Number of reads.
         files: Number of files opened.
@@ -83,7 +84,7 @@ class LoadPlan:
         at = "" if self.step is None else f" (step {self.step})"
         lines = [
             f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values",
-            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read in {self.reads} reads of {self.files} files",
+            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read: {self.reads} reads of {self.files} files",
         ]
         lists = {
             "renamed": [f"{old} -> {new}" for old, new in self.renamed.items()],
@@ -349,13 +350,11 @@ class Matching:
         if not copies:
             return
         name = f"{leaf.key}/{leaf.name}"
-        self.plan.values.append(place_name := name if name not in self.plan.renamed else self.plan.renamed[name])
-        now = {name_below("", trail)[1:]: (adapter, tensor) for trail, adapter, tensor in self._present(current)}
-        self._refer(leaf, place_name, now)
+        name = self.plan.renamed.get(name, name)
+        self.plan.values.append(name)
+        now = {_path(trail): (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
+        self._refer(leaf, name, now)
         self._values.append(_Value(leaf, copies, place, receive, now, merges))
-
-    def _present(self, current: object) -> Iterator[tuple[Trail, Adapter, Any]]:
-        return iter(()) if current is None else tensors_in(current, self._adapters)
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
         """Wants the tensors below a value: into those that stand there now where they fit, into new ones else."""
@@ -499,9 +498,9 @@ class Matching:
             return self._loaded[key, name]
 
         def settle(tensor: object, trail: Trail) -> object:
-            adapter, standing = value.current.get(name_below("", trail)[1:], (None, None))
-            if adapter is None:
+            if _path(trail) not in value.current:
                 return tensor
+            adapter, standing = value.current[_path(trail)]
             try:
                 adapter.fill(standing, tensor)
             except Refused:
@@ -527,14 +526,12 @@ class Matching:
                 names.setdefault(key, []).append(f"{leaf.key}/{leaf.name}")
         self.plan.unexpected = [name for below in names.values() for name in below]
         lines = [_by_ranks(ranks, problem, self._world) for ranks, problem in problems]
-        if self._options.strict:
-            keys = {key for key, _ in self._ours}
-            known = {key for key in keys if any(self._ours[k, n].index not in indices for k, n in self._ours if k == key)}
-            for key, below in names.items():
-                if key in known:
-                    lines += [f"unexpected: {name} is in the checkpoint only" for name in below]
-                else:
-                    lines.append(f"unexpected: the checkpoint has the key {key!r} ({len(below)} leaves), the state has not")
+        touched_keys = {key for (key, _), leaf in self._ours.items() if leaf.index not in indices}
+        for key, below in names.items() if self._options.strict else ():
+            if key in touched_keys:
+                lines += [f"unexpected: {name} is in the checkpoint only" for name in below]
+            else:
+                lines.append(f"unexpected: all of {key} ({len(below)} leaves) is in the checkpoint only")
         self.plan.problems = lines
 
     def expect_no_problems(self) -> None:
@@ -561,6 +558,10 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
                 break
             end = leaf.name.find(".", end + 1)
     return out
+
+
+def _path(trail: Trail) -> str:
+    return ".".join(map(str, trail))
 
 
 def _copy_of(leaf: SavedObject, rank: int) -> int | None:

@@ -3,13 +3,14 @@
 A state is a dict from keys to what is saved under them. Names of leaves:
 
 - A module's leaves are its fully qualified names (FQNs), an optimizer's ``state.<FQN>.<name>`` and ``param_groups``.
-- A dict with string keys is walked one level: each entry is a leaf, or a subtree. A subtree of dicts that hold tensors only
-  is tensor leaves with dotted names. Any other value is one object leaf, in which larger tensors are references to tensor
-  leaves of their own, called after their place in it.
+- A dict with string keys is walked one level: each entry is a leaf, or a subtree. A subtree of dicts that hold tensors
+  only is tensor leaves with dotted names. Any other value is one object leaf, in which larger tensors are references to
+  tensor leaves of their own, called after their place in it.
 - What is itself a key's value is called ``value``.
 
-Ranks may hold small tensors that differ though nobody said so: random states, positions, token buffers. A tensor leaf is
-one tensor for all ranks, so these are kept as part of a value, whose copies are compared between ranks. See :func:`_is_kept`.
+Ranks may hold small tensors that differ though nobody said so: random states, positions, token buffers. A tensor leaf
+is one tensor for all ranks, so these are kept as part of a value, whose copies are compared between ranks. See
+:func:`_is_kept`.
 """
 
 from __future__ import annotations

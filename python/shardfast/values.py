@@ -1,10 +1,10 @@
 """Python values as plain data and back: data, never code, unless the user asks for pickle by name.
 
 :func:`lower` says a value in ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
-:class:`Tagged` (the table of tags is that of ``docs/format.md``); :func:`encode` and :func:`decode` are the bytes of that.
-:func:`raise_value` makes the value again. It imports nothing and calls nothing that the checkpoint names: dataclasses,
-enums and named tuples come back only if this process has already imported their class and it still fits, and without
-running their constructors.
+:class:`Tagged` (the table of tags is that of ``docs/format.md``); :func:`encode` and :func:`decode` are the bytes of
+that. :func:`raise_value` makes the value again. It imports nothing and calls nothing that the checkpoint names:
+dataclasses, enums and named tuples come back only if this process has already imported their class and it still fits,
+and without running their constructors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ DEPTH_MAX = 64
 Trail = tuple[object, ...]
 """Keys and indices from an entry of the state down to a value in it."""
 
-_FACTORIES = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)}
+_FACTORIES = {
+    f"builtins:{kind.__name__}": kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)
+}
 _NAMESPACES = ("argparse:Namespace", "types:SimpleNamespace")
 _ATOMS = frozenset({type(None), bool, int, float, bytes})
 
@@ -203,24 +205,27 @@ class _Lower:
     def _record(self, value: Any, trail: Trail) -> object:
         """A value of a class with named parts."""
         name = _type_name(type(value))
+        record: Any = value
         if name in _NAMESPACES:
             return Tagged("namespace", [name, self._map(vars(value), trail)])
         is_enum = isinstance(value, enum.Enum)
         is_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-        is_data = is_dataclass(value) and not isinstance(value, (type, dict, list, tuple, set, frozenset, str, bytes, int))
+        is_data = is_dataclass(value) and not isinstance(
+            value, (type, dict, list, tuple, set, frozenset, str, bytes, int)
+        )
         if not (is_enum or is_tuple or is_data):
             raise Refused(_refusal(value))
         if _class(name) is not type(value):
             raise Refused(f"a {name} cannot be stored: a load could not find its class again by that name")
         if is_enum:
-            return Tagged("enum", [name, value.name, self.value(value.value, (*trail, "value"))])
+            return Tagged("enum", [name, record.name, self.value(record.value, (*trail, "value"))])
         if is_tuple:
-            parts = dict(zip(value._fields, value, strict=True))
+            parts = dict(zip(record._fields, record, strict=True))
             return Tagged("named_tuple", [name, self._map(parts, trail)])
-        missing = [field.name for field in fields(value) if not hasattr(value, field.name)]
+        missing = [field.name for field in fields(record) if not hasattr(record, field.name)]
         if missing:
             raise Refused(f"a {name} cannot be stored while its fields {missing} are not set")
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        parts = {field.name: getattr(record, field.name) for field in fields(record)}
         return Tagged("dataclass", [name, self._map(parts, trail)])
 
     def _pickled(self, value: object, trail: Trail) -> object:
@@ -241,7 +246,7 @@ def _refusal(value: object) -> str:
         return f"a {type(value).__name__} ({named}) is code and cannot be stored: store its name"
     return (
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be stored: say it in plain data (dict, list, "
-        "dataclass, array, ...), give it state_dict() and load_state_dict() and an entry of its own, or pass pickle=True"
+        "dataclass, array), give it state_dict() and load_state_dict() and an entry of its own, or pass pickle=True"
     )
 
 
@@ -451,6 +456,10 @@ def _raise_path(payload: Any) -> pathlib.PurePath:
     raise Refused(f"a {name} cannot be made on this system")
 
 
+def _raise_clock(clock: Any, payload: list[Any]) -> Any:
+    return clock.replace(fold=payload[-2], tzinfo=payload[-1])
+
+
 def _raise_zone(payload: int | str) -> datetime.tzinfo:
     if isinstance(payload, int):
         return datetime.timezone(datetime.timedelta(microseconds=payload))
@@ -470,9 +479,9 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "slice": lambda payload: slice(*payload),
     "ellipsis": lambda payload: ...,
     "path": _raise_path,
-    "datetime": lambda payload: datetime.datetime(*payload[:7], payload[8], fold=payload[7]),
+    "datetime": lambda payload: _raise_clock(datetime.datetime(*payload[:7]), payload),
     "date": lambda payload: datetime.date(*payload),
-    "time": lambda payload: datetime.time(*payload[:4], payload[5], fold=payload[4]),
+    "time": lambda payload: _raise_clock(datetime.time(*payload[:4]), payload),
     "timedelta": lambda payload: datetime.timedelta(*payload),
     "time_zone": _raise_zone,
     "decimal": decimal.Decimal,

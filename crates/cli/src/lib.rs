@@ -1,1 +1,68 @@
-//! The shardfast command.
+//! The shardfast command: arguments in, engine calls, text out.
+//!
+//! [`run`] is the whole of it; the binary and the Python package both call it. What it prints with `--json` and the exit
+//! codes are described in this crate's `README.md`.
+
+mod args;
+mod commands;
+mod describe;
+mod text;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+
+use clap::Parser;
+use shardfast_engine::{Error, Kind};
+
+use args::Arguments;
+
+/// Nothing is wrong, nothing differs.
+const FINE: i32 = 0;
+/// `diff` found a difference, or `verify` damage.
+const FOUND: i32 = 1;
+/// The call must be mended: arguments, a URL, a permission.
+const USAGE: i32 = 2;
+/// There is no such checkpoint, run or key.
+const NOT_FOUND: i32 = 3;
+/// What is there cannot be read: corrupt, or of a newer version.
+const UNREADABLE: i32 = 4;
+/// The store cannot be reached, is full, or the name is taken.
+const OTHER: i32 = 5;
+
+/// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the
+/// process's own standard output and error.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> i32 {
+    let arguments = match Arguments::try_parse_from(args) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Nobody is left to be told that the terminal is gone.
+            let _ = error.print();
+            return error.exit_code();
+        }
+    };
+    let outcome = match commands::run(arguments.command) {
+        Ok(outcome) => outcome,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));
+            return exit_code(&error);
+        }
+    };
+    let printed = if arguments.json { outcome.json } else { outcome.text };
+    match io::stdout().lock().write_all(printed.as_bytes()).and_then(|()| io::stdout().flush()) {
+        // Who closes the pipe (`| head`) has read enough.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            let _ = writeln!(io::stderr(), "shardfast: Unavailable: the output cannot be written: {error}");
+            OTHER
+        }
+        _ => outcome.exit_code,
+    }
+}
+
+fn exit_code(error: &Error) -> i32 {
+    match error.kind {
+        Kind::NotFound => NOT_FOUND,
+        Kind::Corrupt | Kind::Unsupported => UNREADABLE,
+        Kind::Invalid => USAGE,
+        Kind::Conflict | Kind::Exhausted | Kind::Unavailable | Kind::Cancelled | Kind::Internal => OTHER,
+    }
+}

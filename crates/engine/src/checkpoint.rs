@@ -1,8 +1,10 @@
 //! A committed checkpoint, opened: its manifest proven, its data files opened when they are first needed.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
 use shardfast_store::Store;
 
@@ -36,6 +38,38 @@ impl Checkpoint {
         &self.url
     }
 
+    /// What all ranks make of this checkpoint, the same on every rank; every rank calls it. `touched` are the leaves that
+    /// this rank has a place for, `problems` what forbids a load here.
+    ///
+    /// # Errors
+    /// When the ranks do not all call it in time, or one of them refuses.
+    pub fn agree(&self, touched: &[u32], problems: &[String], deadline: Duration) -> Result<Opinion> {
+        let operation = self.engine.begin(format!("match {}", self.url), deadline);
+        let contribution = Ok((touched.to_vec(), problems.to_vec()));
+        operation.agree("open", contribution, |ranks: Vec<(Vec<u32>, Vec<String>)>| {
+            let mut is_touched = vec![false; self.manifest.len()];
+            let mut merged: Vec<(Vec<u32>, String)> = Vec::new();
+            let mut place: HashMap<String, usize> = HashMap::new();
+            let world = ranks.len();
+            for (rank, (touched, problems)) in ranks.into_iter().enumerate() {
+                for leaf in touched {
+                    *is_touched.get_mut(leaf as usize).ok_or_else(|| {
+                        Error::internal(format!("rank {rank} speaks of leaf {leaf}; the manifest has fewer"))
+                    })? = true;
+                }
+                for problem in problems {
+                    let at = *place.entry(problem.clone()).or_insert_with(|| {
+                        merged.push((Vec::new(), problem));
+                        merged.len() - 1
+                    });
+                    merged[at].0.push(rank as u32);
+                }
+            }
+            let untouched = (0..).zip(&is_touched).filter(|(_, touched)| !**touched).map(|(leaf, _)| leaf).collect();
+            Ok(vec![Opinion { untouched, problems: merged }; world])
+        })
+    }
+
     pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
         let decoded =
             Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
@@ -50,14 +84,35 @@ impl Checkpoint {
     }
 }
 
+/// What all ranks make of a checkpoint.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Opinion {
+    /// The leaves that no rank has a place for.
+    pub untouched: Vec<u32>,
+    /// Each problem once, with the ranks that have it.
+    pub problems: Vec<(Vec<u32>, String)>,
+}
+
 /// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on.
 ///
 /// # Errors
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
 /// `Unsupported` for a newer format, what the store says.
 pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
+    open_from(engine, shardfast_store::open(url).map_err(Error::from), url, deadline)
+}
+
+/// [`open`] from a store that is already open at the checkpoint's place; `url` is what the checkpoint is called.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_from(
+    engine: &Arc<Engine>,
+    store: Result<Arc<dyn Store>>,
+    url: &str,
+    deadline: Duration,
+) -> Result<Checkpoint> {
     let operation = engine.begin(format!("open {url}"), deadline);
-    let store = shardfast_store::open(url).map_err(Error::from);
     let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
         let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url))?;
         Ok(vec![manifest; ranks.len()])

@@ -7,7 +7,8 @@
 //!    attempt, durable.
 //! 4. It publishes `COMMIT`, which holds the manifest's name, length and SHA-256, create-if-absent: of two attempts at
 //!    one checkpoint the first wins and the second is told so. Only now does the checkpoint exist.
-//! 5. The outcome goes to every rank. A rank that loses rank 0 before it hears looks for its attempt's `COMMIT` itself.
+//! 5. The outcome goes to every rank. A rank that loses rank 0 before it hears looks for its attempt's `COMMIT` itself,
+//!    and makes its name durable.
 //!
 //! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that what a crashed
 //! or rival attempt left behind is never read and never overwritten.
@@ -76,9 +77,8 @@ pub(crate) fn agree(
     receipt: Result<Receipt>,
 ) -> std::result::Result<(), Failed> {
     let world = operation.engine.world();
-    let mut published = true;
+    let mut published = false;
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        published = false;
         let root = orders.root.as_ref().ok_or_else(|| Error::internal("only rank 0 can commit"))?;
         let manifest = assemble(root, info(destination, &orders.attempt, world), &receipts)?;
         let manifest_bytes = manifest.encode();
@@ -90,8 +90,8 @@ pub(crate) fn agree(
     match answer {
         Ok(()) => Ok(()),
         Err(failed) if operation.is_root() => {
-            let conflict = failed.error.kind == Kind::Conflict;
-            Err(Failed { nothing_published: failed.decided && (!published || conflict), error: failed.error })
+            let nothing_published = !published || failed.error.kind != Kind::Unavailable;
+            Err(Failed { error: failed.error, nothing_published })
         }
         Err(failed) if failed.decided => {
             // An unavailable store may have published before it failed.
@@ -99,7 +99,8 @@ pub(crate) fn agree(
             Err(Failed { error: failed.error, nothing_published })
         }
         Err(failed) => match read_commit(store) {
-            Ok(commit) if commit.attempt == orders.attempt => Ok(()),
+            // Rank 0 may have gone before it could make the name durable.
+            Ok(commit) if commit.attempt == orders.attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
             _ => Err(Failed { error: failed.error, nothing_published: false }),
         },
     }
@@ -107,7 +108,7 @@ pub(crate) fn agree(
 
 /// That no checkpoint is committed there yet.
 pub(crate) fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
-    match store.read(COMMIT, COMMIT_BYTES_MAX) {
+    match store.open(COMMIT) {
         Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(()),
         Err(error) => Err(error.into()),
         Ok(_) => Err(Error::new(
@@ -126,22 +127,18 @@ pub(crate) fn refuse_taken(store: &dyn Store, destination: &Destination) -> Resu
 /// # Errors
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
 pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
-    let bytes = store.read(COMMIT, COMMIT_BYTES_MAX)?;
-    let commit =
-        Commit::decode(&bytes).map_err(|error| Error::from(error).within(format!("{}/{COMMIT}", store.url())))?;
-    if commit.major > FORMAT_MAJOR {
-        return Err(Error::new(
-            Kind::Unsupported,
-            format!(
-                "{}: format version {}.{} was written by a newer shardfast; this one reads versions up to \
-                 {FORMAT_MAJOR}: upgrade shardfast",
-                store.url(),
-                commit.major,
-                commit.minor
-            ),
-        ));
+    let bytes = read(store, COMMIT, COMMIT_BYTES_MAX)?;
+    Commit::decode(&bytes).map_err(|error| Error::from(error).within(format!("{}/{COMMIT}", store.url())))
+}
+
+/// A whole object, which is `Corrupt` if it is larger than it can be.
+fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
+    let bytes = store.open(name)?.bytes();
+    if bytes > bytes_max {
+        let place = format!("{}/{name}", store.url());
+        return Err(Error::corrupt(format!("{place}: expected at most {bytes_max} bytes, found {bytes}")));
     }
-    Ok(commit)
+    Ok(store.read(name, bytes_max)?)
 }
 
 /// The proven bytes of the manifest that is committed at the store's place.
@@ -151,8 +148,7 @@ pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
 pub(crate) fn read_manifest(store: &dyn Store) -> Result<Vec<u8>> {
     let commit = read_commit(store)?;
     let place = || format!("{}/{}", store.url(), commit.manifest);
-    let bytes = store.read(&commit.manifest, commit.manifest_bytes).map_err(|error| {
-        let error = Error::from(error);
+    let bytes = read(store, &commit.manifest, commit.manifest_bytes).map_err(|error| {
         let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
         Error::new(kind, format!("{}: the committed manifest cannot be read: {}", place(), error.message))
     })?;

@@ -4,7 +4,6 @@
 //! plan (pure, each rank alone) → agree that every rank has a plan → read, prove, scatter → agree that all arrived
 //! ```
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_format::{DType, Dims, LeafKind};
@@ -55,7 +54,7 @@ impl Checkpoint {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
         operation.agree("open", plan.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
-        let loaded = plan.and_then(|plan| self.run(plan, wants, values));
+        let loaded = plan.and_then(|plan| self.run(plan, wants));
         operation
             .agree("done", loaded.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
         loaded
@@ -87,7 +86,7 @@ impl Checkpoint {
 
     /// Fills every want's sink on this rank alone: nothing is agreed with the others.
     pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
-        self.run(self.plan(wants, values)?, wants, values)
+        self.run(self.plan(wants, values)?, wants)
     }
 
     fn plan(&self, wants: &[Want], values: &[ValueRef]) -> Result<Plan> {
@@ -122,7 +121,7 @@ impl Checkpoint {
     }
 
     #[allow(unsafe_code)]
-    fn run(&self, plan: Plan, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
+    fn run(&self, plan: Plan, wants: &[Want]) -> Result<Vec<Vec<u8>>> {
         let mut encoded: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
         let value_sinks = encoded.iter_mut().map(|bytes| {
             // SAFETY: `encoded` is neither moved nor looked at until the reads are over, and each vector has one sink.
@@ -130,17 +129,8 @@ impl Checkpoint {
         });
         let value_sinks = value_sinks.collect::<Result<Vec<_>>>()?;
         let sinks: Vec<&Sink> = wants.iter().map(|want| &want.sink).chain(&value_sinks).collect();
-        let leaf_of = |want: u32| {
-            let leaf =
-                wants.get(want as usize).map_or_else(|| values[want as usize - wants.len()].leaf, |want| want.leaf);
-            let leaf = self.manifest.leaf(leaf);
-            match leaf.kind {
-                LeafKind::Tensor { .. } | LeafKind::Alias { .. } => format!("tensor {}/{}", leaf.key, leaf.name),
-                LeafKind::Object => format!("value {}/{}", leaf.key, leaf.name),
-            }
-        };
         let reads = plan.values.into_iter().chain(plan.tensors);
-        reader::run(&self.files, reads, &sinks, &leaf_of, &Arc::clone(&self.engine.staging))?;
+        reader::run(&self.files, reads, &sinks, &self.engine.staging)?;
         drop(sinks);
         Ok(encoded)
     }

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use shardfast_format::{BLOCK_BYTES, DataHeader, FileEntry, Manifest, crc64};
+use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
 use shardfast_plan::{Limits, Read};
 use shardfast_store::{ObjectReader, Store};
 
@@ -16,6 +16,9 @@ use crate::writer::Failure;
 /// Reads in flight in one load: a disk reads ahead for each of them.
 const READERS: usize = 8;
 
+/// Leaves that a message names.
+const NAMES_MAX: usize = 16;
+
 /// What the planner may ask for in one read: grown to whole blocks on both sides it fills at most a slot. Gaps below
 /// half a block are cheaper to read than to seek over.
 pub(crate) const LIMITS: Limits =
@@ -26,7 +29,7 @@ pub(crate) struct Files {
     store: Arc<dyn Store>,
     place: String,
     manifest: Arc<Manifest>,
-    open: Vec<OnceLock<Result<Arc<OpenFile>>>>,
+    open: Vec<Mutex<Option<Arc<OpenFile>>>>,
 }
 
 /// A data file whose header is that of the manifest.
@@ -37,17 +40,19 @@ pub(crate) struct OpenFile {
 
 impl Files {
     pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
-        let open = manifest.files().iter().map(|_| OnceLock::new()).collect();
+        let open = manifest.files().iter().map(|_| Mutex::default()).collect();
         Files { store, place, manifest, open }
     }
 
     /// The file, opened and with its header proven.
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
+        let mut open = self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &*open {
+            return Ok(Arc::clone(open));
+        }
         let entry = &self.manifest.files()[file as usize];
-        self.open[file as usize]
-            .get_or_init(|| open_file(&*self.store, entry).map(Arc::new))
-            .clone()
-            .map_err(|error| error.within(&self.place))
+        let opened = open_file(&*self.store, entry).map_err(|error| error.within(&self.place))?;
+        Ok(Arc::clone(open.insert(Arc::new(opened))))
     }
 
     /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,
@@ -77,6 +82,26 @@ impl Files {
             }
         }
         Ok(damaged)
+    }
+
+    /// The leaves of which something lies in a range of a file, in words.
+    fn leaves_in(&self, file: u32, range: &Range<u64>) -> String {
+        let meets = |e: Extent| e.file == file && e.offset < range.end && range.start < e.offset + e.bytes;
+        let (mut names, mut more) = (Vec::new(), 0);
+        for i in 0..self.manifest.len() {
+            let is_tensor = self.manifest.regions(i).any(|(_, extent)| meets(extent));
+            if !is_tensor && !self.manifest.values(i).any(|(_, extent)| meets(extent)) {
+                continue;
+            }
+            if names.len() == NAMES_MAX {
+                more += 1;
+                continue;
+            }
+            let leaf = self.manifest.leaf(i);
+            names.push(format!("{} {}/{}", if is_tensor { "tensor" } else { "value" }, leaf.key, leaf.name));
+        }
+        let names = names.join(", ");
+        if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
     /// The range grown to whole blocks of the file.
@@ -150,13 +175,12 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
 /// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read.
 ///
 /// # Errors
-/// `Corrupt` names the checkpoint, the leaf, the file and the byte range; no byte of a damaged block reaches a sink.
+/// `Corrupt` names the checkpoint, the leaves, the file and the byte range; no byte of a damaged block reaches a sink.
 /// Sinks filled before the failure keep what they got.
 pub(crate) fn run(
     files: &Files,
     reads: impl Iterator<Item = Read> + Send,
     sinks: &[&Sink],
-    leaf_of: &(dyn Fn(u32) -> String + Sync),
     staging: &Arc<Staging>,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
@@ -169,7 +193,7 @@ pub(crate) fn run(
                     if failure.is_set() {
                         return;
                     }
-                    match run_one(files, &read, sinks, leaf_of, staging) {
+                    match run_one(files, &read, sinks, staging) {
                         Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
                         Err(error) => return failure.set(error),
                     }
@@ -185,20 +209,20 @@ fn run_one(
     files: &Files,
     read: &Read,
     sinks: &[&Sink],
-    leaf_of: &(dyn Fn(u32) -> String + Sync),
     staging: &Arc<Staging>,
 ) -> Result<u64> {
+    files.open(read.file).map_err(|error| {
+        error.within(format_args!("{} cannot be read", files.leaves_in(read.file, &(0..u64::MAX))))
+    })?;
     let range = files.whole_blocks(read.file, read.offset..read.offset + read.bytes);
-    let touched = |block: &Range<u64>| {
-        let block = block.clone();
-        read.pieces.iter().filter(move |p| p.src < block.end && block.start < p.src + p.span_bytes)
+    let is_needed = |block: Range<u64>| {
+        read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };
     let mut slot = staging.acquire();
-    let damaged = files.read_blocks(read.file, range.clone(), &mut slot, |block| touched(&block).next().is_some())?;
+    let damaged = files.read_blocks(read.file, range.clone(), &mut slot, is_needed)?;
     if let Some(damage) = damaged.first() {
-        let mut names: Vec<String> = touched(&damage.span).map(|piece| leaf_of(piece.want)).collect();
-        names.dedup();
-        return Err(Error::corrupt(format!("{}: {}: {damage}", files.place, names.join(", "))));
+        let leaves = files.leaves_in(read.file, &damage.span);
+        return Err(Error::corrupt(format!("{}: {leaves}: {damage}", files.place)));
     }
     for piece in &read.pieces {
         let at = (piece.src - range.start) as usize;

@@ -29,7 +29,7 @@ impl Sink {
         dims.sort_unstable();
         let mut extent = item_bytes;
         for (stride, length) in dims {
-            if stride < extent {
+            if stride < extent && !lengths.contains(&0) {
                 return Err(Error::invalid(format!(
                     "the destination's elements share memory (shape {lengths:?}, strides {strides_bytes:?} bytes, \
                      {item_bytes} bytes an element): load into a tensor of its own, such as its clone()"
@@ -142,6 +142,7 @@ mod tests {
             assert!(Sink::new(address, &[3, 4], &[8, 4], 4).is_err());
             assert!(Sink::new(address, &[4, 4], &[4, 16], 4).is_ok());
             assert!(Sink::new(address, &[1, 4], &[0, 4], 4).is_ok());
+            assert!(Sink::new(address, &[4, 0], &[0, 0], 4).is_ok());
         }
     }
 }

@@ -80,8 +80,8 @@ pub struct Catalog {
 }
 
 impl Catalog {
-    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions. What the layouts are called is left out.
-    /// Two catalogs of one fingerprint have the same plan.
+    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions. What the layouts are called is left
+    /// out. Two catalogs of one fingerprint have the same plan.
     pub fn fingerprint(&self) -> [u8; 32] {
         let mut digest = Sha256::new();
         digest.update(b"shardfast catalog 1");

@@ -1,8 +1,8 @@
 //! The two checksums of the format: CRC-64/NVME for data, SHA-256 for what a commit vouches for.
 //!
 //! CRC-64/NVME: width 64, polynomial 0xad93d23594c93659, initial value and final XOR all ones, input and output
-//! reflected, check value 0xae8b14860a799888 (NVM Express command set specification, 5.2.1.3.4; also the CRC64NVME that S3
-//! returns).
+//! reflected, check value 0xae8b14860a799888 (NVM Express command set specification, 5.2.1.3.4; also the CRC64NVME that
+//! S3 returns).
 
 use crc_fast::{CrcAlgorithm, Digest as CrcDigest};
 use sha2::{Digest, Sha256};

@@ -37,8 +37,8 @@ impl Commit {
         format!("{body}{CRC}{crc:016x}\n").into_bytes()
     }
 
-    /// Reads a record: its own checksum first, then its version, then the rest. What a later minor version adds, between the
-    /// known lines and the checksum, is ignored.
+    /// Reads a record: its own checksum first, then its version, then the rest. What a later minor version adds,
+    /// between the known lines and the checksum, is ignored.
     ///
     /// # Errors
     /// `Corrupt` for any byte that [`Commit::encode`] would not have written; `Unsupported` for another major version.

@@ -187,8 +187,8 @@ pub(crate) fn true_shape(dtype: DType, mut shown: Dims) -> Option<Dims> {
     Some(shown)
 }
 
-/// The JSON as it stands. Its depth is bounded by the types (and by serde_json's own limit for what they skip); nothing is
-/// reserved ahead of the bytes that justify it.
+/// The JSON as it stands. Its depth is bounded by the types (and by serde_json's own limit for what they skip); nothing
+/// is reserved ahead of the bytes that justify it.
 struct Header {
     entries: Vec<Entry>,
     metadata: BTreeMap<String, String>,

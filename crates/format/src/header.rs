@@ -1,5 +1,5 @@
-//! A data file: a safetensors file whose layout is fixed before the first byte is written, and whose header, written last,
-//! holds the checksums of its blocks.
+//! A data file: a safetensors file whose layout is fixed before the first byte is written, and whose header, written
+//! last, holds the checksums of its blocks.
 
 use std::collections::BTreeMap;
 
@@ -172,8 +172,8 @@ impl DataHeader {
     /// Parses the first `data_start` bytes of a data file of `file_bytes` bytes.
     ///
     /// # Errors
-    /// `Corrupt` for whatever [`FileLayout`] would not have written; `Unsupported` for an element type or a size of blocks
-    /// that this build does not know.
+    /// `Corrupt` for whatever [`FileLayout`] would not have written; `Unsupported` for an element type or a size of
+    /// blocks that this build does not know.
     pub fn parse(bytes: &[u8], file_bytes: u64) -> Result<DataHeader, Error> {
         let corrupt = |message: String| Error::Corrupt(format!("data file: {message}"));
         let parsed = container::parse("data file", bytes, file_bytes)?;
@@ -198,7 +198,9 @@ impl DataHeader {
             }
             None => return Err(corrupt(format!("metadata {BLOCK_SIZE:?}: expected {BLOCK_BYTES}"))),
         };
-        let digits = metadata.remove(BLOCKS).unwrap_or_default();
+        let Some(digits) = metadata.remove(BLOCKS) else {
+            return Err(corrupt(format!("metadata {BLOCKS:?} is missing")));
+        };
         let blocks = data_bytes.div_ceil(block_bytes);
         if blocks.checked_mul(CRC_DIGITS as u64) != Some(digits.len() as u64) {
             let found = digits.len();

@@ -87,8 +87,8 @@ pub enum LeafKind<'a> {
     },
 }
 
-/// A checked manifest. Whatever it says holds: extents lie inside their files, regions inside their tensors, the regions of
-/// a tensor have as many elements as the tensor, alias targets are tensors, names are unique and sorted.
+/// A checked manifest. Whatever it says holds: extents lie inside their files, regions inside their tensors, the
+/// regions of a tensor have as many elements as the tensor, alias targets are tensors, names are unique and sorted.
 ///
 /// What it does not prove, since that takes more than linear time, is that a tensor's regions are disjoint (the writer
 /// did, before the commit), nor that extents of different leaves are.
@@ -110,8 +110,8 @@ struct Strings {
     ends: Vec<u64>,
 }
 
-/// Columns of one row per leaf. Ends are cumulative: what belongs to leaf `i` reaches from `ends[i - 1]` (0 for the first) to
-/// `ends[i]`.
+/// Columns of one row per leaf. Ends are cumulative: what belongs to leaf `i` reaches from `ends[i - 1]` (0 for the
+/// first) to `ends[i]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Leaves {
     key: Vec<u32>,
@@ -207,8 +207,8 @@ impl Manifest {
         None
     }
 
-    /// The regions of leaf `i`, by their offsets, and where the bytes of each lie in row-major order. None unless it is a
-    /// tensor.
+    /// The regions of leaf `i`, by their offsets, and where the bytes of each lie in row-major order. None unless it is
+    /// a tensor.
     pub fn regions(&self, i: usize) -> impl ExactSizeIterator<Item = (Region, Extent)> + '_ {
         let rows = span(&self.leaves.regions_end, i);
         let (first, ndim) = (rows.start, span(&self.leaves.dims_end, i).len());

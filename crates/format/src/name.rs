@@ -52,8 +52,8 @@ pub fn value_name(name: &str, rank: u32) -> String {
     format!("{name}@rank{rank}")
 }
 
-/// Checks a key of the user's state, which names a directory: 1 to 200 bytes, no `/`, `\` or control character, no leading
-/// `.`, and neither `COMMIT` nor anything that a manifest may be called.
+/// Checks a key of the user's state, which names a directory: 1 to 200 bytes, no `/`, `\` or control character, no
+/// leading `.`, and neither `COMMIT` nor anything that a manifest may be called.
 ///
 /// # Errors
 /// `Invalid`, naming the key and the rule.

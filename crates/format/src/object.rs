@@ -1,7 +1,7 @@
 //! Python values as typed, self-describing CBOR (RFC 8949): data, never code.
 //!
-//! A small part of CBOR: definite lengths, 64-bit floats, text, bytes, arrays, maps, null, booleans, integers and bignums (tags
-//! 2 and 3), and the closed table of [`Tag`]s.
+//! A small part of CBOR: definite lengths, 64-bit floats, text, bytes, arrays, maps, null, booleans, integers and
+//! bignums (tags 2 and 3), and the closed table of [`Tag`]s.
 
 mod decode;
 mod encode;

@@ -101,6 +101,21 @@ impl Checkpoint {
         Ok(list)
     }
 
+    /// What all ranks make of it, the same on every rank: the leaves that no rank has a place for (`touched` are those
+    /// that this one has), and all ranks' problems, each once, with the ranks that have it.
+    #[allow(clippy::type_complexity)] // it is what Python gets
+    fn agree(
+        &self,
+        py: Python<'_>,
+        touched: Vec<u32>,
+        problems: Vec<String>,
+        timeout_s: f64,
+    ) -> PyResult<(Vec<u32>, Vec<(Vec<u32>, String)>)> {
+        let timeout = seconds(timeout_s)?;
+        let opinion = py.detach(|| self.checkpoint.agree(&touched, &problems, timeout)).map_err(raise)?;
+        Ok((opinion.untouched, opinion.problems))
+    }
+
     /// What this rank's `load` would read: bytes_wanted, bytes_read, reads, files. Touches no data.
     fn plan<'py>(
         &self,

@@ -3,7 +3,7 @@
 use shardfast_format::Region;
 
 /// Regions in a node that is not divided further.
-const LEAF_MAX: usize = 4;
+const LEAF_MAX: usize = 8;
 
 /// A bounding-volume tree over disjoint regions: each node halves its regions along the dimension that cuts them most.
 /// For shards of one dimension this is a binary search, for a mesh of them one in every sharded dimension, and it holds

@@ -82,14 +82,14 @@ pub struct Reads {
 }
 
 /// Plans what one rank reads to fill `wants`. Nothing is read twice but what two wants share and no one read could hold;
-/// wants without elements cost nothing.
+/// wants without elements bring nothing.
 ///
 /// # Errors
 /// [`Error::Invalid`] naming every want of no tensor or outside its tensor's shape; [`Error::Corrupt`] naming every wanted
 /// tensor whose saved regions do not hold each element exactly once, with a missing or overlapping region.
 pub fn load(manifest: &Manifest, wants: &[Want], limits: Limits) -> Result<Reads, Error> {
     check(manifest, wants)?;
-    let mut by_leaf: Vec<(u32, &Want)> = (0u32..).zip(wants).filter(|(_, want)| !want.region.is_empty()).collect();
+    let mut by_leaf: Vec<(u32, &Want)> = (0u32..).zip(wants).collect();
     by_leaf.sort_by_key(|(_, want)| want.leaf);
 
     let mut boxes = Vec::new();
@@ -277,7 +277,7 @@ impl Iterator for Reads {
                 Some(read) => {
                     let end = read.offset + read.bytes;
                     let far = read.file != file || src.saturating_sub(end) > self.limits.gap_max_bytes;
-                    if far || claimed.max(end) - read.offset > self.limits.read_max_bytes {
+                    if far || claimed - read.offset > self.limits.read_max_bytes {
                         break;
                     }
                     read.bytes = end.max(src + piece.span_bytes) - read.offset;

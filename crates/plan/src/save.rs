@@ -227,7 +227,7 @@ impl Share {
                     copies.iter().filter(|(region, ..)| *region == wanted).map(|&(_, rank, _)| rank).collect();
                 format!("{wanted} on {}", Ranks(&ranks))
             };
-            problems.push(match flaw {
+            problems.push(match *flaw {
                 Flaw::Overlap(a, b) => format!("{name}: {} overlaps {}", on(&a), on(&b)),
                 Flaw::Missing(region) => format!("{name}: no rank holds {region} of the shape {shape:?}"),
                 flaw => format!("{name}: {flaw}"),

@@ -180,7 +180,7 @@ fn wrong_writes_are_refused(store: &dyn Store) {
     let object = store.create("o", 5000).unwrap();
     let alignment = object.alignment();
     assert!(alignment.is_power_of_two() && alignment <= 4096);
-    for offset in [8192, 1 << 40, u64::MAX & !4095] {
+    for offset in [8192, 1 << 40, !4095] {
         assert_eq!(kind(write_piece(&*object, offset, &[1; 4096])), Some(Kind::Invalid), "{offset}");
     }
     if alignment > 1 {
@@ -263,15 +263,15 @@ fn one_publisher_wins(stores: &[Arc<dyn Store>; 2]) {
 }
 
 fn directories_are_listed(store: &dyn Store) {
-    for name in ["b/x", "b/y/z", "a", "c-d", "c0"] {
+    for name in ["b/x", "b/y/z", "a", "c-d", "c0", "c/q"] {
         write_object(store, name, name.as_bytes()).unwrap();
     }
     let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, bytes };
     let dir = |name: &str| Entry { name: name.into(), is_dir: true, bytes: 0 };
-    assert_eq!(store.list("").unwrap(), [file("a", 1), dir("b"), file("c-d", 3), file("c0", 2)]);
+    assert_eq!(store.list("").unwrap(), [file("a", 1), dir("b"), dir("c"), file("c-d", 3), file("c0", 2)]);
     assert_eq!(store.list("b").unwrap(), [file("x", 3), dir("y")]);
     assert_eq!(store.list("b/y").unwrap(), [file("z", 5)]);
-    assert_eq!(kind(store.list("c")), Some(Kind::NotFound));
+    assert_eq!(kind(store.list("d")), Some(Kind::NotFound));
     assert_eq!(kind(store.open("b")), Some(Kind::NotFound), "a directory is no object");
 }
 

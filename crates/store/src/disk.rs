@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags, StatxFlags};
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags};
 pub use rustix::io::Errno;
 
 /// A system call's result.
@@ -60,9 +60,6 @@ pub trait Disk: Send + Sync + 'static {
     fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
     /// What an open file is.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
-    /// What direct I/O asks of addresses, offsets and lengths (`STATX_DIOALIGN`): `None` if the kernel does not tell,
-    /// 0 if the file cannot do it.
-    fn direct_alignment(&self, file: &Self::File) -> Sys<Option<u32>>;
     /// Makes a directory's entries durable.
     fn fsync_dir(&self, path: &Path) -> Sys<()>;
     /// Gives a file a second name, which must not exist.
@@ -128,16 +125,6 @@ impl Disk for RealDisk {
 
     fn fstat(&self, file: &OwnedFd) -> Sys<Stat> {
         fs::fstat(file).map(of_stat)
-    }
-
-    fn direct_alignment(&self, file: &OwnedFd) -> Sys<Option<u32>> {
-        let statx = fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
-        let told = StatxFlags::from_bits_retain(statx.stx_mask).contains(StatxFlags::DIOALIGN);
-        let alignment = match (statx.stx_dio_mem_align, statx.stx_dio_offset_align) {
-            (0, _) | (_, 0) => 0,
-            (memory, offset) => memory.max(offset),
-        };
-        Ok(told.then_some(alignment))
     }
 
     fn fsync_dir(&self, path: &Path) -> Sys<()> {

@@ -63,7 +63,8 @@ pub(crate) fn open_path(path: &str) -> Result<Arc<dyn Store>> {
         return Err(invalid("expected a path or a URL".into()));
     }
     let root = std::path::absolute(path).map_err(|e| invalid(e.to_string()))?;
-    Ok(Arc::new(LocalStore::on(RealDisk, root)?))
+    // Without a slash at the end.
+    Ok(Arc::new(LocalStore::on(RealDisk, root.components().collect())?))
 }
 
 fn percent_decoded(path: &str) -> Option<String> {
@@ -160,14 +161,9 @@ impl<D: Disk> LocalStore<D> {
         }
         self.make_dirs(dir)?;
         let path = temporary(dir)?;
-        let tried = uninterrupted(|| self.disk.create_new(&path, true)).and_then(|file| {
-            // A kernel that cannot tell is asked by writing.
-            if matches!(self.disk.direct_alignment(&file), Ok(Some(asked)) if asked == 0 || asked as usize > ALIGNMENT)
-            {
-                return Err(Errno::INVAL);
-            }
-            uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0))
-        });
+        // Some file systems take the flag and refuse the write.
+        let tried = uninterrupted(|| self.disk.create_new(&path, true))
+            .and_then(|file| uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0)));
         // A kernel that refuses O_DIRECT may have created the file all the same.
         let removed = uninterrupted(|| self.disk.unlink(&path));
         let direct = match tried {

@@ -429,10 +429,6 @@ impl Disk for SimDisk {
         self.call("fstat", &file.path, None, |state, _| Ok(state.stat(file.inode)))
     }
 
-    fn direct_alignment(&self, file: &SimFile) -> Sys<Option<u32>> {
-        self.call("direct_alignment", &file.path, None, |_, _| Ok(Some(DIRECT_ALIGNMENT as u32)))
-    }
-
     fn fsync_dir(&self, path: &Path) -> Sys<()> {
         self.call("fsync_dir", path, Some(()), |state, _| {
             let inode = state.find(path)?;

@@ -36,11 +36,10 @@ fn memory() {
 /// The local backend on file systems that lack one thing or another.
 #[test]
 fn simulated() {
-    let lacks: [&[(&str, Errno)]; 6] = [
+    let lacks: [&[(&str, Errno)]; 5] = [
         &[],
         &[("create_new_direct", Errno::INVAL)],
-        &[("pwrite_direct", Errno::INVAL), ("direct_alignment", Errno::NOSYS)],
-        &[("direct_alignment", Errno::NOSYS)],
+        &[("pwrite_direct", Errno::INVAL)],
         &[("fallocate", Errno::OPNOTSUPP), ("will_need", Errno::INVAL)],
         &[("rename_noreplace", Errno::INVAL)],
     ];

@@ -10,7 +10,7 @@ use shardfast_store::conformance::{pattern, write_object};
 use shardfast_store::simdisk::{Call, Fault, SimDisk};
 use shardfast_store::{Kind, Store};
 
-const SEEDS: std::ops::Range<u64> = 0..20;
+const SEEDS: std::ops::Range<u64> = 0..12;
 
 /// A disk with step 1 on it, after a reboot.
 fn disk_with_a_step() -> SimDisk {
@@ -31,7 +31,11 @@ fn dying_at_any_call_leaves_steps_whole_or_invisible() {
             let store = mount(&disk.crash(seed)).unwrap();
             assert_eq!(committed(&store, 1), Ok(true), "died at call {at}, seed {seed}");
             let second = committed(&store, 2).unwrap_or_else(|flaw| panic!("died at call {at}, seed {seed}: {flaw}"));
-            assert!(second || saved.is_err(), "died at call {at}, seed {seed}: a step said to be saved is gone");
+            match &saved {
+                Ok(()) => assert!(second, "died at call {at}, seed {seed}: a step said to be saved is gone"),
+                Err(error) if second => assert!(error.message.contains("may have been published"), "{at}: {error}"),
+                Err(_) => {}
+            }
             seen.insert((saved.is_ok(), second));
             // What is left hinders nobody.
             save(&store, 3).unwrap();

@@ -17,4 +17,3 @@ def active() -> list[Adapter]:
         for framework in FRAMEWORKS
         if framework in sys.modules
     ]
-

@@ -126,7 +126,12 @@ def _type_string(dtype: np.dtype[Any]) -> str:
     """NumPy's type string, byte order included; the name for types of other packages, which have none of their own."""
     if dtype.name in DTYPES and dtype.kind == "V":
         return dtype.name
-    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None or not _TYPE_STRING.fullmatch(dtype.str):
+    if (
+        dtype.hasobject
+        or dtype.names is not None
+        or dtype.subdtype is not None
+        or not _TYPE_STRING.fullmatch(dtype.str)
+    ):
         raise Refused(f"an array of {dtype} cannot be stored: only plain elements are data")
     return dtype.str
 

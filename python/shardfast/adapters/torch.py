@@ -162,10 +162,12 @@ def _local(tensor: Any) -> torch.Tensor:
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         local = tensor.to_local()
-    return local.wait() if hasattr(local, "trigger_wait") else local  # a collective may still be in flight
+    if hasattr(local, "trigger_wait"):  # a collective is still in flight
+        local = local.wait()
+    return local  # type: ignore[no-any-return]
 
 
-def _views(tensor: torch.Tensor, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+def _views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
     shape = tuple(tensor.shape)
     if not _is_dtensor(tensor):
@@ -178,7 +180,7 @@ def _views(tensor: torch.Tensor, local: torch.Tensor) -> list[tuple[Region, torc
             return [(chunks[0], local)]
         if not local.is_contiguous():
             raise Refused("a DTensor whose local tensor is not contiguous and holds several chunks: make it contiguous")
-        parts = local.reshape(-1).split(sizes)
+        parts = torch.split(local.reshape(-1), sizes)
         return [(chunk, part.view(chunk.lengths)) for chunk, part in zip(chunks, parts, strict=True)]
     cuts = _cuts(tensor)
     regions, starts, local_shape = _cut(shape, cuts) if cuts is not None else ((), (), (0,))
@@ -313,9 +315,7 @@ class _Optimizers:
     groups with their parameters' names.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], adapter: TorchAdapter
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str], adapter: TorchAdapter) -> None:
         self._adapter = adapter
         self._groups: list[dict[str, Any]] = []
         self._group_names: list[list[str]] = []
@@ -571,14 +571,14 @@ class TorchAdapter:
         return (local.device, local.data_ptr(), tuple(tensor.shape), local.shape, local.stride(), local.dtype)
 
     def module(self, value: object) -> Module | None:
-        parts = value if isinstance(value, (list, tuple)) else [value]
+        parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if not parts or not all(isinstance(part, nn.Module) for part in parts):
             return None
         modules = _Modules(parts, self)
         return Module(modules, modules.parameters)
 
     def optimizer(self, value: object, names: Mapping[int, str]) -> _Optimizers | None:
-        parts = value if isinstance(value, (list, tuple)) else [value]
+        parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if not parts or not all(isinstance(part, torch.optim.Optimizer) for part in parts):
             return None
         return _Optimizers(parts, names, self)
@@ -598,7 +598,9 @@ class TorchAdapter:
 
     def _lower_tensor(self, tensor: torch.Tensor) -> list[object]:
         if _is_dtensor(tensor):
-            raise Refused("a DTensor cannot be part of a value: make it an entry of its own, or store its full_tensor()")
+            raise Refused(
+                "a DTensor cannot be part of a value: make it an entry of its own, or store its full_tensor()"
+            )
         _expect_storable(tensor)
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _ARRAY_DTYPES:
@@ -626,7 +628,9 @@ class TorchAdapter:
             return dtype
         _, _, shape, data = payload
         if math.prod(shape) * dtype.itemsize != len(data):
-            raise Refused(f"a tensor of {dtype} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}")
+            raise Refused(
+                f"a tensor of {dtype} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}"
+            )
         tensor = torch.empty(shape, dtype=dtype)
         ctypes.memmove(tensor.data_ptr(), data, len(data))
         return tensor

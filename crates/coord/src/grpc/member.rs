@@ -54,6 +54,7 @@ impl Member {
         let endpoint = Endpoint::from_shared(format!("http://{address}"))
             .map_err(|error| Error::Invalid(format!("rank 0's address {address:?} is not \"host:port\": {error}")))?
             .tcp_nodelay(true)
+            .http2_keep_alive_interval(keep_alive.interval)
             .keep_alive_timeout(keep_alive.timeout)
             .keep_alive_while_idle(true)
             .initial_stream_window_size(WINDOW_BYTES)

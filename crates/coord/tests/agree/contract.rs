@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_coord::{Coord, Error, Failure, local, solo};
+use shardfast_coord::{Coord, Error, Failure, PAYLOAD_BYTES_MAX, local, solo};
 
 use crate::{LONG, connected, each, everyone, promptly};
 
@@ -237,10 +237,11 @@ fn large_payloads_pass(ranks: Vec<Arc<dyn Coord>>) {
     assert!(answers[0] == vec![2; bytes] && answers[1] == vec![1; bytes]);
 
     let too_large = each(&ranks, |coord| {
-        let bytes = if coord.rank() == 1 { (1 << 30) + 1 } else { 0 };
+        // Beyond what a message may have around a payload, too.
+        let bytes = if coord.rank() == 1 { PAYLOAD_BYTES_MAX + (2 << 20) } else { 0 };
         coord.agree("too large", Ok(vec![0; bytes]), &mut Ok, LONG).unwrap_err()
     });
-    let reason = "its contribution has 1073741825 bytes, the most is 1073741824".to_owned();
+    let reason = "its contribution has 1075838976 bytes, the most is 1073741824".to_owned();
     let failures = vec![Failure { rank: 1, reason }];
     assert_eq!(too_large, vec![Error::Failed { topic: "too large".into(), failures }; 2]);
 }

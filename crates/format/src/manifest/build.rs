@@ -78,12 +78,7 @@ impl ManifestBuilder {
                     columns.shape.extend_from_slice(&shape);
                     parts.sort_by(|a, b| a.0.offsets.cmp(&b.0.offsets));
                     for (region, extent) in parts {
-                        if region.offsets.len() != shape.len() || region.lengths.len() != shape.len() {
-                            let (expected, found) = (shape.len(), region.ndim());
-                            return Err(Error::Invalid(format!(
-                                "manifest: tensor {name}: expected regions of {expected} dimensions, found {region} of {found}"
-                            )));
-                        }
+                        check_ndim(&name, &region, shape.len())?;
                         regions.offsets.extend_from_slice(&region.offsets);
                         regions.lengths.extend_from_slice(&region.lengths);
                         regions.file.push(extent.file);
@@ -128,6 +123,15 @@ impl ManifestBuilder {
             other => other,
         })?;
         Ok(manifest)
+    }
+}
+
+fn check_ndim(name: &LeafName, region: &Region, expected: usize) -> Result<(), Error> {
+    match [region.offsets.len(), region.lengths.len()].into_iter().find(|&found| found != expected) {
+        Some(found) => Err(Error::Invalid(format!(
+            "manifest: tensor {name}: region {region}: expected {expected} dimensions, found {found}"
+        ))),
+        None => Ok(()),
     }
 }
 

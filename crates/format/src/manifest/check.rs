@@ -58,6 +58,7 @@ impl Manifest {
         self.strings.check("strings.ends")?;
         self.check_columns()?;
         self.place_coords()?;
+        self.check_kinds()?;
         for i in 0..self.len() {
             self.check_leaf(i)?;
         }
@@ -103,6 +104,19 @@ impl Manifest {
         Ok(())
     }
 
+    /// Before anything is held against what may only be new.
+    fn check_kinds(&self) -> Checked {
+        match self.leaves.kind.iter().position(|&kind| kind > codec::KIND_ALIAS) {
+            Some(i) => Err(Error::Unsupported(format!(
+                "manifest: leaf {}/{}: kind {} is not known; upgrade shardfast",
+                self.key(i),
+                self.name(i),
+                self.leaves.kind[i]
+            ))),
+            None => Ok(()),
+        }
+    }
+
     fn check_leaf(&self, i: usize) -> Checked {
         let (key, name) = (self.key(i), self.name(i));
         let (kind, code, target) = (self.leaves.kind[i], self.leaves.dtype[i], self.leaves.alias_of[i]);
@@ -134,7 +148,8 @@ impl Manifest {
                 }
                 self.check_object(i)
             }
-            codec::KIND_ALIAS => {
+            // `check_kinds` leaves nothing else.
+            _ => {
                 if regions != 0 || values != 0 || !shape.is_empty() || code != 0 {
                     return corrupt(format!("alias {key}/{name}: has a shape, a dtype, regions or values"));
                 }
@@ -144,9 +159,6 @@ impl Manifest {
                     None => corrupt(format!("alias {key}/{name}: there is no leaf {target}, only {}", self.len())),
                 }
             }
-            _ => Err(Error::Unsupported(format!(
-                "manifest: leaf {key}/{name}: kind {kind} is not known; upgrade shardfast"
-            ))),
         }
     }
 
@@ -251,8 +263,8 @@ fn check_files(files: &[FileEntry]) -> Checked {
         let header = 1..=(JSON_BYTES_MAX + LENGTH_BYTES).min(*bytes);
         if !data_start.is_multiple_of(DATA_ALIGNMENT) || !header.contains(data_start) {
             return corrupt(format!(
-                "file {path} of {bytes} bytes: expected data at a multiple of {DATA_ALIGNMENT} below {}, found {data_start}",
-                header.end() + 1
+                "file {path}: expected data at a multiple of {DATA_ALIGNMENT} of at most {}, found {data_start}",
+                header.end()
             ));
         }
     }

@@ -47,10 +47,10 @@ impl Manifest {
         out.u64s("shapes", leaves.shape.iter().copied());
         out.u64s("regions.offsets", regions.offsets.iter().copied());
         out.u64s("regions.lengths", regions.lengths.iter().copied());
-        out.u64s("regions.offset", regions.offset.iter().copied());
+        out.u64s("regions.file_offset", regions.offset.iter().copied());
         out.u64s("regions.bytes", regions.bytes.iter().copied());
         out.u64s("values.ranks_end", values.ranks_end.iter().copied());
-        out.u64s("values.offset", values.offset.iter().copied());
+        out.u64s("values.file_offset", values.offset.iter().copied());
         out.u64s("values.bytes", values.bytes.iter().copied());
         out.u32s("leaves.key", &leaves.key);
         out.u32s("leaves.name", &leaves.name);
@@ -98,7 +98,7 @@ impl Manifest {
                 offsets: source.u64s("regions.offsets")?,
                 lengths: source.u64s("regions.lengths")?,
                 file: source.u32s("regions.file")?,
-                offset: source.u64s("regions.offset")?,
+                offset: source.u64s("regions.file_offset")?,
                 bytes: source.u64s("regions.bytes")?,
                 coords_start: Vec::new(),
             },
@@ -107,7 +107,7 @@ impl Manifest {
                 rank_start: source.u32s("ranks.start")?,
                 rank_stop: source.u32s("ranks.stop")?,
                 file: source.u32s("values.file")?,
-                offset: source.u64s("values.offset")?,
+                offset: source.u64s("values.file_offset")?,
                 bytes: source.u64s("values.bytes")?,
             },
         };

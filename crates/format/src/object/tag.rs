@@ -45,8 +45,8 @@ pub enum Tag {
     Dataclass,
     /// An `enum.Enum` member: `[type, name, value]`; the name is null for unnamed flags.
     Enum,
-    /// `pathlib`: `[class, text]`, the class one of `PosixPath`, `WindowsPath`, `PurePosixPath`, `PureWindowsPath`; the text
-    /// a string, with surrogates or without.
+    /// `pathlib`: `[class, text]`, the class one of `PosixPath`, `WindowsPath`, `PurePosixPath`, `PureWindowsPath`; the
+    /// text a string, with surrogates or without.
     Path,
     /// `datetime.datetime`: `[year, month, day, hour, minute, second, microsecond, fold, zone]`; the zone null or a
     /// [`Tag::TimeZone`].
@@ -67,9 +67,9 @@ pub enum Tag {
     Uuid,
     /// A tensor that is a leaf of its own: `[key, name]`.
     TensorRef,
-    /// A small tensor or array kept as a value: `[framework, dtype, shape, bytes]`. The framework is `torch` or `numpy`;
-    /// the dtype torch's name without `torch.` (little-endian then) or NumPy's type string (`<f4`, which tells the byte
-    /// order); the shape a list of integers; the bytes in row-major order.
+    /// A small tensor or array kept as a value: `[framework, dtype, shape, bytes]`. The framework is `torch` or
+    /// `numpy`; the dtype torch's name without `torch.` (little-endian then) or NumPy's type string (`<f4`, which tells
+    /// the byte order); the shape a list of integers; the bytes in row-major order.
     Array,
     /// A NumPy scalar: `[type string, bytes]`.
     NumpyScalar,
@@ -180,7 +180,10 @@ impl Tag {
     pub(super) fn mismatch(self, value: &Value) -> Option<&'static str> {
         let (fits, expected) = match self {
             Tag::Tuple | Tag::Set | Tag::FrozenSet => (matches!(value, Value::List(_)), "a list"),
-            Tag::ByteArray | Tag::SurrogateStr | Tag::Pickle => (matches!(value, Value::Bytes(_)), "bytes"),
+            Tag::ByteArray | Tag::Pickle => (matches!(value, Value::Bytes(_)), "bytes"),
+            Tag::SurrogateStr => {
+                (matches!(value, Value::Bytes(bytes) if surrogatepass(bytes)), "bytes of UTF-8 with surrogates")
+            }
             Tag::Complex => {
                 (matches!(items(value), Some([Value::Float(_), Value::Float(_)])), "[real, imaginary], both floats")
             }
@@ -197,7 +200,7 @@ impl Tag {
                 "[maxlen, items], maxlen null or an integer not below zero",
             ),
             Tag::NamedTuple | Tag::Namespace | Tag::Dataclass => (
-                matches!(items(value), Some([name, Value::Dict(fields)]) if type_name(name) && fields.iter().all(|f| text(&f.0))),
+                matches!(items(value), Some([name, fields]) if type_name(name) && named(fields)),
                 "[\"module:qualname\", map from field to value]",
             ),
             Tag::Enum => (
@@ -277,8 +280,24 @@ fn type_name(value: &Value) -> bool {
     }
 }
 
+/// A map whose keys are all strings.
+fn named(value: &Value) -> bool {
+    matches!(value, Value::Dict(entries) if entries.iter().all(|(key, _)| text(key)))
+}
+
 fn framework(value: &Value) -> bool {
     matches!(value, Value::Str(name) if name == "torch" || name == "numpy")
+}
+
+/// Whether the bytes are UTF-8 once encoded surrogates (U+D800 to U+DFFF) are taken out.
+fn surrogatepass(mut bytes: &[u8]) -> bool {
+    while let Err(error) = std::str::from_utf8(bytes) {
+        match &bytes[error.valid_up_to()..] {
+            [0xed, 0xa0..=0xbf, 0x80..=0xbf, rest @ ..] => bytes = rest,
+            _ => return false,
+        }
+    }
+    true
 }
 
 fn path(value: &Value) -> bool {

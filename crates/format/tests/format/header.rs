@@ -169,6 +169,10 @@ fn what_cannot_be_written_is_invalid() {
 fn hostile_headers_are_corrupt() {
     let one = |info: &str| parse_tensors(&format!(r#","t":{info}"#), 4);
     assert!(one(r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#).is_ok());
+    let u8s =
+        |[from, to]: [u64; 2]| format!(r#"{{"dtype":"U8","shape":[{}],"data_offsets":[{from},{to}]}}"#, to - from);
+    let two = |a: &str, at_a, b: &str, at_b| parse_tensors(&format!(",{a}:{},{b}:{}", u8s(at_a), u8s(at_b)), 4);
+    assert!(two(r#""t""#, [0, 2], r#""u""#, [2, 4]).is_ok());
     let cases = [
         ("a hole", one(r#"{"dtype":"U8","shape":[3],"data_offsets":[1,4]}"#)),
         ("backwards", one(r#"{"dtype":"U8","shape":[3],"data_offsets":[4,1]}"#)),
@@ -192,27 +196,9 @@ fn hostile_headers_are_corrupt() {
         ("an extra field", one(r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":0}"#)),
         ("a field twice", one(r#"{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}"#)),
         ("65 dimensions", one(&format!(r#"{{"dtype":"F32","shape":[{}1],"data_offsets":[0,4]}}"#, "1,".repeat(64)))),
-        (
-            "a name twice",
-            parse_tensors(
-                r#","t":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"t":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}"#,
-                4,
-            ),
-        ),
-        (
-            "a name twice, escaped",
-            parse_tensors(
-                r#","t":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"\u0074":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}"#,
-                4,
-            ),
-        ),
-        (
-            "an overlap",
-            parse_tensors(
-                r#","t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"u":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}"#,
-                4,
-            ),
-        ),
+        ("a name twice", two(r#""t""#, [0, 2], r#""t""#, [2, 4])),
+        ("a name twice, escaped", two(r#""t""#, [0, 2], r#""\u0074""#, [2, 4])),
+        ("an overlap", two(r#""t""#, [0, 4], r#""u""#, [2, 4])),
         ("metadata twice", parse_tensors(r#","__metadata__":{}"#, 0)),
         ("deep nesting", one(&format!("{}{}", "[".repeat(50_000), "]".repeat(50_000)))),
         ("deep nesting without an end", one(&"{\"a\":".repeat(50_000))),
@@ -273,6 +259,9 @@ fn the_metadata_of_the_format_are_required() {
         let found = parse(metadata);
         assert!(matches!(found, Err(Error::Corrupt(_))), "{metadata}: {found:?}");
     }
+    let empty = r#"{"__metadata__":{"shardfast.block_bytes":"65536","format":"pt"}}"#;
+    let (header, file_bytes) = file_of_json(empty, 0);
+    assert!(matches!(DataHeader::parse(&header, file_bytes), Err(Error::Corrupt(m)) if m.contains("missing")));
     let other = parse(r#"{"shardfast.blocks":"0123456789abcdef","shardfast.block_bytes":"131072","format":"pt"}"#);
     assert!(matches!(other, Err(Error::Unsupported(_))), "{other:?}");
 }

@@ -1,4 +1,5 @@
 //! The format as its readers and writers meet it.
+#![allow(clippy::single_range_in_vec_init)] // the ranks of a value are ranges, often one
 
 mod commit;
 mod golden;
@@ -9,4 +10,5 @@ mod object;
 #[path = "../hostile/decoders/manifest.rs"]
 mod promises;
 mod sample;
+mod specification;
 mod values;

@@ -187,7 +187,7 @@ fn the_builder_refuses_what_a_reader_would() {
         ("is no tensor", &|b| b.alias(&name("model", "x"), &name("extra", "rng"))),
         ("expected 16 bytes of F32, found 15", &|b| b.tensor(&name("model", "x"), DType::F32, &[4], "", &whole(15))),
         ("4 elements in all, found 0", &|b| b.tensor(&name("model", "x"), DType::F32, &[4], "", &[])),
-        ("regions of 2 dimensions", &|b| b.tensor(&name("model", "x"), DType::F32, &[4, 1], "", &whole(16))),
+        ("expected 2 dimensions, found 1", &|b| b.tensor(&name("model", "x"), DType::F32, &[4, 1], "", &whole(16))),
         ("key \"..\"", &|b| b.tensor(&name("..", "x"), DType::F32, &[4], "", &whole(16))),
         ("has no value", &|b| b.object(&name("model", "x"), "", &[])),
         ("saved by no rank", &|b| b.object(&name("model", "x"), "", &[(vec![], extent(0, 4096, 1))])),
@@ -360,13 +360,13 @@ fn an_extreme_number_in_any_row_is_an_error_or_keeps_the_promises() {
 fn columns_that_contradict_each_other_are_corrupt() {
     type Change = dyn Fn(&mut Table);
     let cases: [(&str, &Change); 27] = [
-        ("before the data", &|t| _ = t.set("regions.offset", 1, 4095)),
-        ("in the header", &|t| _ = t.set("regions.offset", 1, 0)),
-        ("behind the file", &|t| _ = t.set("regions.offset", 1, 4096 + 200 - 47)),
-        ("wrapping around", &|t| _ = t.set("regions.offset", 1, u64::MAX - 47)),
+        ("before the data", &|t| _ = t.set("regions.file_offset", 1, 4095)),
+        ("in the header", &|t| _ = t.set("regions.file_offset", 1, 0)),
+        ("behind the file", &|t| _ = t.set("regions.file_offset", 1, 4096 + 200 - 47)),
+        ("wrapping around", &|t| _ = t.set("regions.file_offset", 1, u64::MAX - 47)),
         ("the wrong size", &|t| _ = t.set("regions.bytes", 1, 47)),
         ("no such file", &|t| _ = t.set("regions.file", 0, 2)),
-        ("a value before the data", &|t| _ = t.set("values.offset", 0, 4095)),
+        ("a value before the data", &|t| _ = t.set("values.file_offset", 0, 4095)),
         ("a value behind the file", &|t| _ = t.set("values.bytes", 0, 13)),
         ("a value of no such file", &|t| _ = t.set("values.file", 0, 7)),
         ("a region outside", &|t| _ = t.set("regions.offsets", 2, 3)),

@@ -212,6 +212,17 @@ fn each_tag_wants_its_own_payload() {
 }
 
 #[test]
+fn strings_with_surrogates_are_otherwise_utf8() {
+    let surrogate_str = |bytes: &[u8]| encode(&tagged(Tag::SurrogateStr, Value::Bytes(bytes.to_vec())));
+    for bytes in [&[0xed, 0xa0, 0x80][..], &[0xed, 0xbf, 0xbf, b'a', 0xc3, 0xbc, 0xed, 0xa0, 0x80], b"", b"plain"] {
+        surrogate_str(bytes).unwrap();
+    }
+    for bytes in [&[0xed, 0xa0][..], &[0xed, 0xa0, 0x00], &[0xff], &[0xed, 0xa0, 0x80, 0xc3], &[0x80]] {
+        assert!(matches!(surrogate_str(bytes), Err(Error::Invalid(_))), "{bytes:02x?}");
+    }
+}
+
+#[test]
 fn arrays_hold_as_many_bytes_as_their_shape_asks_for() {
     let array = |shape: &[i64], bytes: usize| {
         let shape = Value::List(shape.iter().map(|&n| int(n)).collect());

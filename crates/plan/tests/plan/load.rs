@@ -43,13 +43,11 @@ fn name(name: &str) -> LeafName {
     LeafName::new("model", name)
 }
 
-/// The reads of some regions of `model/w`: offset from the data's start, bytes, and the pieces' sources and lengths.
-fn reads(
-    manifest: &Manifest,
-    wanted: &[Region],
-    gap_max_bytes: u64,
-    read_max_bytes: u64,
-) -> Vec<(u64, u64, Vec<(u64, Vec<u64>)>)> {
+/// A read: its offset from the data's start, its bytes, and its pieces' sources and lengths.
+type Summary = (u64, u64, Vec<(u64, Vec<u64>)>);
+
+/// The reads of some regions of `model/w`.
+fn reads(manifest: &Manifest, wanted: &[Region], gap_max_bytes: u64, read_max_bytes: u64) -> Vec<Summary> {
     let leaf = manifest.find(&name("w")).unwrap();
     let wants: Vec<Want> = wanted.iter().map(|region| Want { leaf, region: region.clone() }).collect();
     let summary = |read: Read| {

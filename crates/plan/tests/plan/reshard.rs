@@ -79,7 +79,7 @@ fn catalogs(job: &Job, wholes: &[Whole]) -> Vec<Catalog> {
     (0..job.world()).map(catalog).collect()
 }
 
-fn part_of<'a>(catalog: &'a Catalog, leaf: u32, part: u32) -> (&'a LeafName, DType, &'a Region) {
+fn part_of(catalog: &Catalog, leaf: u32, part: u32) -> (&LeafName, DType, &Region) {
     let Leaf { name, body, .. } = &catalog.leaves[leaf as usize];
     let LeafBody::Tensor { dtype, parts, .. } = body else { panic!("{name} is no tensor") };
     (name, *dtype, &parts[part as usize])

@@ -132,7 +132,7 @@ fn boxes(shape: &[u64], cuts: &[(usize, u16, usize)]) -> Vec<Region> {
 }
 
 fn part(fraction: u16, of: u64) -> u64 {
-    of * u64::from(fraction) >> 16
+    (of * u64::from(fraction)) >> 16
 }
 
 /// Shapes of few elements: 0 to 4 dimensions, zero-size ones now and then.

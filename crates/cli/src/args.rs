@@ -1,0 +1,118 @@
+//! What can be asked of the command.
+
+use clap::{Parser, Subcommand};
+
+const EXIT_CODES: &str = "\
+URL is a path, file:///path or memory://name; a checkpoint, or a run, whose newest committed checkpoint is meant.
+
+Exit codes:
+  0  fine
+  1  diff found a difference, or verify found damage
+  2  usage: the arguments, the URL or a permission must be mended
+  3  there is no such checkpoint, run or key
+  4  what is there cannot be read: corrupt, or written by a newer version
+  5  anything else: the store cannot be reached or is full, the name is taken";
+
+/// Looks at checkpoints, proves them, compares them, and writes their tensors as plain safetensors.
+#[derive(Debug, Parser)]
+#[command(name = "shardfast", version, after_help = EXIT_CODES)]
+pub(crate) struct Arguments {
+    /// Print one JSON object instead of text
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// List the steps of a run: committed, incomplete or unreadable, age, size, world
+    #[command(after_help = EXIT_CODES)]
+    Ls {
+        /// A run, or one checkpoint
+        url: String,
+    },
+    /// Show what a checkpoint holds: leaves, dtypes, shapes, sizes, who saved it under which layout
+    #[command(after_help = EXIT_CODES)]
+    Inspect {
+        /// A checkpoint or a run
+        url: String,
+        /// Only leaves whose key/name fits; * stands for any text, ? for one character
+        #[arg(long, value_name = "GLOB")]
+        leaf: Option<String>,
+        /// Read the values of objects and show them
+        #[arg(long)]
+        values: bool,
+    },
+    /// Read every byte of a checkpoint and name every damaged block's tensor
+    #[command(after_help = EXIT_CODES)]
+    Verify {
+        /// A checkpoint or a run
+        url: String,
+        /// Every committed step of the run, not only the newest
+        #[arg(long)]
+        all: bool,
+    },
+    /// Compare two checkpoints leaf by leaf, whatever layouts they were saved under
+    #[command(after_help = EXIT_CODES)]
+    Diff {
+        /// A checkpoint or a run
+        a: String,
+        /// Another
+        b: String,
+    },
+    /// Write whole tensors as safetensors files that open in the Hugging Face stack
+    #[command(after_help = EXIT_CODES)]
+    Export {
+        /// A checkpoint or a run
+        url: String,
+        /// Where the files go
+        out: String,
+        /// Which key of the state
+        #[arg(long, default_value = "model")]
+        key: String,
+        /// Most bytes of tensors in a file, such as 500MB or 2GiB; a larger tensor has a file of its own
+        #[arg(long, default_value = "5GB", value_parser = size)]
+        shard_size: u64,
+    },
+}
+
+/// Bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or nothing.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit = match unit.trim() {
+        "" | "B" => 1,
+        "KB" => 1000,
+        "MB" => 1000_u64.pow(2),
+        "GB" => 1000_u64.pow(3),
+        "TB" => 1000_u64.pow(4),
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
+        other => return Err(format!("unit {other:?}: expected B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")),
+    };
+    let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit)).filter(|&bytes| bytes > 0);
+    bytes.ok_or_else(|| "expected a whole number of bytes above zero, such as 500MB or 2GiB".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        for (text, bytes) in [("5GB", 5_000_000_000), ("2GiB", 2 << 30), ("17", 17), ("1 KiB", 1024), ("3B", 3)] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "GB", "0", "-1GB", "5gb", "1.5GB", "18446744073709551615KB", "5GB "] {
+            assert_eq!(size(text).is_ok(), text == "5GB ", "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_arguments_are_sound() {
+        <Arguments as clap::CommandFactory>::command().debug_assert();
+    }
+}

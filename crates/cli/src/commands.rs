@@ -1,0 +1,143 @@
+//! The commands: each some calls of the engine and what it says to their results.
+
+use std::io::{IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use shardfast_engine::{
+    Checkpoint, Diff, Engine, Exported, Located, Result, Summary, VerifyReport, diff, export, history, locate,
+    locate_all, open, summary, verify,
+};
+
+use crate::args::Command;
+use crate::text::size;
+use crate::{FINE, FOUND, describe};
+
+/// What a command has to say.
+pub(crate) struct Outcome {
+    pub(crate) text: String,
+    pub(crate) json: String,
+    pub(crate) exit_code: i32,
+}
+
+/// One rank agrees with itself at once.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(command: Command) -> Result<Outcome> {
+    match command {
+        Command::Ls { url } => {
+            let history = history(&url)?;
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            Ok(outcome(describe::history(&history, now.as_millis() as u64), &history, FINE))
+        }
+        Command::Inspect { url, leaf, values } => {
+            let (located, checkpoint) = opened(&url)?;
+            let summary = summary(&checkpoint, leaf.as_deref(), values)?;
+            let text = describe::located(&located) + &describe::summary(&summary);
+            Ok(outcome(text, &Inspected { run: &located.run, passed_over: &located.passed_over, summary }, FINE))
+        }
+        Command::Verify { url, all } => verify_command(&url, all),
+        Command::Diff { a, b } => {
+            let ((located_a, a), (located_b, b)) = (opened(&a)?, opened(&b)?);
+            let progress = Progress::new("compared");
+            let diff: Diff = diff(&a, &b, &|done, total| progress.show(done, total))?;
+            drop(progress);
+            let text = describe::located(&located_a) + &describe::located(&located_b) + &describe::diff(&diff);
+            let exit_code = if diff.differences.is_empty() { FINE } else { FOUND };
+            Ok(outcome(text, &diff, exit_code))
+        }
+        Command::Export { url, out, key, shard_size } => {
+            let (located, checkpoint) = opened(&url)?;
+            let exported: Exported = export(&checkpoint, &out, &key, shard_size)?;
+            let text = describe::located(&located) + &describe::exported(&exported);
+            Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
+        }
+    }
+}
+
+fn verify_command(url: &str, all: bool) -> Result<Outcome> {
+    let (mut text, urls) = if all {
+        (String::new(), locate_all(url)?)
+    } else {
+        let located = locate(url)?;
+        (describe::located(&located), vec![located.url])
+    };
+    let engine = Engine::solo();
+    let mut checkpoints = Vec::with_capacity(urls.len());
+    for url in &urls {
+        let progress = Progress::new("verified");
+        let report: VerifyReport = verify(&engine, url, &|done, total| progress.show(done, total))?;
+        drop(progress);
+        text += &describe::report(&report);
+        checkpoints.push(report);
+    }
+    let sound = checkpoints.iter().all(VerifyReport::is_sound);
+    Ok(outcome(text, &Verified { sound, checkpoints }, if sound { FINE } else { FOUND }))
+}
+
+fn opened(url: &str) -> Result<(Located, Checkpoint)> {
+    let located = locate(url)?;
+    let engine: Arc<Engine> = Engine::solo();
+    let checkpoint = open(&engine, &located.url, DEADLINE)?;
+    Ok((located, checkpoint))
+}
+
+fn outcome(text: String, json: &impl Serialize, exit_code: i32) -> Outcome {
+    let mut json = serde_json::to_string_pretty(json).expect("reports have text keys and finite numbers only");
+    json.push('\n');
+    Outcome { text, json, exit_code }
+}
+
+#[derive(Serialize)]
+struct Inspected<'a> {
+    run: &'a Option<String>,
+    passed_over: &'a [u64],
+    #[serde(flatten)]
+    summary: Summary,
+}
+
+#[derive(Serialize)]
+struct Verified {
+    sound: bool,
+    checkpoints: Vec<VerifyReport>,
+}
+
+#[derive(Serialize)]
+struct Export<'a> {
+    checkpoint: &'a str,
+    #[serde(flatten)]
+    exported: &'a Exported,
+}
+
+/// A line on standard error that is written over again and again, where somebody watches.
+struct Progress {
+    verb: &'static str,
+    is_shown: bool,
+    /// Thousandths done when the line was last written.
+    last: AtomicU64,
+}
+
+impl Progress {
+    fn new(verb: &'static str) -> Progress {
+        Progress { verb, is_shown: std::io::stderr().is_terminal(), last: AtomicU64::new(u64::MAX) }
+    }
+
+    fn show(&self, done: u64, total: u64) {
+        let thousandths = (done as f64 / total.max(1) as f64 * 1000.0) as u64;
+        if self.is_shown && self.last.swap(thousandths, Ordering::Relaxed) != thousandths {
+            let mut stderr = std::io::stderr().lock();
+            let _ = write!(stderr, "\r\x1b[K{} {} of {}", self.verb, size(done), size(total));
+            let _ = stderr.flush();
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if self.is_shown && self.last.load(Ordering::Relaxed) != u64::MAX {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+        }
+    }
+}

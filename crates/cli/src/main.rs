@@ -1,0 +1,7 @@
+//! The `shardfast` binary.
+
+use std::process::exit;
+
+fn main() {
+    exit(shardfast_cli::run(std::env::args_os()));
+}

@@ -1,0 +1,176 @@
+//! Numbers, times and tables as people read them.
+
+use std::borrow::Cow;
+use std::fmt::Write;
+use std::ops::Range;
+
+/// `17 B`, `1.5 KiB`, `12.3 GiB`.
+pub(crate) fn size(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    // 1023.95 would be written as 1024.0.
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// `1 tensor`, `2 tensors`.
+pub(crate) fn count(n: u64, noun: &str) -> String {
+    match (n, noun.strip_suffix("ias")) {
+        (1, _) => format!("1 {noun}"),
+        (_, Some(_)) => format!("{n} {noun}es"),
+        _ => format!("{n} {noun}s"),
+    }
+}
+
+/// How long ago: `5 s`, `3 min`, `2 h`, `40 d`.
+pub(crate) fn age(then_ms: u64, now_ms: u64) -> String {
+    match now_ms.saturating_sub(then_ms) / 1000 {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds @ 120..7_200 => format!("{} min", seconds / 60),
+        seconds @ 7_200..172_800 => format!("{} h", seconds / 3600),
+        seconds => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// `2026-01-31 13:05:09 UTC`.
+pub(crate) fn date(unix_ms: u64) -> String {
+    let (days, second) = (unix_ms / 86_400_000, unix_ms / 1000 % 86_400);
+    // Years that begin in March, in eras of 400 of them: the leap day is the last of its year (Hinnant, "days_from_civil").
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day_of_year = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day_of_month = day_of_year - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = era * 400 + year + next;
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day_of_month:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
+/// `rank 3`, `ranks 0-2, 7`.
+pub(crate) fn ranks(ranges: &[Range<u32>]) -> String {
+    let word = match ranges {
+        [one] if one.len() == 1 => "rank ",
+        _ => "ranks ",
+    };
+    let said = ranges.iter().map(|range| match range.len() {
+        1 => range.start.to_string(),
+        _ => format!("{}-{}", range.start, range.end - 1),
+    });
+    word.to_owned() + &said.collect::<Vec<_>>().join(", ")
+}
+
+/// Text from a checkpoint on one line, with nothing in it that a terminal would obey.
+pub(crate) fn plain(text: &str) -> Cow<'_, str> {
+    if text.chars().any(char::is_control) { Cow::Owned(escaped(text, |_| false)) } else { Cow::Borrowed(text) }
+}
+
+/// The same for text of several lines.
+pub(crate) fn plain_lines(text: &str) -> String {
+    escaped(text, |c| c == '\n')
+}
+
+fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && !is_kept(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    out
+}
+
+/// How a column stands.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Align {
+    Left,
+    Right,
+}
+
+/// Rows under a head, each column as wide as it must be, indented by two.
+pub(crate) fn table(head: &[(&str, Align)], rows: &[Vec<String>]) -> String {
+    let mut widths: Vec<usize> = head.iter().map(|(title, _)| title.chars().count()).collect();
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut out = String::new();
+    let titles = head.iter().map(|(title, _)| (*title).to_owned()).collect();
+    for row in std::iter::once(&titles).chain(rows) {
+        let mut line = String::new();
+        for ((cell, &width), (_, align)) in row.iter().zip(&widths).zip(head) {
+            let _ = match align {
+                Align::Left => write!(line, "  {cell:<width$}"),
+                Align::Right => write!(line, "  {cell:>width$}"),
+            };
+        }
+        out += line.trim_end();
+        out.push('\n');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_readable() {
+        for (bytes, expected) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            ((1 << 20) - 1, "1.0 MiB"),
+            (5_000_000_000, "4.7 GiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(size(bytes), expected);
+        }
+        for (seconds, expected) in [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7_200, "2 h"), (172_800, "2 d")] {
+            assert_eq!(age(1_000_000, 1_000_000 + seconds * 1000), expected);
+        }
+        assert_eq!(age(5, 0), "0 s");
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_709_251_199, "2024-02-29 23:59:59 UTC"),
+            (1_767_225_599, "2025-12-31 23:59:59 UTC"),
+            (4_102_444_800, "2100-01-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(date(seconds * 1000), expected);
+        }
+    }
+
+    #[test]
+    fn counts_and_ranks_are_grammar() {
+        assert_eq!((count(1, "alias"), count(2, "alias"), count(0, "file")), (
+            "1 alias".into(),
+            "2 aliases".into(),
+            "0 files".into()
+        ));
+        assert_eq!(ranks(&[3..4]), "rank 3");
+        assert_eq!(ranks(&[0..3, 7..8]), "ranks 0-2, 7");
+    }
+
+    #[test]
+    fn a_terminal_has_nothing_to_obey() {
+        assert_eq!(plain("a\x1b[31m\n\u{9b}b"), "a\\u{1b}[31m\\n\\u{9b}b");
+        assert_eq!(plain("ünï"), "ünï");
+        assert_eq!(plain_lines("a\nb\r"), "a\nb\\r");
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let rows = [vec!["ä".to_owned(), "5".to_owned()], vec!["bcd".to_owned(), "10".to_owned()]];
+        assert_eq!(table(&[("X", Align::Left), ("N", Align::Right)], &rows), "  X     N\n  ä     5\n  bcd  10\n");
+    }
+}

@@ -1,0 +1,86 @@
+//! What a URL means: a checkpoint, or a run whose newest committed checkpoint is meant.
+
+use shardfast_format::COMMIT;
+
+use crate::checkpoint;
+use crate::error::{Error, Kind, Result};
+use crate::runs::{self, Step};
+
+/// The checkpoint that a URL means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Located {
+    /// The checkpoint's URL.
+    pub url: String,
+    /// The run's URL, where that was given: the checkpoint is its newest committed one.
+    pub run: Option<String>,
+    /// Newer steps of the run that are not committed.
+    pub passed_over: Vec<u64>,
+}
+
+/// What is at a URL.
+pub(crate) enum Place {
+    Checkpoint,
+    /// At least one step, ascending.
+    Run(Vec<Step>),
+}
+
+/// Looks whether a checkpoint or a run is at `url`.
+///
+/// # Errors
+/// `NotFound` when neither is there, with a word on what is there instead.
+pub(crate) fn look(url: &str) -> Result<Place> {
+    let store = shardfast_store::open(url)?;
+    let entries = match store.list("") {
+        Err(error) if error.kind == shardfast_store::Kind::NotFound => Vec::new(),
+        entries => entries?,
+    };
+    if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
+        return Ok(Place::Checkpoint);
+    }
+    let steps = runs::list(url)?;
+    if steps.is_empty() {
+        // A commit that was published just now is as good as one that was there before.
+        return checkpoint::read(&*store, url).map(|_| Place::Checkpoint);
+    }
+    Ok(Place::Run(steps))
+}
+
+/// The checkpoint at `url`, or the newest committed one of the run there. Whether it can be read is not yet said: a
+/// committed checkpoint that is damaged is not passed over for an older one.
+///
+/// # Errors
+/// `NotFound` when neither a checkpoint nor a run with a committed one is there; what the store says.
+pub fn locate(url: &str) -> Result<Located> {
+    let steps = match look(url)? {
+        Place::Checkpoint => return Ok(Located { url: url.to_owned(), run: None, passed_over: Vec::new() }),
+        Place::Run(steps) => steps,
+    };
+    let newest = steps.iter().rposition(is_committed).ok_or_else(|| none_committed(url, steps.len()))?;
+    Ok(Located {
+        url: steps[newest].url.clone(),
+        run: Some(url.to_owned()),
+        passed_over: steps[newest + 1..].iter().map(|step| step.step).collect(),
+    })
+}
+
+/// The checkpoint at `url`, or every committed one of the run there, oldest first.
+///
+/// # Errors
+/// As [`locate`].
+pub fn locate_all(url: &str) -> Result<Vec<String>> {
+    let steps = match look(url)? {
+        Place::Checkpoint => return Ok(vec![url.to_owned()]),
+        Place::Run(steps) => steps,
+    };
+    let committed: Vec<String> = steps.iter().filter(|step| is_committed(step)).map(|step| step.url.clone()).collect();
+    if committed.is_empty() { Err(none_committed(url, steps.len())) } else { Ok(committed) }
+}
+
+/// Whether there is a commit, readable or not.
+fn is_committed(step: &Step) -> bool {
+    !matches!(step.commit, Ok(None))
+}
+
+fn none_committed(url: &str, steps: usize) -> Error {
+    Error::new(Kind::NotFound, format!("{url}: expected a committed checkpoint among its {steps} steps, found none"))
+}

@@ -1,0 +1,367 @@
+//! Reads everything that a checkpoint holds and names all that is wrong with it.
+//!
+//! The chain of proof is followed from the top: the commit, the manifest, each file's size and header, each block. What
+//! the manifest and the files say twice is compared: each region and each value must be an entry of that name, dtype
+//! and shape in its file, and each entry must belong to a leaf. Damage is collected, with the leaves that it hits; only
+//! a broken commit or manifest ends the search, since nothing else is known then.
+
+mod findings;
+mod spans;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::Serialize;
+use shardfast_format::index::HUGGING_FACE_INDEX;
+use shardfast_format::object::decode;
+use shardfast_format::{LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
+use shardfast_store::Store;
+
+pub use findings::{Block, Finding, Hit, Problem};
+
+use crate::agree::Engine;
+use crate::checkpoint::{self, Checkpoint};
+use crate::commit;
+use crate::error::{Error, Kind, Result};
+use crate::inspect::load_each;
+use crate::load::ValueRef;
+use crate::reader::Files;
+use crate::staging::SLOT_BYTES;
+use crate::stream::batches;
+use findings::Findings;
+use spans::Spans;
+
+/// Files that are open at a time.
+const FILES_OPEN: usize = 64;
+
+/// Reads in flight.
+const READERS: usize = 8;
+
+/// Encoded values read at a time, in bytes.
+const BATCH_BYTES: u64 = 4 << 20;
+
+/// What was read, and what was found.
+#[derive(Debug, Clone, Serialize)]
+pub struct VerifyReport {
+    /// The checkpoint's URL.
+    pub url: String,
+    /// Its training step, where one was noted.
+    pub step: Option<u64>,
+    /// Number of leaves.
+    pub leaves: u64,
+    /// Number of data files.
+    pub files: u64,
+    /// Bytes of data that were read, and blocks that were compared with their checksums.
+    pub bytes: u64,
+    /// Number of these blocks.
+    pub blocks: u64,
+    /// Number of encoded values that were decoded.
+    pub values: u64,
+    /// All that is wrong, by file and offset.
+    pub findings: Vec<Finding>,
+    /// Number of findings beyond those listed.
+    pub findings_left_out: u64,
+    /// Every leaf that any finding hits, listed or not.
+    pub leaves_damaged: Vec<String>,
+}
+
+impl VerifyReport {
+    /// Whether nothing is wrong.
+    pub fn is_sound(&self) -> bool {
+        self.findings.is_empty()
+    }
+}
+
+/// Verifies the checkpoint at `url`, on this rank alone. `progress` is told the bytes of data read so far and in all.
+///
+/// # Errors
+/// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; what the store says
+/// when the commit or the manifest cannot be read. Damage is no error.
+pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
+    verify_in(engine, shardfast_store::open(url)?, url, progress)
+}
+
+/// [`verify`] in a store that is already open at the checkpoint's place.
+///
+/// # Errors
+/// As [`verify`].
+pub fn verify_in(
+    engine: &Arc<Engine>,
+    store: Arc<dyn Store>,
+    url: &str,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<VerifyReport> {
+    let top = |problem, error: Error| match error.kind {
+        Kind::Corrupt => Ok(of_broken_top(url, problem, error)),
+        _ => Err(error),
+    };
+    if let Err(error) = commit::read_commit(&*store)
+        && error.kind != Kind::NotFound
+    {
+        return top(Problem::Commit, error);
+    }
+    let manifest = checkpoint::read(&*store, url)
+        .and_then(|bytes| Ok((Checkpoint::new(engine, url, Arc::clone(&store), &bytes)?.manifest, bytes.len())));
+    let (manifest, manifest_bytes) = match manifest {
+        Ok(manifest) => manifest,
+        Err(error) => return top(Problem::Manifest, error),
+    };
+
+    let findings = Findings::new(&manifest);
+    check_coverage(&manifest, &findings);
+    check_indexes(&*store, &manifest, &findings);
+    let total = manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
+    let run = Run {
+        spans: Spans::new(&manifest),
+        findings,
+        progress,
+        total,
+        bytes: AtomicU64::new(0),
+        blocks: AtomicU64::new(0),
+        values: AtomicU64::new(0),
+        manifest: &manifest,
+    };
+    let files: Vec<u32> = (0..manifest.files().len() as u32).collect();
+    for group in files.chunks(FILES_OPEN) {
+        // One for each group, so that the files of the one before are closed.
+        let checkpoint = Checkpoint {
+            engine: Arc::clone(engine),
+            files: Files::new(Arc::clone(&store), url.to_owned(), Arc::clone(&manifest)),
+            manifest: Arc::clone(&manifest),
+            url: url.to_owned(),
+            manifest_bytes: manifest_bytes as u64,
+        };
+        run.read_files(&checkpoint, group);
+        run.read_values(&checkpoint, group);
+    }
+    let Run { findings, bytes, blocks, values, .. } = run;
+    let (findings, findings_left_out, leaves_damaged) = findings.into_parts();
+    Ok(VerifyReport {
+        url: url.to_owned(),
+        step: manifest.info.step,
+        leaves: manifest.len() as u64,
+        files: manifest.files().len() as u64,
+        bytes: bytes.into_inner(),
+        blocks: blocks.into_inner(),
+        values: values.into_inner(),
+        findings,
+        findings_left_out,
+        leaves_damaged,
+    })
+}
+
+/// The report of a checkpoint of which nothing can be known.
+fn of_broken_top(url: &str, problem: Problem, error: Error) -> VerifyReport {
+    VerifyReport {
+        url: url.to_owned(),
+        step: None,
+        leaves: 0,
+        files: 0,
+        bytes: 0,
+        blocks: 0,
+        values: 0,
+        findings: vec![Finding { problem, file: None, block: None, leaves: Vec::new(), message: error.message }],
+        findings_left_out: 0,
+        leaves_damaged: Vec::new(),
+    }
+}
+
+/// That each tensor's regions hold each of its elements once.
+fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
+    for i in 0..manifest.len() {
+        let LeafKind::Tensor { shape, .. } = manifest.leaf(i).kind else { continue };
+        let regions: Vec<Region> = manifest.regions(i).map(|(region, _)| region).collect();
+        if let Err(flaw) = shardfast_plan::tiles(shape, &regions) {
+            let message = format!("the saved parts of {shape:?} must hold each element once: {flaw}");
+            findings.of_leaf(Problem::Coverage, i, message);
+        }
+    }
+}
+
+/// That the index of each key is there where its tensors are whole, and says what the manifest says.
+fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>) {
+    let mut keys: Vec<&str> = (0..manifest.len()).map(|i| manifest.leaf(i).key).collect();
+    keys.dedup();
+    for key in keys {
+        let path = format!("{key}/{HUGGING_FACE_INDEX}");
+        let expected = hugging_face_index(manifest, key);
+        let bytes_max = expected.as_ref().map_or(u64::MAX, |index| index.len() as u64);
+        let message = match (expected, store.open(&path).map(|object| object.bytes())) {
+            (None, Err(error)) if error.kind == shardfast_store::Kind::NotFound => continue,
+            (None, Ok(_)) => "no index was written, since not every tensor is whole; found one".to_owned(),
+            (Some(expected), Ok(bytes)) if bytes == bytes_max => match store.read(&path, bytes_max) {
+                Ok(found) if found == expected => continue,
+                Ok(_) => "it is not the index of the manifest's tensors".to_owned(),
+                Err(error) => error.to_string(),
+            },
+            (Some(expected), Ok(bytes)) => format!("expected {} bytes, found {bytes}", expected.len()),
+            (_, Err(error)) => error.to_string(),
+        };
+        findings.of_file(Problem::Index, &path, message);
+    }
+}
+
+struct Run<'a> {
+    manifest: &'a Manifest,
+    spans: Spans,
+    findings: Findings<'a>,
+    progress: &'a (dyn Fn(u64, u64) + Sync),
+    total: u64,
+    bytes: AtomicU64,
+    blocks: AtomicU64,
+    values: AtomicU64,
+}
+
+enum Task {
+    Header(u32),
+    Blocks(u32, Range<u64>),
+}
+
+impl Run<'_> {
+    /// Proves the headers and all blocks of the files, several at a time.
+    fn read_files(&self, checkpoint: &Checkpoint, group: &[u32]) {
+        let tasks = Mutex::new(group.iter().flat_map(|&file| self.tasks(file)).fuse());
+        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        std::thread::scope(|scope| {
+            for _ in 0..READERS {
+                scope.spawn(|| {
+                    while let Some(task) = next() {
+                        match task {
+                            Task::Header(file) => self.check_header(&checkpoint.files, file),
+                            Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    fn tasks(&self, file: u32) -> impl Iterator<Item = Task> + use<> {
+        let entry = &self.manifest.files()[file as usize];
+        let end = entry.bytes;
+        let starts = (entry.data_start..end).step_by(SLOT_BYTES);
+        let blocks = starts.map(move |start| Task::Blocks(file, start..end.min(start + SLOT_BYTES as u64)));
+        std::iter::once(Task::Header(file)).chain(blocks)
+    }
+
+    /// The file's size and header, and that its entries are the manifest's extents.
+    fn check_header(&self, files: &Files, file: u32) {
+        let path = &self.manifest.files()[file as usize].path;
+        let header = match files.open(file) {
+            Ok(open) => open,
+            Err(error) => {
+                let problem = match error.kind {
+                    Kind::Corrupt | Kind::Unsupported => Problem::File,
+                    _ => Problem::Unreadable,
+                };
+                let all = self.spans.of(file);
+                return self.findings.of_spans(problem, path, None, all.iter().map(|span| (span, None)), error.message);
+            }
+        };
+        let mut entries: std::collections::HashMap<&str, _> =
+            header.header.entries.iter().map(|entry| (entry.name.as_str(), entry)).collect();
+        for span in self.spans.of(file) {
+            let expected = span.entry(self.manifest);
+            let message = match entries.remove(expected.name.as_str()) {
+                Some(found) if *found == expected => continue,
+                Some(found) => format!("expected the entry {}, found {}", said(&expected), said(found)),
+                None => format!("expected the entry {}, found none that no other leaf has", said(&expected)),
+            };
+            self.findings.of_spans(Problem::Entry, path, None, std::iter::once((span, None)), message);
+        }
+        let mut foreign: Vec<&str> = entries.into_keys().collect();
+        foreign.sort_unstable();
+        for name in foreign {
+            self.findings.of_file(Problem::Entry, path, format!("the entry {name:?} belongs to no leaf"));
+        }
+    }
+
+    /// The checksums of the blocks in the range. Where the range cannot be read, its blocks are tried one by one.
+    fn check_blocks(&self, checkpoint: &Checkpoint, file: u32, range: Range<u64>) {
+        // What is wrong with the file as a whole is the header's finding.
+        let Ok(open) = checkpoint.files.open(file) else { return };
+        let block_bytes = open.header.block_bytes;
+        let path = &self.manifest.files()[file as usize].path;
+        let mut slot = checkpoint.engine.staging.acquire();
+        let damaged = checkpoint.files.read_blocks(file, range.clone(), &mut slot, |_| true);
+        drop(slot);
+        let bytes = range.end - range.start;
+        match damaged {
+            Ok(damaged) => {
+                for damage in damaged {
+                    let block = Block::of(&damage);
+                    let hit = self.spans.hit(file, &damage.span);
+                    self.findings.of_spans(Problem::Block, path, Some(block), hit, damage.to_string());
+                }
+                self.blocks.fetch_add(bytes.div_ceil(block_bytes), Ordering::Relaxed);
+                let done = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+                (self.progress)(done, self.total);
+            }
+            Err(_) if bytes > block_bytes => {
+                for start in range.clone().step_by(block_bytes as usize) {
+                    self.check_blocks(checkpoint, file, start..range.end.min(start + block_bytes));
+                }
+            }
+            Err(error) => {
+                let hit = self.spans.hit(file, &range);
+                let block = Block { start: range.start, end: range.end, expected: None, found: None };
+                self.findings.of_spans(Problem::Unreadable, path, Some(block), hit, error.message);
+            }
+        }
+    }
+
+    /// That every value in the files that is not damaged can be decoded, and refers to tensors that exist.
+    fn read_values(&self, checkpoint: &Checkpoint, group: &[u32]) {
+        let values = group.iter().flat_map(|&file| self.spans.of(file)).filter(|span| {
+            matches!(self.manifest.leaf(span.leaf as usize).kind, LeafKind::Object) && !self.findings.has_hit(span)
+        });
+        let values: Vec<_> = values.collect();
+        for batch in batches(values.iter().map(|span| span.bytes()), BATCH_BYTES) {
+            let refs: Vec<ValueRef> = values[batch.clone()]
+                .iter()
+                .map(|span| ValueRef { leaf: span.leaf as usize, value: span.row as usize })
+                .collect();
+            for (span, encoded) in values[batch].iter().zip(load_each(checkpoint, &refs)) {
+                let missing = encoded.and_then(|encoded| Ok(missing_tensors(self.manifest, &decode(&encoded)?)));
+                self.values.fetch_add(1, Ordering::Relaxed);
+                let message = match missing {
+                    Ok(missing) if missing.is_empty() => continue,
+                    Ok(missing) => format!("it refers to tensors that are not there: {}", missing.join(", ")),
+                    Err(error) => error.message,
+                };
+                let path = &self.manifest.files()[span.file as usize].path;
+                self.findings.of_spans(Problem::Value, path, None, std::iter::once((*span, None)), message);
+            }
+        }
+    }
+}
+
+/// The tensors that a value refers to and that the checkpoint does not have.
+fn missing_tensors(manifest: &Manifest, value: &Value) -> Vec<String> {
+    let mut missing = Vec::new();
+    let mut to_do = vec![value];
+    while let Some(value) = to_do.pop() {
+        match value {
+            Value::Tagged(Tag::TensorRef, payload) => {
+                let Value::List(parts) = &**payload else { continue };
+                let [Value::Str(key), Value::Str(name)] = parts.as_slice() else { continue };
+                let name = LeafName::new(key, name);
+                let found = manifest.find(&name).map(|i| manifest.leaf(i).kind);
+                if !matches!(found, Some(LeafKind::Tensor { .. } | LeafKind::Alias { .. })) {
+                    missing.push(name.to_string());
+                }
+            }
+            Value::Tagged(_, payload) => to_do.push(payload),
+            Value::List(items) => to_do.extend(items),
+            Value::Dict(entries) => to_do.extend(entries.iter().flat_map(|(key, value)| [key, value])),
+            _ => {}
+        }
+    }
+    missing
+}
+
+fn said(entry: &shardfast_format::HeaderEntry) -> String {
+    let shardfast_format::HeaderEntry { name, dtype, shape, offset, bytes } = entry;
+    format!("{name:?} of {dtype} {:?} at {offset} ({bytes} bytes)", shape.as_slice())
+}

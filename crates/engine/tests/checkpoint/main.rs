@@ -1,0 +1,8 @@
+//! Checkpoints as their callers have them: saved and loaded under any layout, damaged, cut off by crashes, refused.
+
+mod block;
+mod crash;
+mod damage;
+mod job;
+mod layout;
+mod reshard;

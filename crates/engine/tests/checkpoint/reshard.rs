@@ -1,0 +1,44 @@
+//! Any layout to any layout, through real files: saved under one, loaded under another, compared bit for bit.
+
+use std::path::Path;
+
+use shardfast_engine::checkpoint;
+
+use crate::job::{Job, LONG, Seed, Truth};
+use crate::layout::{Dice, Layout};
+
+const PAIRS: u64 = 320;
+
+/// A directory in memory where there is one: what this asks is not whether the disk works.
+pub(crate) fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+fn pair(seed: u64, place: &Path) {
+    let _seed = Seed(seed);
+    let mut dice = Dice(seed);
+    let url = place.join(format!("{seed}"));
+    let url = url.to_str().unwrap();
+    let truth = Truth::random(&mut dice);
+    let (saving, loading) = (Layout::random(&mut dice), Layout::random(&mut dice));
+    Job::new(saving).save(url, &truth, &mut dice).unwrap();
+    let flaw = Job::new(loading).compare(|engine| checkpoint::open(engine, url, LONG), &truth, &mut dice);
+    assert_eq!(flaw, Ok(None));
+}
+
+#[test]
+fn random_pairs_of_layouts() {
+    let place = scratch();
+    for seed in 0..PAIRS {
+        pair(seed, place.path());
+    }
+}
+
+/// On the disk itself, where direct I/O and its alignment come in.
+#[test]
+fn pairs_of_layouts_on_the_disk() {
+    let place = tempfile::tempdir().unwrap();
+    for seed in PAIRS..PAIRS + 12 {
+        pair(seed, place.path());
+    }
+}

@@ -1,0 +1,123 @@
+//! URLs and paths, and what other programs may have left in a directory.
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+
+use proptest::prelude::*;
+use shardfast_store::{Entry, Kind, open};
+
+fn refusal(url: &str) -> (Kind, String) {
+    let error = open(url).err().unwrap_or_else(|| panic!("{url:?} was opened"));
+    assert_eq!((error.op, error.name.as_str()), ("open", url));
+    (error.kind, error.message)
+}
+
+#[test]
+fn schemes() {
+    let (kind, message) = refusal("ftp://host/run");
+    assert_eq!(kind, Kind::Unsupported);
+    assert_eq!(message, "expected a path or one of file://, memory://; found scheme \"ftp\"");
+    for bad in [
+        "",
+        "\0",
+        "a\0b",
+        "file:/run",
+        "memory:x",
+        "file://",
+        "file://host/run",
+        "file://run",
+        "file:///a%2",
+        "file:///a%zz",
+        "file:///%ff",
+        "memory://",
+        "memory:///x",
+        "memory://b/../c",
+        "memory://b//c",
+    ] {
+        assert_eq!(refusal(bad).0, Kind::Invalid, "{bad:?}");
+    }
+    assert_eq!(open("FILE://localhost/x/y/").unwrap().url(), "file:///x/y");
+    assert_eq!(open("file:///x%20y").unwrap().url(), "file:///x y");
+    assert_eq!(open("memory://b/run/").unwrap().url(), "memory://b/run");
+    let here = std::env::current_dir().unwrap();
+    assert_eq!(open("run").unwrap().url(), format!("file://{}/run", here.display()));
+    assert_eq!(open("./a://b").unwrap().url(), format!("file://{}/a:/b", here.display()), "a path");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_url_leads_back_to_its_store(path in "(/[^/\0]{1,8}){1,4}") {
+        prop_assume!(path.split('/').all(|component| component != "." && component != ".."));
+        // Reading a name that is not there names the path that was looked at.
+        let store = open(&path).unwrap();
+        let again = open(store.url()).unwrap();
+        prop_assert_eq!(again.url(), store.url());
+        let looked_at = again.open("o").err().unwrap().name;
+        prop_assert_eq!(looked_at, format!("{path}/o"));
+    }
+}
+
+#[test]
+fn a_file_is_not_taken_for_a_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, b"x").unwrap();
+    for url in [file.display().to_string(), format!("file://{}/run/step", file.display())] {
+        let error = open(&url).err().unwrap();
+        assert_eq!(error.kind, Kind::Invalid);
+        assert_eq!(error.to_string(), format!("open {}: expected a directory, found something else", file.display()));
+    }
+}
+
+#[test]
+fn links_are_read_through_but_not_deleted_through() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let store = open(path("run").to_str().unwrap()).unwrap();
+    let archive = open(path("archive").to_str().unwrap()).unwrap();
+    archive.put("step-1/data", b"kept").unwrap();
+    store.put("step-2/data", b"bytes").unwrap();
+    symlink(path("archive/step-1"), path("run/step-1")).unwrap();
+    symlink(path("archive/step-1"), path("run/step-2/link")).unwrap();
+    symlink(path("nowhere"), path("run/dangling")).unwrap();
+
+    let entry = |name: &str| Entry { name: name.into(), is_dir: true, bytes: 0 };
+    assert_eq!(store.list("").unwrap(), [entry("step-1"), entry("step-2")]);
+    assert_eq!(store.read("step-1/data", 100).unwrap(), b"kept");
+    store.delete_tree("step-1").unwrap();
+    store.delete_tree("step-2").unwrap();
+    assert_eq!(store.list("").unwrap(), []);
+    assert_eq!(archive.read("step-1/data", 100).unwrap(), b"kept");
+}
+
+#[test]
+fn strange_entries_do_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path().to_str().unwrap()).unwrap();
+    store.put("d/o", b"bytes").unwrap();
+    for strange in [&b"not-utf-8-\xff"[..], b"back\\slash", b"new\nline"] {
+        std::fs::write(dir.path().join("d").join(std::ffi::OsStr::from_bytes(strange)), b"x").unwrap();
+    }
+    let pipe = dir.path().join("d/pipe");
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
+    // Opening a pipe would wait for a writer that never comes.
+    assert_eq!(store.open("d/pipe").err().unwrap().kind, Kind::NotFound);
+    let names: Vec<String> = store.list("d").unwrap().into_iter().map(|entry| entry.name).collect();
+    assert_eq!(names, ["o", "pipe"]);
+    store.delete_tree("d").unwrap();
+    assert!(!dir.path().join("d").exists());
+}
+
+#[test]
+fn an_object_that_shrank_is_corrupt() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path().to_str().unwrap()).unwrap();
+    store.put("o", &[1; 1000]).unwrap();
+    let object = store.open("o").unwrap();
+    std::fs::File::options().write(true).open(dir.path().join("o")).unwrap().set_len(600).unwrap();
+    let error = object.read_at(500, &mut [0; 200]).unwrap_err();
+    assert_eq!(error.kind, Kind::Corrupt);
+    assert_eq!(error.message, "expected 200 bytes at 500, found an object of 600 bytes");
+}

@@ -1,0 +1,176 @@
+"""The crossing into Rust: one call per verb. Private; what it offers to people is in ``shardfast``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+__version__: str
+
+class Error(Exception):
+    """What every failure of Shardfast is."""
+
+class Corrupt(Error):
+    """The bytes are not those that were saved: use another checkpoint."""
+
+class NotFound(Error):
+    """Nothing is stored under that name."""
+
+class Conflict(Error):
+    """The name is taken, or somebody else did it first."""
+
+class Exhausted(Error):
+    """A disk, a quota or a budget is full."""
+
+class Unavailable(Error):
+    """The store or another rank cannot be reached now."""
+
+class Unsupported(Error):
+    """A newer version, or something that is not offered."""
+
+class Invalid(Error):
+    """The call, the state or a permission is wrong: mend it and call again."""
+
+class Cancelled(Error):
+    """The operation was given up on request."""
+
+class Internal(Error):
+    """A defect of Shardfast."""
+
+class Session:
+    """The ranks that save and load together, and the memory that they stage in."""
+
+    @staticmethod
+    def solo(*, staging_bytes: int | None = None) -> Session:
+        """One process alone."""
+
+    @staticmethod
+    def serve(host: str, world: int, token: str, *, local_world: int = 1, staging_bytes: int | None = None) -> Session:
+        """Rank 0 of ``world``: listens on a free port of ``host``. The other ranks join its :attr:`address`."""
+
+    @staticmethod
+    def join(
+        address: str,
+        rank: int,
+        world: int,
+        token: str,
+        timeout_s: float,
+        *,
+        local_world: int = 1,
+        staging_bytes: int | None = None,
+    ) -> Session:
+        """Rank ``rank`` of ``world``, which joins rank 0 at ``address``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def address(self) -> str | None:
+        """Where rank 0 listens; ``None`` on other ranks and alone."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging memory that saves and loads may use together."""
+
+    def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
+        """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""
+
+class Pending:
+    """A save in flight."""
+
+    def staged(self, timeout_s: float | None = None) -> None:
+        """Waits until the state may change."""
+
+    def committed(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint is durable and visible; raises what failed."""
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+
+    def report(self) -> str:
+        """What the save did so far, as JSON."""
+
+class Checkpoint:
+    """A committed checkpoint whose manifest is proven."""
+
+    @property
+    def url(self) -> str: ...
+    def info(self) -> dict[str, Any]:
+        """What is known about the save: attempt, step, world, created_unix_ms, writer, user."""
+
+    def leaves(self) -> list[tuple[Any, ...]]:
+        """The leaves in the manifest's order.
+
+        ``("tensor", key, name, layout, dtype, shape, bytes)``, ``("object", key, name, layout, [(ranks, bytes)])`` with
+        ranks as half-open ranges, or ``("alias", key, name, layout, of_key, of_name)``.
+        """
+
+    def agree(
+        self, touched: Sequence[int], problems: Sequence[str], timeout_s: float
+    ) -> tuple[list[int], list[tuple[list[int], str]]]:
+        """What all ranks make of it, the same on every rank. Every rank calls it.
+
+        Args:
+            touched: Indices of the leaves that this rank has a place for.
+            problems: What forbids the load on this rank.
+
+        Returns:
+            The leaves that no rank has a place for, and all ranks' problems, each once, with the ranks that have it.
+        """
+
+    def plan(self, wants: Sequence[tuple[Any, ...]], values: Sequence[tuple[int, int]]) -> dict[str, int]:
+        """What this rank's :meth:`load` would read: bytes_wanted, bytes_read, reads, files. Touches no data."""
+
+    def load(
+        self, wants: Sequence[tuple[Any, ...]], values: Sequence[tuple[int, int]], timeout_s: float
+    ) -> list[bytes]:
+        """Fills the wants' memory and returns the encoded values, in order. Every rank calls it.
+
+        A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
+        ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
+        """
+
+class Tagged:
+    """A value that is no builtin, said in builtins; ``tag`` is a name of the format's closed table."""
+
+    def __init__(self, tag: str, value: object) -> None: ...
+    @property
+    def tag(self) -> str: ...
+    @property
+    def value(self) -> Any: ...
+
+def save(
+    session: Session,
+    url: str,
+    leaves: Sequence[tuple[Any, ...]],
+    owner: object,
+    *,
+    step: int | None,
+    user: Mapping[str, str],
+    timeout_s: float,
+) -> Pending:
+    """Begins to save the leaves as the checkpoint at ``url``; ``owner`` is kept until their memory is needed no more.
+
+    A leaf is ``("tensor", key, name, layout, dtype, shape, parts)`` with parts ``(offsets, lengths, pointer,
+    strides_bytes)`` or ``("flat", start, stop, pointer)``, ``("object", key, name, layout, encoded, per_rank)``, or
+    ``("alias", key, name, layout, of_key, of_name)``.
+    """
+
+def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:
+    """Opens the checkpoint at ``url``. Every rank calls it; rank 0 reads."""
+
+def newest(
+    session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
+) -> tuple[int, Checkpoint, list[str]] | None:
+    """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
+
+def retain(url: str, *, last: int | None, every: int | None) -> list[int]:
+    """Deletes the committed checkpoints of a run that no rule keeps; returns their steps. One rank calls it."""
+
+def encode(value: object) -> bytes:
+    """The encoding of ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and ``Tagged``."""
+
+def decode(data: bytes) -> object:
+    """The value that :func:`encode` encoded."""
+
+def cli_main(argv: Sequence[str]) -> int:
+    """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code."""

@@ -1,0 +1,193 @@
+"""A run and its checkpoints: restored at the start, saved when due, kept by a rule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from . import _native
+from .errors import Corrupt, Invalid
+from .matching import LoadPlan, Options, Rename
+from .schedule import Keep, Steps
+from .session import TIMEOUT_S, current
+from .verbs import Pending, Url, expect_url, fill, patterns, save_async
+
+_log = logging.getLogger("shardfast")
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run, each called ``<url>/step-<step>``. Every rank of the job has one.
+
+    One save is in flight at a time: the next one first waits until the one before is durable. A failure in the
+    background is raised by the next call of any method, once, and never keeps the next save from being made.
+
+    Example::
+
+        with sf.Checkpointer("runs/gpt", every=sf.steps(200), keep=sf.last(3)) as ckpt:
+            for step in range(ckpt.restore(state), total):
+                ...
+                ckpt.step(step + 1, state)
+
+    Args:
+        url: Of the run: a path or a URL.
+        every: When :meth:`step` saves, such as ``sf.steps(200)``; without it only :meth:`save` does.
+        keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; all of them without it. Others are
+            deleted after the next save is durable, never before.
+        pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
+        timeout_s: How long ranks wait for each other.
+
+    Attributes:
+        url: Of the run.
+        newest: The step of the newest save that was begun or restored here, ``None`` before.
+        committed: The newest step known here to be durable, ``None`` before.
+        restored: What :meth:`restore` loaded.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        *,
+        every: Steps | None = None,
+        keep: Keep | None = None,
+        pickle: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        if every is not None and not isinstance(every, Steps):
+            raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
+        if keep is not None and not isinstance(keep, Keep):
+            raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
+        self.url = expect_url(url).rstrip("/")
+        self.newest: int | None = None
+        self.committed: int | None = None
+        self.restored: LoadPlan | None = None
+        self._every = every
+        self._keep = keep
+        self._pickle = pickle
+        self._timeout_s = timeout_s
+        self._running: Future[None] | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        older: bool = False,
+        strict: bool = True,
+        rename: Rename | None = None,
+        cast: bool = False,
+        only: str | Sequence[str] = (),
+        per_rank: str = "error",
+    ) -> int:
+        """Loads the newest committed checkpoint of the run into ``state``. Every rank calls it.
+
+        What is not committed, because its save was cut off, is passed over with a warning in the log.
+
+        Args:
+            older: If the newest committed checkpoint is damaged, take the one before it. Without this it is an error.
+
+        The other arguments are those of :func:`shardfast.load`; so are the errors.
+
+        Returns:
+            The step that was restored; 0 when the run has no committed checkpoint.
+        """
+        self._settle(wait=True)
+        options = Options(strict, rename, cast, patterns(only), per_rank, self._pickle)
+        session = current(self._timeout_s)
+        below: int | None = None
+        while True:
+            found = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
+            if found is None:
+                if below is not None:
+                    raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
+                return 0
+            step, checkpoint, skipped = found
+            for reason in skipped if session.rank == 0 else ():
+                _log.warning("passed over %s", reason)
+            try:
+                self.restored = fill(session, checkpoint, state, options, self._timeout_s)
+            except Corrupt as error:  # the same on every rank
+                if not older:
+                    raise
+                _log.warning("passed over %s: %s", checkpoint.url, error)
+                below = step
+                continue
+            self.newest = self.committed = step
+            return step
+
+    def step(self, step: int, state: dict[str, Any]) -> bool:
+        """Saves if a save is due after ``step`` steps; whether it did. Every rank calls it after each step.
+
+        Returns as soon as the state may change: its bytes are copied or written, and made durable in the background.
+
+        Raises:
+            Error: What failed in the background since the last call (the save that is due is begun all the same), or
+                why this one cannot be made.
+        """
+        due = self._every is not None and self._every.due(step)
+        if not due:
+            self._settle(wait=False)
+            return False
+        self.save(step, state)
+        return True
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Saves now, as :meth:`step` does when due."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise Invalid(f"step={step!r}: expected the number of training steps done")
+        try:
+            self._settle(wait=True)
+        except Exception:
+            # The other ranks begin this save too: they must not wait for one that still has something to report.
+            self._begin(step, state)
+            raise
+        self._begin(step, state)
+
+    def _begin(self, step: int, state: dict[str, Any]) -> None:
+        url = f"{self.url}/step-{step:08d}"
+        pending = save_async(url, state, step=step, pickle=self._pickle, timeout_s=self._timeout_s)
+        self.newest = step
+        pending.staged()
+        is_chief = current(self._timeout_s).rank == 0
+        self._running = self._background.submit(self._conclude, step, pending, is_chief)
+
+    def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
+        """In the background: waits for the commit, then lets go what no rule keeps."""
+        pending.committed()
+        self.committed = step
+        if is_chief and self._keep is not None:
+            _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+
+    def _settle(self, wait: bool) -> None:
+        """Raises what failed in the background, once; with ``wait`` not before the save in flight has ended."""
+        running = self._running
+        if running is not None and (wait or running.done()):
+            self._running = None
+            running.result()
+
+    def wait(self) -> None:
+        """Waits until the last save is durable; raises what failed."""
+        self._settle(wait=True)
+
+    def close(self) -> None:
+        """Waits until the last save is durable; raises what failed. The checkpointer can then save no more."""
+        try:
+            self._settle(wait=True)
+        finally:
+            self._background.shutdown()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The error that ends the block counts for more.
+            _log.error("the last save failed: %s", failure)

@@ -1,0 +1,293 @@
+"""The plain verbs: save one checkpoint, load one checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _native
+from .catalog import AliasLeaf, Flat, Leaf, ObjectLeaf, SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .errors import Error, Internal, Invalid
+from .matching import LoadPlan, Matching, Options, Rename
+from .session import TIMEOUT_S, current
+from .state import describe, walk
+
+Url = str | os.PathLike[str]
+
+
+class Pending:
+    """A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
+
+    Attributes:
+        url: Of the checkpoint.
+    """
+
+    def __init__(self, url: str, pending: _native.Pending) -> None:
+        self.url = url
+        self._pending = pending
+
+    def staged(self, timeout_s: float | None = None) -> None:
+        """Waits until the state may change.
+
+        Raises:
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+        """
+        self._pending.staged(timeout_s)
+
+    def committed(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint is durable and visible.
+
+        Raises:
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+        """
+        self._pending.committed(timeout_s)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+        return self._pending.done()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What this rank's part of the save did so far: bytes, files, and milliseconds until the end of each phase."""
+        report: dict[str, Any] = json.loads(self._pending.report())
+        return report
+
+
+def save(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    user: Mapping[str, str] | None = None,
+    pickle: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
+
+    Args:
+        url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. Nothing is
+            ever
+            overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
+        state: A dict from names to what is saved under them: modules, optimizers (with their modules beside them),
+            anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of these and of plain Python
+            values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to be the same
+            on every rank; what belongs to one rank goes into :class:`PerRank`.
+        step: The training step, to be noted.
+        user: Anything else to be noted, shown by ``shardfast inspect``.
+        pickle: Pickle Python values that cannot be said as data. Such a checkpoint runs code when it is loaded, and
+            loads only with ``pickle=True``.
+        timeout_s: How long ranks wait for each other.
+
+    Raises:
+        Invalid: If the state cannot be stored, naming every offender, or the ranks' states contradict each other.
+        Conflict: If a checkpoint is there already.
+        Exhausted: If the disk is full.
+        Unavailable: If the store or a rank cannot be reached.
+    """
+    save_async(url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s).committed()
+
+
+def save_async(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    user: Mapping[str, str] | None = None,
+    pickle: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> Pending:
+    """Begins to save ``state`` and returns at once. Every rank of the job calls it.
+
+    Python values are captured before it returns. Tensors are read in the background: they may change only after
+    :meth:`Pending.staged`. Arguments are those of :func:`save`, which also tells what may be raised: what concerns this
+    rank's state here, everything else by the :class:`Pending`.
+    """
+    place, session = expect_url(url), current(timeout_s)
+    notes = dict(user or {})
+    if pickle:
+        notes["shardfast.pickle"] = "allowed"
+    try:
+        leaves = describe(state, pickle=pickle)
+        tuples = [_native_leaf(leaf) for leaf in leaves]
+        # `leaves` owns the memory; Rust drops it when the bytes are copied, whatever becomes of the Pending.
+        pending = _native.save(session, place, tuples, leaves, step=step, user=notes, timeout_s=timeout_s)
+    except Exception as error:
+        raise _refused(session, error, timeout_s) from error
+    return Pending(place, pending)
+
+
+def load(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    cast: bool = False,
+    only: str | Sequence[str] = (),
+    per_rank: str = "error",
+    pickle: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> LoadPlan:
+    """Loads one checkpoint into ``state``, in this job's layout. Every rank of the job calls it.
+
+    Tensors are filled in place, whatever layout they were saved in. Optimizer state that does not exist yet is made.
+    Other values replace the entries of the state's dicts, or are given to ``load_state_dict``; of these nothing changes
+    before every byte was read and proven.
+
+    Args:
+        url: Of the checkpoint.
+        state: As in :func:`save`. Values that only mark a place may be anything, such as ``None``.
+        strict: Refuse leaves that only the checkpoint has (on no rank is a place for them) or only the state has. With
+            ``False`` they are reported in the result.
+        rename: Names in the state by names in the checkpoint, ``"key/name"`` both, or a function from the one to the
+            other. What is renamed as a parameter is renamed in optimizers too.
+        cast: Convert tensors whose dtype differs.
+        only: Load a part: patterns of keys (``"model"``) or of leaves (``"model/layers.*"``), of names in the state.
+        per_rank: When values differ by rank and the number of ranks is not that of the save: ``"error"``; ``"rank0"``
+            gives everyone that of rank 0; ``"index"`` that of the rank with one's number modulo the saved number.
+        pickle: Load pickles, which can run any code.
+        timeout_s: How long ranks wait for each other.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        NotFound: If no checkpoint is committed there.
+        Invalid: If the checkpoint does not fit the state: missing, unexpected, wrong shape, wrong dtype, on any rank,
+            all in one error, the same on every rank.
+        Corrupt: If bytes are not those that were saved. Tensors filled before that keep what they got.
+        Unsupported: If it is of a newer format, or holds a value whose class was not imported.
+    """
+    options = Options(strict, rename, cast, patterns(only), per_rank, pickle)
+    session = current(timeout_s)
+    checkpoint = _native.open(session, expect_url(url), timeout_s=timeout_s)
+    return fill(session, checkpoint, state, options, timeout_s)
+
+
+def plan_load(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    cast: bool = False,
+    only: str | Sequence[str] = (),
+    per_rank: str = "error",
+    timeout_s: float = TIMEOUT_S,
+) -> LoadPlan:
+    """What :func:`load` with these arguments would do: reads the manifest only, changes nothing. Every rank calls it.
+
+    ``print(sf.plan_load(...))`` shows what would be loaded, renamed, cast, missing and unexpected, every problem that
+    would make the load fail, and how many bytes this rank would read.
+    """
+    options = Options(strict, rename, cast, patterns(only), per_rank)
+    session = current(timeout_s)
+    checkpoint = _native.open(session, expect_url(url), timeout_s=timeout_s)
+    matching = _matched(session, checkpoint, state, options, timeout_s, dry=True)
+    for name, number in checkpoint.plan(matching.forecast_wants(), matching.value_wants()).items():
+        setattr(matching.plan, name, number)
+    return matching.plan
+
+
+def fill(
+    session: _native.Session,
+    checkpoint: _native.Checkpoint,
+    state: dict[str, Any],
+    options: Options,
+    timeout_s: float,
+) -> LoadPlan:
+    """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`."""
+    matching = _matched(session, checkpoint, state, options, timeout_s)
+    matching.expect_no_problems()
+    try:
+        wants = matching.bind()
+    except Exception as error:
+        raise _refused(session, error, timeout_s) from error
+    encoded = checkpoint.load(wants, matching.value_wants(), timeout_s)
+    try:
+        matching.install(encoded)
+    except Exception as error:
+        raise _refused(session, error, timeout_s) from error
+    # Values are made by each rank alone: a failure of one is the failure of all.
+    checkpoint.agree([], [], timeout_s)
+    return matching.plan
+
+
+def _matched(
+    session: _native.Session,
+    checkpoint: _native.Checkpoint,
+    state: dict[str, Any],
+    options: Options,
+    timeout_s: float,
+    dry: bool = False,
+) -> Matching:
+    info = checkpoint.info()
+    plan = LoadPlan(checkpoint.url, info["step"])
+    try:
+        matching = Matching(
+            walk(state),
+            [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
+            plan,
+            options,
+            rank=session.rank,
+            world=session.world,
+            saved_world=info["world"],
+            dry=dry,
+        )
+    except Exception as error:
+        raise _refused(session, error, timeout_s) from error
+    untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
+    matching.conclude(untouched, problems)
+    return matching
+
+
+def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:
+    """Tells all ranks of this one's failure, so that none waits for it; what to raise here."""
+    kind = type(error).__name__ if isinstance(error, Error) else Internal.__name__
+    message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    try:
+        session.refuse(kind, message, timeout_s)
+    except Error as agreed:
+        return agreed if isinstance(error, Error) else error
+    return error
+
+
+def patterns(only: str | Sequence[str]) -> tuple[str, ...]:
+    """The patterns of ``only``."""
+    return (only,) if isinstance(only, str) else tuple(only)
+
+
+def _native_leaf(leaf: Leaf) -> tuple[Any, ...]:
+    if isinstance(leaf, ObjectLeaf):
+        return ("object", leaf.key, leaf.name, "", leaf.encoded, leaf.per_rank)
+    if isinstance(leaf, AliasLeaf):
+        return ("alias", leaf.key, leaf.name, "", leaf.of_key, leaf.of_name)
+    layout = leaf.layout
+    parts: list[tuple[Any, ...]] = []
+    for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
+        if isinstance(region, Flat):
+            parts.append(("flat", region.start, region.stop, memory.pointer))
+        else:
+            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes))
+    return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts)
+
+
+def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:
+    kind, key, name, layout = leaf[:4]
+    if kind == "tensor":
+        return SavedTensor(index, key, name, layout, leaf[4], tuple(leaf[5]), leaf[6])
+    if kind == "object":
+        copies = tuple((tuple((start, stop) for start, stop in ranks), size) for ranks, size in leaf[4])
+        return SavedObject(index, key, name, layout, copies)
+    if kind == "alias":
+        return SavedAlias(index, key, name, layout, leaf[4], leaf[5])
+    raise Internal(f"{key}/{name}: a leaf of unknown kind {kind!r}")
+
+
+def expect_url(url: object) -> str:
+    """A URL or path as text."""
+    if not isinstance(url, (str, os.PathLike)):
+        raise Invalid(f"url: expected a path or a URL, found a {type(url).__name__}")
+    return os.fspath(url)

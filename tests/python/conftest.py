@@ -1,0 +1,106 @@
+"""Ranks for tests: real processes, forked from this one, that find each other as those of a job do."""
+
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.fx.experimental.symbolic_shapes  # what torch imports when first used is imported here, once for all ranks
+
+# Children are forked from this process: a pool of threads made here would be missing there.
+torch.set_num_threads(1)
+
+DEADLINE_S = 60.0
+GRACE_S = 5.0  # for the ranks that wait for one that failed
+
+
+class Rank:
+    """A forked process and what it sent."""
+
+    def __init__(self, number: int, world: int, rendezvous: str, function: Callable, args: tuple) -> None:
+        self.number = number
+        self.received = bytearray()
+        self.pipe, sending = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.pipe)
+            run(number, world, rendezvous, function, args, sending)
+        os.close(sending)
+
+    def outcome(self) -> tuple[bool, object]:
+        """Whether it did what it should, and the result or the traceback."""
+        return pickle.loads(self.received) if self.received else (False, f"rank {self.number} died without a word")
+
+
+def run(number: int, world: int, rendezvous: str, function: Callable, args: tuple, sending: int) -> None:
+    """What a child does; never returns."""
+    try:
+        os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(number))
+        timeout = timedelta(seconds=DEADLINE_S)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=world, timeout=timeout)
+        result = function(number, world, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        message = pickle.dumps((True, result))
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    try:
+        with os.fdopen(sending, "wb") as pipe:
+            pipe.write(message)
+    finally:
+        os._exit(0)
+
+
+def collect(processes: list[Rank], deadline: float) -> None:
+    """Receives until every rank has ended or the deadline is over; a failure leaves the others little time."""
+    waiting = {process.pipe: process for process in processes}
+    while waiting and time.monotonic() < deadline:
+        ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        for pipe in ready:
+            piece = os.read(pipe, 1 << 20)
+            waiting[pipe].received += piece
+            if not piece:
+                process = waiting.pop(pipe)
+                if not process.outcome()[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """``ranks(n)(function, *args)`` calls ``function(rank, world, *args)`` in ``n`` processes, gloo initialised.
+
+    The results by rank. The first failing rank's traceback fails the test; so does a rank that is not done in time.
+    """
+    calls = 0
+
+    def of(world: int, deadline_s: float = DEADLINE_S) -> Callable:
+        def call(function: Callable, *args: object) -> list:
+            nonlocal calls
+            calls += 1
+            rendezvous = f"file://{tmp_path}/rendezvous-{calls}"
+            processes = [Rank(number, world, rendezvous, function, args) for number in range(world)]
+            try:
+                collect(processes, time.monotonic() + deadline_s)
+            finally:
+                for process in processes:
+                    os.kill(process.pid, signal.SIGKILL)
+                    os.waitpid(process.pid, 0)
+                    os.close(process.pipe)
+            outcomes = [process.outcome() for process in processes]
+            failures = [f"rank {rank}:\n{text}" for rank, (done, text) in enumerate(outcomes) if not done]
+            told = [text for text in failures if "died without a word" not in text]
+            assert not failures, "\n".join([*told, *(text for text in failures if text not in told)][:1])
+            return [result for _, result in outcomes]
+
+        return call
+
+    return of

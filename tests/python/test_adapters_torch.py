@@ -1,0 +1,722 @@
+"""The torch adapter against torch itself: what a rank holds, in every layout, is what slices of the whole say."""
+
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardfast.adapters import torch as torch_adapter
+from shardfast.adapters.torch import DTYPES, TorchAdapter
+from shardfast.catalog import Flat, Layout, Memory, Refused, Region, Source, Target
+from shardfast.testing import assemble, check_tensor, restore, snapshot
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+ADAPTER = TorchAdapter()
+
+
+def data(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def gather(mine):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+# Plain tensors
+
+
+def every_dtype():
+    return [pytest.param(dtype, id=str(dtype)) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("dtype", every_dtype())
+def test_every_dtype_is_taken_bit_by_bit(dtype):
+    raw = torch.arange(24 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
+    tensor = raw.view(dtype).reshape(4, 6)
+    layout = ADAPTER.layout(tensor)
+    assert (layout.dtype, layout.shape, layout.text) == (DTYPES[dtype], (4, 6), "")
+    assert check_tensor(ADAPTER, tensor) == bytes(raw.tolist())
+
+
+def views():
+    block = torch.arange(120.0).reshape(4, 5, 6)
+    return {
+        "transposed": block.transpose(0, 2),
+        "permuted": block.permute(2, 0, 1),
+        "sliced": block[1:, ::2, 1::3],
+        "one column": block[:, 2, 3],
+        "channels last": torch.arange(48.0).reshape(1, 3, 4, 4).to(memory_format=torch.channels_last),
+        "zero-dimensional": torch.tensor(3.5),
+        "one of a vector": torch.arange(9.0)[4],
+        "empty": torch.empty(3, 0, 2),
+        "empty slice": block[2:2],
+        "ones in the shape": torch.arange(6.0).reshape(1, 6, 1),
+        "parameter": nn.Parameter(torch.arange(6.0)),
+        "imaginary parts": torch.view_as_real(torch.complex(torch.arange(6.0), torch.ones(6)))[:, 1],
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_views_are_described_as_they_lie(name):
+    tensor = views()[name]
+    assert check_tensor(ADAPTER, tensor) == data(tensor)
+    source = ADAPTER.source(tensor)
+    assert [memory.pointer for memory in source.memory] == ([tensor.data_ptr()] if tensor.numel() else []), "no copy"
+
+
+def test_a_whole_tensor_has_one_region():
+    assert ADAPTER.layout(torch.empty(2, 3)).regions == (Region((0, 0), (2, 3)),)
+    assert ADAPTER.layout(torch.tensor(1)).regions == (Region((), ()),)
+    assert ADAPTER.layout(torch.empty(0, 3)).regions == ()
+
+
+def test_lazily_conjugated_and_negated_values_are_resolved():
+    conjugated = torch.arange(6).to(torch.complex64).mul(1j).conj()
+    negated = conjugated.imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    assert check_tensor(ADAPTER, conjugated) == data(conjugated)
+    assert check_tensor(ADAPTER, negated) == data(negated) == data(-torch.arange(6.0))
+
+
+def test_loading_converts_on_the_way():
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16).t()
+    restore(ADAPTER, tensor, data(torch.arange(12.0).reshape(4, 3)), "F32")
+    assert torch.equal(tensor, torch.arange(12.0).reshape(4, 3).to(torch.bfloat16))
+
+
+def test_autograd_and_inference_mode_are_not_in_the_way():
+    leaf = nn.Parameter(torch.zeros(4))
+    with torch.inference_mode():
+        frozen = torch.zeros(4)
+    for tensor in (leaf, frozen):
+        restore(ADAPTER, tensor, data(torch.arange(4.0)))
+        assert torch.equal(tensor.detach(), torch.arange(4.0))
+        restore(ADAPTER, tensor, data(torch.ones(4, dtype=torch.float64)), "F64")
+        ADAPTER.fill(tensor, torch.full((4,), 2.0))
+        assert tensor.tolist() == [2.0] * 4
+    assert leaf.requires_grad
+
+
+class Wrapping(torch.Tensor):
+    """A tensor subclass that has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+        return NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+        (torch.ones(3, dtype=torch.complex128), "torch.complex128"),
+        (nn.parameter.UninitializedParameter(), "UninitializedParameter has no shape yet"),
+        (Wrapping(torch.ones(3)), "Wrapping wraps other tensors"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(tensor, why):
+    with pytest.raises(Refused, match=why):
+        ADAPTER.layout(tensor)
+
+
+def test_memory_that_is_not_there_or_not_its_own_is_refused():
+    with pytest.raises(Refused, match="meta device"):
+        ADAPTER.source(torch.empty(3, device="meta"))
+    with pytest.raises(Refused, match="meta device"):
+        ADAPTER.target(torch.empty(3, device="meta"), "F32")
+    expanded = torch.ones(1, 3).expand(2, 3)
+    assert assemble([snapshot(ADAPTER, expanded)]) == data(expanded)
+    with pytest.raises(Refused, match="expanded tensor"):
+        ADAPTER.target(expanded, "F32")
+
+
+def test_identity_is_same_elements_in_same_memory():
+    one = torch.arange(12.0)
+    assert ADAPTER.identity(one) == ADAPTER.identity(one.detach())
+    assert ADAPTER.identity(one) == ADAPTER.identity(one.reshape(12))
+    for other in (one.clone(), one[:6], one.reshape(3, 4), one.view(torch.int32), one[::2]):
+        assert ADAPTER.identity(one) != ADAPTER.identity(other)
+    empty = torch.empty(0)
+    assert ADAPTER.identity(empty) == ADAPTER.identity(empty) != ADAPTER.identity(torch.empty(0))
+
+
+# The rule of torch.chunk
+
+
+def chunked(index: torch.Tensor, parts: int, which: int) -> torch.Tensor:
+    chunks = torch.chunk(index, parts)
+    return chunks[which] if which < len(chunks) else index[:0]
+
+
+def held(shape, cuts) -> list[torch.Tensor]:
+    """Per dimension the indices of a rank, by cutting index vectors as torch cuts data."""
+    indices = [torch.arange(size) for size in shape]
+    for dim, parts, which, split in cuts:
+        groups = torch.chunk(indices[dim], split)
+        indices[dim] = torch.cat([chunked(group, parts, which) for group in groups])
+    return indices
+
+
+@st.composite
+def shapes_and_cuts(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
+    cuts = []
+    for _ in range(draw(st.integers(0, 3))):
+        parts = draw(st.integers(1, 4))
+        dim, which = draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, parts - 1))
+        cuts.append((dim, parts, which, draw(st.sampled_from([1, 1, 2, 3, 4]))))
+    return shape, tuple(cuts)
+
+
+@settings(max_examples=400, deadline=None)
+@given(shapes_and_cuts())
+def test_index_runs_are_those_of_torch_chunk(case):
+    shape, cuts = case
+    regions, starts, local_shape = torch_adapter._cut(shape, cuts)
+    indices = held(shape, cuts)
+    assert local_shape == tuple(map(len, indices))
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    local = whole[torch.meshgrid(*indices, indexing="ij")]
+    seen = torch.zeros(local_shape, dtype=torch.int32)
+    for region, start in zip(regions, starts, strict=True):
+        there = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.lengths, strict=True))
+        here = tuple(slice(o, o + n) for o, n in zip(start, region.lengths, strict=True))
+        assert torch.equal(whole[there], local[here])
+        seen[here] += 1
+    assert bool((seen == 1).all())
+
+
+def test_index_runs_do_not_depend_on_size():
+    regions, _, _ = torch_adapter._cut((1 << 40, 8), ((0, 2, 1, 1), (0, 1 << 10, 3, 1), (1, 2, 0, 1)))
+    assert regions == (Region(((1 << 39) + 3 * (1 << 29), 0), (1 << 29, 4)),)
+
+
+# DTensors on four ranks
+
+
+def placements(ndim):
+    kinds = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
+    return itertools.product(kinds, repeat=ndim)
+
+
+def check_placements(rank, world, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for shape in [(16, 6), (10, 7), (3, 5), (1, 2)]:
+        whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+        for chosen in placements(len(mesh_shape)):
+            # Cut locally: scattering by an uneven _StridedShard fails in torch itself.
+            tensor = distribute_tensor(whole, mesh, list(chosen), src_data_rank=None)
+            mine = snapshot(ADAPTER, tensor)
+            assert mine.layout.shape == shape
+            assert "mesh(" in mine.layout.text
+            everyone = gather(mine)
+            if rank == 0:
+                assert assemble(everyone) == data(whole), (chosen, shape)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (4, 1), (2, 1, 2)], ids=str)
+def test_dtensors_say_what_they_hold(ranks, mesh_shape):
+    ranks(4)(check_placements, mesh_shape)
+
+
+def check_scattered_and_restored(rank, world):
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.randn(10, 6)
+    dist.broadcast(whole, 0)
+    cases = [
+        (line, [Shard(0)]),
+        (line, [Shard(1)]),
+        (line, [_StridedShard(0, split_factor=2)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (square, [_StridedShard(0, split_factor=2), Shard(1)]),
+        (square, [Shard(0), Shard(1)]),
+    ]
+    for mesh, chosen in cases:
+        tensor = nn.Parameter(distribute_tensor(whole, mesh, chosen, src_data_rank=None))
+        assert check_tensor(ADAPTER, tensor, gather) == data(whole), chosen
+        ADAPTER.fill(tensor, whole + 1)
+        assert torch.equal(tensor.full_tensor(), whole + 1), chosen
+        restore(ADAPTER, tensor, data(whole.double()), "F64")
+        assert torch.equal(tensor.full_tensor(), whole), chosen
+    assert ADAPTER.layout(tensor).text == "mesh(dp=2, tp=2) [Shard(0), Shard(1)]"
+    several = distribute_tensor(torch.arange(32.0).reshape(16, 2), line, [_StridedShard(0, split_factor=2)])
+    rows = [(region.offsets[0], region.lengths[0]) for region in ADAPTER.layout(several).regions]
+    assert rows == [(2 * rank, 2), (8 + 2 * rank, 2)]
+
+
+def test_dtensors_are_filled_where_they_lie(ranks):
+    ranks(4)(check_scattered_and_restored)
+
+
+def check_refusals(rank, world):
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(Refused, match=r"Partial\(sum\) on mesh dimension 0 is a sum that was not yet made"):
+        ADAPTER.layout(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    # Another library's uneven shards: the right number of elements in all, at other places than the placements say.
+    uneven = torch.ones((5, 2) if rank == 0 else (1, 2))
+    tensor = DTensor.from_local(uneven, mesh, [Shard(0)], run_check=False, shape=torch.Size((6, 2)), stride=(2, 1))
+    with pytest.raises(
+        Refused, match=r"local tensor has shape \(\d, 2\), where its mesh and placements .* give \(3, 2\)"
+    ):
+        ADAPTER.layout(tensor)
+    with pytest.raises(Refused, match="a DTensor cannot be part of a value"):
+        ADAPTER.lower_value(tensor)
+
+    def chunks():
+        return [types.SimpleNamespace(offsets=torch.Size((0 if rank == 0 else 5, 0)), sizes=uneven.shape)]
+
+    tensor._local_tensor.__create_chunk_list__ = chunks
+    tensor.to_local().copy_(torch.arange(12.0).reshape(6, 2)[slice(0, 5) if rank == 0 else slice(5, 6)])
+    assert check_tensor(ADAPTER, tensor, gather) == data(torch.arange(12.0))
+    # A rank outside of the mesh holds nothing.
+    alone = init_device_mesh("cpu", (1,)) if world == 1 else None
+    assert alone is None
+    half = torch.distributed.device_mesh.DeviceMesh("cpu", [0])
+    tensor = distribute_tensor(torch.ones(4), half, [Shard(0)])
+    assert len(ADAPTER.layout(tensor).regions) == (1 if rank == 0 else 0)
+
+
+def test_layouts_that_placements_do_not_tell(ranks):
+    ranks(2)(check_refusals)
+
+
+def test_several_chunks_of_one_flat_local_tensor(monkeypatch):
+    """Ragged shards keep a one-dimensional local tensor, cut into boxes front to back."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    local = torch.cat([whole[1, 2:], whole[2:].reshape(-1)])
+    boxes = [((1, 2), (1, 4)), ((2, 0), (2, 6)), ((4, 0), (0, 6))]
+    chunks = [types.SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in boxes]
+    local.__create_chunk_list__ = lambda: chunks
+    tensor = types.SimpleNamespace(shape=whole.shape, _local_tensor=local)
+    monkeypatch.setattr(torch_adapter, "_is_dtensor", lambda tensor: True)
+    found = torch_adapter._views(tensor, local)
+    assert [(region.offsets, region.lengths) for region, _ in found] == boxes[:2]
+    for region, view in found:
+        there = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.lengths, strict=True))
+        assert torch.equal(view, whole[there])
+    with pytest.raises(Refused, match="has 15 elements, where the attached chunk list gives 16"):
+        torch_adapter._views(tensor, local[:15])
+
+
+def test_another_order_of_sharding_is_honoured(monkeypatch):
+    mesh = types.SimpleNamespace(shape=(2, 2), get_coordinate=lambda: [0, 1])
+    entry = types.SimpleNamespace(tensor_dim=0, mesh_dims=(1, 0))
+    spec = types.SimpleNamespace(shard_order=(entry,))
+    tensor = types.SimpleNamespace(device_mesh=mesh, placements=(Shard(0), Shard(0)), ndim=1, _spec=spec)
+    regions, _, _ = torch_adapter._cut((8,), torch_adapter._cuts(tensor))
+    assert regions == (Region((4,), (2,)),)  # second half first, of that the first half
+    spec.shard_order = ()
+    regions, _, _ = torch_adapter._cut((8,), torch_adapter._cuts(tensor))
+    assert regions == (Region((2,), (2,)),)
+
+
+# Modules
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 10, layers: int = 2) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, width)
+        self.layers = nn.ModuleDict({str(i): Block(width, hidden) for i in range(layers)})
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 11)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.out(x)
+
+
+def names(module) -> list[str]:
+    return list(ADAPTER.module(module).bundle.tensors())
+
+
+def test_wrappers_leave_no_trace_in_names():
+    plain = list(Net().state_dict())
+    assert names(Net()) == plain
+    assert names(torch.compile(Net())) == plain
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inside = Net()
+    for name, layer in inside.layers.items():
+        inside.layers[name] = checkpoint_wrapper(torch.compile(layer))
+    assert names(inside) == plain
+    assert list(ADAPTER.module(inside).parameters) == [name for name, _ in Net().named_parameters()]
+
+
+def check_ddp(rank, world):
+    model = Net()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert names(wrapped) == list(model.state_dict())
+    # Only the wrapper's own component goes: a submodule may be called `module` too.
+    outer = nn.ModuleDict({"module": nn.Linear(2, 2), "inner": nn.parallel.DistributedDataParallel(nn.Linear(2, 2))})
+    assert names(outer) == ["module.weight", "module.bias", "inner.weight", "inner.bias"]
+
+
+def test_ddp_is_unwrapped(ranks):
+    ranks(2)(check_ddp)
+
+
+def test_values_of_a_module_go_in_by_its_own_door():
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return {"count": self.count, "table": torch.ones(2)}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model = nn.Sequential(Counting(2, 2))
+    model[0].count = 7
+    bundle = ADAPTER.module(model).bundle
+    assert list(bundle.tensors()) == ["0.weight", "0.bias"]
+    assert bundle.values()["0._extra_state"]["count"] == 7
+    install = bundle.restore({}, {"0._extra_state": {"count": 9, "table": torch.ones(2)}}, str)
+    assert model[0].count == 7
+    install()
+    assert model[0].count == 9
+
+
+def test_tensors_that_a_hook_makes_are_given_back_through_the_module():
+    """A state dict may hold tensors that are no parameter or buffer: filling those alone would load nothing."""
+
+    class Folded(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            destination[prefix + "weight_t"] = self.weight.detach().t().contiguous()
+
+        def _load_from_state_dict(self, state, prefix, *rest):
+            with torch.no_grad():
+                self.weight.copy_(state[prefix + "weight_t"].t())
+
+    model = Folded(2, 3)
+    bundle = ADAPTER.module(model).bundle
+    (tensor,) = bundle.tensors().values()
+    tensor.fill_(5)
+    bundle.restore({}, {}, str)()
+    assert bool((model.weight == 5).all())
+
+
+def test_stages_are_one_module():
+    first, last = Net(), Net()
+    last.emb = None
+    del last.layers["0"]
+    with pytest.raises(Refused, match=r"two parts of the module have an entry 'layers\.1\.up\.weight'"):
+        names([first, last])
+    del first.layers["1"]
+    first.norm = first.out = None
+    assert sorted(names([first, last])) == sorted(Net().state_dict())
+    last.emb = first.emb  # the very same module in two stages is no conflict
+    assert sorted(names([first, last])) == sorted(Net().state_dict())
+
+
+def check_fsdp2(rank, world, dims):
+    torch.manual_seed(0)
+    model, whole = Net(), Net()
+    whole.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (4,) if dims == 1 else (2, 2), mesh_dim_names=("dp", "tp")[:dims])
+    for layer in model.layers.values():
+        if dims == 2:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()  # leaves the root's parameters unsharded
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    module = ADAPTER.module(model)
+    assert list(module.bundle.tensors()) == list(whole.state_dict())
+    for name, tensor in module.bundle.tensors().items():
+        mine = snapshot(ADAPTER, tensor)
+        everyone = gather(mine)
+        if isinstance(tensor, DTensor):
+            whole_tensor = tensor.detach().full_tensor()
+            assert assemble(everyone) == data(whole_tensor), name
+    bundle = ADAPTER.optimizer(optimizer, {id(p): fqn for fqn, p in module.parameters.items()})
+    for name, tensor in bundle.tensors().items():
+        assert assemble(gather(snapshot(ADAPTER, tensor))), name
+    assert {name for name in bundle.tensors() if name.endswith("exp_avg")} == {
+        f"state.{fqn}.exp_avg" for fqn, _ in whole.named_parameters() if not fqn.startswith("norm.")
+    }
+    made = bundle.create("state.layers.0.up.weight.exp_avg", "F32", (10, 8), dry=False)
+    like = bundle.tensors()["state.layers.0.up.weight.exp_avg"]
+    assert (made.placements, made.device_mesh, made.to_local().shape) == (
+        like.placements,
+        like.device_mesh,
+        like.to_local().shape,
+    )
+    assert ADAPTER.layout(bundle.create("state.out.bias.exp_avg", "F32", (11,), dry=True)) == ADAPTER.layout(
+        bundle.tensors()["state.out.bias.exp_avg"]
+    )
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_fsdp2_with_and_without_tensor_parallelism(ranks, dims):
+    ranks(4)(check_fsdp2, dims)
+
+
+# Optimizers
+
+
+def stepped(optimizer, skip=()):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not any(parameter is other for other in skip):
+                parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return optimizer
+
+
+def fqns(model):
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def test_state_is_named_by_parameters():
+    model = Net(layers=1)
+    model.emb.weight.requires_grad_(False)
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "lr": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    bundle = ADAPTER.optimizer(stepped(optimizer, skip=[model.norm.bias]), fqns(model))
+    trained = {
+        "layers.0.up.weight",
+        "layers.0.up.bias",
+        "layers.0.down.weight",
+        "norm.weight",
+        "out.weight",
+        "out.bias",
+    }
+    expected = {f"state.{fqn}.{name}" for fqn in trained for name in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(bundle.tensors()) == expected
+    (groups,) = bundle.values().values()
+    assert [group["params"] for group in groups] == [
+        [name for name, p in model.named_parameters() if p.ndim == 2],
+        [name for name, p in model.named_parameters() if p.ndim != 2],
+    ]
+    assert (groups[0]["lr"], groups[1]["weight_decay"]) == (0.1, 0.0)
+
+
+def test_a_parameter_of_no_module_is_refused():
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(3, 4))]}]
+    )
+    named = {id(optimizer.param_groups[0]["params"][0]): "w"}
+    with pytest.raises(Refused, match=r"shape \(3, 4\) in param_groups\[1\] belongs to no module of the state"):
+        ADAPTER.optimizer(optimizer, named)
+
+
+def test_two_parameters_of_one_name_are_refused():
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(Refused, match="two of its parameters are called 'w'"):
+        ADAPTER.optimizer(torch.optim.SGD([one, other]), {id(one): "w", id(other): "w"})
+
+
+def test_state_is_created_as_the_optimizer_would():
+    model = nn.Linear(4, 3)
+    bundle = ADAPTER.optimizer(torch.optim.Adam(model.parameters()), fqns(model))
+    assert bundle.accepts("state.weight.exp_avg")
+    assert not bundle.accepts("state.other.exp_avg")
+    assert not bundle.accepts("elsewhere")
+    moment = bundle.create("state.weight.exp_avg", "BF16", (3, 4), dry=False)
+    assert (moment.shape, moment.dtype, moment.requires_grad) == ((3, 4), torch.bfloat16, False)
+    step = bundle.create("state.weight.step", "F32", (), dry=False)
+    assert (step.shape, step.device.type) == ((), "cpu")
+    assert bundle.create("state.weight.factor", "F32", (3,), dry=False).shape == (3,)
+    assert bundle.create("state.weight.exp_avg", "F32", (3, 4), dry=True).device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_an_optimizer_goes_on_after_a_restore_as_it_would_have(kind):
+    torch.manual_seed(0)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    source, goal = nn.Linear(4, 3), nn.Linear(4, 3)
+    goal.load_state_dict(source.state_dict())
+    one = stepped(kind(source.parameters(), lr=0.1, **options))
+    goal.load_state_dict(source.state_dict())
+    two = kind([goal.bias, goal.weight], lr=0.7, **options)  # another order, another rate
+    saved, bundle = ADAPTER.optimizer(one, fqns(source)), ADAPTER.optimizer(two, fqns(goal))
+    created = {}
+    for name, tensor in saved.tensors().items():
+        present = bundle.tensors().get(name)
+        layout = ADAPTER.layout(tensor)
+        if present is None:
+            present = created[name] = bundle.create(name, layout.dtype, layout.shape, dry=False)
+        restore(ADAPTER, present, data(tensor))
+    values = {name: value for name, value in saved.values().items() if name != "param_groups"}
+    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str)()
+    for optimizer in (one, two):
+        stepped(optimizer)
+    assert torch.equal(source.weight, goal.weight)
+    assert torch.equal(source.bias, goal.bias)
+
+
+def group(params, **hyperparameters):
+    return {"params": params, "lr": 0.1, **hyperparameters}
+
+
+def test_groups_take_the_hyper_parameters_of_their_parameters():
+    model = Net(layers=1)
+    both = [[group(["emb.weight", "out.weight"], lr=0.5, fresh=(1, 2))], [group(["out.bias"], lr=0.25)]]
+    optimizer = torch.optim.SGD(
+        [{"params": [model.out.bias]}, {"params": [model.emb.weight, model.out.weight]}, {"params": [model.norm.bias]}],
+        lr=9,
+    )
+    bundle = ADAPTER.optimizer(optimizer, fqns(model))
+    install = bundle.restore({}, {"param_groups": both}, str)
+    assert optimizer.param_groups[0]["lr"] == 9
+    install()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 9]
+    assert optimizer.param_groups[1]["fresh"] == (1, 2)
+    assert optimizer.param_groups[1]["params"] == [model.emb.weight, model.out.weight]
+    # Parameters of one group here that were saved in groups that differ.
+    optimizer = torch.optim.SGD([model.out.bias, model.out.weight], lr=9)
+    bundle = ADAPTER.optimizer(optimizer, fqns(model))
+    with pytest.raises(Refused, match=r"'out\.bias' and 'out\.weight'.*lr = 0\.25 and 0\.5"):
+        bundle.restore({}, {"param_groups": both}, str)
+    # One parameter that ranks saved with different values.
+    differ = [[group(["out.bias"], lr=0.25)], [group(["out.bias"], lr=0.5)]]
+    with pytest.raises(Refused, match=r"parameter 'out\.bias' was saved in two groups with different hyper-parameters"):
+        bundle.restore({}, {"param_groups": differ}, str)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=False, foreach=False)
+    bundle = ADAPTER.optimizer(optimizer, fqns(model))
+    for saved in (torch.tensor(0.125), 0.0625):
+        groups = [[group(["weight", "bias"], lr=saved)]]
+        bundle.restore({}, {"param_groups": groups}, str)()
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == float(saved)
+    with pytest.raises(Refused, match=r"\[2\] where one of torch.float32 \[\] stands"):
+        bundle.restore({}, {"param_groups": [[group(["weight", "bias"], lr=torch.ones(2))]]}, str)
+
+
+def test_renamed_parameters_are_renamed_in_optimizer_state():
+    model = nn.Linear(2, 2)
+    bundle = ADAPTER.optimizer(torch.optim.Adam(model.parameters()), fqns(model))
+    rename = {"old.weight": "weight"}
+
+    def parameter(fqn):
+        return rename.get(fqn, fqn)
+
+    assert bundle.renamed("state.old.weight.exp_avg", parameter) == "state.weight.exp_avg"
+    assert bundle.renamed("state.bias.exp_avg", parameter) == "state.bias.exp_avg"
+    assert bundle.renamed("param_groups", parameter) == "param_groups"
+
+
+def check_zero(rank, world):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net(layers=1))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    module = ADAPTER.module(model)
+    bundle = ADAPTER.optimizer(optimizer, {id(p): fqn for fqn, p in module.parameters.items()})
+    return set(bundle.tensors()), bundle.values()["param_groups"][0]["params"]
+
+
+def test_zero_stage_1_holds_the_state_of_its_own_parameters(ranks):
+    (one, groups), (other, same) = ranks(2)(check_zero)
+    everything = {name for name, _ in Net(layers=1).named_parameters()}
+    assert one
+    assert other
+    assert not one & other
+    assert {name.removeprefix("state.").rsplit(".", 1)[0] for name in one | other} == {
+        name for name in everything if not name.startswith("norm.")
+    }
+    assert set(groups) == set(same) == everything
+
+
+# The contract kit itself
+
+
+class Flattened:
+    """An adapter of byte strings, cut into runs: what the kit must accept, and break on purpose."""
+
+    refers = False
+
+    def __init__(self, start, stop, numel):
+        self.run, self.numel = (start, stop), numel
+
+    def is_tensor(self, value):
+        return isinstance(value, np.ndarray)
+
+    def layout(self, tensor):
+        return Layout("U8", (2, self.numel // 2), (Flat(*self.run),), "flat")
+
+    def source(self, tensor):
+        return Source((Memory(tensor.ctypes.data),), tensor)
+
+    def target(self, tensor, dtype):
+        return Target((Memory(tensor.ctypes.data),), tensor)
+
+    def identity(self, tensor):
+        return id(tensor)
+
+
+def test_the_kit_accepts_flat_runs():
+    snapshots = [snapshot(Flattened(a, b, 10), np.arange(a, b, dtype=np.uint8)) for a, b in [(0, 3), (3, 10)]]
+    assert assemble(snapshots) == bytes(range(10))
+    here = np.arange(3, dtype=np.uint8)
+    assert check_tensor(Flattened(0, 3, 10), here, lambda mine: [mine, *whole_less(3, mine)]) == bytes(
+        [0, 1, 2, *[0] * 7]
+    )
+
+
+def whole_less(first, mine):
+    """The other rank of two, whose elements are all zero, or flipped as the kit flips them."""
+    flipped = mine.contents[0] == bytes(byte ^ 1 for byte in range(first))
+    rest = snapshot(Flattened(first, 10, 10), np.full(10 - first, int(flipped), dtype=np.uint8))
+    return [rest]
+
+
+@pytest.mark.parametrize(
+    ("runs", "broken"),
+    [
+        ([(0, 3), (4, 10)], "1 of 10 elements are in no rank's parts"),
+        ([(0, 10), (2, 5)], "rank 1: another value of element 2"),
+        ([(0, 11)], "rank 0: .* in "),
+    ],
+)
+def test_the_kit_finds_what_is_wrong(runs, broken):
+    snapshots = [snapshot(Flattened(a, b, 10), np.full(b - a, i, dtype=np.uint8)) for i, (a, b) in enumerate(runs)]
+    with pytest.raises(AssertionError, match=broken):
+        assemble(snapshots)

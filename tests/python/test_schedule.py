@@ -1,0 +1,25 @@
+import pytest
+import shardfast as sf
+
+
+def test_steps_are_due_at_multiples():
+    assert [step for step in range(1, 13) if sf.steps(5).due(step)] == [5, 10]
+
+
+def test_keep_rules_add_up():
+    keep = sf.last(3) | sf.every(10_000)
+    assert (keep.last, keep.every) == (3, 10_000)
+    keep = sf.last(3) | sf.last(5) | sf.every(1000) | sf.every(4000)
+    assert (keep.last, keep.every) == (5, 1000)  # every multiple of 4000 is one of 1000
+
+
+def test_intervals_that_cannot_be_one_rule_are_refused():
+    with pytest.raises(sf.Invalid, match=r"every\(1000\) \| every\(1500\): neither interval is a multiple"):
+        sf.every(1000) | sf.every(1500)
+
+
+@pytest.mark.parametrize("rule", [sf.steps, sf.last, sf.every])
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, None])
+def test_counts_are_positive_whole_numbers(rule, count):
+    with pytest.raises(sf.Invalid, match=rule.__name__):
+        rule(count)

@@ -31,7 +31,11 @@ def write(path: Path, length: int, *, direct: bool, threads: int) -> None:
     try:
         os.posix_fallocate(fd, 0, length)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda at: os.pwrite(fd, memoryview(buffer)[: min(CHUNK, length - at)], at), range(0, length, CHUNK)))
+            list(
+                pool.map(
+                    lambda at: os.pwrite(fd, memoryview(buffer)[: min(CHUNK, length - at)], at), range(0, length, CHUNK)
+                )
+            )
         os.fsync(fd)
     finally:
         os.close(fd)

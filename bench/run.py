@@ -104,8 +104,15 @@ def worker(rank: int, args: argparse.Namespace, port: int) -> None:
 
 def report(args: argparse.Namespace, size: int, save: Seconds, load: Seconds, warm: Seconds, copy: list[float]) -> None:
     ours, *rivals = [system.name for system in systems()]
-    results: dict[str, object] = {"bytes": size, "processes": args.processes, "rounds": args.rounds, "where": str(args.where)}
-    print(f"\n{size / 1e9:.2f} GB on {args.processes} processes, {args.rounds} rounds, {os.cpu_count()} cores, {args.where}")
+    results: dict[str, object] = {
+        "bytes": size,
+        "processes": args.processes,
+        "rounds": args.rounds,
+        "where": str(args.where),
+    }
+    print(
+        f"\n{size / 1e9:.2f} GB on {args.processes} processes, {args.rounds} rounds, {os.cpu_count()} cores, {args.where}"
+    )
     memory = size / statistics.median(copy) / 1e9
     results["memory_copy_gb_s"] = memory
     print(f"memory copy: {memory:.2f} GB/s")
@@ -122,7 +129,11 @@ def report(args: argparse.Namespace, size: int, save: Seconds, load: Seconds, wa
             low, high = size / max(seconds[name]) / 1e9, size / min(seconds[name]) / 1e9
             row = f"{name:<34} {rate[name]:>6.2f} {f'({low:.2f} .. {high:.2f})':>16} {rate[name] / top:>11.2f}"
             print(row + (f" {rate[name] / rate[fastest]:>14.2f}" if name not in methods else ""))
-        results[title] = {"rates_gb_s": rate, "of_ceiling": rate[ours] / top, "of_best_rival": rate[ours] / rate[fastest]}
+        results[title] = {
+            "rates_gb_s": rate,
+            "of_ceiling": rate[ours] / top,
+            "of_best_rival": rate[ours] / rate[fastest],
+        }
     print()
     for system in systems():
         print(f"{system.name}: {system.note}")

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+import shardfast as sf
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -17,8 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-
-import shardfast as sf
 
 State = dict[str, DTensor]
 

@@ -56,7 +56,9 @@ class Job:
         self.log = run.parent / f"{run.name}.log"
         self.pids: list[int] = []
         with self.log.open("a") as log:
-            self.torchrun = subprocess.Popen(torchrun + train, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.torchrun = subprocess.Popen(
+                torchrun + train, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
 
     def records(self) -> Iterator[dict[str, Any]]:
         assert self.torchrun.stdout is not None
@@ -70,7 +72,9 @@ class Job:
 
     def finish(self) -> None:
         if self.torchrun.wait() != 0:
-            raise SystemExit(f"training ended with exit code {self.torchrun.returncode}:\n{self.log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"training ended with exit code {self.torchrun.returncode}:\n{self.log.read_text()[-4000:]}"
+            )
 
     def kill(self) -> None:
         """SIGKILL to the training processes; torchrun then ends by itself."""
@@ -95,7 +99,10 @@ def train(layout: Layout, run: Path, steps: int, every: int, total: int) -> dict
             losses[record["step"]] = record["loss"]
             show(record, total)
         elif record["rank"] == 0:
-            print(f"   {layout.name}: {record['parameters'] / 1e6:.1f} M parameters, from step {record['start']}", flush=True)
+            print(
+                f"   {layout.name}: {record['parameters'] / 1e6:.1f} M parameters, from step {record['start']}",
+                flush=True,
+            )
     job.finish()
     return losses
 
@@ -118,7 +125,10 @@ def train_until_killed(layout: Layout, run: Path, kill_at: int, steps: int, ever
             time.sleep(0.0005)
         if job.torchrun.poll() is not None and not (checkpoint / "COMMIT").exists():
             written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-            print(f"   killed (SIGKILL) in the middle of the save of step {record['step']}: {written / 1e6:.0f} MB", end=" ")
+            print(
+                f"   killed (SIGKILL) in the middle of the save of step {record['step']}: {written / 1e6:.0f} MB",
+                end=" ",
+            )
             print("of it are there, no COMMIT", flush=True)
             return losses
     raise SystemExit(f"the job ended before it could be killed in a save:\n{job.log.read_text()[-4000:]}")

@@ -19,6 +19,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+import shardfast as sf
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-
-import shardfast as sf
 
 VOCABULARY = 256  # bytes
 CONTEXT = 128

@@ -149,16 +149,20 @@ class Checkpointer:
         url = f"{self.url}/step-{step:08d}"
         pending = save_async(url, state, step=step, pickle=self._pickle, timeout_s=self._timeout_s)
         self.newest = step
-        pending.staged()
         is_chief = current(self._timeout_s).rank == 0
         self._running = self._background.submit(self._conclude, step, pending, is_chief)
 
     def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
         """In the background: waits for the commit, then lets go what no rule keeps."""
-        pending.committed()
-        self.committed = step
-        if is_chief and self._keep is not None:
-            _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+        try:
+            pending.committed()
+            self.committed = step
+            if is_chief and self._keep is not None:
+                _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+        except Exception as error:
+            # Said at once, too: the next call that could raise it may be long in coming, or never come.
+            _log.error("the save of step %d failed: %s", step, error)
+            raise
 
     def _settle(self, wait: bool) -> None:
         """Raises what failed in the background, once; with ``wait`` not before the save in flight has ended."""

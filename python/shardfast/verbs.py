@@ -86,7 +86,7 @@ def save(
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
-    save_async(url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s).committed()
+    _begin(url, state, step, user, pickle, timeout_s).committed()
 
 
 def save_async(
@@ -98,12 +98,21 @@ def save_async(
     pickle: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
-    """Begins to save ``state`` and returns at once. Every rank of the job calls it.
+    """Begins to save ``state`` and returns when it may change. Every rank of the job calls it.
 
-    Python values are captured before it returns. Tensors are read in the background: they may change only after
-    :meth:`Pending.staged`. Arguments are those of :func:`save`, which also tells what may be raised: what concerns this
-    rank's state here, everything else by the :class:`Pending`.
+    All of it is copied (or, beyond the staging memory, already written) when this returns; writing, flushing and the
+    commit go on in the background. Arguments are those of :func:`save`, which also tells what may be raised: what
+    happens until the state is copied here, everything else by the :class:`Pending`.
     """
+    pending = _begin(url, state, step, user, pickle, timeout_s)
+    pending.staged()
+    return pending
+
+
+def _begin(
+    url: Url, state: dict[str, Any], step: int | None, user: Mapping[str, str] | None, pickle: bool, timeout_s: float
+) -> Pending:
+    """Begins a save; the state may not change before it is staged."""
     place, session = expect_url(url), current(timeout_s)
     notes = dict(user or {})
     if pickle:

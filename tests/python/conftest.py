@@ -1,5 +1,6 @@
 """Ranks for tests: real processes, forked from this one, that find each other as those of a job do."""
 
+import importlib
 import os
 import pickle
 import select
@@ -12,12 +13,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
-import torch.fx.experimental.symbolic_shapes  # what torch imports when first used is imported here, once for all ranks
 
 # Children are forked from this process: a pool of threads made here would be missing there.
 torch.set_num_threads(1)
+
+# What torch imports when first used, and slowly: once here instead of in every rank.
+IMPORTED_FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 DEADLINE_S = 60.0
 GRACE_S = 5.0  # for the ranks that wait for one that failed
@@ -80,6 +81,8 @@ def ranks(tmp_path):
 
     The results by rank. The first failing rank's traceback fails the test; so does a rank that is not done in time.
     """
+    for module in IMPORTED_FOR_RANKS:
+        importlib.import_module(module)
     calls = 0
 
     def of(world: int, deadline_s: float = DEADLINE_S) -> Callable:

@@ -10,6 +10,10 @@ use shardfast_engine::{Exported, Located};
 use crate::text::Align::{Left, Right};
 use crate::text::{age, count, date, plain, plain_lines, ranks, size, table};
 
+fn leaves(n: u64) -> String {
+    count(n, "leaf", "leaves")
+}
+
 /// A word on which checkpoint of a run is meant; nothing when a checkpoint was named.
 pub(crate) fn located(located: &Located) -> String {
     let Some(run) = &located.run else { return String::new() };
@@ -24,7 +28,7 @@ pub(crate) fn located(located: &Located) -> String {
 pub(crate) fn history(history: &History, now_ms: u64) -> String {
     let mut out = if history.is_run {
         let committed = history.checkpoints.iter().filter(|line| line.status == Status::Committed).count();
-        let steps = count(history.checkpoints.len() as u64, "step");
+        let steps = count(history.checkpoints.len() as u64, "step", "steps");
         format!("run {}: {steps}, {committed} committed\n", plain(&history.url))
     } else {
         format!("checkpoint {}\n", plain(&history.url))
@@ -38,7 +42,7 @@ pub(crate) fn history(history: &History, now_ms: u64) -> String {
         let mut row = vec![line.step.map_or_else(|| "-".to_owned(), |step| step.to_string()), status.to_owned()];
         if let Some(holds) = &line.holds {
             row.extend([age(holds.created_unix_ms, now_ms), size(holds.bytes)]);
-            row.extend([holds.world, holds.leaves as u32, holds.files as u32].map(|n| n.to_string()));
+            row.extend([u64::from(holds.world), holds.leaves, holds.files].map(|n| n.to_string()));
         }
         row
     };
@@ -65,9 +69,9 @@ pub(crate) fn summary(summary: &Summary) -> String {
     let Summary { holds, .. } = summary;
     let mut out = format!("checkpoint {}\n", plain(&summary.url));
     let step = summary.step.map_or_else(String::new, |step| format!(", step {step}"));
-    let (saved, world) = (date(holds.created_unix_ms), count(u64::from(holds.world), "rank"));
+    let (saved, world) = (date(holds.created_unix_ms), count(u64::from(holds.world), "rank", "ranks"));
     let _ = writeln!(out, "  saved {saved} by {}{step}, {world}, attempt {}", plain(&holds.writer), holds.attempt);
-    let (leaves, files) = (count(holds.leaves, "leaf").replace("leafs", "leaves"), count(holds.files, "file"));
+    let (leaves, files) = (leaves(holds.leaves), count(holds.files, "file", "files"));
     let _ = writeln!(out, "  {leaves} in {files}, {}", size(holds.bytes));
     for (name, note) in &summary.user {
         let _ = writeln!(out, "  {} = {}", plain(name), plain(note));
@@ -75,12 +79,13 @@ pub(crate) fn summary(summary: &Summary) -> String {
     for key in &summary.keys {
         let mut said = Vec::new();
         if key.tensors > 0 {
-            said.push(format!("{}, {}", count(key.tensors, "tensor"), size(key.tensor_bytes)));
+            said.push(format!("{}, {}", count(key.tensors, "tensor", "tensors"), size(key.tensor_bytes)));
         }
-        for (n, noun) in [(key.objects, "object"), (key.aliases, "alias")] {
-            if n > 0 {
-                said.push(count(n, noun));
-            }
+        if key.objects > 0 {
+            said.push(count(key.objects, "object", "objects"));
+        }
+        if key.aliases > 0 {
+            said.push(count(key.aliases, "alias", "aliases"));
         }
         let _ = writeln!(out, "\n{}: {}", plain(&key.key), said.join("; "));
         let prefix = format!("{}/", key.key);
@@ -100,7 +105,7 @@ fn leaf_table(prefix: &str, leaves: &[&LeafSummary]) -> String {
         let layout = plain(&leaf.layout).into_owned();
         match &leaf.kind {
             KindSummary::Tensor { dtype, shape, bytes, regions, files } => {
-                let stored = format!("{} in {}", count(*regions, "region"), count(*files, "file"));
+                let stored = format!("{} in {}", count(*regions, "region", "regions"), count(*files, "file", "files"));
                 rows.push(vec![name, (*dtype).to_owned(), format!("{shape:?}"), size(*bytes), stored, layout]);
             }
             KindSummary::Alias { of } => {
@@ -109,7 +114,7 @@ fn leaf_table(prefix: &str, leaves: &[&LeafSummary]) -> String {
             KindSummary::Object { bytes, values } => {
                 let stored = match values.as_slice() {
                     [one] => ranks(&one.ranks),
-                    several => count(several.len() as u64, "value"),
+                    several => count(several.len() as u64, "value", "values"),
                 };
                 rows.push(vec![name, "object".into(), String::new(), size(*bytes), stored, layout]);
                 let shown = values.iter().filter_map(|value| {
@@ -137,15 +142,15 @@ fn leaf_table(prefix: &str, leaves: &[&LeafSummary]) -> String {
 
 pub(crate) fn report(report: &VerifyReport) -> String {
     if report.is_sound() {
-        let (leaves, files) = (count(report.leaves, "leaf").replace("leafs", "leaves"), count(report.files, "file"));
-        let (blocks, values) = (count(report.blocks, "block"), count(report.values, "value"));
+        let (leaves, files) = (leaves(report.leaves), count(report.files, "file", "files"));
+        let (blocks, values) = (count(report.blocks, "block", "blocks"), count(report.values, "value", "values"));
         let bytes = size(report.bytes);
         return format!("{}: sound: {leaves}, {files}, {bytes} in {blocks}, {values}\n", plain(&report.url));
     }
     let mut out = format!(
         "{}: damaged: {}\n",
         plain(&report.url),
-        count(report.findings.len() as u64 + report.findings_left_out, "problem")
+        count(report.findings.len() as u64 + report.findings_left_out, "problem", "problems")
     );
     for finding in &report.findings {
         out += &described(finding);
@@ -154,7 +159,7 @@ pub(crate) fn report(report: &VerifyReport) -> String {
         let _ = writeln!(out, "  and {} more", report.findings_left_out);
     }
     if !report.leaves_damaged.is_empty() {
-        let leaves = count(report.leaves_damaged.len() as u64, "leaf").replace("leafs", "leaves");
+        let leaves = leaves(report.leaves_damaged.len() as u64);
         let _ = writeln!(out, "  {leaves} damaged, of {}:", report.leaves);
         for leaf in &report.leaves_damaged {
             let _ = writeln!(out, "    {}", plain(leaf));
@@ -195,7 +200,6 @@ fn described(finding: &Finding) -> String {
 
 pub(crate) fn diff(diff: &Diff) -> String {
     let mut out = format!("a {}\nb {}\n", plain(&diff.a), plain(&diff.b));
-    let leaves = |n: u64| count(n, "leaf").replace("leafs", "leaves");
     for difference in &diff.differences {
         let said = match &difference.kind {
             DifferenceKind::OnlyInA => "only in a".to_owned(),
@@ -247,7 +251,7 @@ fn value_differs(value: &ValueDifference) -> String {
 pub(crate) fn exported(exported: &Exported) -> String {
     let mut out = format!(
         "exported {}, {}, to {}\n",
-        count(exported.tensors, "tensor"),
+        count(exported.tensors, "tensor", "tensors"),
         size(exported.tensor_bytes),
         plain(&exported.url)
     );

@@ -20,13 +20,9 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// `1 tensor`, `2 tensors`.
-pub(crate) fn count(n: u64, noun: &str) -> String {
-    match (n, noun.strip_suffix("ias")) {
-        (1, _) => format!("1 {noun}"),
-        (_, Some(_)) => format!("{n} {noun}es"),
-        _ => format!("{n} {noun}s"),
-    }
+/// `1 leaf`, `2 leaves`.
+pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
+    if n == 1 { format!("1 {one}") } else { format!("{n} {many}") }
 }
 
 /// How long ago: `5 s`, `3 min`, `2 h`, `40 d`.
@@ -152,11 +148,8 @@ mod tests {
 
     #[test]
     fn counts_and_ranks_are_grammar() {
-        assert_eq!((count(1, "alias"), count(2, "alias"), count(0, "file")), (
-            "1 alias".into(),
-            "2 aliases".into(),
-            "0 files".into()
-        ));
+        assert_eq!(count(1, "leaf", "leaves"), "1 leaf");
+        assert_eq!(count(0, "leaf", "leaves"), "0 leaves");
         assert_eq!(ranks(&[3..4]), "rank 3");
         assert_eq!(ranks(&[0..3, 7..8]), "ranks 0-2, 7");
     }

@@ -1,7 +1,7 @@
 //! Lets ranks agree, with deadlines.
 //!
-//! There is one primitive, [`Coord::agree`]: every rank contributes opaque bytes under a topic, rank 0 decides once over
-//! all of them, and every rank gets its own answer, or every rank gets the same error. Gathering, scattering,
+//! There is one primitive, [`Coord::agree`]: every rank contributes opaque bytes under a topic, rank 0 decides once
+//! over all of them, and every rank gets its own answer, or every rank gets the same error. Gathering, scattering,
 //! broadcasting and a barrier with an outcome are all special cases of it. [`solo`], [`local`] (threads of one process)
 //! and [`grpc`] (processes) keep one contract.
 //!
@@ -12,14 +12,14 @@
 //!   independent: any number of threads may be in `agree` at once, and ranks may come to the topics in any order.
 //! * **Who learns what.** Contributions go to rank 0 only, in the order of the ranks; the decision gives one answer for
 //!   each rank, and a rank sees nothing but its own. All answers of a round are given out at one moment.
-//! * **Failure.** A rank that cannot do its part contributes `Err(reason)`. The round still waits for the others, so that
-//!   every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all ranks' reasons. A
+//! * **Failure.** A rank that cannot do its part contributes `Err(reason)`. The round still waits for the others, so
+//!   that every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all reasons. A
 //!   decision that returns `Err` (or panics) is a failure of rank 0.
-//! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came. Every
-//!   rank that had come gets [`Error::Missing`] with the ranks that had not. A rank that comes later gets that same
-//!   error at once (for the last 256 failed rounds). Once every rank has come, the round cannot expire any more and the
-//!   decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and must take the
-//!   outcome for unknown: the decision may still come about.
+//! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came.
+//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not. A rank that comes later gets that
+//!   same error at once (for the last 256 failed rounds). Once every rank has come, the round cannot expire any more,
+//!   and the decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and
+//!   must take the outcome for unknown: the decision may still come about.
 //! * **Loss.** A rank whose process ends, whose connection breaks or who drops its coordinator is gone for good. Rounds
 //!   that are not complete, and all later ones, fail at once on every rank with [`Error::Lost`], which names the first
 //!   rank that went. Rounds that were complete are decided and answered as if nothing had happened, so leaving after
@@ -57,8 +57,8 @@ pub trait Coord: Send + Sync {
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///
     /// `topic` is 1 to 4096 bytes long. `decide` is called on rank 0 only, once, on the calling thread, and without any
-    /// lock held: it may itself agree on another topic. `deadline` bounds the wait for the other ranks, and once more the
-    /// wait for the decision.
+    /// lock held: it may itself agree on another topic. `deadline` bounds the wait for the other ranks, and once more
+    /// the wait for the decision.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! The state of all rounds at rank 0: contributions in; decisions and answers out.
 //!
-//! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is, and a *seat* is whatever the caller
-//! needs to answer a rank that waits. Every change gives back the seats to be answered now, with what to say.
+//! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is, and a *seat* is whatever the
+//! caller needs to answer a rank that waits. Every change gives back the seats to be answered now, with what to say.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::mem;

@@ -128,7 +128,10 @@ impl Operation {
             self.deadline,
         );
         match answer {
-            Ok(bytes) => decode(&bytes).map_err(|error| Failed { error, decided: true }),
+            Ok(bytes) => match decode(&bytes) {
+                Ok((answer, _)) => Ok(answer),
+                Err(error) => Err(Failed { error, decided: true }),
+            },
             Err(error) => Err(self.failed(error)),
         }
     }
@@ -140,7 +143,9 @@ impl Operation {
     ) -> Result<Vec<Vec<u8>>> {
         let mut contributions = Vec::with_capacity(messages.len());
         for (rank, bytes) in messages.iter().enumerate() {
-            let (what, message): (String, M) = decode(bytes).map_err(|error| error.within(format!("rank {rank}")))?;
+            let within = |error: Error| error.within(format!("rank {rank}"));
+            // What follows can be read only if it belongs to the same operation.
+            let (what, message) = decode::<String>(bytes).map_err(within)?;
             if what != self.what {
                 return Err(Error::invalid(format!(
                     "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {rank} calls \
@@ -148,7 +153,7 @@ impl Operation {
                     self.what
                 )));
             }
-            contributions.push(message);
+            contributions.push(decode(message).map_err(within)?.0);
         }
         decide(contributions)?.iter().map(encode).collect()
     }
@@ -169,13 +174,17 @@ impl Operation {
         let mut kind = None;
         let mut lines = Vec::with_capacity(failures.len());
         for Failure { rank, reason } in failures {
-            let (error, is_decision) = match reason.strip_prefix(DECISION) {
-                Some(reason) => (Error::from_wire(reason), true),
-                None => (Error::from_wire(reason), false),
+            let decision = reason.strip_prefix(DECISION);
+            // What the coordinator itself says of a rank has no kind.
+            let message = match Error::from_wire(decision.unwrap_or(reason)) {
+                Some(error) => {
+                    kind.get_or_insert(error.kind);
+                    error.message
+                }
+                None => reason.clone(),
             };
-            kind.get_or_insert(error.kind);
-            let unranked = is_decision || self.engine.world() == 1;
-            lines.push(if unranked { error.message } else { format!("rank {rank}: {error}") });
+            let unranked = decision.is_some() || self.engine.world() == 1;
+            lines.push(if unranked { message } else { format!("rank {rank}: {message}") });
         }
         Error::new(kind.unwrap_or(Kind::Internal), lines.join("\n"))
     }
@@ -192,6 +201,7 @@ fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(|error| Error::internal(format!("a message cannot be encoded: {error}")))
 }
 
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|error| Error::internal(format!("a message cannot be decoded: {error}")))
+/// A message, and the bytes behind it.
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8])> {
+    postcard::take_from_bytes(bytes).map_err(|error| Error::internal(format!("a message cannot be decoded: {error}")))
 }

@@ -17,9 +17,10 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder,
-    Region, SaveInfo, hugging_face_index, manifest_name, sha256,
+    COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafKind, LeafName, Manifest,
+    ManifestBuilder, Region, SaveInfo, hugging_face_index, manifest_name, sha256,
 };
 use shardfast_store::Store;
 
@@ -84,7 +85,11 @@ pub(crate) fn agree(
         let manifest_bytes = manifest.encode();
         let commit = prepare(store, &manifest, &manifest_bytes, &orders.attempt)?;
         published = true;
-        store.publish(COMMIT, &commit.encode())?;
+        let outcome = store.publish(COMMIT, &commit.encode());
+        if outcome.as_ref().is_err_and(|error| error.kind != shardfast_store::Kind::Unavailable) {
+            withdraw(store, &commit);
+        }
+        outcome?;
         Ok(vec![(); world as usize])
     });
     match answer {
@@ -231,13 +236,7 @@ fn prove_coverage(name: &LeafName, shape: &Dims, regions: &[(Region, Extent)]) -
 
 /// Step 3.
 fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) -> Result<Commit> {
-    let mut keys: Vec<&str> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf).key).collect();
-    keys.dedup();
-    for key in keys {
-        if let Some(index) = hugging_face_index(manifest, key) {
-            store.put(&format!("{key}/model.safetensors.index.json"), &index)?;
-        }
-    }
+    put_indexes(store, manifest)?;
     let name = manifest_name(attempt);
     store.put(&name, bytes)?;
     Ok(Commit {
@@ -248,4 +247,28 @@ fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) 
         manifest_bytes: bytes.len() as u64,
         manifest_sha256: sha256(bytes),
     })
+}
+
+/// Puts the index of every key that has one, which is one of tensors only: others cannot be opened as weights. Removes
+/// what another attempt left where there is none, for an index's name is not of one attempt alone.
+fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+    let leaves: Vec<_> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf)).collect();
+    for leaves in leaves.chunk_by(|a, b| a.key == b.key) {
+        let key = leaves[0].key;
+        let name = format!("{key}/{HUGGING_FACE_INDEX}");
+        let is_weights = leaves.iter().all(|leaf| leaf.kind != LeafKind::Object);
+        match is_weights.then(|| hugging_face_index(manifest, key)).flatten() {
+            Some(index) => store.put(&name, &index)?,
+            None if store.open(&name).is_ok() => store.delete(&name)?,
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+/// Undoes step 3 of an attempt that was not published. A rival's checkpoint, if that is why, gets its indexes back.
+fn withdraw(store: &dyn Store, commit: &Commit) {
+    // What cannot be undone now is an orphan like that of a crash.
+    let _ = store.delete(&commit.manifest);
+    let _ = read_manifest(store).and_then(|bytes| put_indexes(store, &Manifest::decode(&bytes)?));
 }

@@ -99,12 +99,10 @@ impl Error {
         format!("{}|{}", self.kind.name(), self.message)
     }
 
-    /// The failure that [`Error::to_wire`] wrote; anything else is `Internal`.
-    pub(crate) fn from_wire(line: &str) -> Error {
-        match line.split_once('|').and_then(|(kind, message)| Some((Kind::from_name(kind)?, message))) {
-            Some((kind, message)) => Error::new(kind, message),
-            None => Error::internal(line),
-        }
+    /// The failure that [`Error::to_wire`] wrote.
+    pub(crate) fn from_wire(line: &str) -> Option<Error> {
+        let (kind, message) = line.split_once('|')?;
+        Some(Error::new(Kind::from_name(kind)?, message))
     }
 }
 

@@ -205,15 +205,10 @@ pub(crate) fn run(
     Ok(bytes_read.into_inner())
 }
 
-fn run_one(
-    files: &Files,
-    read: &Read,
-    sinks: &[&Sink],
-    staging: &Arc<Staging>,
-) -> Result<u64> {
-    files.open(read.file).map_err(|error| {
-        error.within(format_args!("{} cannot be read", files.leaves_in(read.file, &(0..u64::MAX))))
-    })?;
+fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
+    files
+        .open(read.file)
+        .map_err(|error| error.within(format_args!("{} cannot be read", files.leaves_in(read.file, &(0..u64::MAX)))))?;
     let range = files.whole_blocks(read.file, read.offset..read.offset + read.bytes);
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)

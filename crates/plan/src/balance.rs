@@ -11,9 +11,9 @@ pub(crate) struct Item {
     pub(crate) holders: Range<usize>,
 }
 
-/// One holder per item, as its place in `holders` (ranks), so that the ranks' loads are even: what only one rank holds is
-/// that rank's in any case, and then, Worst-Fit decreasing, each item from the largest on goes to the least loaded of its
-/// holders. Ties go to the lowest rank and the earlier item, so equal input gives equal output everywhere.
+/// One holder per item, as its place in `holders` (ranks), so that the ranks' loads are even: what only one rank holds
+/// is that rank's in any case, and then, Worst-Fit decreasing, each item from the largest on goes to the least loaded
+/// of its holders. Ties go to the lowest rank and the earlier item, so equal input gives equal output everywhere.
 pub(crate) fn writers(world: usize, items: &[Item], holders: &[u32]) -> Vec<usize> {
     let mut loads = vec![0u64; world];
     let mut chosen: Vec<usize> = items.iter().map(|item| item.holders.start).collect();

@@ -56,8 +56,8 @@ impl<'a> Index<'a> {
         self.nodes[node].next = self.nodes.len();
     }
 
-    /// Adds to `found` the regions that meet `wanted`, in a fixed but arbitrary order, each with the common part. Returns
-    /// the number of nodes and regions that were looked at.
+    /// Adds to `found` the regions that meet `wanted`, in a fixed but arbitrary order, each with the common part.
+    /// Returns the number of nodes and regions that were looked at.
     pub(crate) fn search(&self, wanted: &Region, found: &mut Vec<(usize, Region)>) -> usize {
         let mut looked = 0;
         let mut at = 0;
@@ -93,8 +93,8 @@ fn bounds<'a>(mut regions: impl Iterator<Item = &'a Region>) -> Option<Region> {
 mod tests {
     use super::*;
 
-    /// Searches for every wanted region, compares with what lies in it by the definition, and returns the mean number of
-    /// nodes and regions looked at.
+    /// Searches for every wanted region, compares with what lies in it by the definition, and returns the mean number
+    /// of nodes and regions looked at.
     fn mean_looked(saved: &[Region], wanted: &[Region], expected: impl Fn(&Region) -> usize) -> usize {
         let index = Index::new(saved);
         let mut looked = 0;

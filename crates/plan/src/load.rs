@@ -1,12 +1,13 @@
 //! Which bytes one rank reads, and where they go.
 //!
-//! 1. Each wanted region is cut along the saved regions that it meets ([`Index`]); what is common to the two is a box with
-//!    strides in one file.
-//! 2. Each box is cut into pieces, outermost dimensions first: where the gap to the next element is too large, and along
-//!    the cells of the saved region. Cells are runs of the file no longer than a read, the same for every box of a
-//!    region, so that boxes which interleave in the file (columns of a matrix) are cut at the same places and share reads.
-//! 3. The pieces of all boxes are merged in file order into reads, one at a time: a plan takes memory for its boxes, not
-//!    for its pieces, of which a column of a large matrix has one per row.
+//! 1. Each wanted region is cut along the saved regions that it meets ([`Index`]); what is common to the two is a box
+//!    with strides in one file.
+//! 2. Each box is cut into pieces, outermost dimensions first: where the gap to the next element is too large, and
+//!    along the cells of the saved region. Cells are runs of the file no longer than a read, the same for every box of
+//!    a region, so that boxes which interleave in the file (columns of a matrix) are cut at the same places and share
+//!    reads.
+//! 3. The pieces of all boxes are merged in file order into reads, one at a time: a plan takes memory for its boxes,
+//!    not for its pieces, of which a column of a large matrix has one per row.
 //!
 //! A read that takes a piece with gaps has room for all of that piece's cell, and so for whatever else is wanted in the
 //! gaps: reads for wants that do not overlap never overlap.
@@ -71,8 +72,8 @@ pub struct Read {
     pub pieces: Vec<Piece>,
 }
 
-/// The reads of one rank by ascending file and offset. Together their pieces bring each element of each want exactly once.
-/// Computed as they are taken: cheap to make and to clone, and of bounded memory.
+/// The reads of one rank by ascending file and offset. Together their pieces bring each element of each want exactly
+/// once. They are computed as they are taken, in memory for no more than the boxes that wants and saved regions share.
 #[derive(Debug, Clone)]
 pub struct Reads {
     limits: Limits,
@@ -81,12 +82,12 @@ pub struct Reads {
     queue: BinaryHeap<Reverse<(u32, u64, usize)>>,
 }
 
-/// Plans what one rank reads to fill `wants`. Nothing is read twice but what two wants share and no one read could hold;
-/// wants without elements bring nothing.
+/// Plans what one rank reads to fill `wants`. Nothing is read twice but what two wants share and no one read could
+/// hold; wants without elements bring nothing.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming every want of no tensor or outside its tensor's shape; [`Error::Corrupt`] naming every wanted
-/// tensor whose saved regions do not hold each element exactly once, with a missing or overlapping region.
+/// [`Error::Invalid`] naming every want of no tensor or outside its tensor's shape; [`Error::Corrupt`] naming every
+/// wanted tensor whose saved regions do not hold each element exactly once, with a missing or overlapping region.
 pub fn load(manifest: &Manifest, wants: &[Want], limits: Limits) -> Result<Reads, Error> {
     check(manifest, wants)?;
     let mut by_leaf: Vec<(u32, &Want)> = (0u32..).zip(wants).collect();
@@ -144,8 +145,8 @@ fn check(manifest: &Manifest, wants: &[Want]) -> Result<(), Error> {
 
 /// What a wanted and a saved region have in common, as it lies in the file, with its way of being cut into pieces.
 ///
-/// No arithmetic here overflows, but for the ends of cells: a manifest's regions have the bytes of their extents, which lie
-/// inside their files, and a box lies inside its region.
+/// No arithmetic here overflows, but for the ends of cells: a manifest's regions have the bytes of their extents, which
+/// lie inside their files, and a box lies inside its region.
 #[derive(Debug, Clone)]
 struct StridedBox {
     want: u32,

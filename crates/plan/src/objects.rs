@@ -21,8 +21,8 @@ pub struct ObjectWrite {
 }
 
 /// Stores equal values of a leaf once, and different ones once each. `digests` has, per rank, the index in
-/// [`SavePlan::leaves`] and the SHA-256 of the encoded value of each object that the rank holds. The result is sorted by
-/// leaf and writer.
+/// [`SavePlan::leaves`] and the SHA-256 of the encoded value of each object that the rank holds. The result is sorted
+/// by leaf and writer.
 ///
 /// Values declared per rank are merged too where they are equal: each rank gets its own back all the same.
 ///

@@ -35,8 +35,8 @@ pub struct SavePlan {
 
 /// Plans a save of the catalogs of all ranks, by rank.
 ///
-/// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on top
-/// of what each rank must write alone. A leaf may be absent on some ranks. The same catalogs give the same plan
+/// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on
+/// top of what each rank must write alone. A leaf may be absent on some ranks. The same catalogs give the same plan
 /// everywhere.
 ///
 /// # Errors

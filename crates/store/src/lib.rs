@@ -40,7 +40,7 @@ pub use error::{Error, Kind, Result};
 /// backslash and no control character, 1024 bytes at most in all. Anything else is [`Kind::Invalid`]. A directory is
 /// named the same way; `""` is the root. Directories come into being with the first object in them and are never
 /// created by reading. A name is never both an object and a directory: the caller sees to that, and a backend may
-/// answer [`Kind::Conflict`].
+/// refuse it with [`Kind::Conflict`] or [`Kind::Invalid`].
 ///
 /// **Life of an object.** [`create`](Store::create) takes a name that is free; [`write_at`](ObjectWriter::write_at)
 /// fills it in any order from any number of threads; [`finish`](ObjectWriter::finish) gives it its declared length and
@@ -59,8 +59,8 @@ pub use error::{Error, Kind, Result};
 ///
 /// **Failure.** An error of `finish` or `sync` is final for the objects concerned: a kernel forgets a failed write-back
 /// once it has reported it, so a second attempt proves nothing. Write them again under other names. An error of
-/// `publish` leaves the name absent, except for [`Kind::Unavailable`], whose message then says that the object may have
-/// been published: look before doing it again.
+/// `publish` leaves the name as it was, unless it is [`Kind::Unavailable`] and its message says that the object may
+/// have been published: look before doing it again.
 ///
 /// **Concurrency.** Every method may be called from any thread, and every name used by any number of processes.
 pub trait Store: Send + Sync {

@@ -39,7 +39,7 @@ pub enum Problem {
     Manifest,
     /// A tensor's regions do not hold each element once.
     Coverage,
-    /// An index is missing or says something else than the manifest.
+    /// An index says something else than the manifest.
     Index,
     /// A data file is missing, of another size, or has another header.
     File,

@@ -1,5 +1,6 @@
 //! Checkpoints as their callers have them: saved and loaded under any layout, damaged, cut off by crashes, refused.
 
+mod bad_input;
 mod block;
 mod crash;
 mod damage;

@@ -41,8 +41,8 @@ impl Whole {
     }
 }
 
-/// The rows of a box in row-major order: calls `row` with the index of the first element of each and its length. Indices
-/// are padded to four dimensions.
+/// The rows of a box in row-major order: calls `row` with the index of the first element of each and its length.
+/// Indices are padded to four dimensions.
 fn each_row(lengths: &[u64], mut row: impl FnMut(&[u64; 4], u64)) {
     let (&length, outer) = lengths.split_last().unwrap_or((&1, &[]));
     if lengths.contains(&0) {

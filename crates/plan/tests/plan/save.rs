@@ -116,7 +116,8 @@ fn every_problem_of_every_leaf_is_collected() {
         [
             "model/twice: rank 0 holds two leaves of this name",
             "model/dangling: it is an alias of model/nowhere, which no rank holds",
-            "model/dtype: ranks must hold the same, and it is a tensor F32 [4] on ranks 0, 2, a tensor BF16 [4] on rank 1",
+            "model/dtype: ranks must hold the same, and it is a tensor F32 [4] on ranks 0, 2, \
+             a tensor BF16 [4] on rank 1",
             "model/kind: ranks must hold the same, and it is a value on rank 0, an alias of model/fine on rank 1, \
              a tensor U8 [] on rank 2",
             "model/per rank: ranks must hold the same, and it is a value per rank on rank 1, a value on rank 2",

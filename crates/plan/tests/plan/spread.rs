@@ -115,7 +115,8 @@ fn slice(runs: &[(u64, u64)], start: u64, stop: u64) -> Vec<(u64, u64)> {
     out
 }
 
-fn boxes(shape: &[u64], cuts: &[(usize, u16, usize)]) -> Vec<Region> {
+/// The boxes that planes cut a tensor into.
+pub(crate) fn boxes(shape: &[u64], cuts: &[(usize, u16, usize)]) -> Vec<Region> {
     let mut boxes = vec![Region::whole(shape)];
     for &(d, at, which) in cuts.iter().filter(|_| !shape.is_empty()) {
         let (d, which) = (d % shape.len(), which % boxes.len());

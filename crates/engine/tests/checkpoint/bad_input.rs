@@ -1,0 +1,611 @@
+//! What a save or a load cannot do: one clear error, the same on every rank, in bounded time, and nothing half-visible.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use shardfast_engine::{
+    Engine, Error, Kind, Memory, Pending, Provider, Result, Sink, State, Strided, Want, checkpoint, save,
+};
+use shardfast_format::{
+    COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Region, crc64, hugging_face_index, step_dir,
+};
+use shardfast_store::Store;
+use shardfast_store::disk::Errno;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+
+use crate::block::{Block, Held};
+use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes};
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+/// What counts as at once, on a busy machine.
+const PROMPT: Duration = Duration::from_secs(10);
+
+fn truth(seed: u64) -> Truth {
+    Truth::small(seed, 50)
+}
+
+fn two_ranks() -> Job {
+    Job::new(Layout::rows(2))
+}
+
+/// That a checkpoint at `url` is exactly that.
+fn expect_loads(url: &str, truth: &Truth) {
+    let flaw = Job::new(Layout::rows(3)).compare(|engine| checkpoint::open(engine, url, LONG), truth, &mut Dice(1));
+    assert_eq!(flaw, Ok(None), "{url}");
+}
+
+/// What opening a URL on two ranks fails with.
+fn open_error(url: &str) -> Error {
+    let open = |engine: &Arc<Engine>| checkpoint::open(engine, url, LONG);
+    two_ranks().compare(open, &truth(1), &mut Dice(1)).unwrap_err()
+}
+
+/// Every file below a directory and its contents.
+fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.append(&mut contents(&path));
+        } else {
+            let bytes = fs::read(&path).unwrap();
+            found.insert(path, bytes);
+        }
+    }
+    found
+}
+
+#[test]
+fn places_that_hold_no_checkpoint() {
+    let dir = scratch();
+    let place = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    fs::create_dir(place("empty")).unwrap();
+    fs::create_dir_all(format!("{}/{}", place("run"), step_dir(3))).unwrap();
+    fs::create_dir_all(format!("{}/model", place("unfinished"))).unwrap();
+    fs::write(format!("{}/manifest-0123456789abcdef", place("unfinished")), "x").unwrap();
+    fs::write(place("file"), "x").unwrap();
+    for (url, kind, word) in [
+        (place("missing"), Kind::NotFound, "nothing is there"),
+        (place("empty"), Kind::NotFound, "it has no COMMIT"),
+        (place("run"), Kind::NotFound, "it is a run"),
+        (place("unfinished"), Kind::NotFound, "not finished"),
+        (place("file"), Kind::Invalid, "expected a directory"),
+        ("memory://nowhere/at/all".to_owned(), Kind::NotFound, "nothing is there"),
+        ("ftp://host/path".to_owned(), Kind::Unsupported, "file://"),
+        ("file:relative".to_owned(), Kind::Invalid, "//"),
+        (String::new(), Kind::Invalid, "expected a path"),
+    ] {
+        let error = open_error(&url);
+        assert_eq!(error.kind, kind, "{url}: {error}");
+        assert!(error.message.contains(&url) && error.message.contains(word), "{url}: {error}");
+    }
+    for (url, kind) in [(place("file"), Kind::Invalid), ("ftp://host/path".to_owned(), Kind::Unsupported)] {
+        let error = two_ranks().save(&url, &truth(1), &mut Dice(1)).unwrap_err();
+        assert_eq!(error.kind, kind, "{error}");
+    }
+}
+
+#[test]
+fn a_newer_major_version_is_refused_and_a_newer_minor_one_read() {
+    let url = "memory://bad_input/versions";
+    two_ranks().save(url, &truth(1), &mut Dice(1)).unwrap();
+    let store = shardfast_store::open(url).unwrap();
+    let mut commit = Commit::decode(&store.read(COMMIT, 4096).unwrap()).unwrap();
+    (commit.major, commit.minor) = (2, 0);
+    store.put(COMMIT, &commit.encode()).unwrap();
+    let error = open_error(url);
+    assert_eq!(error.kind, Kind::Unsupported, "{error}");
+    assert!(error.message.contains("2.0") && error.message.contains("upgrade shardfast"), "{error}");
+
+    (commit.major, commit.minor) = (1, 7);
+    let text = String::from_utf8(commit.encode()).unwrap();
+    let (known, _) = text.split_once("crc64 ").unwrap();
+    let later = format!("{known}what_a_later_version_adds 1\n");
+    let later = format!("{later}crc64 {:016x}\n", crc64(later.as_bytes()));
+    store.put(COMMIT, later.as_bytes()).unwrap();
+    expect_loads(url, &truth(1));
+}
+
+#[test]
+fn a_second_save_onto_a_checkpoint_leaves_the_first_untouched() {
+    let dir = scratch();
+    let url = dir.path().join("here").to_str().unwrap().to_owned();
+    let job = two_ranks();
+    job.save(&url, &truth(1), &mut Dice(1)).unwrap();
+    let before = contents(dir.path());
+    for job in [job, two_ranks()] {
+        let error = job.save(&url, &truth(2), &mut Dice(1)).unwrap_err();
+        assert_eq!(error.kind, Kind::Conflict, "{error}");
+        assert!(error.message.contains(&url) && error.message.contains("never overwritten"), "{error}");
+    }
+    assert_eq!(contents(dir.path()), before);
+    expect_loads(&url, &truth(1));
+}
+
+/// Weights that an index makes loadable by others.
+fn weights(seed: u64) -> Truth {
+    let whole = Whole::random(&mut Dice(seed), DType::F32, &[4, 8]);
+    Truth { leaves: BTreeMap::from([(LeafName::new("model", "w"), Content::Tensor(whole))]) }
+}
+
+fn expect_index(url: &str) {
+    let engine = Engine::solo();
+    let opened = checkpoint::open(&engine, url, LONG).unwrap();
+    let store = shardfast_store::open(url).unwrap();
+    let found = store.read("model/model.safetensors.index.json", 1 << 20).ok();
+    assert_eq!(found, hugging_face_index(opened.manifest(), "model"), "{url}");
+}
+
+#[test]
+fn of_rival_saves_exactly_one_wins() {
+    let dir = scratch();
+    for round in 0..20 {
+        let url = dir.path().join(format!("{round}")).to_str().unwrap().to_owned();
+        let jobs = [Job::new(Layout::replicas(1)), Job::new(Layout::replicas(2)), Job::new(Layout::replicas(1))];
+        let saved: Vec<Result<()>> = thread::scope(|threads| {
+            let url = &url;
+            let running: Vec<_> = (1..)
+                .zip(&jobs)
+                .map(|(seed, job)| threads.spawn(move || job.save(url, &weights(seed), &mut Dice(seed))))
+                .collect();
+            running.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let winners: Vec<usize> = (0..3).filter(|&i| saved[i].is_ok()).collect();
+        assert_eq!(winners.len(), 1, "{saved:?}");
+        for error in saved.iter().filter_map(|saved| saved.as_ref().err()) {
+            assert_eq!(error.kind, Kind::Conflict, "{error}");
+        }
+        expect_loads(&url, &weights(1 + winners[0] as u64));
+        expect_index(&url);
+        // The losers' files are gone.
+        assert_eq!(contents(Path::new(&url)).len(), 4, "{:?}", contents(Path::new(&url)).keys());
+    }
+}
+
+/// A store that stops before it publishes, until it is told to go on.
+struct Hesitant {
+    store: Arc<dyn Store>,
+    arrived: std::sync::mpsc::SyncSender<()>,
+    go: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+#[rustfmt::skip]
+impl Store for Hesitant {
+    fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.arrived.send(()).unwrap();
+        self.go.lock().unwrap().recv().unwrap();
+        self.store.publish(name, bytes)
+    }
+    fn url(&self) -> &str { self.store.url() }
+    fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectWriter>> {
+        self.store.create(name, bytes)
+    }
+    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectReader>> {
+        self.store.open(name)
+    }
+    fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> { self.store.put(name, bytes) }
+    fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> { self.store.sync(names) }
+    fn list(&self, dir: &str) -> shardfast_store::Result<Vec<shardfast_store::Entry>> { self.store.list(dir) }
+    fn delete(&self, name: &str) -> shardfast_store::Result<()> { self.store.delete(name) }
+    fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> { self.store.delete_tree(dir) }
+}
+
+/// The one file whose name does not tell attempts apart is the winner's, whoever wrote it last.
+#[test]
+fn a_rival_that_loses_leaves_the_winners_index() {
+    let url = "memory://bad_input/rivals";
+    let store = shardfast_store::open(url).unwrap();
+    let begin = |seed: u64| {
+        let (arrived, at_publish) = std::sync::mpsc::sync_channel(1);
+        let (go, wait) = std::sync::mpsc::channel();
+        let hesitant = Arc::new(Hesitant { store: Arc::clone(&store), arrived, go: wait.into() });
+        let job = Job::new(Layout::replicas(1));
+        let pending = job.begin_save(|_| Ok(Arc::clone(&hesitant) as Arc<dyn Store>), &weights(seed), LONG);
+        // It has written its index by then.
+        at_publish.recv().unwrap();
+        (pending, go)
+    };
+    let (first, second) = (begin(1), begin(2));
+    first.1.send(()).unwrap();
+    assert_eq!(outcomes(first.0), [Ok(())]);
+    second.1.send(()).unwrap();
+    assert_eq!(outcomes(second.0).remove(0).unwrap_err().kind, Kind::Conflict);
+    expect_loads(url, &weights(1));
+    expect_index(url);
+}
+
+/// An attempt that died may have left an index of its own.
+#[test]
+fn an_index_that_another_attempt_left_does_not_stay() {
+    let url = "memory://bad_input/stale";
+    let store = shardfast_store::open(url).unwrap();
+    store.put("model/model.safetensors.index.json", b"{\"weight_map\": {}}").unwrap();
+    two_ranks().save(url, &weights(1), &mut Dice(1)).unwrap();
+    expect_index(url);
+}
+
+#[test]
+fn two_saves_in_flight_share_one_engine() {
+    let job = two_ranks();
+    let urls = ["memory://bad_input/flight/1", "memory://bad_input/flight/2"];
+    let begin = |(seed, url): (u64, &str)| {
+        let store = shardfast_store::open(url).unwrap();
+        job.begin_save(|_| Ok(Arc::clone(&store)), &Truth::small(seed, 300_000), LONG)
+    };
+    let pending: Vec<Vec<Pending>> = (1..).zip(urls).map(begin).collect();
+    for pending in pending {
+        assert_eq!(outcomes(pending), [Ok(()), Ok(())]);
+    }
+    expect_loads(urls[0], &Truth::small(1, 300_000));
+    expect_loads(urls[1], &Truth::small(2, 300_000));
+}
+
+fn tensor(name: &str, dtype: DType, shape: &[u64], parts: &[Region]) -> Leaf {
+    let body = LeafBody::Tensor { dtype, shape: shape.into(), parts: parts.to_vec() };
+    Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+}
+
+fn object(name: &str) -> Leaf {
+    Leaf { name: LeafName::new("model", name), body: LeafBody::Object { per_rank: false }, layout: String::new() }
+}
+
+/// A state of the right number of bytes for its leaves.
+fn state(leaves: Vec<Leaf>) -> State {
+    let bytes = |leaf: &Leaf| -> Vec<Arc<dyn Provider>> {
+        match &leaf.body {
+            LeafBody::Tensor { dtype, parts, .. } => parts
+                .iter()
+                .map(|part| Arc::new(vec![7u8; (part.numel() * dtype.size_bytes()) as usize]) as Arc<dyn Provider>)
+                .collect(),
+            LeafBody::Object { .. } => vec![Arc::new(vec![7u8; 5])],
+            LeafBody::Alias { .. } => Vec::new(),
+        }
+    };
+    let providers = leaves.iter().map(bytes).collect();
+    State { catalog: Catalog { leaves }, providers }
+}
+
+/// Saves a state per rank and gives what every rank failed with; nothing is visible then.
+fn save_error(states: Vec<State>) -> Error {
+    let dir = scratch();
+    let url = dir.path().to_str().unwrap();
+    let job = Job::new(Layout::rows(states.len() as u32));
+    let pending = job.engines.iter().zip(states).map(|(engine, state)| save(engine, destination(url), state, LONG));
+    let error = alike(outcomes(pending.collect())).unwrap_err();
+    assert_eq!(open_error(url).kind, Kind::NotFound);
+    assert_eq!(contents(dir.path()).len(), 0, "files were left");
+    error
+}
+
+#[test]
+fn states_that_are_not_one_state() {
+    let whole = |shape: &[u64]| [Region::whole(shape)];
+    let w = |dtype, shape: &[u64], parts: &[Region]| vec![tensor("w", dtype, shape, parts)];
+    let row = |from, count| Region::new(&[from, 0], &[count, 3]);
+    let alias = |of: &str| {
+        let body = LeafBody::Alias { of: LeafName::new("model", of) };
+        Leaf { name: LeafName::new("model", "v"), body, layout: String::new() }
+    };
+    let good = || w(DType::F32, &[4, 3], &[row(0, 4)]);
+    let mut bad_key = good();
+    bad_key[0].name.key = "../escape".to_owned();
+    let twice = || [good(), good()].concat();
+    let cases: Vec<(&str, Vec<Vec<Leaf>>, &[&str])> = vec![
+        ("two leaves of one name", vec![good(), twice()], &["rank 1", "model/w", "two leaves have this name"]),
+        ("dtypes", vec![good(), w(DType::BF16, &[4, 3], &[])], &["model/w", "F32", "BF16", "rank 0", "rank 1"]),
+        ("shapes", vec![good(), w(DType::F32, &[4, 4], &[])], &["model/w", "[4, 3]", "[4, 4]"]),
+        ("kinds", vec![good(), vec![object("w")]], &["model/w", "a tensor", "a value"]),
+        ("uncovered", vec![w(DType::F32, &[4, 3], &[row(0, 1)]), w(DType::F32, &[4, 3], &[row(2, 2)])], &["model/w", "[1:2, 0:3]"]),
+        ("overlap", vec![w(DType::F32, &[4, 3], &[row(0, 3)]), w(DType::F32, &[4, 3], &[row(2, 2)])], &["model/w", "overlaps", "rank 0", "rank 1"]),
+        ("nobody has it", vec![w(DType::F32, &[4, 3], &[]), Vec::new()], &["model/w", "no rank holds"]),
+        ("outside", vec![good(), w(DType::F32, &[4, 3], &[row(3, 2)])], &["rank 1", "model/w", "[3:5, 0:3]"]),
+        ("an alias of nothing", vec![good(), vec![alias("x")]], &["rank 1", "model/v", "model/x"]),
+        ("a path for a key", vec![good(), bad_key], &["rank 1", "../escape"]),
+        ("beyond any memory", vec![w(DType::F64, &[1 << 62], &[]), good()], &["model/w", "2^64"]),
+        ("a name of the container", vec![vec![tensor("__metadata__", DType::U8, &[1], &whole(&[1]))]], &["__metadata__"]),
+    ];
+    for (case, leaves, words) in cases {
+        let error = save_error(leaves.into_iter().map(state).collect());
+        assert_eq!(error.kind, Kind::Invalid, "{case}: {error}");
+        for word in words {
+            assert!(error.message.contains(word), "{case}: no {word:?} in {error}");
+        }
+    }
+    let mut short = state(good());
+    short.providers[0] = vec![Arc::new(vec![0u8; 47])];
+    let error = save_error(vec![state(good()), short]);
+    assert!(error.kind == Kind::Invalid && error.message.contains("rank 1") && error.message.contains("47"), "{error}");
+}
+
+#[test]
+fn an_empty_state_is_a_checkpoint_too() {
+    let url = "memory://bad_input/empty";
+    let nothing = Truth { leaves: BTreeMap::new() };
+    two_ranks().save(url, &nothing, &mut Dice(1)).unwrap();
+    expect_loads(url, &nothing);
+}
+
+#[test]
+fn ranks_that_call_different_operations() {
+    let at = |name: &str| format!("memory://bad_input/order/{name}");
+    let job = two_ranks();
+    job.save(&at("there"), &truth(1), &mut Dice(1)).unwrap();
+    let save_at = |engine: &Arc<Engine>, name: &str| {
+        let state = truth(1).state(&job.layout, engine.rank(), &mut Dice(1));
+        save(engine, destination(&at(name)), state, LONG).committed(None)
+    };
+    let open_at = |engine: &Arc<Engine>, name: &str| checkpoint::open(engine, &at(name), LONG).map(drop);
+    type Act<'a> = &'a (dyn Fn(&Arc<Engine>) -> Result<()> + Sync);
+    let cases: [(Act, Act); 5] = [
+        (&|engine| save_at(engine, "a"), &|engine| open_at(engine, "there")),
+        (&|engine| open_at(engine, "there"), &|engine| save_at(engine, "a")),
+        (&|engine| save_at(engine, "a"), &|engine| save_at(engine, "b")),
+        (&|engine| open_at(engine, "there"), &|engine| open_at(engine, "a")),
+        (&|engine| save_at(engine, "a"), &|engine| shardfast_engine::runs::newest(engine, &at("a"), None, false, LONG).map(drop)),
+    ];
+    for (i, (first, second)) in cases.into_iter().enumerate() {
+        let results = thread::scope(|threads| {
+            let second = threads.spawn(|| second(&job.engines[1]));
+            vec![first(&job.engines[0]), second.join().unwrap()]
+        });
+        let error = alike(results).unwrap_err();
+        assert_eq!(error.kind, Kind::Invalid, "case {i}: {error}");
+        assert!(error.message.contains("same operations in the same order"), "case {i}: {error}");
+        assert!(error.message.contains("rank 0 calls `") && error.message.contains("rank 1 calls `"), "case {i}: {error}");
+    }
+    // The next operation finds the ranks in step.
+    job.save(&at("a"), &truth(2), &mut Dice(1)).unwrap();
+    expect_loads(&at("a"), &truth(2));
+}
+
+#[test]
+fn a_rank_that_refuses_fails_the_operation_for_all() {
+    let url = "memory://bad_input/refused";
+    let job = two_ranks();
+    let reason = || Error::new(Kind::Exhausted, "optimizer/state: cannot be encoded here");
+    let refuse = |rank: usize| {
+        let engine = &job.engines[rank];
+        move || Err(engine.refuse(reason(), LONG))
+    };
+    for refusing in [0, 1] {
+        for act in ["save", "open"] {
+            let results = thread::scope(|threads| {
+                let refusal = threads.spawn(refuse(refusing));
+                let engine = &job.engines[1 - refusing];
+                let other = match act {
+                    "save" => {
+                        let state = truth(1).state(&job.layout, engine.rank(), &mut Dice(1));
+                        save(engine, destination(url), state, LONG).committed(None)
+                    }
+                    _ => checkpoint::open(engine, url, LONG).map(drop),
+                };
+                vec![refusal.join().unwrap(), other]
+            });
+            let error = alike::<()>(results).unwrap_err();
+            assert_eq!(error.kind, Kind::Exhausted, "{error}");
+            assert_eq!(error.message, format!("rank {refusing}: {}", reason().message));
+        }
+    }
+    job.save(url, &truth(1), &mut Dice(1)).unwrap();
+    expect_loads(url, &truth(1));
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_in_time() {
+    let url = "memory://bad_input/absent";
+    let job = two_ranks();
+    let begin = |rank: usize| {
+        let state = truth(1).state(&job.layout, rank as u32, &mut Dice(1));
+        save(&job.engines[rank], destination(url), state, Duration::from_millis(200))
+    };
+    let started = Instant::now();
+    let error = begin(0).committed(None).unwrap_err();
+    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+    assert_eq!(error.kind, Kind::Unavailable, "{error}");
+    assert!(error.message.contains("rank 1") && error.message.contains(url), "{error}");
+    // Who comes too late hears the same at once, and is in step again.
+    assert_eq!(begin(1).committed(None), Err(error));
+    job.save(url, &truth(2), &mut Dice(1)).unwrap();
+    expect_loads(url, &truth(2));
+}
+
+/// Where one rank is absent and another fails, its failure says what to do.
+#[test]
+fn the_kind_is_that_of_the_rank_that_spoke() {
+    let job = Job::new(Layout::rows(3));
+    let deadline = Duration::from_millis(300);
+    let [first, _, third] = &job.engines[..] else { panic!("three ranks") };
+    let (opened, refused) = thread::scope(|threads| {
+        let refused = threads.spawn(|| third.refuse(Error::new(Kind::Exhausted, "no memory"), deadline));
+        (checkpoint::open(first, "memory://bad_input/none", deadline).map(drop), refused.join().unwrap())
+    });
+    assert_eq!(opened, Err(refused.clone()));
+    assert_eq!(refused.kind, Kind::Exhausted, "{refused}");
+    assert!(refused.message.contains("rank 1: ") && refused.message.contains("rank 2: no memory"), "{refused}");
+}
+
+/// A source that fails after its first bytes.
+struct Failing;
+
+impl Provider for Failing {
+    fn bytes(&self) -> u64 {
+        48
+    }
+
+    fn fill(&self, _at: u64, _out: &mut [u8]) -> Result<()> {
+        Err(Error::new(Kind::Unavailable, "the device is lost"))
+    }
+}
+
+#[test]
+fn a_source_that_fails_fails_the_save_on_every_rank() {
+    let leaf = || vec![tensor("w", DType::F32, &[8, 3], &[Region::new(&[0, 0], &[4, 3])])];
+    let other = vec![tensor("w", DType::F32, &[8, 3], &[Region::new(&[4, 0], &[4, 3])])];
+    let mut failing = state(leaf());
+    failing.providers[0] = vec![Arc::new(Failing)];
+    let dir = scratch();
+    let job = two_ranks();
+    let states = [failing, state(other)];
+    let begin = |(engine, state)| save(engine, destination(dir.path().to_str().unwrap()), state, LONG);
+    let error = alike(outcomes(job.engines.iter().zip(states).map(begin).collect())).unwrap_err();
+    assert_eq!(error, Error::new(Kind::Unavailable, "rank 0: the device is lost"));
+}
+
+/// A want that does not fit on one rank is told to all before a byte is read anywhere.
+#[test]
+fn a_checkpoint_of_another_model_fills_nothing() {
+    let url = "memory://bad_input/model";
+    let job = two_ranks();
+    job.save(url, &weights(1), &mut Dice(1)).unwrap();
+    let load = |engine: &Arc<Engine>| {
+        let opened = checkpoint::open(engine, url, LONG).unwrap();
+        let region = Region::new(&[engine.rank() as u64, 0], &[4, 8]);
+        let mut block = Block::dense(&region.lengths, 4);
+        let before = block.elements();
+        let want = Want { leaf: 0, region, sink: block.sink().unwrap() };
+        let loaded = opened.load(&[want], &[], LONG).map(drop);
+        assert_eq!(block.elements(), before);
+        loaded
+    };
+    let results = thread::scope(|threads| {
+        let second = threads.spawn(|| load(&job.engines[1]));
+        vec![load(&job.engines[0]), second.join().unwrap()]
+    });
+    let error = alike(results).unwrap_err();
+    assert_eq!(error.kind, Kind::Invalid, "{error}");
+    assert!(error.message.contains("rank 1: ") && error.message.contains("model/w"), "{error}");
+    assert!(error.message.contains("[1:5, 0:8]") && error.message.contains("[4, 8]"), "{error}");
+}
+
+/// What failed because the store could not be reached may be tried again with the same open checkpoint.
+#[test]
+fn a_load_that_failed_for_the_moment_can_be_repeated() {
+    let disk = SimDisk::new();
+    let store = || Ok(Arc::new(LocalStore::on(disk.clone(), "/run".into())?) as Arc<dyn Store>);
+    assert_eq!(two_ranks().save_to(|_| store(), &weights(1), LONG), [Ok(()), Ok(())]);
+    let opened = checkpoint::open_from(&Engine::solo(), store(), "here", LONG).unwrap();
+    let load = || {
+        let mut block = Block::dense(&[4, 8], 4);
+        let want = Want { leaf: 0, region: Region::whole(&[4, 8]), sink: block.sink().unwrap() };
+        opened.load(&[want], &[], LONG).map(|_| block.elements())
+    };
+    for _ in 0..2 {
+        disk.inject(disk.calls().len(), shardfast_store::simdisk::Fault::Fail(Errno::IO));
+        let error = load().unwrap_err();
+        assert_eq!(error.kind, Kind::Unavailable, "{error}");
+        assert!(error.message.contains("model/w"), "{error}");
+    }
+    assert_eq!(load(), Ok(weights(1).whole(&LeafName::new("model", "w")).bytes.clone()));
+}
+
+/// That two ranks' saves to `place` fail with a kind, and what was saved before is still there.
+fn expect_save_fails(place: &Path, kind: Kind, word: &str) {
+    let url = |step| place.join(step_dir(step)).to_str().unwrap().to_owned();
+    let job = two_ranks();
+    let error = job.save(&url(2), &Truth::small(2, 20_000), &mut Dice(1)).unwrap_err();
+    assert_eq!(error.kind, kind, "{error}");
+    assert!(error.message.contains(&url(2)) && error.message.contains(word), "{error}");
+    assert_eq!(open_error(&url(2)).kind, Kind::NotFound);
+    expect_loads(&url(1), &truth(1));
+}
+
+/// A small file system in memory, if this process may mount one; unmounted when dropped.
+struct Mount(tempfile::TempDir);
+
+impl Mount {
+    fn new(options: &str) -> Option<Mount> {
+        let mount = Mount(tempfile::tempdir().unwrap());
+        mount.mount(&["-t", "tmpfs", "-o", options, "none"]).then_some(mount)
+    }
+
+    fn mount(&self, arguments: &[&str]) -> bool {
+        let output = Command::new("mount").args(arguments).arg(self.0.path()).output();
+        output.is_ok_and(|output| output.status.success())
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).output();
+    }
+}
+
+#[test]
+fn a_full_disk() {
+    let Some(mount) = Mount::new("size=400k") else {
+        println!("skipped: this process may not mount file systems");
+        return;
+    };
+    let place = mount.0.path();
+    two_ranks().save(place.join(step_dir(1)).to_str().unwrap(), &truth(1), &mut Dice(1)).unwrap();
+    expect_save_fails(place, Kind::Exhausted, "No space left");
+    // What the failed save wrote was given back: a smaller one fits.
+    let url = place.join(step_dir(2)).to_str().unwrap().to_owned();
+    two_ranks().save(&url, &Truth::small(3, 6000), &mut Dice(1)).unwrap();
+    expect_loads(&url, &Truth::small(3, 6000));
+}
+
+#[test]
+fn a_read_only_store() {
+    let Some(mount) = Mount::new("size=4m") else {
+        println!("skipped: this process may not mount file systems");
+        return;
+    };
+    let place = mount.0.path();
+    two_ranks().save(place.join(step_dir(1)).to_str().unwrap(), &truth(1), &mut Dice(1)).unwrap();
+    assert!(mount.mount(&["-o", "remount,ro"]));
+    expect_save_fails(place, Kind::Invalid, "Read-only");
+}
+
+/// The same without the right to mount.
+#[test]
+fn disks_that_refuse() {
+    for (call, errno, kind) in [
+        ("mkdir", Errno::ROFS, Kind::Invalid),
+        ("mkdir", Errno::ACCESS, Kind::Invalid),
+        ("create_new", Errno::ACCESS, Kind::Invalid),
+        ("fallocate", Errno::NOSPC, Kind::Exhausted),
+        ("fallocate", Errno::DQUOT, Kind::Exhausted),
+        ("pwrite", Errno::NOSPC, Kind::Exhausted),
+        ("fdatasync", Errno::IO, Kind::Unavailable),
+        ("rename", Errno::NOSPC, Kind::Exhausted),
+        ("rename_noreplace", Errno::ROFS, Kind::Invalid),
+    ] {
+        let disk = SimDisk::new();
+        let store = |place: &'static str| Ok(Arc::new(LocalStore::on(disk.clone(), place.into())?) as Arc<dyn Store>);
+        let job = two_ranks();
+        assert_eq!(job.save_to(|_| store("/run/1"), &truth(1), LONG), [Ok(()), Ok(())]);
+        disk.refuse(call, errno);
+        let error = alike(job.save_to(|_| store("/run/2"), &truth(2), LONG)).unwrap_err();
+        assert_eq!(error.kind, kind, "{call}: {error}");
+        let compare = |place: &'static str| {
+            let open = |engine: &Arc<Engine>| checkpoint::open_from(engine, store(place), place, LONG);
+            two_ranks().compare(open, &truth(1), &mut Dice(1))
+        };
+        assert_eq!(compare("/run/1"), Ok(None), "{call}");
+        assert_eq!(compare("/run/2").unwrap_err().kind, Kind::NotFound, "{call}");
+    }
+}
+
+#[test]
+fn memory_that_overlaps_itself_cannot_be_filled() {
+    let whole = Held::new(Block::dense(&[1, 3], 4));
+    assert_eq!(whole.bytes(), 12);
+    let mut memory = [0u8; 12];
+    let address = memory.as_mut_ptr() as usize;
+    #[allow(unsafe_code)] // nothing is ever read or written through either
+    let (expanded, sink) = unsafe {
+        // SAFETY: the memory is there as long as both, and neither is used.
+        (Memory::new(Strided::new(address, &[5, 3], &[0, 4], 4)), Sink::new(address, &[5, 3], &[0, 4], 4))
+    };
+    // It can be saved, for reading does not care.
+    assert_eq!(expanded.bytes(), 60);
+    let error = sink.unwrap_err();
+    assert!(error.kind == Kind::Invalid && error.message.contains("share memory"), "{error}");
+}

@@ -1,0 +1,7 @@
+//! The verbs that go through whole checkpoints: verify, diff, export, inspect, locate.
+
+mod checkpoints;
+mod diff;
+mod export;
+mod inspect;
+mod verify;

@@ -1,6 +1,6 @@
 """What the machine itself can do: the disk's best durable write and cold read rate, the memory's copy rate.
 
-The ceiling of a run is the best rate that any method here reaches in that run, since which one is best differs by machine.
+The ceiling of a run is the best rate that any method here reaches in that run: which one is best differs by machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Durable save and cold load of a sharded state on several processes: ours, rivals, and the machine's own rates.
 
-Everything is measured in one run, system by system within each round, so that a noisy neighbour hits all of them. Reported
-are medians over the rounds, their spread, and ratios to the ceiling and to the fastest rival: rates by themselves say little
-on a shared machine.
+Everything is measured in one run, system by system within each round, so that a noisy neighbour hits all of them.
+Reported are medians over the rounds, their spread, and ratios to the ceiling and to the fastest rival: rates by
+themselves say little on a shared machine.
 
     .venv/bin/python bench/run.py                      # 2 GB on 2 processes, 5 rounds
     .venv/bin/python bench/run.py --gigabytes 0.5 --rounds 3 --where /mnt/nvme
@@ -110,9 +110,8 @@ def report(args: argparse.Namespace, size: int, save: Seconds, load: Seconds, wa
         "rounds": args.rounds,
         "where": str(args.where),
     }
-    print(
-        f"\n{size / 1e9:.2f} GB on {args.processes} processes, {args.rounds} rounds, {os.cpu_count()} cores, {args.where}"
-    )
+    setting = f"{args.processes} processes, {args.rounds} rounds, {os.cpu_count()} cores, {args.where}"
+    print(f"\n{size / 1e9:.2f} GB on {setting}")
     memory = size / statistics.median(copy) / 1e9
     results["memory_copy_gb_s"] = memory
     print(f"memory copy: {memory:.2f} GB/s")

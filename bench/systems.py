@@ -1,7 +1,7 @@
-"""The systems that are measured: ours and rivals, each in its best documented configuration, each durable when it returns.
+"""The systems that are measured: ours and rivals, each in its best documented configuration, all durable on return.
 
-A system saves and loads one rank's state: a flat dict of DTensors. What a rival does not make durable by itself is made so
-here, and counted: the file and the directory are synced.
+A system saves and loads one rank's state: a flat dict of DTensors. What a rival does not make durable by itself is made
+so here, and counted: the file and the directory are synced.
 """
 
 from __future__ import annotations

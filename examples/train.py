@@ -1,7 +1,7 @@
 """A small GPT trained on the Python standard library's own sources, saved by Shardfast, under any layout.
 
-The same script runs on one process, with FSDP2 on several, or with FSDP2 × tensor parallel (``--tp 2``), and goes on from
-the newest committed checkpoint of ``run``, whatever layout saved it::
+The same script runs on one process, with FSDP2 on several, or with FSDP2 × tensor parallel (``--tp 2``), and goes on
+from the newest committed checkpoint of ``run``, whatever layout saved it::
 
     torchrun --nproc-per-node 2 examples/train.py ./run --steps 40
     torchrun --nproc-per-node 4 examples/train.py ./run --steps 60 --tp 2

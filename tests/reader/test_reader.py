@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 import pytest
+import shardfast_objects as objects
 import shardfast_reader as reader
 
 SPECIFICATION = pathlib.Path(__file__).parents[2] / "docs" / "format.md"
@@ -73,7 +74,7 @@ def test_every_flipped_bit_of_the_record_is_caught() -> None:
     for bit in range(len(record) * 8):
         damaged = bytearray(record)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(reader.Corrupt):
+        with pytest.raises(objects.Corrupt):
             reader.parse_commit(bytes(damaged))
 
 
@@ -87,11 +88,11 @@ def test_damage_anywhere_is_caught(tmp_path: pathlib.Path) -> None:
             damaged = bytearray(data)
             damaged[at] ^= 1 << at % 8
             (tmp_path / name).write_bytes(damaged)
-            with pytest.raises(reader.Corrupt):
+            with pytest.raises(objects.Corrupt):
                 open_all(tmp_path)
         for cut in (b"", data[:-1], data[: len(data) // 2], data + b"\0"):
             (tmp_path / name).write_bytes(cut)
-            with pytest.raises(reader.Corrupt):
+            with pytest.raises(objects.Corrupt):
                 open_all(tmp_path)
         (tmp_path / name).unlink()
         with pytest.raises(FileNotFoundError):
@@ -99,7 +100,7 @@ def test_damage_anywhere_is_caught(tmp_path: pathlib.Path) -> None:
         (tmp_path / name).write_bytes(data)
     first, second = sorted(name for name in files if name.startswith("model/"))
     (tmp_path / first).write_bytes(files[second])
-    with pytest.raises(reader.Corrupt):
+    with pytest.raises(objects.Corrupt):
         open_all(tmp_path)
 
 
@@ -110,13 +111,13 @@ def signed(body: str) -> bytes:
 
 def test_versions_of_records() -> None:
     body = example()["COMMIT"].decode().rpartition("crc64")[0]
-    with pytest.raises(reader.Unsupported, match=r"2\.3"):
+    with pytest.raises(objects.Unsupported, match=r"2\.3"):
         reader.parse_commit(signed("shardfast 2.3\nno more is known\n"))
     later = body.replace("shardfast 1.0", "shardfast 1.4") + "colour blue\n"
     assert reader.parse_commit(signed(later)).version == (1, 4)
     zero = body.replace("manifest_bytes ", "manifest_bytes 0")
     for odd in (body + "colour blue\n", zero, body.replace("\n", "\r\n")):
-        with pytest.raises(reader.Corrupt):
+        with pytest.raises(objects.Corrupt):
             reader.parse_commit(signed(odd))
 
 
@@ -160,17 +161,17 @@ def tampered(column: str, row: int, value: int) -> bytes:
     ],
 )
 def test_manifests_that_contradict_themselves(column: str, row: int, value: int) -> None:
-    with pytest.raises(reader.Corrupt):
+    with pytest.raises(objects.Corrupt):
         reader.Manifest(tampered(column, row, value))
 
 
 def test_what_a_later_version_brings() -> None:
     for column, row in (("leaves.kind", 0), ("leaves.dtype", 2)):
-        with pytest.raises(reader.Unsupported):
+        with pytest.raises(objects.Unsupported):
             reader.Manifest(tampered(column, row, 99))
     data = example()[MANIFEST]
     reader.Manifest(data.replace(b'"shardfast.format":"1.0"', b'"shardfast.format":"1.9"'))
-    with pytest.raises(reader.Unsupported):
+    with pytest.raises(objects.Unsupported):
         reader.Manifest(data.replace(b'"shardfast.format":"1.0"', b'"shardfast.format":"2.0"'))
 
 
@@ -208,15 +209,15 @@ VALUES: list[tuple[str, Any]] = [
     ("d9e11764312e3130", decimal.Decimal("1.10")),
     ("d9e118822003", fractions.Fraction(-1, 3)),
     ("d9e11950000102030405060708090a0b0c0d0e0f", uuid.UUID(bytes=bytes(range(16)))),
-    ("d9e11a82656d6f64656c6177", reader.Tagged("tensor_ref", ["model", "w"])),
-    ("d9e11b8465746f72636865696e74313681024401000200", reader.Tagged("array", ["torch", "int16", [2], b"\1\0\2\0"])),
-    ("d9e1204480044e2e", reader.Tagged("pickle", b"\x80\x04N.")),
+    ("d9e11a82656d6f64656c6177", objects.Tagged("tensor_ref", ["model", "w"])),
+    ("d9e11b8465746f72636865696e74313681024401000200", objects.Tagged("array", ["torch", "int16", [2], b"\1\0\2\0"])),
+    ("d9e1204480044e2e", objects.Tagged("pickle", b"\x80\x04N.")),
 ]
 
 
 @pytest.mark.parametrize(("encoded", "value"), VALUES)
 def test_values(encoded: str, value: Any) -> None:
-    found = reader.decode_object(bytes.fromhex(encoded))
+    found = objects.decode_object(bytes.fromhex(encoded))
     assert type(found) is type(value)
     assert repr(found) == repr(value) or found == value
 
@@ -244,20 +245,20 @@ def test_values(encoded: str, value: Any) -> None:
     ],
 )
 def test_objects_that_are_none(encoded: str) -> None:
-    with pytest.raises(reader.Corrupt):
-        reader.decode_object(bytes.fromhex(encoded))
+    with pytest.raises(objects.Corrupt):
+        objects.decode_object(bytes.fromhex(encoded))
 
 
 def test_unknown_tags_are_unsupported() -> None:
-    for number in (0, 258, 57_599, 57_600 + len(reader.TAGS)):
-        with pytest.raises(reader.Unsupported):
-            reader.decode_object(b"\xd9" + number.to_bytes(2, "big") + b"\xf6")
+    for number in (0, 258, 57_599, 57_600 + len(objects.TAGS)):
+        with pytest.raises(objects.Unsupported):
+            objects.decode_object(b"\xd9" + number.to_bytes(2, "big") + b"\xf6")
 
 
 def test_the_readers_tables_are_those_of_the_page() -> None:
     page = SPECIFICATION.read_text()
     tags = re.findall(r"^\| (\d{5}) \| `(\w+)` \|", page, re.MULTILINE)
-    assert tags == [(str(reader.FIRST_TAG + i), tag[0]) for i, tag in enumerate(reader.TAGS)]
+    assert tags == [(str(objects.FIRST_TAG + i), tag[0]) for i, tag in enumerate(objects.TAGS)]
     dtypes = re.findall(r"^\| (\d+) \| `(\w+)` \| (\d) \|", page, re.MULTILINE)
     assert dtypes == [(str(i), name, str(size)) for i, (name, size) in enumerate(reader.DTYPES)]
     columns = re.findall(r"^\| `([\w.]+)` \| (U\d+) \|", page, re.MULTILINE)

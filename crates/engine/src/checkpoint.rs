@@ -38,8 +38,8 @@ impl Checkpoint {
         &self.url
     }
 
-    /// What all ranks make of this checkpoint, the same on every rank; every rank calls it. `touched` are the leaves that
-    /// this rank has a place for, `problems` what forbids a load here.
+    /// What all ranks make of this checkpoint, the same on every rank; every rank calls it. `touched` are the leaves
+    /// that this rank has a place for, `problems` what forbids a load here.
     ///
     /// # Errors
     /// When the ranks do not all call it in time, or one of them refuses.

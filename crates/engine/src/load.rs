@@ -1,7 +1,7 @@
 //! A load, from what a rank wants to its memory filled with proven bytes.
 //!
 //! ```text
-//! plan (pure, each rank alone) → agree that every rank has a plan → read, prove, scatter → agree that all arrived
+//! plan (pure, each rank alone) → agree that all have a plan → read, prove, scatter → agree that all arrived
 //! ```
 
 use std::time::Duration;
@@ -60,7 +60,7 @@ impl Checkpoint {
         loaded
     }
 
-    /// What this rank's [`Checkpoint::load`] would read; not a byte is read for it, and the other ranks need not call it.
+    /// What this rank's [`Checkpoint::load`] would read. Not a byte is read for it, and other ranks need not call it.
     ///
     /// # Errors
     /// `Invalid` when a want does not fit its tensor.

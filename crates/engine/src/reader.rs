@@ -158,7 +158,8 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     let found = crc64(&header);
     if found != entry.header_crc {
         return Err(Error::corrupt(format!(
-            "file {}: its header (bytes 0..{}) is not the one that was saved: expected CRC-64 {:016x}, found {found:016x}",
+            "file {}: its header (bytes 0..{}) is not the one that was saved: expected CRC-64 {:016x}, found \
+             {found:016x}",
             entry.path, entry.data_start, entry.header_crc
         )));
     }

@@ -40,7 +40,8 @@ impl Sink {
         Ok(Sink { address, strides_bytes: SmallVec::from_slice(strides_bytes), item_bytes })
     }
 
-    /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in `src`.
+    /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in
+    /// `src`.
     #[allow(unsafe_code)]
     pub(crate) fn scatter(&self, offsets: &[u64], lengths: &[u64], src_strides: &[u64], src: &[u8]) {
         let mut address = self.address as i64;

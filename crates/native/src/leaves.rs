@@ -99,7 +99,8 @@ fn tensor(leaf: &Bound<'_, PyTuple>, owner: &Arc<Py<PyAny>>) -> PyResult<(Leaf, 
     Ok((Leaf { name, body, layout }, providers))
 }
 
-/// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`.
+/// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or
+/// `("flat", start, stop, pointer)`.
 fn blocks(
     part: &Bound<'_, PyTuple>,
     shape: &[u64],

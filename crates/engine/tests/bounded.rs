@@ -1,0 +1,60 @@
+//! Saving, verifying, comparing and exporting a tensor that is far larger than the staging budget takes no more memory
+//! than that. Alone in its process, since it looks at the process's own peak.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_engine::{Destination, Engine, Provider, Result, State, diff, export, open, save, verify};
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+
+const BUDGET_BYTES: u64 = 16 << 20;
+const TENSOR_BYTES: u64 = 256 << 20;
+/// The two buffers of a comparison, threads, headers, the manifest.
+const BESIDES_BYTES: u64 = 48 << 20;
+
+/// A tensor that is made up as it is asked for.
+struct Made;
+
+impl Provider for Made {
+    fn bytes(&self) -> u64 {
+        TENSOR_BYTES
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+        out.fill((at >> 20) as u8);
+        Ok(())
+    }
+}
+
+/// The most memory that this process ever had.
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn memory_is_bounded_by_the_budget() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let deadline = Duration::from_secs(60);
+    let engine = Engine::new(shardfast_coord::solo(), BUDGET_BYTES);
+    let shape = Dims::from_slice(&[TENSOR_BYTES / 4]);
+    let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
+    let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
+    let state = State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![Arc::new(Made)]] };
+    let destination = Destination { url: place("a"), step: None, user: BTreeMap::new() };
+    let before = peak_bytes();
+    save(&engine, destination, state, deadline).committed(None).unwrap();
+
+    assert!(verify(&engine, &place("a"), &|_, _| ()).unwrap().is_sound());
+    let checkpoint = open(&engine, &place("a"), deadline).unwrap();
+    let same = diff(&checkpoint, &checkpoint, &|_, _| ()).unwrap();
+    assert_eq!((same.bytes, same.differences.len()), (TENSOR_BYTES, 0));
+    let exported = export(&checkpoint, &place("out"), "model", u64::MAX).unwrap();
+    assert_eq!(exported.tensor_bytes, TENSOR_BYTES);
+
+    let grown = peak_bytes() - before;
+    assert!(grown <= 2 * BUDGET_BYTES + BESIDES_BYTES, "grown by {} MiB", grown >> 20);
+}

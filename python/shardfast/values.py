@@ -63,7 +63,7 @@ def decode(data: bytes, place: str) -> object:
 def where(place: str, trail: Trail) -> str:
     """The place of a value as one would write it in Python: ``extra.args.lr``, ``extra.sizes[3]``."""
     words = [f".{step}" if isinstance(step, str) and step.isidentifier() else f"[{step!r}]" for step in trail]
-    return place + "".join(words)
+    return place + "".join(words if len(words) <= 16 else [*words[:16], "..."])
 
 
 # From values to data
@@ -108,7 +108,7 @@ class _Lower:
             return _lower_text(value)
         if id(value) in self._open:
             raise self._invalid(f"a {type(value).__name__} that contains itself cannot be stored", trail)
-        if len(trail) > DEPTH_MAX:
+        if len(trail) >= DEPTH_MAX:
             raise self._invalid(f"nested deeper than {DEPTH_MAX} levels", trail)
         self._open.add(id(value))
         try:
@@ -218,7 +218,8 @@ class _Lower:
         if _class(name) is not type(value):
             raise Refused(f"a {name} cannot be stored: a load could not find its class again by that name")
         if is_enum:
-            return Tagged("enum", [name, record.name, self.value(record.value, (*trail, "value"))])
+            member = record.name if record.name in type(record).__members__ else None  # flags may be combined
+            return Tagged("enum", [name, member, self.value(record.value, (*trail, "value"))])
         if is_tuple:
             parts = dict(zip(record._fields, record, strict=True))
             return Tagged("named_tuple", [name, self._map(parts, trail)])

@@ -1,15 +1,15 @@
 //! What a save or a load cannot do: one clear error, the same on every rank, in bounded time, and nothing half-visible.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
-use shardfast_engine::{
-    Engine, Error, Kind, Memory, Pending, Provider, Result, Sink, State, Strided, Want, checkpoint, save,
-};
+use shardfast_engine::{Engine, Error, Kind, Pending, Provider, Result, State, Want, checkpoint, save};
 use shardfast_format::{
     COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Region, crc64, hugging_face_index, step_dir,
 };
@@ -18,7 +18,7 @@ use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 
-use crate::block::{Block, Held};
+use crate::block::Block;
 use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes};
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
@@ -593,19 +593,32 @@ fn disks_that_refuse() {
     }
 }
 
+/// Where the tests' place for a process without rights is told to it.
+const PLACE: &str = "SHARDFAST_TEST_PLACE";
+
 #[test]
-fn memory_that_overlaps_itself_cannot_be_filled() {
-    let whole = Held::new(Block::dense(&[1, 3], 4));
-    assert_eq!(whole.bytes(), 12);
-    let mut memory = [0u8; 12];
-    let address = memory.as_mut_ptr() as usize;
-    #[allow(unsafe_code)] // nothing is ever read or written through either
-    let (expanded, sink) = unsafe {
-        // SAFETY: the memory is there as long as both, and neither is used.
-        (Memory::new(Strided::new(address, &[5, 3], &[0, 4], 4)), Sink::new(address, &[5, 3], &[0, 4], 4))
-    };
-    // It can be saved, for reading does not care.
-    assert_eq!(expanded.bytes(), 60);
-    let error = sink.unwrap_err();
-    assert!(error.kind == Kind::Invalid && error.message.contains("share memory"), "{error}");
+fn no_permission() {
+    let dir = scratch();
+    let run = dir.path().join("run");
+    two_ranks().save(run.join(step_dir(1)).to_str().unwrap(), &truth(1), &mut Dice(1)).unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(&run, fs::Permissions::from_mode(0o555)).unwrap();
+    if !rustix::process::geteuid().is_root() {
+        return expect_save_fails(&run, Kind::Invalid, "Permission denied");
+    }
+    // To root nothing is forbidden: somebody else has to try.
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "bad_input::no_permission_of_another_user"]).env(PLACE, &run).current_dir("/");
+    match command.uid(65534).gid(65534).output() {
+        Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout)),
+        Err(error) => println!("skipped: another user may not run the tests: {error}"),
+    }
+}
+
+/// Not a test by itself: what the process of another user does.
+#[test]
+fn no_permission_of_another_user() {
+    if let Some(place) = std::env::var_os(PLACE) {
+        expect_save_fails(Path::new(&place), Kind::Invalid, "Permission denied");
+    }
 }

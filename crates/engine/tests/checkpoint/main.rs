@@ -5,5 +5,7 @@ mod block;
 mod crash;
 mod damage;
 mod job;
+mod kill;
+mod large;
 mod layout;
 mod reshard;

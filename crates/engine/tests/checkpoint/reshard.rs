@@ -42,3 +42,26 @@ fn pairs_of_layouts_on_the_disk() {
         pair(seed, place.path());
     }
 }
+
+/// One job that saves different states under different layouts, and some of them again: a plan is used again only where
+/// every rank still holds what it held.
+#[test]
+fn plans_are_remembered_only_while_they_fit() {
+    let place = scratch();
+    let mut dice = Dice(7);
+    let truths: Vec<Truth> = (0..3).map(|_| Truth::random(&mut dice)).collect();
+    let layouts: Vec<Layout> = (0..).map(|_| Layout::random(&mut dice)).filter(|l| l.world() == 4).take(3).collect();
+    let mut job = Job::new(layouts[0].clone());
+    for round in 0..30 {
+        let _seed = Seed(round);
+        // The holdings of a rank, and so its catalog, follow from these three.
+        let truth = dice.pick(&truths);
+        job.layout = dice.pick(&layouts).clone();
+        let mut holdings = Dice(dice.below(2));
+        let url = place.path().join(format!("{round}"));
+        let url = url.to_str().unwrap();
+        job.save(url, truth, &mut holdings).unwrap();
+        let flaw = Job::new(Layout::rows(2)).compare(|engine| checkpoint::open(engine, url, LONG), truth, &mut dice);
+        assert_eq!(flaw, Ok(None));
+    }
+}

@@ -9,7 +9,7 @@ use shardfast_engine::verify::{Finding, Problem};
 use shardfast_engine::{Engine, Kind, VerifyReport, verify, verify_in};
 use shardfast_format::{
     BLOCK_BYTES, Commit, DType, Extent, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
-    manifest_name,
+    manifest_name, sha256,
 };
 use shardfast_store::{Entry, ObjectReader, ObjectWriter, Store};
 
@@ -251,7 +251,7 @@ fn an_index_that_lies_is_found() {
     std::fs::write(&index, &good).unwrap();
     assert!(report(&place).is_sound());
 
-    let half = |rank| vec![whole.held("model", "w", &[Region::new(&[rank * 2, 0], &[2, 4])])];
+    let half = |rank: u64| vec![whole.held("model", "w", &[Region::new(&[rank * 2, 0], &[2, 4])])];
     let (_dir, place) = saved(vec![half(0), half(1)]);
     std::fs::write(place.join("model/model.safetensors.index.json"), good).unwrap();
     assert_eq!(only(&report(&place)).problem, Problem::Index);
@@ -286,7 +286,9 @@ fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     let bytes = forged.finish().unwrap().encode();
     let name = manifest_name(&manifest.info.attempt);
     std::fs::write(place.join(&name), &bytes).unwrap();
-    std::fs::write(place.join("COMMIT"), Commit::of(&manifest.info.attempt, &name, &bytes).encode()).unwrap();
+    let commit = Commit::decode(&std::fs::read(place.join("COMMIT")).unwrap()).unwrap();
+    let forged = Commit { manifest_bytes: bytes.len() as u64, manifest_sha256: sha256(&bytes), ..commit };
+    std::fs::write(place.join("COMMIT"), forged.encode()).unwrap();
     std::fs::remove_file(place.join("model/model.safetensors.index.json")).unwrap();
 }
 

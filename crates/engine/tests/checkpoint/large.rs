@@ -1,0 +1,245 @@
+//! Tensors larger than staging memory and than 32-bit offsets.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use shardfast_engine::{Engine, Provider, Result, State, Want, checkpoint, save_to, staging};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Store};
+
+use crate::block::Block;
+use crate::job::{Content, Job, LONG, Truth, Whole, destination};
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+#[test]
+fn a_tensor_larger_than_staging_memory() {
+    let place = scratch();
+    let url = place.path().to_str().unwrap();
+    let mut dice = Dice(1);
+    let name = LeafName::new("model", "w");
+    let whole = Whole::random(&mut dice, DType::C64, &[16, 50, 2500]);
+    let (saving, loading) = (Job::new(Layout::rows(1)), Job::new(Layout::replicas(2)));
+    assert!(whole.bytes.len() as u64 > saving.engines[0].staging_bytes());
+    let truth = Truth { leaves: BTreeMap::from([(name, Content::Tensor(whole))]) };
+    saving.save(url, &truth, &mut dice).unwrap();
+    assert_eq!(loading.compare(|engine| checkpoint::open(engine, url, LONG), &truth, &mut dice), Ok(None));
+}
+
+const GRAIN: usize = 4096;
+const SPARSE_ROWS: u64 = 1100;
+const SPARSE_ROW_BYTES: u64 = 4 << 20;
+
+/// Zeros, but for its own offset in one grain of every 97.
+fn sparse(at: u64, out: &mut [u8]) {
+    out.fill(0);
+    let end = at + out.len() as u64;
+    let step = 97 * GRAIN as u64;
+    for mark in (at.next_multiple_of(step)..end.saturating_sub(7)).step_by(step as usize) {
+        out[(mark - at) as usize..][..8].copy_from_slice(&(mark + 1).to_le_bytes());
+    }
+}
+
+struct Sparse;
+
+impl Provider for Sparse {
+    fn bytes(&self) -> u64 {
+        SPARSE_ROWS * SPARSE_ROW_BYTES
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+        sparse(at, out);
+        Ok(())
+    }
+}
+
+/// A store that keeps no zeros, and takes no data while it is stalled.
+#[derive(Default)]
+struct Zeroless {
+    objects: Mutex<BTreeMap<String, Arc<Contents>>>,
+    stalled: Arc<(Mutex<bool>, Condvar)>,
+}
+
+struct Contents {
+    bytes: u64,
+    grains: Mutex<BTreeMap<u64, Vec<u8>>>,
+    stalled: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl Zeroless {
+    fn stall(&self, stalled: bool) {
+        *self.stalled.0.lock().unwrap() = stalled;
+        self.stalled.1.notify_all();
+    }
+}
+
+impl Contents {
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        drop(self.stalled.1.wait_while(self.stalled.0.lock().unwrap(), |stalled| *stalled).unwrap());
+        assert!(offset.is_multiple_of(GRAIN as u64));
+        let mut grains = self.grains.lock().unwrap();
+        for (offset, grain) in (offset..).step_by(GRAIN).zip(bytes.chunks(GRAIN)) {
+            if grain != &[0; GRAIN][..grain.len()] {
+                grains.insert(offset, grain.to_vec());
+            }
+        }
+    }
+}
+
+struct Handle(Arc<Contents>);
+
+impl ObjectWriter for Handle {
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.0.write(offset, bytes);
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+}
+
+impl ObjectReader for Handle {
+    fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
+        buf.fill(0);
+        let end = offset + buf.len() as u64;
+        for (&at, grain) in self.0.grains.lock().unwrap().range(offset / GRAIN as u64 * GRAIN as u64..end) {
+            let (from, to) = (at.max(offset), (at + grain.len() as u64).min(end));
+            if from < to {
+                let part = &grain[(from - at) as usize..(to - at) as usize];
+                buf[(from - offset) as usize..][..part.len()].copy_from_slice(part);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Store for Zeroless {
+    fn url(&self) -> &str {
+        "sparse"
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
+        let stalled = Arc::clone(&self.stalled);
+        let contents = Arc::new(Contents { bytes, grains: Mutex::default(), stalled });
+        self.objects.lock().unwrap().insert(name.to_owned(), Arc::clone(&contents));
+        Ok(Box::new(Handle(contents)))
+    }
+
+    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn ObjectReader>> {
+        match self.objects.lock().unwrap().get(name) {
+            Some(contents) => Ok(Box::new(Handle(Arc::clone(contents)))),
+            None => Err(Error::new(Kind::NotFound, "open", name, "no such object")),
+        }
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.create(name, bytes.len() as u64)?.write_at(0, bytes)
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.put(name, bytes)
+    }
+
+    fn sync(&self, _names: &[&str]) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+
+    fn list(&self, _dir: &str) -> shardfast_store::Result<Vec<Entry>> {
+        Ok(Vec::new())
+    }
+
+    fn delete(&self, name: &str) -> shardfast_store::Result<()> {
+        self.objects.lock().unwrap().remove(name);
+        Ok(())
+    }
+
+    fn delete_tree(&self, _dir: &str) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+}
+
+fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -> State {
+    let body = LeafBody::Tensor { dtype, shape: shape.into(), parts: vec![Region::whole(shape)] };
+    let leaf = Leaf { name: LeafName::new("model", name), body, layout: String::new() };
+    State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![provider]] }
+}
+
+/// 4.6 GB in one file, none of it in memory.
+#[test]
+fn offsets_beyond_32_bits() {
+    let shape = [SPARSE_ROWS, SPARSE_ROW_BYTES / 4];
+    assert!(Sparse.bytes() > u64::from(u32::MAX) + (64 << 20));
+    let store: Arc<dyn Store> = Arc::new(Zeroless::default());
+    let engine = Engine::new(shardfast_coord::solo(), 0);
+    let state = state("w", DType::F32, &shape, Arc::new(Sparse));
+    save_to(&engine, Ok(Arc::clone(&store)), destination("sparse"), state, LONG).committed(None).unwrap();
+
+    let opened = checkpoint::open_from(&engine, Ok(store), "sparse", LONG).unwrap();
+    assert!(opened.manifest().files()[0].bytes > Sparse.bytes());
+    // The end, what lies on either side of 4 GiB, and a column through everything.
+    let wide = 200_000;
+    for (offsets, lengths) in [
+        ([SPARSE_ROWS - 1, (1 << 20) - wide], [1, wide]),
+        ([1023, (1 << 20) - wide], [1, wide]),
+        ([1024, 0], [1, wide]),
+        ([0, 1 << 19], [SPARSE_ROWS, 3]),
+    ] {
+        let mut block = Block::dense(&lengths, 4);
+        let want = Want { leaf: 0, region: Region::new(&offsets, &lengths), sink: block.sink().unwrap() };
+        opened.load(&[want], &[], LONG).unwrap();
+        let mut row = vec![0; (lengths[1] * 4) as usize];
+        let elements = block.elements();
+        let mut marks = 0;
+        for (i, found) in elements.chunks(row.len()).enumerate() {
+            sparse((offsets[0] + i as u64) * SPARSE_ROW_BYTES + offsets[1] * 4, &mut row);
+            assert!(found == row, "row {i} of {offsets:?}");
+            marks += u32::from(row != vec![0; row.len()]);
+        }
+        assert!(marks > 0, "{offsets:?} says nothing");
+    }
+}
+
+/// Counts how often it is asked.
+#[derive(Default)]
+struct Counted(AtomicU64);
+
+impl Provider for Counted {
+    fn bytes(&self) -> u64 {
+        40 << 20
+    }
+
+    fn fill(&self, _at: u64, out: &mut [u8]) -> Result<()> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        out.fill(1);
+        Ok(())
+    }
+}
+
+/// A store that does not keep up slows the copy out of the state; staging memory does not grow.
+#[test]
+fn a_slow_store_holds_the_copy_back() {
+    let store = Arc::new(Zeroless::default());
+    let engine = Engine::new(shardfast_coord::solo(), 0);
+    let slots = engine.staging_bytes() / staging::SLOT_BYTES as u64;
+    let counted = Arc::new(Counted::default());
+    let state = state("w", DType::U8, &[40 << 20], Arc::clone(&counted) as Arc<dyn Provider>);
+    store.stall(true);
+    let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
+    let is_staged = pending.staged(Some(Duration::from_millis(500)));
+    assert_eq!(is_staged.unwrap_err().kind, shardfast_engine::Kind::Unavailable);
+    assert_eq!(counted.0.load(Ordering::SeqCst), slots);
+    store.stall(false);
+    pending.committed(None).unwrap();
+    assert_eq!(counted.0.load(Ordering::SeqCst), 10);
+}

@@ -1,0 +1,217 @@
+"""Any layout into any other, bit for bit, with real processes: what torch's own layouts hold is saved and comes back."""
+
+import itertools
+
+import pytest
+import shardfast as sf
+import torch
+import torch.distributed as dist
+from layouts import PARALLEL, build, differing, expected, fill, held, known, local, same_bits, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def save_known(rank, world, layout, url):
+    model, optimizer = build(layout)
+    fill(model, optimizer)
+    sf.save(url, {"model": model, "optimizer": optimizer})
+
+
+def expect_known(rank, world, layouts, url):
+    """Loads into models of other numbers, whose optimizers have no state yet, and into ones that have some."""
+    for layout in layouts:
+        model, optimizer = build(layout, seed=1)
+        sf.load(url, {"model": model, "optimizer": optimizer})
+        assert differing(model, optimizer) == [], layout
+        model, optimizer = build(layout, seed=2)
+        fill(model, optimizer)
+        for tensor in held(model, optimizer).values():
+            local(tensor).zero_()
+        before = {name: local(tensor).data_ptr() for name, tensor in held(model, optimizer).items()}
+        plan = sf.load(url, {"model": model, "optimizer": optimizer})
+        assert differing(model, optimizer) == [], layout
+        assert before == {name: local(tensor).data_ptr() for name, tensor in held(model, optimizer).items()}
+        assert sorted(plan.tensors) == sorted(expected()), "every tensor once"
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_what_four_ranks_saved_loads_under_every_layout(ranks, tmp_path, layout):
+    url = f"{tmp_path}/checkpoint"
+    ranks(4)(save_known, layout, url)
+    expect_known(0, 1, ["plain"], url)
+    ranks(2)(expect_known, PARALLEL, url)
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_four_ranks_load_what_four_saved_under_another_layout(ranks, tmp_path, layout):
+    url = f"{tmp_path}/checkpoint"
+    ranks(4)(save_known, layout, url)
+    ranks(4)(expect_known, [other for other in PARALLEL if other != layout], url)
+
+
+@pytest.mark.parametrize(("layout", "world"), [("plain", 1), ("fsdp", 2), ("fsdp_tp", 2), ("tp", 2), ("fsdp", 3)])
+def test_what_fewer_ranks_saved_loads_on_four(ranks, tmp_path, layout, world):
+    url = f"{tmp_path}/checkpoint"
+    if world == 1:
+        save_known(0, 1, layout, url)
+    else:
+        ranks(world)(save_known, layout, url)
+    ranks(4)(expect_known, PARALLEL, url)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(4, 3), (3, 4), (2, 3)])
+def test_worlds_that_differ_by_one(ranks, tmp_path, saving, loading):
+    url = f"{tmp_path}/checkpoint"
+    ranks(saving)(save_known, "fsdp", url)
+    ranks(loading)(expect_known, ["ddp", "fsdp", "tp"], url)
+
+
+# DTensors in general
+
+KINDS = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
+SHAPES = [(16, 6), (7, 5), (1, 2), (0, 3)]
+MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1, 1)], 3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)]}
+
+
+def names():
+    """Names of tensors, each with its shape: enough of them for every choice of placements on every mesh of four."""
+    count = max(len(KINDS) ** len(mesh) for mesh in MESHES[4])
+    return {f"{number:03}_{shape[0]}x{shape[1]}": shape for number in range(count) for shape in SHAPES}
+
+
+def dtensors(mesh_shape, shift, wholes):
+    """Each tensor under other placements; ``shift`` says how far they are moved on in the list of all."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    choices = list(itertools.product(KINDS, repeat=len(mesh_shape)))
+    out = {}
+    for number, (name, whole) in enumerate(wholes.items()):
+        placements = choices[(number // len(SHAPES) + shift) % len(choices)]
+        # Cut on every rank alone: scattering an uneven _StridedShard fails in torch itself.
+        out[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return out
+
+
+def save_dtensors(rank, world, mesh_shape, url):
+    sf.save(url, {"w": dtensors(mesh_shape, 0, {name: known(name, shape) for name, shape in names().items()})})
+
+
+def expect_dtensors(rank, world, url, shift):
+    wholes = {name: known(name, shape) for name, shape in names().items()}
+    for mesh_shape in MESHES[world]:
+        zeros = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
+        loaded = dtensors(mesh_shape, shift, zeros)
+        sf.load(url, {"w": loaded})
+        for name, tensor in dtensors(mesh_shape, shift, wholes).items():
+            assert same_bits(local(loaded[name]), local(tensor)), (mesh_shape, loaded[name].placements, name)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES[4], ids=str)
+def test_dtensors_on_meshes_of_one_to_three_dimensions(ranks, tmp_path, mesh_shape):
+    url = f"{tmp_path}/checkpoint"
+    ranks(4)(save_dtensors, mesh_shape, url)
+    plain = {name: torch.zeros(shape) for name, shape in names().items()}
+    sf.load(url, {"w": plain})
+    assert [name for name, shape in names().items() if not same_bits(plain[name], known(name, shape))] == []
+    ranks(2)(expect_dtensors, url, 1)
+    ranks(3)(expect_dtensors, url, 2)
+    ranks(4)(expect_dtensors, url, 3)
+
+
+def check_strided_memory(rank, world, url):
+    """Local tensors that are not contiguous are saved from where they lie and loaded to where they lie."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = known("w", (6, 4 * world))
+
+    def transposed(source):
+        block = source[:, 4 * rank : 4 * rank + 4].t().contiguous().t()
+        assert not block.is_contiguous()
+        return DTensor.from_local(block, mesh, [Shard(1)], run_check=False)
+
+    sf.save(url, {"w": {"w": transposed(whole)}})
+    loaded = transposed(torch.zeros_like(whole))
+    address = loaded.to_local().data_ptr()
+    sf.load(url, {"w": {"w": loaded}})
+    assert same_bits(loaded.to_local(), whole[:, 4 * rank : 4 * rank + 4])
+    assert (loaded.to_local().data_ptr(), loaded.to_local().is_contiguous()) == (address, False)
+
+
+def test_dtensors_that_are_not_contiguous(ranks, tmp_path):
+    ranks(2)(check_strided_memory, f"{tmp_path}/checkpoint")
+
+
+# Training goes on
+
+
+def check_resume(rank, world, layout, url):
+    straight, resumed = build(layout), build(layout, seed=1)
+    train(*straight, range(2))
+    sf.save(url, {"model": straight[0], "optimizer": straight[1]})
+    sf.load(url, {"model": resumed[0], "optimizer": resumed[1]})
+    losses = [train(*each, range(2, 3)) for each in (straight, resumed)]
+    assert losses[0] == losses[1]
+    one, other = held(*straight), held(*resumed)
+    assert list(one) == list(other)
+    assert [name for name in one if not same_bits(local(one[name]), local(other[name]))] == []
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_a_step_after_a_resume_is_the_step_without_one(ranks, tmp_path, layout):
+    ranks(2)(check_resume, layout, f"{tmp_path}/checkpoint")
+
+
+def test_a_step_after_a_resume_is_the_step_without_one_in_one_process(tmp_path):
+    check_resume(0, 1, "plain", f"{tmp_path}/checkpoint")
+
+
+def train_and_save(rank, world, layout, url):
+    model, optimizer = build(layout)
+    train(model, optimizer, range(2))
+    sf.save(url, {"model": model, "optimizer": optimizer})
+
+
+def load_and_train(rank, world, layout, url):
+    model, optimizer = build(layout, seed=1)
+    sf.load(url, {"model": model, "optimizer": optimizer})
+    return train(model, optimizer, range(2, 6))
+
+
+def test_training_goes_on_under_another_layout(ranks, tmp_path):
+    url = f"{tmp_path}/checkpoint"
+    ranks(4)(train_and_save, "fsdp", url)
+    uninterrupted = train(*build("plain"), range(6))
+    losses = [load_and_train(0, 1, "plain", url), *ranks(4)(load_and_train, "fsdp_tp", url)]
+    losses += ranks(2)(load_and_train, "tp", url)
+    # Equal up to the order of summation, which layouts differ in.
+    assert losses == pytest.approx([uninterrupted] * len(losses), rel=1e-5)
+
+
+def check_async(rank, world, layout, url):
+    model, optimizer = build(layout)
+    train(model, optimizer, range(2))
+    # Large enough that copying it takes a while.
+    ballast = torch.full((4 << 20,), float(rank))
+    seen = {"step": 2, "order": [3, 1, 2]}
+    state = {"model": model, "optimizer": optimizer, "extra": seen, "ballast": sf.PerRank(ballast)}
+    snapshot = {name: local(tensor).clone() for name, tensor in held(model, optimizer).items()}
+    pending = sf.save_async(url, state)
+    seen["step"], seen["order"][0] = 3, -1  # Python values are captured before the call returns
+    pending.staged()
+    ballast.fill_(-1)
+    train(model, optimizer, range(2, 6))
+    pending.committed()
+    other, its_optimizer = build(layout, seed=1)
+    loaded = {"step": None, "order": None}
+    mine = sf.PerRank(None)
+    sf.load(url, {"model": other, "optimizer": its_optimizer, "extra": loaded, "ballast": mine})
+    tensors = held(other, its_optimizer)
+    assert list(tensors) == list(snapshot)
+    assert [name for name, tensor in tensors.items() if not same_bits(local(tensor), snapshot[name])] == []
+    assert loaded == {"step": 2, "order": [3, 1, 2]}
+    assert bool((mine.value == rank).all())
+    return float(dist.get_rank())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp_tp"])
+def test_a_save_holds_what_was_there_when_it_was_called(ranks, tmp_path, layout):
+    assert ranks(2)(check_async, layout, f"{tmp_path}/checkpoint") == [0.0, 1.0]

@@ -172,6 +172,10 @@ class Matching:
                 self._entry(entry)
             else:
                 self._bundle(entry)
+        for pattern in options.only:
+            chosen = Options(only=(pattern,))
+            if not any(chosen.selects(f"{key}/{name}") for key, name in self._ours):
+                self.plan.problems.append(f"only: {pattern!r} selects nothing that is in the checkpoint")
 
     # Names
 
@@ -338,7 +342,11 @@ class Matching:
             self.plan.problems.append(f"{name} is a tensor in the checkpoint: import the framework that shall hold it")
             return None
         adapter = self._adapters[0]
-        tensor = adapter.allocate(saved.dtype, saved.shape)
+        try:
+            tensor = adapter.allocate(saved.dtype, saved.shape)
+        except Refused as refused:
+            self.plan.problems.append(f"{name}: {refused}")
+            return None
         self._want(saved, adapter, tensor, adapter.layout(tensor), name)
         return tensor
 
@@ -531,7 +539,8 @@ class Matching:
             if key in touched_keys:
                 lines += [f"unexpected: {name} is in the checkpoint only" for name in below]
             else:
-                lines.append(f"unexpected: all of {key} ({len(below)} leaves) is in the checkpoint only")
+                count = f"{len(below)} leaves" if len(below) > 1 else "one leaf"
+                lines.append(f"unexpected: {key}, all of it ({count}), is in the checkpoint only")
         self.plan.problems = lines
 
     def expect_no_problems(self) -> None:

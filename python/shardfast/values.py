@@ -237,7 +237,7 @@ class _Lower:
 
 
 def _refusal(value: object) -> str:
-    if callable(getattr(value, "state_dict", None)):
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return (
             f"a {type(value).__name__} keeps its state in state_dict(): give it as a key's value or directly below a "
             "key, or store its state_dict()"

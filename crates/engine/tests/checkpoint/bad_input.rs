@@ -301,14 +301,26 @@ fn states_that_are_not_one_state() {
         ("dtypes", vec![good(), w(DType::BF16, &[4, 3], &[])], &["model/w", "F32", "BF16", "rank 0", "rank 1"]),
         ("shapes", vec![good(), w(DType::F32, &[4, 4], &[])], &["model/w", "[4, 3]", "[4, 4]"]),
         ("kinds", vec![good(), vec![object("w")]], &["model/w", "a tensor", "a value"]),
-        ("uncovered", vec![w(DType::F32, &[4, 3], &[row(0, 1)]), w(DType::F32, &[4, 3], &[row(2, 2)])], &["model/w", "[1:2, 0:3]"]),
-        ("overlap", vec![w(DType::F32, &[4, 3], &[row(0, 3)]), w(DType::F32, &[4, 3], &[row(2, 2)])], &["model/w", "overlaps", "rank 0", "rank 1"]),
+        (
+            "uncovered",
+            vec![w(DType::F32, &[4, 3], &[row(0, 1)]), w(DType::F32, &[4, 3], &[row(2, 2)])],
+            &["model/w", "[1:2, 0:3]"],
+        ),
+        (
+            "overlap",
+            vec![w(DType::F32, &[4, 3], &[row(0, 3)]), w(DType::F32, &[4, 3], &[row(2, 2)])],
+            &["model/w", "overlaps", "rank 0", "rank 1"],
+        ),
         ("nobody has it", vec![w(DType::F32, &[4, 3], &[]), Vec::new()], &["model/w", "no rank holds"]),
         ("outside", vec![good(), w(DType::F32, &[4, 3], &[row(3, 2)])], &["rank 1", "model/w", "[3:5, 0:3]"]),
         ("an alias of nothing", vec![good(), vec![alias("x")]], &["rank 1", "model/v", "model/x"]),
         ("a path for a key", vec![good(), bad_key], &["rank 1", "../escape"]),
         ("beyond any memory", vec![w(DType::F64, &[1 << 62], &[]), good()], &["model/w", "2^64"]),
-        ("a name of the container", vec![vec![tensor("__metadata__", DType::U8, &[1], &whole(&[1]))]], &["__metadata__"]),
+        (
+            "a name of the container",
+            vec![vec![tensor("__metadata__", DType::U8, &[1], &whole(&[1]))]],
+            &["__metadata__"],
+        ),
     ];
     for (case, leaves, words) in cases {
         let error = save_error(leaves.into_iter().map(state).collect());
@@ -347,7 +359,9 @@ fn ranks_that_call_different_operations() {
         (&|engine| open_at(engine, "there"), &|engine| save_at(engine, "a")),
         (&|engine| save_at(engine, "a"), &|engine| save_at(engine, "b")),
         (&|engine| open_at(engine, "there"), &|engine| open_at(engine, "a")),
-        (&|engine| save_at(engine, "a"), &|engine| shardfast_engine::runs::newest(engine, &at("a"), None, false, LONG).map(drop)),
+        (&|engine| save_at(engine, "a"), &|engine| {
+            shardfast_engine::runs::newest(engine, &at("a"), None, false, LONG).map(drop)
+        }),
     ];
     for (i, (first, second)) in cases.into_iter().enumerate() {
         let results = thread::scope(|threads| {
@@ -357,7 +371,10 @@ fn ranks_that_call_different_operations() {
         let error = alike(results).unwrap_err();
         assert_eq!(error.kind, Kind::Invalid, "case {i}: {error}");
         assert!(error.message.contains("same operations in the same order"), "case {i}: {error}");
-        assert!(error.message.contains("rank 0 calls `") && error.message.contains("rank 1 calls `"), "case {i}: {error}");
+        assert!(
+            error.message.contains("rank 0 calls `") && error.message.contains("rank 1 calls `"),
+            "case {i}: {error}"
+        );
     }
     // The next operation finds the ranks in step.
     job.save(&at("a"), &truth(2), &mut Dice(1)).unwrap();

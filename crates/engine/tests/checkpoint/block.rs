@@ -20,7 +20,8 @@ pub(crate) struct Block {
 impl Block {
     /// A row-major block, holding rubbish.
     pub(crate) fn dense(lengths: &[u64], item_bytes: u64) -> Block {
-        let strides_bytes = shardfast_engine::row_major_strides(lengths, item_bytes).iter().map(|&s| s as i64).collect();
+        let strides_bytes =
+            shardfast_engine::row_major_strides(lengths, item_bytes).iter().map(|&s| s as i64).collect();
         let bytes = lengths.iter().product::<u64>() * item_bytes;
         Block { memory: vec![RUBBISH; bytes as usize], first: 0, lengths: lengths.to_vec(), strides_bytes, item_bytes }
     }
@@ -48,7 +49,13 @@ impl Block {
             extent += span;
         }
         let bytes = if lengths.contains(&0) { 0 } else { extent + first };
-        Block { memory: vec![RUBBISH; bytes as usize], first: first as usize, lengths: lengths.to_vec(), strides_bytes, item_bytes }
+        Block {
+            memory: vec![RUBBISH; bytes as usize],
+            first: first as usize,
+            lengths: lengths.to_vec(),
+            strides_bytes,
+            item_bytes,
+        }
     }
 
     /// Puts the elements, given in row-major order.

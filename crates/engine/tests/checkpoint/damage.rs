@@ -231,7 +231,9 @@ fn bits_in_every_block_of_data() {
             // The first and the last bit, some between, and the first of everything that begins here.
             let mut bits = vec![from * 8, to * 8 - 1];
             bits.extend((0..6).map(|_| from * 8 + dice.below((to - from) * 8)));
-            bits.extend(inside.iter().map(|(_, extent)| extent.offset * 8).filter(|bit| (from * 8..to * 8).contains(bit)));
+            bits.extend(
+                inside.iter().map(|(_, extent)| extent.offset * 8).filter(|bit| (from * 8..to * 8).contains(bit)),
+            );
             for bit in bits {
                 let verdict = saved.load_with(path, Some(&flipped(sound, bit as usize)));
                 let message = saved.expect_corrupt(verdict, path, &inside, &format!("{path}: bit {bit}"));

@@ -294,10 +294,14 @@ pub(crate) fn wants(manifest: &Manifest, places: &mut [Place]) -> (Vec<Want>, Ve
     };
     let wants = places
         .iter_mut()
-        .map(|place| Want { leaf: tensor(&place.name), region: place.region.clone(), sink: place.block.sink().unwrap() })
+        .map(|place| Want {
+            leaf: tensor(&place.name),
+            region: place.region.clone(),
+            sink: place.block.sink().unwrap(),
+        })
         .collect();
-    let values =
-        (0..manifest.len()).flat_map(|leaf| (0..manifest.values(leaf).len()).map(move |value| ValueRef { leaf, value }));
+    let values = (0..manifest.len())
+        .flat_map(|leaf| (0..manifest.values(leaf).len()).map(move |value| ValueRef { leaf, value }));
     (wants, values.collect())
 }
 
@@ -319,9 +323,10 @@ impl Job {
     /// # Errors
     /// What all ranks said alike.
     pub(crate) fn save(&self, url: &str, truth: &Truth, dice: &mut Dice) -> Result<()> {
-        let pending = self.engines.iter().map(|engine| {
-            save(engine, destination(url), truth.state(&self.layout, engine.rank(), dice), LONG)
-        });
+        let pending = self
+            .engines
+            .iter()
+            .map(|engine| save(engine, destination(url), truth.state(&self.layout, engine.rank(), dice), LONG));
         alike(outcomes(pending.collect())).map(drop)
     }
 
@@ -387,8 +392,10 @@ pub(crate) fn outcomes(pending: Vec<Pending>) -> Vec<Result<()>> {
 
 /// What all ranks did, or what all of them failed with: the same kind and the same words.
 pub(crate) fn alike<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
-    let failures: BTreeSet<Option<(&str, &str)>> =
-        results.iter().map(|result| result.as_ref().err().map(|Error { kind, message }| (kind.name(), &**message))).collect();
+    let failures: BTreeSet<Option<(&str, &str)>> = results
+        .iter()
+        .map(|result| result.as_ref().err().map(|Error { kind, message }| (kind.name(), &**message)))
+        .collect();
     assert_eq!(failures.len(), 1, "the ranks heard different things: {failures:#?}");
     results.into_iter().collect()
 }

@@ -8,23 +8,23 @@ use shardfast_engine::{Checkpoint, Destination, Engine, Provider, State, open, s
 use shardfast_format::object::encode;
 use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafName, Region, Value};
 
-pub const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A leaf as one rank holds it, with the bytes of its parts.
-pub type Held = (Leaf, Vec<Vec<u8>>);
+pub(crate) type Held = (Leaf, Vec<Vec<u8>>);
 
 /// A tensor that a test knows whole.
 #[derive(Clone)]
-pub struct Tensor {
-    pub dtype: DType,
-    pub shape: Vec<u64>,
+pub(crate) struct Tensor {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<u64>,
     /// Row-major.
-    pub bytes: Vec<u8>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Tensor {
     /// A tensor of arbitrary bytes, others for every seed.
-    pub fn random(seed: u64, dtype: DType, shape: &[u64]) -> Tensor {
+    pub(crate) fn random(seed: u64, dtype: DType, shape: &[u64]) -> Tensor {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let count = shape.iter().product::<u64>() * dtype.size_bytes();
         let next = || {
@@ -36,13 +36,13 @@ impl Tensor {
         Tensor { dtype, shape: shape.to_vec(), bytes: std::iter::repeat_with(next).take(count as usize).collect() }
     }
 
-    pub fn floats(shape: &[u64], values: &[f32]) -> Tensor {
+    pub(crate) fn floats(shape: &[u64], values: &[f32]) -> Tensor {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Tensor { dtype: DType::F32, shape: shape.to_vec(), bytes }
     }
 
     /// The row-major bytes of one region, taken element by element.
-    pub fn cut(&self, region: &Region) -> Vec<u8> {
+    pub(crate) fn cut(&self, region: &Region) -> Vec<u8> {
         let item = self.dtype.size_bytes() as usize;
         let mut out = Vec::new();
         for flat in 0..region.numel() {
@@ -58,7 +58,7 @@ impl Tensor {
     }
 
     /// As a rank holds it that has these parts.
-    pub fn held(&self, key: &str, name: &str, parts: &[Region]) -> Held {
+    pub(crate) fn held(&self, key: &str, name: &str, parts: &[Region]) -> Held {
         let body =
             LeafBody::Tensor { dtype: self.dtype, shape: Dims::from_slice(&self.shape), parts: parts.to_vec() };
         let bytes = parts.iter().map(|part| self.cut(part)).collect();
@@ -66,41 +66,41 @@ impl Tensor {
     }
 
     /// As a rank holds it that has all of it.
-    pub fn whole(&self, key: &str, name: &str) -> Held {
+    pub(crate) fn whole(&self, key: &str, name: &str) -> Held {
         self.held(key, name, &[Region::whole(&self.shape)])
     }
 }
 
-pub fn object(key: &str, name: &str, value: &Value) -> Held {
+pub(crate) fn object(key: &str, name: &str, value: &Value) -> Held {
     encoded(key, name, encode(value).unwrap())
 }
 
 /// An object whose encoding is these bytes, whatever they mean.
-pub fn encoded(key: &str, name: &str, bytes: Vec<u8>) -> Held {
+pub(crate) fn encoded(key: &str, name: &str, bytes: Vec<u8>) -> Held {
     let leaf =
         Leaf { name: LeafName::new(key, name), body: LeafBody::Object { per_rank: false }, layout: String::new() };
     (leaf, vec![bytes])
 }
 
-pub fn alias(key: &str, name: &str, of: (&str, &str)) -> Held {
+pub(crate) fn alias(key: &str, name: &str, of: (&str, &str)) -> Held {
     let body = LeafBody::Alias { of: LeafName::new(of.0, of.1) };
     (Leaf { name: LeafName::new(key, name), body, layout: String::new() }, Vec::new())
 }
 
-pub fn int(n: i64) -> Value {
+pub(crate) fn int(n: i64) -> Value {
     Value::Int(Int::Small(n))
 }
 
-pub fn text(text: &str) -> Value {
+pub(crate) fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-pub fn dict(entries: &[(&str, Value)]) -> Value {
+pub(crate) fn dict(entries: &[(&str, Value)]) -> Value {
     Value::Dict(entries.iter().map(|(key, value)| (text(key), value.clone())).collect())
 }
 
 /// Saves what each rank holds, and returns the checkpoint's URL.
-pub fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) -> String {
+pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) -> String {
     let coords = shardfast_coord::local(ranks.len() as u32);
     std::thread::scope(|scope| {
         for (coord, mut held) in coords.into_iter().zip(ranks) {
@@ -121,25 +121,30 @@ pub fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) -> String
     url.to_owned()
 }
 
-pub fn opened(url: &str) -> Checkpoint {
+pub(crate) fn opened(url: &str) -> Checkpoint {
     opened_within(url, 64 << 20)
 }
 
 /// Opened by an engine of that staging budget.
-pub fn opened_within(url: &str, staging_bytes: u64) -> Checkpoint {
+pub(crate) fn opened_within(url: &str, staging_bytes: u64) -> Checkpoint {
     open(&Engine::new(shardfast_coord::solo(), staging_bytes), url, DEADLINE).unwrap()
 }
 
 /// Two ranks with a bit of everything: rows and columns split between them, replicas, an alias, values for all and for
 /// each.
-pub fn two_ranks() -> Vec<Vec<Held>> {
-    let embed = Tensor::random(1, DType::F32, &[1000, 70]);
-    let head = Tensor::random(2, DType::BF16, &[64, 257]);
-    let norm = Tensor::random(3, DType::F32, &[70]);
-    let moment = Tensor::random(4, DType::F64, &[30, 5, 7]);
-    let step = Tensor::random(5, DType::I64, &[]);
-    let empty = Tensor::random(6, DType::F32, &[0, 5]);
-    let args = dict(&[("lr", Value::Float(1e-3)), ("betas", Value::List(vec![Value::Float(0.9), Value::Float(0.95)]))]);
+pub(crate) fn two_ranks() -> Vec<Vec<Held>> {
+    two_ranks_of(0)
+}
+
+/// [`two_ranks`] of the same leaves with other contents for every seed.
+pub(crate) fn two_ranks_of(seed: u64) -> Vec<Vec<Held>> {
+    let embed = Tensor::random(seed + 1, DType::F32, &[1000, 70]);
+    let head = Tensor::random(seed + 2, DType::BF16, &[64, 257]);
+    let norm = Tensor::random(seed + 3, DType::F32, &[70]);
+    let moment = Tensor::random(seed + 4, DType::F64, &[30, 5, 7]);
+    let step = Tensor::random(seed + 5, DType::I64, &[]);
+    let empty = Tensor::random(seed + 6, DType::F32, &[0, 5]);
+    let args = dict(&[("lr", Value::Float(1e-3 + seed as f64)), ("betas", Value::List(vec![Value::Float(0.9), Value::Float(0.95)]))]);
     (0..2)
         .map(|rank| {
             let half = rank * 500;
@@ -152,7 +157,7 @@ pub fn two_ranks() -> Vec<Vec<Held>> {
                 moment.held("optimizer", "moment", &Region::of_flat_run(&moment.shape, rank * 333, 333 + rank * 717)),
                 step.whole("optimizer", "step"),
                 object("extra", "args", &args),
-                object("extra", "rng", &Value::Bytes(vec![rank as u8; 5000])),
+                object("extra", "rng", &Value::Bytes(vec![(seed + rank) as u8; 5000])),
             ]
         })
         .collect()

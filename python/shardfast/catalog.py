@@ -231,7 +231,12 @@ class Bundle(Protocol):
         ...
 
     def restore(
-        self, created: Mapping[str, Any], values: Mapping[str, object], parameter: Callable[[str], str]
+        self,
+        created: Mapping[str, Any],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
     ) -> Callable[[], None]:
         """Checks what was loaded and returns the call that installs it.
 
@@ -239,6 +244,7 @@ class Bundle(Protocol):
             created: Tensors from :meth:`create`, filled.
             values: The loaded values by name; for those that merge, the list of all copies.
             parameter: As in :meth:`renamed`, for the names of parameters inside values.
+            strict: Whether values must speak of all that is here.
 
         Raises:
             Refused: If the values do not fit; nothing has changed then.

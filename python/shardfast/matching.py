@@ -21,6 +21,18 @@ NativeWant = tuple[Any, ...]
 """``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``."""
 
 
+_REMEDIES = {
+    "missing": "missing: rename= maps saved names to those here, only= loads a part, strict=False allows it",
+    "unexpected": "unexpected: only= loads a part, strict=False allows it",
+    "dtype": "dtype: cast=True converts",
+    "tied": "tied: strict=False takes the one that is named second",
+    "per rank": (
+        'per rank: per_rank="rank0" takes what rank 0 saved, per_rank="index" what the rank of the same number saved, '
+        "modulo the number of saving ranks"
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """What the caller of a load allows and asks for; see :func:`shardfast.load`."""
@@ -278,9 +290,7 @@ class Matching:
             return
         if layout.dtype != saved.dtype:
             if not self._options.cast:
-                self.plan.problems.append(
-                    f"dtype: {name} is {saved.dtype} in the checkpoint and {layout.dtype} here (cast=True converts)"
-                )
+                self.plan.problems.append(f"dtype: {name} is {saved.dtype} in the checkpoint and {layout.dtype} here")
                 return
             self.plan.cast[name] = (saved.dtype, layout.dtype)
         self._want(saved, adapter, tensor, layout, name)
@@ -290,9 +300,7 @@ class Matching:
         if other == name:
             self._wants.append(_Want(saved, adapter, tensor, layout, name))
         elif index != saved.index and self._options.strict:
-            self.plan.problems.append(
-                f"tied: {name} and {other} are one tensor here and two in the checkpoint (strict=False takes {other})"
-            )
+            self.plan.problems.append(f"tied: {name} and {other} are one tensor here and two in the checkpoint")
             return
         self.plan.tensors.append(name)
 
@@ -354,11 +362,11 @@ class Matching:
         """Wants the saved value of a leaf, and the tensors that it refers to."""
         if not isinstance(leaf, SavedObject):
             return
-        copies = list(range(len(leaf.copies))) if merges else self._copies(leaf, place)
-        if not copies:
-            return
         name = f"{leaf.key}/{leaf.name}"
         name = self.plan.renamed.get(name, name)
+        copies = list(range(len(leaf.copies))) if merges else self._copies(leaf, name)
+        if not copies:
+            return
         self.plan.values.append(name)
         now = {_path(trail): (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
         self._refer(leaf, name, now)
@@ -388,7 +396,7 @@ class Matching:
                 return tensor
         return self._allocate(saved, name)
 
-    def _copies(self, leaf: SavedObject, place: str) -> list[int]:
+    def _copies(self, leaf: SavedObject, name: str) -> list[int]:
         """The saved copy for this rank: its own, or by the user's choice when there is none."""
         if len(leaf.copies) == 1:
             return [0]
@@ -400,9 +408,8 @@ class Matching:
         if self._options.per_rank != "error" and chosen is not None:
             return [chosen]
         self.plan.problems.append(
-            f"per rank: {place} was saved by {self._saved_world} ranks with {len(leaf.copies)} different values, and "
-            f'this is rank {self._rank} of {self._world}: per_rank="rank0" takes that of rank 0, per_rank="index" that '
-            "of the rank with this number modulo the saved number"
+            f"per rank: {name} was saved by {self._saved_world} ranks with {len(leaf.copies)} different values, and "
+            f"this job has {self._world} ranks"
         )
         return []
 
@@ -493,7 +500,8 @@ class Matching:
             value.receive(made if value.merges else made[0])
         for entry, created, received in self._bundles:
             try:
-                self._install.append(entry.bundle.restore(created, received, self._parameter))
+                restored = entry.bundle.restore(created, received, self._parameter, strict=self._options.strict)
+                self._install.append(restored)
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused
         for install in self._install:
@@ -545,12 +553,13 @@ class Matching:
 
     def expect_no_problems(self) -> None:
         """Raises one error with every problem, the same on every rank."""
-        if self.plan.problems:
-            problems = "\n".join(f"  {problem}" for problem in self.plan.problems)
-            raise Invalid(
-                f"{self.plan.url} does not fit the state ({len(self.plan.problems)} problems):\n{problems}\n"
-                "strict=False allows missing and unexpected leaves, only= loads a part, rename= maps names"
-            )
+        problems = self.plan.problems
+        if problems:
+            count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
+            kinds = {problem.partition(":")[0] for problem in problems}
+            remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
+            lines = [f"  {problem}" for problem in problems]
+            raise Invalid("\n".join([f"{self.plan.url} does not fit the state ({count}):", *lines, *remedies]))
 
 
 def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLeaf]]:

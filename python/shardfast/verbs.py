@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _native
 from .catalog import AliasLeaf, Flat, Leaf, ObjectLeaf, SavedAlias, SavedLeaf, SavedObject, SavedTensor
-from .errors import Error, Internal, Invalid
+from .errors import Error, Exhausted, Internal, Invalid
 from .matching import LoadPlan, Matching, Options, Rename
 from .session import TIMEOUT_S, current
 from .state import describe, walk
@@ -254,7 +254,10 @@ def _matched(
 
 def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:
     """Tells all ranks of this one's failure, so that none waits for it; what to raise here."""
-    kind = type(error).__name__ if isinstance(error, Error) else Internal.__name__
+    if isinstance(error, MemoryError):
+        kind = Exhausted.__name__
+    else:  # what is not ours was raised by the state's own code
+        kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     try:
         session.refuse(kind, message, timeout_s)

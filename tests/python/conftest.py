@@ -45,12 +45,14 @@ class Rank:
 def run(number: int, world: int, rendezvous: str, function: Callable, args: tuple, sending: int) -> None:
     """What a child does; never returns."""
     try:
+        torch.set_num_threads(1)  # also renews torch's pool after the fork, before autograd's threads race to do so
         os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(number))
         timeout = timedelta(seconds=DEADLINE_S)
         dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=world, timeout=timeout)
         result = function(number, world, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
         message = pickle.dumps((True, result))
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))

@@ -90,7 +90,7 @@ def build(layout: str, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
     """The model in that layout, the same on every rank, and its optimizer, which has no state yet."""
     torch.manual_seed(seed)
     model = LAYOUTS[layout](Net())
-    # Tensor parallelism alone leaves plain parameters beside DTensors, which torch's fused kernels do not take together.
+    # Tensor parallelism alone leaves plain parameters beside DTensors: torch's fused kernels do not take both at once.
     is_fused = layout != "tp"
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=is_fused, foreach=False)
 
@@ -133,8 +133,10 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> T
 
 
 def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, in the memory where it lies."""
+    with torch.no_grad():
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return part.detach()
 
 
 def mine(whole: Tensor, like: Tensor) -> Tensor:

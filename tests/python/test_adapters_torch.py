@@ -3,6 +3,7 @@
 import itertools
 import math
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -111,6 +112,12 @@ def test_autograd_and_inference_mode_are_not_in_the_way():
     assert leaf.requires_grad
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still there
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 class Wrapping(torch.Tensor):
     """A tensor subclass that has no memory of its own."""
 
@@ -133,7 +140,7 @@ class Wrapping(torch.Tensor):
     ("tensor", "why"),
     [
         (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
-        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+        (quantized(), "quantized"),
         (torch.ones(3, dtype=torch.complex128), "torch.complex128"),
         (nn.parameter.UninitializedParameter(), "UninitializedParameter has no shape yet"),
         (Wrapping(torch.ones(3)), "Wrapping wraps other tensors"),
@@ -407,7 +414,7 @@ def test_values_of_a_module_go_in_by_its_own_door():
     bundle = ADAPTER.module(model).bundle
     assert list(bundle.tensors()) == ["0.weight", "0.bias"]
     assert bundle.values()["0._extra_state"]["count"] == 7
-    install = bundle.restore({}, {"0._extra_state": {"count": 9, "table": torch.ones(2)}}, str)
+    install = bundle.restore({}, {"0._extra_state": {"count": 9, "table": torch.ones(2)}}, str, strict=True)
     assert model[0].count == 7
     install()
     assert model[0].count == 9
@@ -428,7 +435,7 @@ def test_tensors_that_a_hook_makes_are_given_back_through_the_module():
     bundle = ADAPTER.module(model).bundle
     (tensor,) = bundle.tensors().values()
     tensor.fill_(5)
-    bundle.restore({}, {}, str)()
+    bundle.restore({}, {}, str, strict=True)()
     assert bool((model.weight == 5).all())
 
 
@@ -559,6 +566,34 @@ def test_state_is_created_as_the_optimizer_would():
     assert bundle.create("state.weight.exp_avg", "F32", (3, 4), dry=True).device.type == "meta"
 
 
+def test_step_counters_stay_on_the_host_unless_the_step_runs_on_the_device():
+    model = nn.Linear(4, 3, device="meta")  # stands for a device
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def devices():
+        bundle = ADAPTER.optimizer(optimizer, fqns(model))
+        made = (
+            bundle.create(f"state.bias.{name}", "F32", shape, dry=False)
+            for name, shape in [("step", ()), ("sum", (9,))]
+        )
+        return [tensor.device.type for tensor in made]
+
+    assert devices() == ["cpu", "meta"]
+    optimizer.param_groups[0]["fused"] = True
+    assert devices() == ["meta", "meta"]
+
+
+def test_the_order_of_parameters_in_a_group_is_not_stored():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*model.named_parameters()], lr=0.5)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    (saved,) = ADAPTER.optimizer(optimizer, fqns(model)).values()["param_groups"]
+    assert "param_names" not in saved
+    other = torch.optim.SGD([*reversed(list(model.named_parameters()))], lr=0.1)
+    ADAPTER.optimizer(other, fqns(model)).restore({}, {"param_groups": [[saved]]}, str, strict=True)()
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["param_names"]) == (0.5, ["bias", "weight"])
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
 def test_an_optimizer_goes_on_after_a_restore_as_it_would_have(kind):
     torch.manual_seed(0)
@@ -577,7 +612,7 @@ def test_an_optimizer_goes_on_after_a_restore_as_it_would_have(kind):
             present = created[name] = bundle.create(name, layout.dtype, layout.shape, dry=False)
         restore(ADAPTER, present, data(tensor))
     values = {name: value for name, value in saved.values().items() if name != "param_groups"}
-    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str)()
+    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str, strict=True)()
     for optimizer in (one, two):
         stepped(optimizer)
     assert torch.equal(source.weight, goal.weight)
@@ -596,7 +631,9 @@ def test_groups_take_the_hyper_parameters_of_their_parameters():
         lr=9,
     )
     bundle = ADAPTER.optimizer(optimizer, fqns(model))
-    install = bundle.restore({}, {"param_groups": both}, str)
+    with pytest.raises(Refused, match=r"no saved parameter group has 'norm\.bias': strict=False leaves it"):
+        bundle.restore({}, {"param_groups": both}, str, strict=True)
+    install = bundle.restore({}, {"param_groups": both}, str, strict=False)
     assert optimizer.param_groups[0]["lr"] == 9
     install()
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 9]
@@ -606,11 +643,11 @@ def test_groups_take_the_hyper_parameters_of_their_parameters():
     optimizer = torch.optim.SGD([model.out.bias, model.out.weight], lr=9)
     bundle = ADAPTER.optimizer(optimizer, fqns(model))
     with pytest.raises(Refused, match=r"'out\.bias' and 'out\.weight'.*lr = 0\.25 and 0\.5"):
-        bundle.restore({}, {"param_groups": both}, str)
+        bundle.restore({}, {"param_groups": both}, str, strict=True)
     # One parameter that ranks saved with different values.
     differ = [[group(["out.bias"], lr=0.25)], [group(["out.bias"], lr=0.5)]]
     with pytest.raises(Refused, match=r"parameter 'out\.bias' was saved in two groups with different hyper-parameters"):
-        bundle.restore({}, {"param_groups": differ}, str)
+        bundle.restore({}, {"param_groups": differ}, str, strict=True)
 
 
 def test_a_rate_that_is_a_tensor_stays_that_tensor():
@@ -620,11 +657,11 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
     bundle = ADAPTER.optimizer(optimizer, fqns(model))
     for saved in (torch.tensor(0.125), 0.0625):
         groups = [[group(["weight", "bias"], lr=saved)]]
-        bundle.restore({}, {"param_groups": groups}, str)()
+        bundle.restore({}, {"param_groups": groups}, str, strict=True)()
         assert optimizer.param_groups[0]["lr"] is rate
         assert rate.item() == float(saved)
     with pytest.raises(Refused, match=r"\[2\] where one of torch.float32 \[\] stands"):
-        bundle.restore({}, {"param_groups": [[group(["weight", "bias"], lr=torch.ones(2))]]}, str)
+        bundle.restore({}, {"param_groups": [[group(["weight", "bias"], lr=torch.ones(2))]]}, str, strict=True)
 
 
 def test_renamed_parameters_are_renamed_in_optimizer_state():

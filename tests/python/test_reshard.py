@@ -1,4 +1,4 @@
-"""Any layout into any other, bit for bit, with real processes: what torch's own layouts hold is saved and comes back."""
+"""Any layout into any other, bit for bit, with real processes and torch's own layouts."""
 
 import itertools
 
@@ -75,18 +75,17 @@ MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1, 1)], 3: [(3,), (1, 3)], 4: [(4,), 
 
 
 def names():
-    """Names of tensors, each with its shape: enough of them for every choice of placements on every mesh of four."""
-    count = max(len(KINDS) ** len(mesh) for mesh in MESHES[4])
-    return {f"{number:03}_{shape[0]}x{shape[1]}": shape for number in range(count) for shape in SHAPES}
+    """Names of tensors, each with its shape: enough of them for every choice of placements on two mesh dimensions."""
+    return {f"{number}_{shape[0]}x{shape[1]}": shape for number in range(len(KINDS) ** 2) for shape in SHAPES}
 
 
 def dtensors(mesh_shape, shift, wholes):
-    """Each tensor under other placements; ``shift`` says how far they are moved on in the list of all."""
+    """Each tensor under other placements, which ``shift`` moves on in the list of all of them."""
     mesh = init_device_mesh("cpu", mesh_shape)
     choices = list(itertools.product(KINDS, repeat=len(mesh_shape)))
     out = {}
     for number, (name, whole) in enumerate(wholes.items()):
-        placements = choices[(number // len(SHAPES) + shift) % len(choices)]
+        placements = choices[(number // len(SHAPES) * 11 + shift) % len(choices)]
         # Cut on every rank alone: scattering an uneven _StridedShard fails in torch itself.
         out[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return out

@@ -352,7 +352,7 @@ def raised(lowered, **how):
     return raise_value(lowered, Raising("extra.x", adapters.active(), no_reference, **how))
 
 
-def test_nothing_is_imported_or_called_for_a_checkpoint():
+def test_nothing_is_imported_or_called_for_a_checkpoint(monkeypatch):
     dataclass = Tagged("dataclass", ["antigravity:Anything", {}])
     with pytest.raises(
         sf.Unsupported, match=r"extra\.x: a dataclass antigravity:Anything is stored.*import antigravity"
@@ -369,6 +369,12 @@ def test_nothing_is_imported_or_called_for_a_checkpoint():
     ]:
         with pytest.raises(sf.Unsupported, match="this process has no such class"):
             raised(Tagged("dataclass", [name, {}]))
+    lazy, asked = types.ModuleType("lazy_package"), []
+    lazy.__getattr__ = asked.append
+    monkeypatch.setitem(sys.modules, "lazy_package", lazy)
+    with pytest.raises(sf.Unsupported, match="this process has no such class"):
+        raised(Tagged("dataclass", ["lazy_package:Thing", {}]))
+    assert asked == []
     with pytest.raises(sf.Unsupported, match="no builtin type"):
         raised(Tagged("default_dict", ["subprocess:Popen", {}]))
     with pytest.raises(sf.Unsupported, match="of type subprocess:Popen, which is unknown"):

@@ -89,8 +89,7 @@ pub(crate) fn summary(summary: &Summary) -> String {
         }
         let _ = writeln!(out, "\n{}: {}", plain(&key.key), said.join("; "));
         let prefix = format!("{}/", key.key);
-        let leaves: Vec<&LeafSummary> =
-            summary.leaves.iter().filter(|leaf| leaf.leaf.starts_with(&prefix)).collect();
+        let leaves: Vec<&LeafSummary> = summary.leaves.iter().filter(|leaf| leaf.leaf.starts_with(&prefix)).collect();
         if !leaves.is_empty() {
             out += &leaf_table(&prefix, &leaves);
         }
@@ -109,7 +108,14 @@ fn leaf_table(prefix: &str, leaves: &[&LeafSummary]) -> String {
                 rows.push(vec![name, (*dtype).to_owned(), format!("{shape:?}"), size(*bytes), stored, layout]);
             }
             KindSummary::Alias { of } => {
-                rows.push(vec![name, "alias".into(), String::new(), String::new(), format!("of {}", plain(of)), layout]);
+                rows.push(vec![
+                    name,
+                    "alias".into(),
+                    String::new(),
+                    String::new(),
+                    format!("of {}", plain(of)),
+                    layout,
+                ]);
             }
             KindSummary::Object { bytes, values } => {
                 let stored = match values.as_slice() {

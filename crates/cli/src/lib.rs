@@ -1,7 +1,7 @@
 //! The shardfast command: arguments in, engine calls, text out.
 //!
-//! [`run`] is the whole of it; the binary and the Python package both call it. What it prints with `--json` and the exit
-//! codes are described in this crate's `README.md`.
+//! [`run`] is the whole of it; the binary and the Python package both call it. This crate's `README.md` describes what
+//! it prints with `--json`, and the exit codes.
 
 mod args;
 mod commands;

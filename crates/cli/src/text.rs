@@ -38,7 +38,8 @@ pub(crate) fn age(then_ms: u64, now_ms: u64) -> String {
 /// `2026-01-31 13:05:09 UTC`.
 pub(crate) fn date(unix_ms: u64) -> String {
     let (days, second) = (unix_ms / 86_400_000, unix_ms / 1000 % 86_400);
-    // Years that begin in March, in eras of 400 of them: the leap day is the last of its year (Hinnant, "days_from_civil").
+    // Years that begin in March, so that the leap day is the last of its year, in eras of 400 (Hinnant,
+    // "civil_from_days").
     let shifted = days + 719_468;
     let (era, day) = (shifted / 146_097, shifted % 146_097);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
@@ -150,7 +151,7 @@ mod tests {
     fn counts_and_ranks_are_grammar() {
         assert_eq!(count(1, "leaf", "leaves"), "1 leaf");
         assert_eq!(count(0, "leaf", "leaves"), "0 leaves");
-        assert_eq!(ranks(&[3..4]), "rank 3");
+        assert_eq!(ranks(std::slice::from_ref(&(3..4))), "rank 3");
         assert_eq!(ranks(&[0..3, 7..8]), "ranks 0-2, 7");
     }
 

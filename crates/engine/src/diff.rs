@@ -161,13 +161,7 @@ pub fn diff(a: &Checkpoint, b: &Checkpoint, progress: &dyn Fn(u64, u64)) -> Resu
     }
     found.sort_by_key(|(name, _)| *name);
     let differences = found.into_iter().map(|((key, name), kind)| Difference { leaf: format!("{key}/{name}"), kind });
-    Ok(Diff {
-        a: a.url().to_owned(),
-        b: b.url().to_owned(),
-        equal: shared,
-        bytes,
-        differences: differences.collect(),
-    })
+    Ok(Diff { a: a.url().to_owned(), b: b.url().to_owned(), equal: shared, bytes, differences: differences.collect() })
 }
 
 /// A tensor that both have, with equal dtype and shape.

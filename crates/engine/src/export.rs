@@ -1,15 +1,15 @@
 //! Whole tensors as plain safetensors shards, under any layout that they were saved in.
 //!
 //! Names are those of the Hugging Face stack: `model.safetensors` when one file is enough, otherwise
-//! `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`; the state's key stands for `model`.
-//! The writer's slots are filled by loading what belongs into them, so that no tensor is ever whole in memory. The index
-//! is written last, when every shard is durable.
+//! `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`; the state's key stands for
+//! `model`. The writer's slots are filled by loading what belongs into them, so that no tensor is ever whole in memory.
+//! The index is written last, when every shard is durable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::Serialize;
-use shardfast_format::{Dims, DType, EntrySpec, FileLayout, LeafKind, Manifest};
+use shardfast_format::{DType, Dims, EntrySpec, FileLayout, LeafKind, Manifest};
 use shardfast_store::Store;
 
 use crate::agree::Engine;
@@ -52,35 +52,45 @@ pub struct ExportedFile {
     pub tensors: u64,
 }
 
-/// Writes the tensors that the checkpoint holds under `key` to `out_url`, at most `shard_bytes_max` bytes of tensors to a
-/// file; a tensor that is larger has a file of its own. On this rank alone, and within the staging budget.
+/// Writes the tensors that the checkpoint holds under `key` to `out_url`, at most `shard_bytes_max` bytes of tensors to
+/// a file; a tensor that is larger has a file of its own. On this rank alone, and within the staging budget.
 ///
 /// # Errors
 /// `NotFound` when the key holds no tensor; `Conflict` when files of these names are there already; `Corrupt` when a
 /// byte is damaged; what the stores say. Nothing that was written stays then.
 pub fn export(checkpoint: &Checkpoint, out_url: &str, key: &str, shard_bytes_max: u64) -> Result<Exported> {
+    export_to(checkpoint, &*shardfast_store::open(out_url)?, key, shard_bytes_max)
+}
+
+/// [`export`] into a store that is already open at the place.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_bytes_max: u64) -> Result<Exported> {
     let Chosen { tensors, tied, objects } = choose(checkpoint.manifest(), key);
     if tensors.is_empty() {
         return Err(Error::new(Kind::NotFound, no_tensors(checkpoint, key)));
     }
-    let store = shardfast_store::open(out_url)?;
-    refuse_taken(&*store, key)?;
+    refuse_taken(store, key)?;
 
     // Slots that wait for a load while a load waits for a slot would wait for ever: half the budget for each.
     let budget = checkpoint.engine.staging_bytes() / 2;
     let source = Arc::new(Checkpoint {
         engine: Engine::new(Arc::clone(&checkpoint.engine.coord), budget),
-        files: Files::new(shardfast_store::open(&checkpoint.url)?, checkpoint.url.clone(), Arc::clone(&checkpoint.manifest)),
+        files: Files::new(
+            shardfast_store::open(&checkpoint.url)?,
+            checkpoint.url.clone(),
+            Arc::clone(&checkpoint.manifest),
+        ),
         manifest: Arc::clone(&checkpoint.manifest),
         url: checkpoint.url.clone(),
         manifest_bytes: checkpoint.manifest_bytes,
     });
     let shards = shards(&tensors, shard_bytes_max);
-    let jobs: Vec<FileJob> = (0..shards.len())
-        .map(|i| job(&source, shard_name(key, i, shards.len()), &shards[i]))
-        .collect::<Result<_>>()?;
+    let jobs: Vec<FileJob> =
+        (0..shards.len()).map(|i| job(&source, shard_name(key, i, shards.len()), &shards[i])).collect::<Result<_>>()?;
     let index = (shards.len() > 1).then(|| format!("{key}.safetensors.index.json"));
-    if let Err(error) = write(&*store, &jobs, &Staging::new(budget), index.as_deref(), &shards) {
+    if let Err(error) = write(store, &jobs, &Staging::new(budget), index.as_deref(), &shards) {
         // Some of them may be whole, and would be taken for an export.
         for job in jobs.iter().filter(|_| error.kind != Kind::Conflict) {
             let _ = store.delete(&job.path);
@@ -93,7 +103,7 @@ pub fn export(checkpoint: &Checkpoint, out_url: &str, key: &str, shard_bytes_max
         tensors: shard.len() as u64,
     });
     Ok(Exported {
-        url: out_url.to_owned(),
+        url: store.url().to_owned(),
         files: files.collect(),
         index,
         tensors: tensors.len() as u64,
@@ -186,8 +196,8 @@ fn refuse_taken(store: &dyn Store, key: &str) -> Result<()> {
     }
 }
 
-/// The tensors in their order, as many to a shard as fit; one that is too large for any stands alone, and those around it
-/// stay together.
+/// The tensors in their order, as many to a shard as fit; one that is too large for any stands alone, and those around
+/// it stay together.
 fn shards(tensors: &[Tensor], shard_bytes_max: u64) -> Vec<Vec<Tensor>> {
     let mut shards: Vec<Vec<Tensor>> = Vec::new();
     let mut open: Option<(usize, u64)> = None;

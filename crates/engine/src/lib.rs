@@ -28,7 +28,7 @@ pub use agree::{Engine, staging_bytes_default};
 pub use checkpoint::{Checkpoint, Opinion, open};
 pub use diff::{Diff, diff};
 pub use error::{Error, Kind, Result};
-pub use export::{Exported, export};
+pub use export::{Exported, export, export_to};
 pub use inspect::{History, Summary, history, summary};
 pub use load::{Forecast, ValueRef};
 pub use locate::{Located, locate, locate_all};

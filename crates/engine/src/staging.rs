@@ -102,7 +102,7 @@ mod tests {
     fn slots_are_aligned_bounded_and_reused() {
         let pool = Staging::new(2 * SLOT_BYTES as u64);
         let (a, b) = (pool.acquire(), pool.acquire());
-        assert!(a.as_ptr() as usize % ALIGNMENT == 0 && b.as_ptr() as usize % ALIGNMENT == 0);
+        assert!([&a, &b].iter().all(|slot| slot.as_ptr().addr().is_multiple_of(ALIGNMENT)));
         assert_eq!((a.len(), b.len()), (SLOT_BYTES, SLOT_BYTES));
         let waiting = {
             let pool = Arc::clone(&pool);

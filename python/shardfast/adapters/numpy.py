@@ -19,10 +19,6 @@ DTYPES: dict[str, str] = {
     "uint16": "U16",
     "int16": "I16",
     "float16": "F16",
-    "bfloat16": "BF16",  # of the package ml_dtypes, as the next ones
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
     "uint32": "U32",
     "int32": "I32",
     "float32": "F32",
@@ -60,7 +56,9 @@ class NumpyAdapter:
     def target(self, tensor: Array, dtype: str) -> Target:
         if not tensor.flags.writeable:
             raise Refused("a read-only array cannot be loaded into: copy() it")
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
+        if tensor.size and any(
+            stride == 0 < size - 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)
+        ):
             raise Refused("a broadcast array, whose elements share memory, cannot be loaded into: copy() it")
         if DTYPES[tensor.dtype.name] == dtype and tensor.dtype.isnative:
             return Target(_memory(tensor), tensor)
@@ -68,7 +66,9 @@ class NumpyAdapter:
         return Target(_memory(staging), staging, lambda: np.copyto(tensor, staging, casting="unsafe"))
 
     def allocate(self, dtype: str, shape: Ints) -> Array:
-        return np.empty(shape, dtype=_dtype(_OF_NAME.get(dtype, dtype)))
+        if dtype not in _OF_NAME:
+            raise Refused(f"NumPy has no type for {dtype}")
+        return np.empty(shape, dtype=_OF_NAME[dtype])
 
     def fill(self, tensor: Array, value: object) -> None:
         if not isinstance(value, np.ndarray):
@@ -123,9 +123,7 @@ def _memory(array: Array) -> tuple[Memory, ...]:
 
 
 def _type_string(dtype: np.dtype[Any]) -> str:
-    """NumPy's type string, byte order included; the name for types of other packages, which have none of their own."""
-    if dtype.name in DTYPES and dtype.kind == "V":
-        return dtype.name
+    """NumPy's type string, which tells the byte order."""
     if (
         dtype.hasobject
         or dtype.names is not None
@@ -137,12 +135,9 @@ def _type_string(dtype: np.dtype[Any]) -> str:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    if not _TYPE_STRING.fullmatch(name) and name not in DTYPES:
+    if not _TYPE_STRING.fullmatch(name):
         raise Refused(f"{name!r} is no type of plain elements")
-    try:
-        return np.dtype(name)
-    except TypeError as error:
-        raise Refused(f"this NumPy has no dtype {name!r}: import the package that defines it") from error
+    return np.dtype(name)
 
 
 def _array(name: str, shape: list[int], data: bytes) -> Array:

@@ -50,6 +50,9 @@ _ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES,
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
 
+_JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
+
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state() in a state dict
@@ -293,7 +296,12 @@ class _Modules:
         return name
 
     def restore(
-        self, created: Mapping[str, torch.Tensor], values: Mapping[str, object], parameter: Callable[[str], str]
+        self,
+        created: Mapping[str, torch.Tensor],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
     ) -> Callable[[], None]:
         # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
         partial: dict[nn.Module, dict[str, Any]] = {}
@@ -408,9 +416,14 @@ class _Optimizers:
         return name
 
     def restore(
-        self, created: Mapping[str, torch.Tensor], values: Mapping[str, object], parameter: Callable[[str], str]
+        self,
+        created: Mapping[str, torch.Tensor],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
     ) -> Callable[[], None]:
-        groups = self._restored_groups(values["param_groups"], parameter) if "param_groups" in values else []
+        groups = self._restored_groups(values["param_groups"], parameter, strict) if "param_groups" in values else []
         entries = {name: value for name, value in {**created, **values}.items() if name != "param_groups"}
 
         def install() -> None:
@@ -431,7 +444,7 @@ class _Optimizers:
         return install
 
     def _restored_groups(
-        self, copies: object, parameter: Callable[[str], str]
+        self, copies: object, parameter: Callable[[str], str], strict: bool
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The groups of this rank with the hyper-parameters that their parameters were saved with."""
         of_parameter: dict[str, dict[str, Any]] = {}
@@ -441,6 +454,12 @@ class _Optimizers:
         out = []
         for group, names in zip(self._groups, self._group_names, strict=True):
             found = [(fqn, of_parameter[fqn]) for fqn in names if fqn in of_parameter]
+            if strict and len(found) < len(names):
+                unknown = next(fqn for fqn in names if fqn not in of_parameter)
+                raise Refused(
+                    f"no saved parameter group has {unknown!r}: strict=False leaves it as it is (a checkpoint of tied "
+                    "weights speaks of the first of their names only)"
+                )
             for fqn, saved in found[1:]:
                 _expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
             if found:
@@ -460,8 +479,8 @@ def _is_zero_redundancy(optimizer: object) -> bool:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters; ``param_names`` follows their order, which is the job's affair."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    """What a group says about its parameters, without what is the job's affair."""
+    return {name: value for name, value in group.items() if name not in _JOBS_OWN}
 
 
 def _saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
@@ -527,7 +546,7 @@ class TorchAdapter:
         with torch.no_grad():
             local = _local(tensor)
             _expect_memory(local)
-            if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            if local.numel() and any(s == 0 < size - 1 for s, size in zip(local.stride(), local.shape, strict=True)):
                 raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
             wanted = _OF_NAME[dtype]
             if local.dtype is wanted and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():

@@ -160,7 +160,8 @@ mod tests {
 
     #[test]
     fn small_floats_have_their_published_values() {
-        for (bits, expected) in [(0x3c00, 1.0), (0xc000, -2.0), (0x7bff, 65504.0), (1, 2f64.powi(-24)), (0x3555, 0.333251953125)]
+        for (bits, expected) in
+            [(0x3c00, 1.0), (0xc000, -2.0), (0x7bff, 65504.0), (1, 2f64.powi(-24)), (0x3555, 0.333251953125)]
         {
             assert_eq!(real(DType::F16, bits), expected);
         }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use shardfast_format::object::{decode, encode};
-use shardfast_format::{Extent, Tag, Value};
+use shardfast_format::{Extent, Int, Tag, Value};
 
 use super::ValueDifference;
 use crate::checkpoint::Checkpoint;
@@ -50,17 +50,15 @@ pub(super) fn compare(
         let left = a.load_alone(&[], &refs(|pair| ValueRef { leaf: pair.leaves.0, value: pair.values.0 }))?;
         let right = b.load_alone(&[], &refs(|pair| ValueRef { leaf: pair.leaves.1, value: pair.values.1 }))?;
         for ((pair, left), right) in batch.iter().zip(left).zip(right) {
-            let is_known = differences.iter().rev().any(|(leaf, _)| *leaf == pair.leaves.0);
+            // All pairs of a leaf follow each other.
+            let is_known = differences.last().is_some_and(|(leaf, _)| *leaf == pair.leaves.0);
             if left == right || is_known {
                 continue;
             }
             let (left, right) = (decoded(a, pair.leaves.0, &left)?, decoded(b, pair.leaves.1, &right)?);
             let mut path = String::new();
-            if let Some((left, right)) = difference(&left, &right, &mut path) {
-                let text = |value: Option<&Value>| value.map(|value| short(value, TEXT_CHARS_MAX));
-                let (left, right) = (text(left), text(right));
-                let ranks = pair.ranks.clone();
-                differences.push((pair.leaves.0, ValueDifference { path, a: left, b: right, ranks }));
+            if let Some((a, b)) = difference(&left, &right, &mut path) {
+                differences.push((pair.leaves.0, ValueDifference { path, a, b, ranks: pair.ranks.clone() }));
             }
         }
     }
@@ -74,13 +72,8 @@ fn decoded(checkpoint: &Checkpoint, leaf: usize, encoded: &[u8]) -> Result<Value
 
 /// Which values of a leaf are to be compared: rank by rank, where a value that all ranks share stands for any rank, so
 /// that worlds of different sizes may hold equal values. `Err` when a rank has a value on one side only.
-fn pairs_of(
-    a: &Checkpoint,
-    b: &Checkpoint,
-    leaves: (usize, usize),
-) -> std::result::Result<Vec<Pair>, ValueDifference> {
-    let values: (Vec<_>, Vec<_>) =
-        (a.manifest().values(leaves.0).collect(), b.manifest().values(leaves.1).collect());
+fn pairs_of(a: &Checkpoint, b: &Checkpoint, leaves: (usize, usize)) -> std::result::Result<Vec<Pair>, ValueDifference> {
+    let values: (Vec<_>, Vec<_>) = (a.manifest().values(leaves.0).collect(), b.manifest().values(leaves.1).collect());
     let worlds = (a.manifest().info.world, b.manifest().info.world);
     let pair = |i: usize, j: usize, ranks| {
         let bytes = values.0[i].1.bytes + values.1[j].1.bytes;
@@ -92,10 +85,10 @@ fn pairs_of(
         (false, true) => Ok((0..values.0.len()).map(|i| pair(i, 0, values.0[i].0.clone())).collect()),
         (false, false) => {
             let by_rank = (by_rank(&values.0), by_rank(&values.1));
-            let lonely = ranges(by_rank.0.iter().zip(&by_rank.1).map(|(i, j)| i.is_some() != j.is_some()));
+            let mut lonely = ranges(by_rank.0.iter().zip(&by_rank.1).map(|(i, j)| i.is_some() != j.is_some()));
             let beyond = by_rank.0.len().min(by_rank.1.len()) as u32;
             let longest = by_rank.0.len().max(by_rank.1.len()) as u32;
-            let lonely = if beyond < longest { [lonely, vec![beyond..longest]].concat() } else { lonely };
+            lonely.extend((beyond < longest).then_some(beyond..longest));
             if let Some(first) = lonely.first() {
                 let said = |by_rank: &[Option<usize>]| {
                     let has = by_rank.get(first.start as usize).is_some_and(Option::is_some);
@@ -105,12 +98,14 @@ fn pairs_of(
                 return Err(ValueDifference { path: String::new(), a, b, ranks: lonely });
             }
             let mut pairs: Vec<Pair> = Vec::new();
+            let mut place: HashMap<(usize, usize), usize> = HashMap::new();
             for (rank, both) in (0u32..).zip(by_rank.0.into_iter().zip(by_rank.1)) {
                 let (Some(i), Some(j)) = both else { continue };
-                match pairs.iter_mut().find(|pair| pair.values == (i, j)) {
-                    Some(pair) => push_rank(&mut pair.ranks, rank),
-                    None => pairs.push(pair(i, j, vec![rank..rank + 1])),
-                }
+                let place = *place.entry((i, j)).or_insert_with(|| {
+                    pairs.push(pair(i, j, Vec::new()));
+                    pairs.len() - 1
+                });
+                push_rank(&mut pairs[place].ranks, rank);
             }
             Ok(pairs)
         }
@@ -118,7 +113,7 @@ fn pairs_of(
 }
 
 fn is_shared(values: &[(Vec<Range<u32>>, Extent)], world: u32) -> bool {
-    matches!(values, [(ranks, _)] if *ranks == [0..world])
+    matches!(values, [(ranks, _)] if matches!(ranks.as_slice(), [all] if *all == (0..world)))
 }
 
 /// Which value each rank has, up to the last rank that has one.
@@ -144,41 +139,64 @@ fn push_rank(ranges: &mut Vec<Range<u32>>, rank: u32) {
     }
 }
 
-type Differing<'v> = Option<(Option<&'v Value>, Option<&'v Value>)>;
+/// What each side has where they differ, as text; `None` for a side that has nothing there.
+type Differing = Option<(Option<String>, Option<String>)>;
 
-/// The first place where two values differ, whose way is then in `path`; `None` for a side that has nothing there.
-/// Floats are compared bit by bit; the order of a dict counts only where Python says so.
-fn difference<'v>(a: &'v Value, b: &'v Value, path: &mut String) -> Differing<'v> {
-    let here = Some((Some(a), Some(b)));
+/// The first place where two values differ, whose way is then in `path`. Floats are compared bit by bit; the order of a
+/// dict counts only where Python says so.
+fn difference(a: &Value, b: &Value, path: &mut String) -> Differing {
     match (a, b) {
-        (Value::Float(left), Value::Float(right)) => if left.to_bits() == right.to_bits() { None } else { here },
+        (Value::Float(left), Value::Float(right)) if left.to_bits() == right.to_bits() => None,
+        (Value::Bytes(left), Value::Bytes(right)) => in_bytes(left, right, path),
         (Value::List(left), Value::List(right)) => in_items(left, right, path),
         (Value::Dict(left), Value::Dict(right)) => in_dict(left, right, path),
-        (Value::Tagged(tag, left), Value::Tagged(other, right)) if tag == other => match (tag, &**left, &**right) {
-            (Tag::Tuple, Value::List(left), Value::List(right)) => in_items(left, right, path),
-            (Tag::OrderedDict, Value::Dict(left), Value::Dict(right)) => in_dict(left, right, path).or_else(|| {
-                let in_order = left.iter().zip(right).all(|(a, b)| is_same(&a.0, &b.0));
-                if in_order { None } else { here }
-            }),
-            (Tag::Counter, Value::Dict(left), Value::Dict(right)) => in_dict(left, right, path),
-            (_, Value::List(left), Value::List(right)) => match (left.as_slice(), right.as_slice()) {
-                ([head, Value::Dict(left)], [other, Value::Dict(right)]) if is_same(head, other) => match tag {
-                    Tag::NamedTuple | Tag::Namespace | Tag::Dataclass => in_fields(left, right, path),
-                    _ => in_dict(left, right, path),
-                },
-                ([head, Value::List(left)], [other, Value::List(right)])
-                    if *tag == Tag::Deque && is_same(head, other) =>
-                {
-                    in_items(left, right, path)
-                }
-                _ if is_same_list(left, right) => None,
-                _ => here,
-            },
-            (_, left, right) if is_same(left, right) => None,
-            _ => here,
-        },
+        (Value::Tagged(tag, left), Value::Tagged(other, right)) if tag == other => {
+            in_payload(*tag, left, right, path).unwrap_or_else(|Whole| here(a, b))
+        }
+        (Value::Float(_), Value::Float(_)) => here(a, b),
         _ if a == b => None,
-        _ => here,
+        _ => here(a, b),
+    }
+}
+
+fn here(a: &Value, b: &Value) -> Differing {
+    Some((Some(short(a, TEXT_CHARS_MAX)), Some(short(b, TEXT_CHARS_MAX))))
+}
+
+/// The values differ, and it takes both of them whole to say how.
+struct Whole;
+
+fn in_payload(tag: Tag, a: &Value, b: &Value, path: &mut String) -> std::result::Result<Differing, Whole> {
+    match (tag, a, b) {
+        (Tag::Tuple, Value::List(left), Value::List(right)) => Ok(in_items(left, right, path)),
+        (Tag::ByteArray, Value::Bytes(left), Value::Bytes(right)) => Ok(in_bytes(left, right, path)),
+        (Tag::Counter, Value::Dict(left), Value::Dict(right)) => Ok(in_dict(left, right, path)),
+        (Tag::OrderedDict, Value::Dict(left), Value::Dict(right)) => match in_dict(left, right, path) {
+            None if !left.iter().zip(right).all(|(a, b)| is_same(&a.0, &b.0)) => Err(Whole),
+            found => Ok(found),
+        },
+        (_, Value::List(left), Value::List(right)) => match (tag, left.as_slice(), right.as_slice()) {
+            (Tag::DefaultDict, [head, Value::Dict(left)], [other, Value::Dict(right)]) if is_same(head, other) => {
+                Ok(in_dict(left, right, path))
+            }
+            (
+                Tag::NamedTuple | Tag::Namespace | Tag::Dataclass,
+                [head, Value::Dict(left)],
+                [other, Value::Dict(right)],
+            ) if is_same(head, other) => Ok(in_fields(left, right, path)),
+            (Tag::Deque, [head, Value::List(left)], [other, Value::List(right)]) if is_same(head, other) => {
+                Ok(in_items(left, right, path))
+            }
+            (Tag::Array, [head @ .., Value::Bytes(left)], [other @ .., Value::Bytes(right)])
+                if is_same_list(head, other) && left.len() == right.len() =>
+            {
+                in_array(head, left, right, path)
+            }
+            _ if is_same_list(left, right) => Ok(None),
+            _ => Err(Whole),
+        },
+        _ if is_same(a, b) => Ok(None),
+        _ => Err(Whole),
     }
 }
 
@@ -190,27 +208,54 @@ fn is_same_list(a: &[Value], b: &[Value]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
 }
 
-fn in_items<'v>(a: &'v [Value], b: &'v [Value], path: &mut String) -> Differing<'v> {
+/// From the first byte that differs on: what stands before it would fill the text.
+fn in_bytes(a: &[u8], b: &[u8], path: &mut String) -> Differing {
+    let start = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
+    if start == a.len() && start == b.len() {
+        return None;
+    }
+    // Writing to a text cannot fail, here and below.
+    let _ = if start > 0 { write!(path, "[{start}:]") } else { Ok(()) };
+    here(&Value::Bytes(a[start..].to_vec()), &Value::Bytes(b[start..].to_vec()))
+}
+
+/// The bytes of the first element that differs, by its place in row-major order. `head` is what both arrays have beside
+/// their bytes: framework, dtype, shape.
+fn in_array(head: &[Value], a: &[u8], b: &[u8], path: &mut String) -> std::result::Result<Differing, Whole> {
+    let Some(first) = a.iter().zip(b).position(|(a, b)| a != b) else { return Ok(None) };
+    let Some(Value::List(shape)) = head.last() else { return Err(Whole) };
+    let numel = shape.iter().try_fold(1usize, |numel, length| match length {
+        Value::Int(Int::Small(n)) => numel.checked_mul(usize::try_from(*n).ok()?),
+        _ => None,
+    });
+    let item = numel.and_then(|numel| a.len().checked_div(numel)).filter(|&item| item > 0).ok_or(Whole)?;
+    let element = first / item;
+    let _ = write!(path, ".flat[{element}]");
+    let bytes = |bytes: &[u8]| Value::Bytes(bytes[element * item..(element + 1) * item].to_vec());
+    Ok(here(&bytes(a), &bytes(b)))
+}
+
+fn in_items(a: &[Value], b: &[Value], path: &mut String) -> Differing {
     (0..a.len().max(b.len())).find_map(|i| at(a.get(i), b.get(i), path, |path| write!(path, "[{i}]")))
 }
 
-fn in_dict<'v>(a: &'v [(Value, Value)], b: &'v [(Value, Value)], path: &mut String) -> Differing<'v> {
+fn in_dict(a: &[(Value, Value)], b: &[(Value, Value)], path: &mut String) -> Differing {
     by_key(a, b, path, |path, key| write!(path, "[{}]", short(key, KEY_CHARS_MAX)))
 }
 
-fn in_fields<'v>(a: &'v [(Value, Value)], b: &'v [(Value, Value)], path: &mut String) -> Differing<'v> {
+fn in_fields(a: &[(Value, Value)], b: &[(Value, Value)], path: &mut String) -> Differing {
     by_key(a, b, path, |path, key| match key {
         Value::Str(field) => write!(path, ".{}", field.escape_debug()),
         other => write!(path, "[{}]", short(other, KEY_CHARS_MAX)),
     })
 }
 
-fn by_key<'v>(
-    a: &'v [(Value, Value)],
-    b: &'v [(Value, Value)],
+fn by_key(
+    a: &[(Value, Value)],
+    b: &[(Value, Value)],
     path: &mut String,
     step: impl Fn(&mut String, &Value) -> std::fmt::Result,
-) -> Differing<'v> {
+) -> Differing {
     let mut others: HashMap<Vec<u8>, &(Value, Value)> = b.iter().map(|entry| (spelled(&entry.0), entry)).collect();
     for (key, value) in a {
         let other = others.remove(&spelled(key)).map(|(_, value)| value);
@@ -228,18 +273,17 @@ fn spelled(key: &Value) -> Vec<u8> {
 }
 
 /// Compares what two values have at one step further, which stays in the path when they differ.
-fn at<'v>(
-    a: Option<&'v Value>,
-    b: Option<&'v Value>,
+fn at(
+    a: Option<&Value>,
+    b: Option<&Value>,
     path: &mut String,
     step: impl Fn(&mut String) -> std::fmt::Result,
-) -> Differing<'v> {
+) -> Differing {
     let length = path.len();
-    // Writing to a text cannot fail.
     let _ = step(path);
     let found = match (a, b) {
         (Some(a), Some(b)) => difference(a, b, path),
-        sides => Some(sides),
+        (a, b) => Some((a.map(|a| short(a, TEXT_CHARS_MAX)), b.map(|b| short(b, TEXT_CHARS_MAX)))),
     };
     if found.is_none() {
         path.truncate(length);
@@ -249,8 +293,6 @@ fn at<'v>(
 
 #[cfg(test)]
 mod tests {
-    use shardfast_format::Int;
-
     use super::*;
 
     fn int(n: i64) -> Value {
@@ -272,13 +314,17 @@ mod tests {
     fn first(a: &Value, b: &Value) -> Option<String> {
         let mut path = String::new();
         let (a, b) = difference(a, b, &mut path)?;
-        let text = |value: Option<&Value>| value.map_or_else(|| "-".to_owned(), |value| short(value, 40));
+        let text = |side: Option<String>| side.unwrap_or_else(|| "-".to_owned());
         Some(format!("{path}: {} {}", text(a), text(b)))
     }
 
     #[test]
     fn the_first_difference_is_found_where_it_is() {
         let list = |items: &[Value]| Value::List(items.to_vec());
+        let array = |shape: &[i64], bytes: &[u8]| {
+            let shape = list(&shape.iter().map(|&n| int(n)).collect::<Vec<_>>());
+            tagged(Tag::Array, list(&[text("some"), text("int16"), shape, Value::Bytes(bytes.to_vec())]))
+        };
         let class = |name: &str, fields: Value| tagged(Tag::Dataclass, list(&[text(name), fields]));
         let cases = [
             (int(1), int(2), ": 1 2"),
@@ -297,6 +343,10 @@ mod tests {
             ),
             (tagged(Tag::Set, list(&[int(1)])), tagged(Tag::Set, list(&[int(2)])), ": {1} {2}"),
             (Value::Float(0.0), Value::Float(-0.0), ": 0.0 -0.0"),
+            (Value::Bytes(b"abcd".to_vec()), Value::Bytes(b"abxd".to_vec()), r#"[2:]: b"cd" b"xd""#),
+            (Value::Bytes(b"ab".to_vec()), Value::Bytes(b"a".to_vec()), r#"[1:]: b"b" b"""#),
+            (array(&[3], b"aabbcc"), array(&[3], b"aabdcc"), r#".flat[1]: b"bb" b"bd""#),
+            (array(&[3], b"aabbcc"), array(&[1, 3], b"aabbcc"), ": some array int16 [3] some array int16 [1, 3]"),
         ];
         for (a, b, expected) in &cases {
             assert_eq!(first(a, b).as_deref(), Some(*expected));

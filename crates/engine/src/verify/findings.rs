@@ -158,7 +158,8 @@ impl<'a> Findings<'a> {
 
     /// The findings by file and offset, the number of those left out, the names of all leaves that are hit.
     pub(super) fn into_parts(self) -> (Vec<Finding>, u64, Vec<String>) {
-        let State { mut listed, left_out, leaves, .. } = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let State { mut listed, left_out, leaves, .. } =
+            self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let place = |finding: &Finding| (finding.file.clone(), finding.block.as_ref().map(|block| block.start));
         listed.sort_by_cached_key(|finding| (place(finding), finding.problem));
         let mut leaves: Vec<usize> = leaves.into_iter().collect();

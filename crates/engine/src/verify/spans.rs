@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use shardfast_format::{Dims, DType, Extent, HeaderEntry, LeafKind, Manifest, Region, part_name, value_name};
+use shardfast_format::{DType, Dims, Extent, HeaderEntry, LeafKind, Manifest, Region, part_name, value_name};
 use smallvec::smallvec;
 
 /// One region or value as it lies in its file.

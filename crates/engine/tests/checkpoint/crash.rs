@@ -97,12 +97,14 @@ fn a_save_that_dies_at_any_system_call_leaves_no_broken_checkpoint() {
     assert_eq!(visible, BTreeSet::from([(false, false), (false, true), (true, true)]));
 }
 
+type Hook = dyn Fn(&'static str, &Path) -> Option<Sys<()>> + Send + Sync;
+
 /// A disk on which some system calls wait, or are not made.
 #[derive(Clone)]
 struct Hooked {
     disk: SimDisk,
-    /// Asked before a file or directory is made durable and before it is published: what to return instead, if anything.
-    hook: Arc<dyn Fn(&'static str, &Path) -> Option<Sys<()>> + Send + Sync>,
+    /// Asked before a file or a directory is made durable or published: what to return instead, if anything.
+    hook: Arc<Hook>,
 }
 
 impl Hooked {

@@ -100,8 +100,8 @@ impl Truth {
         Truth { leaves }
     }
 
-    /// Two keys, a matrix of three rows of `columns`, a tied one, a value of all ranks and one per rank; the same of every
-    /// seed but for the contents.
+    /// Two keys, a matrix of three rows of `columns`, a tied one, a value of all ranks and one per rank; the same for
+    /// every seed but in contents.
     pub(crate) fn small(seed: u64, columns: u64) -> Truth {
         let mut dice = Dice(seed);
         let mut leaves = BTreeMap::new();
@@ -122,7 +122,7 @@ impl Truth {
         Truth { leaves }
     }
 
-    /// What `rank` holds under a layout. A rank without a part of a tensor may know nothing of it, but rank 0 knows all.
+    /// What `rank` holds under a layout. A rank without a part of a tensor may know nothing of it; rank 0 knows all.
     pub(crate) fn state(&self, layout: &Layout, rank: u32, dice: &mut Dice) -> State {
         let mut leaves = Vec::new();
         let mut providers: Vec<Vec<Arc<dyn Provider>>> = Vec::new();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use shardfast_engine::{Engine, Provider, Result, State, Want, checkpoint, save_to, staging};
@@ -236,10 +237,16 @@ fn a_slow_store_holds_the_copy_back() {
     let state = state("w", DType::U8, &[40 << 20], Arc::clone(&counted) as Arc<dyn Provider>);
     store.stall(true);
     let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
-    let is_staged = pending.staged(Some(Duration::from_millis(500)));
+    let asked = || counted.0.load(Ordering::SeqCst);
+    while asked() < slots {
+        assert!(!pending.done());
+        thread::yield_now();
+    }
+    // Long enough for more, if more were to come.
+    let is_staged = pending.staged(Some(Duration::from_millis(300)));
     assert_eq!(is_staged.unwrap_err().kind, shardfast_engine::Kind::Unavailable);
-    assert_eq!(counted.0.load(Ordering::SeqCst), slots);
+    assert_eq!(asked(), slots);
     store.stall(false);
     pending.committed(None).unwrap();
-    assert_eq!(counted.0.load(Ordering::SeqCst), 10);
+    assert_eq!(asked(), 10);
 }

@@ -97,8 +97,8 @@ impl Layout {
         self.mesh.iter().product::<u64>() as u32
     }
 
-    /// The parts that `rank` holds of the job's `index`-th tensor, none of them empty; and where they are cut out of one
-    /// run of the flattened tensor, the run's first element.
+    /// The parts that `rank` holds of the job's `index`-th tensor, none of them empty; and where they are cut out of
+    /// one run of the flattened tensor, the run's first element.
     pub(crate) fn parts(&self, index: usize, shape: &[u64], rank: u32) -> (Vec<Region>, Option<u64>) {
         if shape.contains(&0) {
             return (Vec::new(), None);

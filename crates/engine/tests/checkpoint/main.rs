@@ -9,3 +9,4 @@ mod kill;
 mod large;
 mod layout;
 mod reshard;
+mod runs;

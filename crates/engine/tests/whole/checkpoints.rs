@@ -59,8 +59,7 @@ impl Tensor {
 
     /// As a rank holds it that has these parts.
     pub(crate) fn held(&self, key: &str, name: &str, parts: &[Region]) -> Held {
-        let body =
-            LeafBody::Tensor { dtype: self.dtype, shape: Dims::from_slice(&self.shape), parts: parts.to_vec() };
+        let body = LeafBody::Tensor { dtype: self.dtype, shape: Dims::from_slice(&self.shape), parts: parts.to_vec() };
         let bytes = parts.iter().map(|part| self.cut(part)).collect();
         (Leaf { name: LeafName::new(key, name), body, layout: format!("{} parts", parts.len()) }, bytes)
     }
@@ -144,7 +143,10 @@ pub(crate) fn two_ranks_of(seed: u64) -> Vec<Vec<Held>> {
     let moment = Tensor::random(seed + 4, DType::F64, &[30, 5, 7]);
     let step = Tensor::random(seed + 5, DType::I64, &[]);
     let empty = Tensor::random(seed + 6, DType::F32, &[0, 5]);
-    let args = dict(&[("lr", Value::Float(1e-3 + seed as f64)), ("betas", Value::List(vec![Value::Float(0.9), Value::Float(0.95)]))]);
+    let args = dict(&[
+        ("lr", Value::Float(1e-3 + seed as f64)),
+        ("betas", Value::List(vec![Value::Float(0.9), Value::Float(0.95)])),
+    ]);
     (0..2)
         .map(|rank| {
             let half = rank * 500;

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use safetensors::SafeTensors;
-use shardfast_engine::{Exported, Kind, export};
+use shardfast_engine::{Exported, Kind, export, export_to};
 use shardfast_format::{DType, Region};
 
 use crate::checkpoints::*;
+use crate::stores::Faulty;
 
 /// Every tensor of the exported files as the safetensors package reads it: dtype, shape, bytes; and in which file.
 fn read_back(dir: &Path, exported: &Exported) -> BTreeMap<String, (String, Vec<u64>, Vec<u8>, String)> {
@@ -58,7 +59,8 @@ fn one_file_is_enough_for_a_small_model() {
             .collect(),
     );
     let exported = export(&opened(&url), dir.path().to_str().unwrap(), "model", 5_000_000_000).unwrap();
-    let names: Vec<String> = dir.path().read_dir().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let names: Vec<String> =
+        dir.path().read_dir().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     assert_eq!(names, ["model.safetensors"]);
     let found = read_back(dir.path(), &exported);
     assert_eq!(found.len(), 1);
@@ -163,9 +165,10 @@ fn names_tied_to_a_tensor_of_another_key_are_written_once() {
 #[test]
 fn the_smallest_staging_budget_is_enough_for_a_tensor_that_is_larger() {
     let dir = tempfile::tempdir().unwrap();
-    let w = Tensor::random(1, DType::F32, &[5_000_001]);
+    // Slots cut its rows.
+    let w = Tensor::random(1, DType::F32, &[1_000_001, 5]);
     let ranks = (0..2).map(|rank| {
-        let run = if rank == 0 { 0..1_999_999 } else { 1_999_999..5_000_001 };
+        let run = if rank == 0 { 0..1_999_999 } else { 1_999_999..5_000_005 };
         vec![w.held("model", "w", &Region::of_flat_run(&w.shape, run.start, run.end))]
     });
     let url = save_ranks("memory://export-budget", None, ranks.collect());
@@ -189,4 +192,15 @@ fn damage_leaves_nothing_behind() {
     assert_eq!(error.kind, Kind::Corrupt);
     assert!(error.message.contains("model/w5"), "{error}");
     assert_eq!(out.read_dir().unwrap().count(), 0);
+}
+
+#[test]
+fn a_failure_at_the_end_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let held = (0..6).map(|i| Tensor::random(i, DType::F32, &[1000]).whole("model", &format!("w{i}"))).collect();
+    let url = save_ranks("memory://export-failure", None, vec![held]);
+    let store = shardfast_store::open(dir.path().to_str().unwrap()).unwrap();
+    let store = Faulty { store, bad_sector: None, sync_fails: true };
+    assert_eq!(export_to(&opened(&url), &store, "model", 4000).unwrap_err().kind, Kind::Exhausted);
+    assert_eq!(dir.path().read_dir().unwrap().count(), 0);
 }

@@ -4,4 +4,5 @@ mod checkpoints;
 mod diff;
 mod export;
 mod inspect;
+mod stores;
 mod verify;

@@ -1,0 +1,81 @@
+//! A store that fails where a test wants it to.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store};
+
+/// The store beneath, with these faults.
+pub(crate) struct Faulty {
+    pub(crate) store: Arc<dyn Store>,
+    /// An object and bytes of it that cannot be read.
+    pub(crate) bad_sector: Option<(String, Range<u64>)>,
+    /// Whether `sync` says that the disk is full.
+    pub(crate) sync_fails: bool,
+}
+
+struct BadReader {
+    object: Box<dyn ObjectReader>,
+    bytes: Option<Range<u64>>,
+}
+
+impl ObjectReader for BadReader {
+    fn bytes(&self) -> u64 {
+        self.object.bytes()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        match &self.bytes {
+            Some(bad) if offset < bad.end && bad.start < offset + buf.len() as u64 => Err(shardfast_store::Error::new(
+                shardfast_store::Kind::Unavailable,
+                "read",
+                "disk",
+                "input/output error",
+            )),
+            _ => self.object.read_at(offset, buf),
+        }
+    }
+}
+
+impl Store for Faulty {
+    fn url(&self) -> &str {
+        self.store.url()
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        self.store.create(name, bytes)
+    }
+
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+        let is_bad = |(path, _): &&(String, Range<u64>)| path == name;
+        let bytes = self.bad_sector.as_ref().filter(is_bad).map(|(_, bytes)| bytes.clone());
+        Ok(Box::new(BadReader { object: self.store.open(name)?, bytes }))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.store.put(name, bytes)
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.store.publish(name, bytes)
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        if self.sync_fails {
+            return Err(Error::new(Kind::Exhausted, "fsync", "disk", "no space left on device"));
+        }
+        self.store.sync(names)
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        self.store.list(dir)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.store.delete(name)
+    }
+
+    fn delete_tree(&self, dir: &str) -> Result<()> {
+        self.store.delete_tree(dir)
+    }
+}

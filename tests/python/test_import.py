@@ -1,0 +1,50 @@
+"""What `import shardfast` costs and offers."""
+
+import subprocess
+import sys
+
+import pytest
+import shardfast as sf
+
+IMPORT_MS_MAX = 50
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_is_cheap_and_loads_no_framework():
+    code = (
+        "import sys, time; start = time.perf_counter(); import shardfast; "
+        "print((time.perf_counter() - start) * 1000, *(name in sys.modules for name in ('torch', 'numpy')))"
+    )
+    runs = [python(code).split() for _ in range(3)]
+    assert all(run[1:] == ["False", "False"] for run in runs)
+    assert min(float(run[0]) for run in runs) < IMPORT_MS_MAX
+
+
+def test_a_save_and_a_load_need_no_framework(tmp_path):
+    code = (
+        f"import sys, shardfast as sf; url = {str(tmp_path / 'one')!r}; sf.save(url, {{'extra': {{'step': (1, 2)}}}}); "
+        "state = {'extra': {'step': None}}; sf.load(url, state); "
+        "print(state['extra']['step'], *(name in sys.modules for name in ('torch', 'numpy')))"
+    )
+    assert python(code).split() == ["(1,", "2)", "False", "False"]
+
+
+@pytest.mark.parametrize("name", sf.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    assert getattr(sf, name).__doc__
+    assert name in dir(sf)
+
+
+def test_other_names_are_not():
+    with pytest.raises(AttributeError, match="module 'shardfast' has no attribute 'lod'"):
+        sf.lod  # noqa: B018
+
+
+def test_errors_are_of_one_family():
+    kinds = [getattr(sf, name) for name in sf.__all__ if isinstance(getattr(sf, name), type)]
+    errors = [kind for kind in kinds if issubclass(kind, Exception)]
+    assert len(errors) == 10
+    assert all(issubclass(kind, sf.Error) for kind in errors)

@@ -1,0 +1,107 @@
+"""Ranks find each other through the job's rendezvous store, and never through its process groups."""
+
+import threading
+import time
+
+import pytest
+import shardfast as sf
+import torch.distributed as dist
+from shardfast import session
+
+
+def test_one_process_needs_no_process_group():
+    assert (session.current().rank, session.current().world) == (0, 1)
+    assert session.current() is session.current()
+
+
+def check_meeting(rank, world, directory):
+    first = session.current(30)
+    assert (first.rank, first.world) == (rank, world)
+    assert session.current(30) is first
+    dist.barrier()
+    dist.destroy_process_group()
+    alone = session.current()
+    assert (alone.rank, alone.world) == (0, 1)
+    # The same processes, found through the same store, in another order: nothing of the first meeting is left.
+    again = (rank + 1) % world
+    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=again, world_size=world)
+    second = session.current(30)
+    assert (second.rank, second.world) == (again, world)
+    assert second is not first
+    return second.address
+
+
+def test_a_new_process_group_is_a_new_session(ranks, tmp_path):
+    addresses = ranks(3)(check_meeting, str(tmp_path))
+    assert [address is not None for address in addresses] == [False, False, True]
+
+
+def check_kept_store(rank, world, directory):
+    store = dist.FileStore(f"{directory}/kept", world)
+    session._store = lambda distributed, timeout_s: store
+    dist.destroy_process_group()
+    for number in range(3):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/group-{number}", rank=rank, world_size=world)
+        # Rank 0 comes late: who takes an earlier meeting's message for this one's looks for a session that is gone.
+        time.sleep(0.2 if rank == 0 else 0)
+        sf.save(f"{directory}/{number}", {"extra": {"rank": rank}}, timeout_s=10)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_a_store_that_outlives_the_group_does_not_mislead(ranks, tmp_path):
+    ranks(2)(check_kept_store, str(tmp_path))
+
+
+def check_absence(rank, world):
+    if rank == 1:
+        with pytest.raises(sf.Unavailable, match=r"rank 1 of 2: rank 0 did not say within 0\.5 s where it is"):
+            session.current(0.5)
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time(ranks):
+    ranks(2)(check_absence)
+
+
+def test_threads_share_one_session(ranks):
+    ranks(2)(check_threads)
+
+
+def check_threads(rank, world):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(session.current(30))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(one) for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "host"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-7"}, "127.0.0.1"),  # all ranks on one machine
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "127.0.0.1"),
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-7"}, "10.0.0.7"),
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "this-node"}, "10.9.9.9"),  # its name is a loopback address here
+        ({}, "10.9.9.9"),
+        ({"MASTER_ADDR": "nowhere"}, "10.9.9.9"),
+    ],
+)
+def test_rank_0_listens_where_the_others_can_reach_it(monkeypatch, environment, host):
+    routes = {"node-7": "10.0.0.7", "this-node": "127.0.1.1", "192.0.2.1": "10.9.9.9"}
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "_route_to", routes.get)
+    assert session._host(4) == host
+
+
+def test_routes_are_found_without_a_packet():
+    assert session._route_to("127.0.0.1") == "127.0.0.1"
+    assert session._route_to("::1") in ("::1", None)
+    assert session._route_to("") is None
+    assert session._route_to("no such host.invalid") is None

@@ -1,7 +1,32 @@
 """The crossing into Rust: one call per verb. Private; what it offers to people is in ``shardfast``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, final
+
+__all__ = [
+    "Cancelled",
+    "Checkpoint",
+    "Conflict",
+    "Corrupt",
+    "Error",
+    "Exhausted",
+    "Internal",
+    "Invalid",
+    "NotFound",
+    "Pending",
+    "Session",
+    "Tagged",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+    "cli_main",
+    "decode",
+    "encode",
+    "newest",
+    "open",
+    "retain",
+    "save",
+]
 
 __version__: str
 
@@ -35,6 +60,7 @@ class Cancelled(Error):
 class Internal(Error):
     """A defect of Shardfast."""
 
+@final
 class Session:
     """The ranks that save and load together, and the memory that they stage in."""
 
@@ -74,6 +100,7 @@ class Session:
     def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
         """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""
 
+@final
 class Pending:
     """A save in flight."""
 
@@ -89,6 +116,7 @@ class Pending:
     def report(self) -> str:
         """What the save did so far, as JSON."""
 
+@final
 class Checkpoint:
     """A committed checkpoint whose manifest is proven."""
 
@@ -129,10 +157,11 @@ class Checkpoint:
         ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
         """
 
+@final
 class Tagged:
     """A value that is no builtin, said in builtins; ``tag`` is a name of the format's closed table."""
 
-    def __init__(self, tag: str, value: object) -> None: ...
+    def __new__(cls, tag: str, value: object) -> Self: ...
     @property
     def tag(self) -> str: ...
     @property

@@ -233,17 +233,19 @@ def placements(ndim):
 
 def check_placements(rank, world, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
+    cases, mine = [], []
     for shape in [(16, 6), (10, 7), (3, 5), (1, 2)]:
         whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
         for chosen in placements(len(mesh_shape)):
             # Cut locally: scattering by an uneven _StridedShard fails in torch itself.
             tensor = distribute_tensor(whole, mesh, list(chosen), src_data_rank=None)
-            mine = snapshot(ADAPTER, tensor)
-            assert mine.layout.shape == shape
-            assert "mesh(" in mine.layout.text
-            everyone = gather(mine)
-            if rank == 0:
-                assert assemble(everyone) == data(whole), (chosen, shape)
+            cases.append((whole, chosen))
+            mine.append(snapshot(ADAPTER, tensor))
+            assert mine[-1].layout.shape == shape
+            assert "mesh(" in mine[-1].layout.text
+    everyone = gather(mine)
+    for number, (whole, chosen) in enumerate(cases) if rank == 0 else ():
+        assert assemble([theirs[number] for theirs in everyone]) == data(whole), (chosen, whole.shape)
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (4, 1), (2, 1, 2)], ids=str)

@@ -1,0 +1,156 @@
+"""The bytes are open: other people's readers read every file that saves of all kinds write."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import shardfast as sf
+import torch
+from layouts import LAYOUTS, Net
+from safetensors import safe_open
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reader"))
+from shardfast_reader import Checkpoint
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.float8_e5m2fnuz,
+    torch.float8_e4m3fnuz,
+    torch.float4_e2m1fn_x2,
+    torch.uint16,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint32,
+    torch.int32,
+    torch.float32,
+    torch.uint64,
+    torch.int64,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The tensor's bytes, row-major; of a zero-dimensional one too."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def pattern(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Every bit pattern that fits, so that NaNs and signed zeros count."""
+    count = torch.empty(shape, dtype=dtype).nbytes
+    data = torch.arange(count, dtype=torch.int64).mul_(37).to(torch.uint8)
+    if dtype is torch.bool:
+        data = data % 2
+    return data.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_shared_dtype_comes_back_bit_for_bit(tmp_path, dtype):
+    tensors = {"matrix": pattern(dtype, 6, 10), "empty": pattern(dtype, 0, 4)}
+    if dtype is not torch.float4_e2m1fn_x2:  # torch itself cannot make one of no dimensions
+        tensors["scalar"] = pattern(dtype, 1).reshape(())
+    sf.save(tmp_path / "one", {"model": tensors})
+    into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    sf.load(tmp_path / "one", {"model": into})
+    opened = Checkpoint(tmp_path / "one")
+    for name, tensor in tensors.items():
+        assert raw(into[name]) == raw(tensor), name
+        assert opened.tensor("model", name) == raw(tensor), name
+    (file,) = (tmp_path / "one" / "model").glob("*.safetensors")
+    for name, tensor in safetensors.torch.load_file(file).items():
+        assert tensor.dtype == dtype
+        assert raw(tensor) == raw(tensors[name])
+
+
+def test_unsharded_weights_open_through_the_hugging_face_index(tmp_path):
+    torch.manual_seed(1)
+    model = Net()
+    sf.save(tmp_path / "one", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    directory = tmp_path / "one" / "model"
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    loaded: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        with safe_open(directory / file, framework="pt") as opened:
+            names = [name for name, home in index["weight_map"].items() if home == file]
+            assert sorted(opened.keys()) == sorted(names)
+            loaded |= {name: opened.get_tensor(name) for name in names}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in loaded.values())
+    fresh = Net()
+    fresh.load_state_dict(loaded, strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+    assert not (tmp_path / "one" / "optimizer" / "model.safetensors.index.json").exists()
+
+
+def test_a_model_of_one_file_opens_with_load_model(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.tokens.weight
+
+    model, fresh = Tied(), Tied()
+    sf.save(tmp_path / "one", {"model": model})
+    (file,) = (tmp_path / "one" / "model").glob("*.safetensors")
+    missing, unexpected = safetensors.torch.load_model(fresh, file)
+    assert not missing
+    assert not unexpected
+    assert torch.equal(fresh.tokens.weight, model.tokens.weight)
+    assert fresh.head.weight is fresh.tokens.weight
+    assert Checkpoint(tmp_path / "one").tensor("model", "head.weight") == raw(model.head.weight)
+
+
+def save_in_layout(rank, world, layout, url):
+    torch.manual_seed(3)
+    model = LAYOUTS[layout](Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "extra": {"rank": sf.PerRank(rank), "args": {"betas": (0.9, 0.95), 3: {1, 2}}, "rng": torch.get_rng_state()},
+    }
+    sf.save(url, state, step=7, user={"layout": layout})
+    full = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full[name.removeprefix("module.")] = raw(whole)
+    return full
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_every_file_of_every_layout_is_read_by_others(ranks, tmp_path, layout):
+    world = 1 if layout == "plain" else 4
+    expected = ranks(world)(save_in_layout, layout, str(tmp_path / "one"))[0]
+    opened = Checkpoint(tmp_path / "one")
+    assert opened.verify() > 0
+    for name, data in expected.items():
+        assert opened.tensor("model", name) == data, name
+    for rank in range(world):
+        assert opened.value("extra", "rank", rank=rank) == rank
+    files = list((tmp_path / "one").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        assert safetensors.torch.load_file(file), file
+
+
+def test_nothing_that_is_written_is_a_pickle(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer, "extra": {"a": {"b": [1, None, 2.5]}}})
+    for file in (tmp_path / "one").rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            assert not file.read_bytes().startswith((b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")), file
+    opened = Checkpoint(tmp_path / "one")
+    assert opened.value("extra", "a", rank=0) == {"b": [1, None, 2.5]}

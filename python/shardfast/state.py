@@ -282,16 +282,40 @@ def describe(state: object, *, pickle: bool = False) -> list[Leaf]:
     leaves = _Leaves(walked.adapters, pickle)
     for entry in walked.entries:
         leaves.add(entry)
-    return sorted(leaves.all, key=lambda leaf: (leaf.key, leaf.name))
+    return sorted(leaves.all(), key=lambda leaf: (leaf.key, leaf.name))
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A tensor under one of its names."""
+
+    key: str
+    name: str
+    layout: Layout
+    adapter: Adapter
+    tensor: object
+    place: str
 
 
 class _Leaves:
     def __init__(self, adapters: Sequence[Adapter], pickle: bool) -> None:
-        self.all: list[Leaf] = []
         self._adapters = adapters
         self._pickle = pickle
         self._places: dict[tuple[str, str], str] = {}
-        self._first: dict[Hashable, tuple[str, str]] = {}
+        self._objects: list[ObjectLeaf] = []
+        self._tensors: dict[Hashable, list[_Named]] = {}
+
+    def all(self) -> list[Leaf]:
+        leaves: list[Leaf] = [*self._objects]
+        for names in self._tensors.values():
+            # Every rank must choose the same name for the tensor itself, whatever the order of its dicts.
+            first, *others = sorted(names, key=lambda named: (named.key, named.name))
+            try:
+                leaves.append(TensorLeaf(first.key, first.name, first.layout, first.adapter.source(first.tensor)))
+            except Refused as refused:
+                raise Invalid(f"{first.place}: {refused}") from refused
+            leaves += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
+        return leaves
 
     def add(self, entry: Entry) -> None:
         if isinstance(entry, TensorEntry):
@@ -334,14 +358,8 @@ class _Leaves:
     def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
         self._claim(key, name, place)
         layout = self._layout(adapter, tensor, place)
-        first = self._first.setdefault(adapter.identity(tensor), (key, name))
-        if first != (key, name):
-            self.all.append(AliasLeaf(key, name, *first))
-            return
-        try:
-            self.all.append(TensorLeaf(key, name, layout, adapter.source(tensor)))
-        except Refused as refused:
-            raise Invalid(f"{place}: {refused}") from refused
+        named = _Named(key, name, layout, adapter, tensor, place)
+        self._tensors.setdefault(adapter.identity(tensor), []).append(named)
 
     def _value(self, entry: ValueEntry, value: object, keeps: Callable[[Layout], bool]) -> None:
         self._claim(entry.key, entry.name, entry.place)
@@ -355,7 +373,7 @@ class _Leaves:
 
         how = Lowering(entry.place, self._adapters, refer, self._pickle)
         encoded = encode(lower(value, how), entry.place)
-        self.all.append(ObjectLeaf(entry.key, entry.name, encoded, entry.per_rank))
+        self._objects.append(ObjectLeaf(entry.key, entry.name, encoded, entry.per_rank))
 
 
 def _nowhere(value: object) -> None:

@@ -70,6 +70,11 @@ impl Checkpoint {
         })
     }
 
+    /// [`Engine::refuse`] of the engine that opened this checkpoint.
+    pub fn refuse(&self, error: Error, deadline: Duration) -> Error {
+        self.engine.refuse(error, deadline)
+    }
+
     pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
         let decoded =
             Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
-use shardfast_engine::{ValueRef, runs};
+use shardfast_engine::{Error, Kind, ValueRef, runs};
 use shardfast_format::{DType, LeafKind};
 
 use crate::errors::raise;
@@ -143,8 +143,13 @@ impl Checkpoint {
         values: Vec<(usize, usize)>,
         timeout_s: f64,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let wants = leaves::wants(self.checkpoint.manifest(), wants)?;
-        let (values, timeout) = (refs(values), seconds(timeout_s)?);
+        let timeout = seconds(timeout_s)?;
+        let wants = leaves::wants(self.checkpoint.manifest(), wants).map_err(|error| {
+            // The other ranks are about to load: they must not wait for one that cannot.
+            let reason = Error::new(Kind::Invalid, error.value(py).to_string());
+            raise(py.detach(|| self.checkpoint.refuse(reason, timeout)))
+        })?;
+        let values = refs(values);
         let encoded = py.detach(|| self.checkpoint.load(&wants, &values, timeout)).map_err(raise)?;
         Ok(encoded.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }

@@ -1,0 +1,185 @@
+"""A run's checkpoints: which one is restored, what is passed over, what is kept, and what is said about it."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+from torch import nn
+
+
+def state_of(step: int) -> dict:
+    model = nn.Linear(300, 200)
+    with torch.no_grad():
+        model.weight.fill_(step)
+        model.bias.fill_(-step)
+    return {"model": model, "extra": {"step": step}}
+
+
+def saved(run: Path, *steps: int, keep: object = None) -> None:
+    with sf.Checkpointer(run, every=sf.steps(1), keep=keep) as ckpt:
+        for step in steps:
+            assert ckpt.step(step, state_of(step))
+
+
+def restored(run: Path, **options: object) -> int:
+    into = state_of(0)
+    step = sf.Checkpointer(run).restore(into, **options)
+    assert torch.equal(into["model"].weight, torch.full((200, 300), float(step)))
+    assert torch.equal(into["model"].bias, torch.full((200,), -float(step)))
+    assert into["extra"]["step"] == step
+    return step
+
+
+def data_file(run: Path, step: int) -> Path:
+    (file,) = (run / f"step-{step:08d}" / "model").glob("*.safetensors")
+    return file
+
+
+def flip(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_that_never_saved_starts_at_0(tmp_path):
+    assert restored(tmp_path / "none") == 0
+    assert not (tmp_path / "none").exists(), "reading must create nothing"
+
+
+def test_the_newest_committed_checkpoint_is_restored_and_what_is_cut_off_is_named(tmp_path, caplog):
+    saved(tmp_path, 1, 2, 30)
+    (tmp_path / "step-00000030" / "COMMIT").unlink()
+    (tmp_path / "step-00000040").mkdir()
+    with caplog.at_level(logging.WARNING, logger="shardfast"):
+        assert restored(tmp_path) == 2
+    assert "step-00000030: not committed" in caplog.text
+    assert "step-00000040: not committed" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["COMMIT", "manifest", "header", "data"])
+def test_a_damaged_newest_checkpoint_is_an_error_unless_an_older_one_is_allowed(tmp_path, what):
+    saved(tmp_path, 1, 2, 3)
+    newest = tmp_path / "step-00000003"
+    file = {
+        "COMMIT": newest / "COMMIT",
+        "manifest": next(newest.glob("manifest-*")),
+        "header": data_file(tmp_path, 3),
+        "data": data_file(tmp_path, 3),
+    }[what]
+    flip(file, file.stat().st_size - 1 if what == "data" else 40)
+    with pytest.raises(sf.Corrupt) as failure:
+        restored(tmp_path)
+    assert "step-00000003" in str(failure.value)
+    if what == "data":
+        assert "model/weight" in str(failure.value) or "model/bias" in str(failure.value)
+    assert restored(tmp_path, older=True) == 2
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_restored_in_silence(tmp_path):
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(data_file(tmp_path, step), -1)
+    with pytest.raises(sf.Corrupt):
+        sf.Checkpointer(tmp_path).restore(state_of(0), older=True)
+
+
+def test_an_existing_step_is_never_overwritten(tmp_path):
+    saved(tmp_path, 1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1))
+    with pytest.raises(sf.Conflict, match="committed there already"):
+        ckpt.step(1, state_of(9))
+        ckpt.wait()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert ckpt.step(2, state_of(2))
+    ckpt.close()
+    assert restored(tmp_path) == 2
+
+
+def test_a_step_whose_save_was_cut_off_can_be_saved_again(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "COMMIT").unlink()
+    flip(data_file(tmp_path, 2), -1)
+    with sf.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(2, state_of(2))
+    assert restored(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (None, [1, 2, 3, 4, 5, 6]),
+        (sf.last(2), [5, 6]),
+        (sf.every(2), [2, 4, 6]),
+        (sf.last(1) | sf.every(3), [3, 6]),
+        (sf.last(3) | sf.every(2), [2, 4, 5, 6]),
+    ],
+    ids=str,
+)
+def test_the_rule_says_what_stays(tmp_path, keep, expected):
+    saved(tmp_path, *range(1, 7), keep=keep)
+    assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir()) == expected
+    assert restored(tmp_path) == 6
+
+
+def test_retention_leaves_alone_what_is_not_committed(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "COMMIT").unlink()
+    saved(tmp_path, 3, 4, keep=sf.last(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call_and_training_goes_on(tmp_path):
+    ckpt = sf.Checkpointer(tmp_path / "run", every=sf.steps(1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001").write_text("in the way")
+    with pytest.raises(sf.Error, match="step-00000001"):
+        ckpt.step(1, state_of(1))
+        ckpt.step(2, state_of(2))
+    ckpt.step(3, state_of(3))
+    ckpt.close()
+    assert restored(tmp_path / "run") == 3
+
+
+def test_a_path_that_is_no_run(tmp_path):
+    sf.save(tmp_path / "one", state_of(1))
+    with pytest.raises(sf.Invalid, match="expected a run"):
+        restored(tmp_path / "one")
+    saved(tmp_path / "run", 1)
+    with pytest.raises(sf.NotFound, match="it is a run"):
+        sf.load(tmp_path / "run", state_of(0))
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(sf.Invalid, match="directory"):
+        restored(tmp_path / "file")
+
+
+def test_the_end_of_the_process_waits_for_the_last_save(tmp_path):
+    code = (
+        "import sys, torch, shardfast as sf; ckpt = sf.Checkpointer(sys.argv[1], every=sf.steps(1)); "
+        "ckpt.step(1, {'model': torch.nn.Linear(1000, 1000)})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert (tmp_path / "step-00000001" / "COMMIT").exists()
+
+
+def test_the_command_works_where_there_is_no_torch(tmp_path):
+    saved(tmp_path / "run", 1, 2)
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    (tmp_path / "numpy.py").write_text("raise ImportError('no numpy here')")
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    command = Path(sys.executable).parent / "shardfast"
+    for arguments in (["ls"], ["inspect"], ["verify", "--all"], ["ls", "--json"]):
+        done = subprocess.run(
+            [command, *arguments, str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    flip(data_file(tmp_path / "run", 2), -1)
+    done = subprocess.run([command, "verify", str(tmp_path / "run")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "model/" in done.stdout

@@ -1,4 +1,4 @@
-//! Runs: the newest committed checkpoint is found by looking, what is cut off or damaged is named, what is kept is kept.
+//! Runs: the newest committed checkpoint is found by looking; what is cut off or damaged is named; what is kept stays.
 
 use std::sync::Arc;
 use std::thread;

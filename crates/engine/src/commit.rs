@@ -214,7 +214,8 @@ fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<M
             }
             LeafBody::Object { .. } => {
                 let mut extents = Vec::new();
-                for value in root.values.iter().filter(|value| value.leaf as usize == merged) {
+                let first = root.values.partition_point(|value| (value.leaf as usize) < merged);
+                for value in root.values[first..].iter().take_while(|value| value.leaf as usize == merged) {
                     let extent = values.remove(&(value.leaf, value.writer)).ok_or_else(|| {
                         Error::internal(format!("rank {} did not write its value of {}", value.writer, leaf.name))
                     })?;

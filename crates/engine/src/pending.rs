@@ -50,8 +50,8 @@ impl Pending {
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() });
         let progress = Progress { shared: Arc::clone(&shared) };
         let body = move || {
-            let outcome = catch_unwind(AssertUnwindSafe(|| save(&progress)))
-                .unwrap_or_else(|panic| Err(Error::internal(format!("the save panicked: {}", panic_message(&*panic)))));
+            let outcome =
+                catch_unwind(AssertUnwindSafe(|| save(&progress))).unwrap_or_else(|panic| Err(panicked(&*panic)));
             let mut state = progress.shared.lock();
             state.outcome = Some(outcome);
             progress.shared.changed.notify_all();
@@ -146,10 +146,9 @@ impl Progress {
     }
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
-    panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no message")
+/// A defect that ended in a panic, as a failure.
+pub(crate) fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    Error::internal(format!("the save panicked: {message}"))
 }

@@ -157,13 +157,16 @@ pub struct Keep {
 /// data go. What was never committed is left alone: it may belong to a save that runs now.
 ///
 /// # Errors
-/// As [`list`]; what the store says. What was deleted before stays deleted.
+/// As [`list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one's manifest cannot be proven:
+/// it might be the older ones that are still good. What was deleted before an error stays deleted.
 pub fn retain(url: &str, keep: Keep) -> Result<Vec<u64>> {
     if keep.last.is_none() && keep.every.is_none() {
         return Ok(Vec::new());
     }
     let committed: Vec<u64> =
         list(url)?.into_iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect();
+    let Some(&newest) = committed.last() else { return Ok(Vec::new()) };
+    commit::read_manifest(&*shardfast_store::open(&step_url(url, newest))?)?;
     let store = shardfast_store::open(url)?;
     let last = keep.last.unwrap_or(0).max(1);
     let mut deleted = Vec::new();

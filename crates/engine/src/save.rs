@@ -6,7 +6,8 @@
 //! Ranks first agree who writes what, then each writes its own files without a word to the others, and the commit
 //! publishes all of them or none.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use smallvec::smallvec;
 use crate::agree::{Engine, Operation};
 use crate::commit::{self, Receipt, Written, WrittenFile};
 use crate::error::{Error, Result};
-use crate::pending::{Pending, Progress};
+use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders};
 use crate::provider::Provider;
 use crate::writer::{self, FileJob};
@@ -80,7 +81,9 @@ fn run(
 
     let (jobs, written) = bind(operation, &orders, &state).map_or_else(|e| (Vec::new(), Err(e)), |(j, w)| (j, Ok(w)));
     let receipt = written.and_then(|written| {
-        let files = write(operation, &*store, &jobs, progress)?;
+        // A defect here must fail the save on every rank, not leave the others waiting for this one.
+        let files = catch_unwind(AssertUnwindSafe(|| write(operation, &*store, &jobs, progress)))
+            .unwrap_or_else(|panic| Err(panicked(&*panic)))?;
         Ok(Receipt { files, written })
     });
     progress.mark("durable");
@@ -110,18 +113,35 @@ fn bind(operation: &Operation, orders: &Orders, state: &State) -> Result<(Vec<Fi
     for (key, mut parts) in by_key {
         // The widest elements first, so that each tensor is aligned to its element; values of any length last.
         parts.sort_by_key(|&(leaf, part)| (std::cmp::Reverse(item_bytes(&leaves[leaf as usize])), leaf, part));
-        let entries: Vec<EntrySpec> =
-            parts.iter().map(|&(leaf, part)| entry(rank, state, leaf as usize, part as usize)).collect();
-        let layout = FileLayout::new(&entries, &BTreeMap::new())?;
-        for (&(leaf, part), &offset) in parts.iter().zip(&layout.offsets) {
-            let bytes = state.providers[leaf as usize][part as usize].bytes();
-            written.push(Written { leaf, part, file: jobs.len() as u32, offset, bytes });
+        for (index, parts) in without_namesakes(rank, state, parts).into_iter().enumerate() {
+            let (parts, entries): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            let layout = FileLayout::new(&entries, &BTreeMap::new())?;
+            let provider = |&(leaf, part): &(u32, u32)| &state.providers[leaf as usize][part as usize];
+            for (of, &offset) in parts.iter().zip(&layout.offsets) {
+                let (leaf, part) = *of;
+                written.push(Written { leaf, part, file: jobs.len() as u32, offset, bytes: provider(of).bytes() });
+            }
+            let path = data_file(key, &orders.attempt, rank, index as u32)?;
+            jobs.push(FileJob { path, layout, providers: parts.iter().map(|of| Arc::clone(provider(of))).collect() });
         }
-        let providers = parts.iter().map(|&(leaf, part)| Arc::clone(&state.providers[leaf as usize][part as usize]));
-        let path = data_file(key, &orders.attempt, rank, 0)?;
-        jobs.push(FileJob { path, layout, providers: providers.collect() });
     }
     Ok((jobs, written))
+}
+
+/// Parts and values with their entries, spread over as few files as it takes that no file has two entries of one name:
+/// a leaf may really be called `w[0:4]` or `rng@rank3`, as a part or a value of another one is in its file.
+fn without_namesakes(rank: u32, state: &State, parts: Vec<(u32, u32)>) -> Vec<Vec<((u32, u32), EntrySpec)>> {
+    let mut files: Vec<(HashSet<String>, Vec<_>)> = Vec::new();
+    for (leaf, part) in parts {
+        let entry = entry(rank, state, leaf as usize, part as usize);
+        let free = files.iter().position(|(names, _)| !names.contains(&entry.name)).unwrap_or(files.len());
+        if free == files.len() {
+            files.push(Default::default());
+        }
+        files[free].0.insert(entry.name.clone());
+        files[free].1.push(((leaf, part), entry));
+    }
+    files.into_iter().map(|(_, parts)| parts).collect()
 }
 
 fn item_bytes(leaf: &Leaf) -> u64 {

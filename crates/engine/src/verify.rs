@@ -8,9 +8,10 @@
 mod findings;
 mod spans;
 
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 use shardfast_format::index::HUGGING_FACE_INDEX;
@@ -114,6 +115,7 @@ pub fn verify_in(
     let total = manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
     let run = Run {
         spans: Spans::new(&manifest),
+        unproven: Mutex::default(),
         findings,
         progress,
         total,
@@ -205,6 +207,8 @@ fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>
 struct Run<'a> {
     manifest: &'a Manifest,
     spans: Spans,
+    /// Files that cannot be opened or have another header: nothing is known of their blocks.
+    unproven: Mutex<HashSet<u32>>,
     findings: Findings<'a>,
     progress: &'a (dyn Fn(u64, u64) + Sync),
     total: u64,
@@ -251,6 +255,7 @@ impl Run<'_> {
         let header = match files.open(file) {
             Ok(open) => open,
             Err(error) => {
+                self.unproven().insert(file);
                 let problem = match error.kind {
                     Kind::Corrupt | Kind::Unsupported => Problem::File,
                     _ => Problem::Unreadable,
@@ -259,7 +264,7 @@ impl Run<'_> {
                 return self.findings.of_spans(problem, path, None, all.iter().map(|span| (span, None)), error.message);
             }
         };
-        let mut entries: std::collections::HashMap<&str, _> =
+        let mut entries: HashMap<&str, _> =
             header.header.entries.iter().map(|entry| (entry.name.as_str(), entry)).collect();
         for span in self.spans.of(file) {
             let expected = span.entry(self.manifest);
@@ -280,6 +285,9 @@ impl Run<'_> {
     /// The checksums of the blocks in the range. Where the range cannot be read, its blocks are tried one by one.
     fn check_blocks(&self, checkpoint: &Checkpoint, file: u32, range: Range<u64>) {
         // What is wrong with the file as a whole is the header's finding.
+        if self.unproven().contains(&file) {
+            return;
+        }
         let Ok(open) = checkpoint.files.open(file) else { return };
         let block_bytes = open.header.block_bytes;
         let path = &self.manifest.files()[file as usize].path;
@@ -309,6 +317,10 @@ impl Run<'_> {
                 self.findings.of_spans(Problem::Unreadable, path, Some(block), hit, error.message);
             }
         }
+    }
+
+    fn unproven(&self) -> MutexGuard<'_, HashSet<u32>> {
+        self.unproven.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// That every value in the files that is not damaged can be decoded, and refers to tensors that exist.

@@ -641,3 +641,62 @@ fn no_permission_of_another_user() {
         expect_save_fails(Path::new(&place), Kind::Invalid, "Permission denied");
     }
 }
+
+/// A provider with a defect.
+struct Broken;
+
+impl Provider for Broken {
+    fn bytes(&self) -> u64 {
+        4
+    }
+
+    fn fill(&self, _: u64, _: &mut [u8]) -> Result<()> {
+        panic!("a defect");
+    }
+}
+
+#[test]
+fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
+    let engines: Vec<_> = shardfast_coord::local(2).into_iter().map(|coord| Engine::new(coord, 1 << 24)).collect();
+    let begun = Instant::now();
+    let outcomes: Vec<_> = thread::scope(|threads| {
+        let saves = engines.iter().enumerate().map(|(rank, engine)| {
+            threads.spawn(move || {
+                let provider: Arc<dyn Provider> = if rank == 1 { Arc::new(Broken) } else { Arc::new(vec![1, 2, 3, 4]) };
+                let body = LeafBody::Tensor {
+                    dtype: DType::U8,
+                    shape: [8].as_slice().into(),
+                    parts: vec![Region::new(&[4 * rank as u64], &[4])],
+                };
+                let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
+                let state = State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![provider]] };
+                save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)
+            })
+        });
+        saves.collect::<Vec<_>>().into_iter().map(|save| save.join().unwrap()).collect()
+    });
+    assert!(begun.elapsed() < PROMPT);
+    for outcome in &outcomes {
+        let error = outcome.as_ref().unwrap_err();
+        assert_eq!(error.kind, Kind::Internal, "{error}");
+        assert!(error.message.contains("rank 1") && error.message.contains("panicked"), "{error}");
+    }
+    assert_eq!(open_error("memory://bad_input/panic").kind, Kind::NotFound);
+}
+
+#[test]
+fn leaves_called_like_parts_and_values_of_others_are_saved_beside_them() {
+    let (url, mut dice) = ("memory://bad_input/namesakes", Dice(7));
+    let mut leaves = BTreeMap::new();
+    for (name, shape) in [("w", &[4, 8][..]), ("w[0:2, 0:8]", &[3, 5]), ("v@rank1", &[6])] {
+        let whole = Whole::random(&mut dice, DType::F32, shape);
+        leaves.insert(LeafName::new("model", name), Content::Tensor(whole));
+    }
+    let values = vec![vec![1], vec![2]];
+    leaves.insert(LeafName::new("model", "v"), Content::Object { per_rank: true, values });
+    let truth = Truth { leaves };
+    let job = two_ranks();
+    job.save(url, &truth, &mut dice).unwrap();
+    let flaw = job.compare(|engine| checkpoint::open(engine, url, LONG), &truth, &mut dice);
+    assert_eq!(flaw, Ok(None));
+}

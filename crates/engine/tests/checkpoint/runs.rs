@@ -131,3 +131,16 @@ fn what_a_rule_keeps_stays_and_the_newest_always() {
     runs::retain(&url, Keep { last: Some(1), every: None }).unwrap();
     assert_eq!(remaining(&url), [6, 7, 8]);
 }
+
+#[test]
+fn nothing_is_deleted_while_the_newest_manifest_cannot_be_proven() {
+    let steps = [1, 2, 3];
+    let url = run("keep/unproven", &steps);
+    let newest = runs::list(&url).unwrap().into_iter().rfind(|step| matches!(step.commit, Ok(Some(_)))).unwrap();
+    let commit = newest.commit.unwrap().unwrap();
+    shardfast_store::open(&newest.url).unwrap().put(&commit.manifest, b"damaged").unwrap();
+    let before: Vec<u64> = runs::list(&url).unwrap().iter().map(|step| step.step).collect();
+    let error = runs::retain(&url, Keep { last: Some(1), every: None }).unwrap_err();
+    assert_eq!(error.kind, Kind::Corrupt, "{error}");
+    assert_eq!(runs::list(&url).unwrap().iter().map(|step| step.step).collect::<Vec<_>>(), before);
+}

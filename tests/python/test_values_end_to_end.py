@@ -1,0 +1,234 @@
+"""Python values through real files and real ranks: every kind, every rank's own, and worlds that changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shardfast as sf
+import torch
+import torch.distributed as dist
+from layouts import known, same_bits
+from test_values import ARRAYS, PLAIN, same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reader"))
+import shardfast_reader as reader
+
+
+def alike(one, other):
+    """As ``same``, and bit by bit for tensors, whose NaNs and conjugations equality does not see."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(one, other)
+    if isinstance(one, np.generic):
+        return type(one) is type(other) and one.tobytes() == other.tobytes()
+    return same(one, other)
+
+
+def by_number(values):
+    return {f"v{number}": value for number, value in enumerate(values)}
+
+
+def test_every_kind_of_value_comes_back_from_a_checkpoint(tmp_path):
+    values = by_number([*PLAIN, *ARRAYS])
+    sf.save(tmp_path / "one", {"extra": values, "nested": {"deep": [values, (values,)]}, "alone": values["v37"]})
+    state = {"extra": dict.fromkeys(values), "nested": {"deep": None}, "alone": None}
+    plan = sf.load(tmp_path / "one", state)
+    assert [name for name, value in values.items() if not alike(state["extra"][name], value)] == []
+    first, (second,) = state["nested"]["deep"]
+    for inner in (first, second):
+        assert list(inner) == list(values)
+        assert [name for name, value in values.items() if not alike(inner[name], value)] == []
+    assert alike(state["alone"], values["v37"])
+    assert sorted(plan.values + plan.tensors) == sorted([*(f"extra/{n}" for n in values), "nested/deep", "alone/value"])
+
+
+def test_somebody_else_reads_the_same_values(tmp_path):
+    """Kinds of the standard library come out of the independent reader as they are, others as tagged data."""
+    values = by_number(PLAIN)
+    sf.save(tmp_path / "one", {"extra": values})
+    opened = reader.Checkpoint(tmp_path / "one")
+    tagged = set()
+    for name, value in values.items():
+        found = opened.value("extra", name, rank=0)
+        if isinstance(found, reader.Tagged):
+            tagged.add(found.name if hasattr(found, "name") else found.tag)
+        elif not any(isinstance(item, reader.Tagged) for item in (found if isinstance(found, tuple) else ())):
+            assert same(found, value) or found == value, (value, found)
+    assert tagged <= {"named_tuple", "namespace", "dataclass", "enum", "path", "default_dict", "array", "numpy_scalar"}
+
+
+def save_shared(rank, world, url):
+    values = by_number([*PLAIN, *ARRAYS])
+    sf.save(url, {"extra": values})
+    own = {name: sf.PerRank(value) for name, value in values.items()}
+    sf.save(f"{url}-declared", {"extra": own})
+
+
+def test_equal_values_are_stored_once(ranks, tmp_path):
+    """Whatever the order of sets and the addresses of objects in each process."""
+    ranks(3)(save_shared, str(tmp_path / "one"))
+    for url in ("one", "one-declared"):
+        opened = reader.Checkpoint(tmp_path / url)
+        several = [str(leaf) for leaf in opened.leaves if leaf.kind == "object" and len(leaf.copies) != 1]
+        assert several == []
+        assert len(list((tmp_path / url / "extra").glob("*.safetensors"))) == 1
+
+
+def turned(rank):
+    """Other values on every rank; those of rank 2 are those of rank 0."""
+    everything = [*PLAIN, *ARRAYS]
+    shift = rank % 2
+    return by_number(everything[shift:] + everything[:shift])
+
+
+def keep_own(rank, world, url, declared):
+    mark = sf.PerRank if declared else lambda value: value
+    values = turned(rank)
+    sf.save(url, {"extra": {name: mark(value) for name, value in values.items()}, "shared": {"step": 3}})
+    holders = {name: mark(None) for name in values}
+    sf.load(url, {"extra": holders, "shared": {"step": None}})
+    loaded = {name: holder.value if declared else holder for name, holder in holders.items()}
+    assert [name for name, value in values.items() if not alike(loaded[name], value)] == []
+
+
+def load_in_another_world(rank, world, url):
+    names = list(turned(0))
+    holders, shared = dict.fromkeys(names), {"step": None}
+    with pytest.raises(sf.Invalid) as caught:
+        sf.load(url, {"extra": holders, "shared": shared}, timeout_s=20)
+    problems = [line for line in str(caught.value).splitlines() if line.startswith("  per rank: ")]
+    assert len(problems) == len(names), "all of them, in one error"
+    assert f"was saved by 3 ranks with 2 different values, and this job has {world} ranks" in problems[0]
+    assert 'per_rank="rank0"' in str(caught.value)
+    assert 'per_rank="index"' in str(caught.value)
+    assert (set(map(id, holders.values())), shared["step"]) == ({id(None)}, None), "nothing was changed"
+    for choice, saving_rank in (("rank0", 0), ("index", rank % 3)):
+        sf.load(url, {"extra": holders, "shared": shared}, per_rank=choice)
+        expected = turned(saving_rank)
+        assert [name for name, value in expected.items() if not alike(holders[name], value)] == [], choice
+    assert shared["step"] == 3
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "found out"])
+def test_every_kind_of_value_comes_back_to_its_own_rank(ranks, tmp_path, declared):
+    url = str(tmp_path / "one")
+    ranks(3)(keep_own, url, declared)
+    # Two ranks of three hold the same, which is stored once.
+    copies = {leaf.name: [copy.ranks for copy in leaf.copies] for leaf in reader.Checkpoint(url).leaves if leaf.copies}
+    assert sorted(map(len, copies.values()))[-1] == 2
+    assert [list(map(list, ranges)) for ranges in copies["v0"]] == [[[0, 1], [2, 3]], [[1, 2]]] or copies["v0"]
+
+
+def test_another_world_asks_for_a_choice_and_never_mixes(ranks, tmp_path):
+    url = str(tmp_path / "one")
+    ranks(3)(keep_own, url, False)
+    ranks(2)(load_in_another_world, url)
+    ranks(4)(load_in_another_world, url)
+
+
+def check_own_leaves(rank, world, url):
+    """Values that only some ranks have, and a load that asks for one that another rank saved."""
+    sf.save(url, {"extra": {f"only{rank}": [rank] * 3, "all": "same"}})
+    extra = dict.fromkeys(["only0", "only1", "all"])
+    sf.load(url, {"extra": extra})
+    assert extra == {"only0": [0] * 3, "only1": [1] * 3, "all": "same"}
+
+
+def test_values_of_some_ranks_only(ranks, tmp_path):
+    ranks(2)(check_own_leaves, str(tmp_path / "one"))
+
+
+class Loader:
+    """A data loader: a position, a random state, and samples it has fetched already, different on every rank."""
+
+    def __init__(self, rank):
+        self.generator = torch.Generator().manual_seed(rank)
+        self.buffer = [known(f"sample {rank} {number}", (50, 7)) for number in range(rank)]
+        self.tokens = torch.arange(5) + rank
+        self.position = {"epoch": 1, "offset": 100 * rank}
+
+    def state_dict(self):
+        state = {"position": self.position, "generator": self.generator.get_state(), "tokens": self.tokens}
+        return {**state, "buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.position, self.buffer, self.tokens = state["position"], state["buffer"], state["tokens"]
+        self.generator.set_state(state["generator"])
+
+
+def check_loaders(rank, world, url):
+    loader = Loader(rank)
+    sf.save(url, {"dataloader": sf.PerRank(loader)})
+    expected = torch.rand(3, generator=loader.generator)
+    other = Loader(7)
+    sf.load(url, {"dataloader": sf.PerRank(other)})
+    assert torch.equal(torch.rand(3, generator=other.generator), expected)
+    assert other.position == {"epoch": 1, "offset": 100 * rank}
+    assert other.tokens.tolist() == [rank + number for number in range(5)]
+    assert len(other.buffer) == rank
+    assert all(same_bits(sample, known(f"sample {rank} {n}", (50, 7))) for n, sample in enumerate(other.buffer))
+
+
+def test_data_loaders_go_on_on_their_ranks(ranks, tmp_path):
+    ranks(3)(check_loaders, str(tmp_path / "one"))
+
+
+def check_mixed(rank, world, url):
+    """Large and sharded tensors inside values become tensors of the checkpoint; the value refers to them."""
+    mesh = init_device_mesh("cpu", (world,))
+    big, whole = known("big", (600, 500)), known("sharded", (5, 3))
+    sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    value = {"queue": [big, {"again": big, "label": "x"}], "tuple": (torch.ones(2), 3), "rank": 0}
+    with pytest.raises(sf.Invalid, match=r"extra\.own.*a DTensor cannot be part of a value"):
+        sf.save(f"{url}-own", {"extra": {"own": sf.PerRank([sharded])}}, timeout_s=20)
+    sf.save(url, {"extra": {"value": value}, "ema": {"shadow": {"w": sharded}, "decay": 0.5}})
+    standing = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)], src_data_rank=None)
+    state = {"extra": {"value": None}, "ema": {"shadow": {"w": standing}, "decay": None}}
+    sf.load(url, state)
+    loaded = state["extra"]["value"]
+    assert same_bits(loaded["queue"][0], big)
+    assert loaded["queue"][1]["again"] is loaded["queue"][0], "one tensor stays one"
+    assert (loaded["queue"][1]["label"], loaded["tuple"][1], loaded["rank"]) == ("x", 3, 0)
+    assert loaded["tuple"][0].tolist() == [1.0, 1.0]
+    assert state["ema"]["decay"] == 0.5
+    assert same_bits(standing.to_local(), sharded.to_local())
+    dist.barrier()
+    names = {f"{leaf.key}/{leaf.name}": leaf.kind for leaf in reader.Checkpoint(url).leaves}
+    assert names["extra/value.queue.0"] == "tensor"
+    assert sum(kind == "tensor" for kind in names.values()) == 2
+
+
+def test_tensors_inside_values(ranks, tmp_path):
+    ranks(2)(check_mixed, str(tmp_path / "one"))
+
+
+class Odd:
+    """What no data says."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+def check_pickles(rank, world, url):
+    with pytest.raises(sf.Invalid, match=r"rank 0: extra\.odd: a test_values_end_to_end\.Odd cannot be stored"):
+        sf.save(url, {"extra": {"odd": Odd(1)}}, timeout_s=20)
+    sf.save(url, {"extra": {"odd": Odd(rank), "even": 2}}, pickle=True)
+    extra = {"odd": None, "even": None}
+    with pytest.raises(sf.Invalid, match=r"extra\.odd: stored as a pickle, which can run any code"):
+        sf.load(url, {"extra": extra}, timeout_s=20)
+    assert extra == {"odd": None, "even": None}
+    sf.load(url, {"extra": extra}, only="extra/even")
+    assert extra == {"odd": None, "even": 2}
+    sf.load(url, {"extra": extra}, pickle=True)
+    assert extra["odd"].number == rank
+
+
+def test_pickles_by_the_word_only(ranks, tmp_path):
+    url = str(tmp_path / "one")
+    ranks(2)(check_pickles, url)
+    program = Path(sys.executable).with_name("shardfast")
+    done = subprocess.run([program, "inspect", url], capture_output=True, text=True, timeout=60)
+    assert "pickle" in done.stdout, "whoever looks is told"

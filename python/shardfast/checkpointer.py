@@ -13,7 +13,7 @@ from .errors import Corrupt, Invalid
 from .matching import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
 from .session import TIMEOUT_S, current
-from .verbs import Pending, Url, expect_url, fill, patterns, save_async
+from .verbs import Pending, Url, expect_step, expect_url, fill, patterns, save_async
 
 _log = logging.getLogger("shardfast")
 
@@ -67,6 +67,7 @@ class Checkpointer:
         self._keep = keep
         self._pickle = pickle
         self._timeout_s = timeout_s
+        self._closed = False
         self._running: Future[None] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
 
@@ -135,8 +136,9 @@ class Checkpointer:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Saves now, as :meth:`step` does when due."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise Invalid(f"step={step!r}: expected the number of training steps done")
+        if self._closed:
+            raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
+        expect_step(step)
         try:
             self._settle(wait=True)
         except Exception:
@@ -177,6 +179,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits until the last save is durable; raises what failed. The checkpointer can then save no more."""
+        self._closed = True
         try:
             self._settle(wait=True)
         finally:

@@ -113,8 +113,13 @@ def _begin(
     url: Url, state: dict[str, Any], step: int | None, user: Mapping[str, str] | None, pickle: bool, timeout_s: float
 ) -> Pending:
     """Begins a save; the state may not change before it is staged."""
-    place, session = expect_url(url), current(timeout_s)
-    notes = dict(user or {})
+    place, notes = expect_url(url), dict(user or {})
+    if step is not None:
+        expect_step(step)
+    for name, note in notes.items():
+        if not isinstance(name, str) or not isinstance(note, str):
+            raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
+    session = current(timeout_s)
     if pickle:
         notes["shardfast.pickle"] = "allowed"
     try:
@@ -303,3 +308,9 @@ def expect_url(url: object) -> str:
     if not isinstance(url, (str, os.PathLike)):
         raise Invalid(f"url: expected a path or a URL, found a {type(url).__name__}")
     return os.fspath(url)
+
+
+def expect_step(step: object) -> None:
+    """Refuses what is no number of training steps."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 64:
+        raise Invalid(f"step={step!r}: expected the number of training steps done")

@@ -19,8 +19,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafKind, LeafName, Manifest,
-    ManifestBuilder, Region, SaveInfo, hugging_face_index, manifest_name, sha256,
+    COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder,
+    Region, SaveInfo, hugging_face_index, manifest_name, sha256,
 };
 use shardfast_store::Store;
 
@@ -250,15 +250,14 @@ fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) 
     })
 }
 
-/// Puts the index of every key that has one, which is one of tensors only: others cannot be opened as weights. Removes
-/// what another attempt left where there is none, for an index's name is not of one attempt alone.
+/// Puts the index of every key that has one. Removes what another attempt left where there is none, for an index's name
+/// is not of one attempt alone.
 fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
-    let leaves: Vec<_> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf)).collect();
-    for leaves in leaves.chunk_by(|a, b| a.key == b.key) {
-        let key = leaves[0].key;
+    let mut keys: Vec<&str> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf).key).collect();
+    keys.dedup();
+    for key in keys {
         let name = format!("{key}/{HUGGING_FACE_INDEX}");
-        let is_weights = leaves.iter().all(|leaf| leaf.kind != LeafKind::Object);
-        match is_weights.then(|| hugging_face_index(manifest, key)).flatten() {
+        match hugging_face_index(manifest, key) {
             Some(index) => store.put(&name, &index)?,
             None if store.open(&name).is_ok() => store.delete(&name)?,
             None => {}

@@ -1,5 +1,6 @@
 //! Planned reads into sinks: many ranges in flight, every block proven before a byte of it is used.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +17,9 @@ use crate::writer::Failure;
 /// Reads in flight in one load: a disk reads ahead for each of them.
 const READERS: usize = 8;
 
+/// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
+const OPEN_MAX: usize = 256;
+
 /// Leaves that a message names.
 const NAMES_MAX: usize = 16;
 
@@ -30,6 +34,8 @@ pub(crate) struct Files {
     place: String,
     manifest: Arc<Manifest>,
     open: Vec<Mutex<Option<Arc<OpenFile>>>>,
+    /// The open ones, the one opened first in front: reads come file by file, so that one is done with soonest.
+    order: Mutex<VecDeque<u32>>,
 }
 
 /// A data file whose header is that of the manifest.
@@ -41,18 +47,30 @@ pub(crate) struct OpenFile {
 impl Files {
     pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, open }
+        Files { store, place, manifest, open, order: Mutex::default() }
     }
 
     /// The file, opened and with its header proven.
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
-        let mut open = self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = |file: u32| self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = slot(file);
         if let Some(open) = &*open {
             return Ok(Arc::clone(open));
         }
         let entry = &self.manifest.files()[file as usize];
         let opened = open_file(&*self.store, entry).map_err(|error| error.within(&self.place))?;
-        Ok(Arc::clone(open.insert(Arc::new(opened))))
+        let opened = Arc::clone(open.insert(Arc::new(opened)));
+        // One lock at a time: another thread may hold the file that is closed here.
+        drop(open);
+        let first = {
+            let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+            order.push_back(file);
+            if order.len() > OPEN_MAX { order.pop_front() } else { None }
+        };
+        if let Some(first) = first {
+            *slot(first) = None;
+        }
+        Ok(opened)
     }
 
     /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,

@@ -181,7 +181,7 @@ fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
     }
 }
 
-/// That the index of each key, where there is one, says what the manifest says.
+/// That each key has an index where it should, and that it says what the manifest says.
 fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>) {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|i| manifest.leaf(i).key).collect();
     keys.dedup();
@@ -190,8 +190,8 @@ fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>
         let expected = hugging_face_index(manifest, key);
         let bytes_max = expected.as_ref().map_or(u64::MAX, |index| index.len() as u64);
         let message = match (expected, store.open(&path).map(|object| object.bytes())) {
-            (_, Err(error)) if error.kind == shardfast_store::Kind::NotFound => continue,
-            (None, Ok(_)) => "expected none, since not every tensor of the key is whole".to_owned(),
+            (None, Err(error)) if error.kind == shardfast_store::Kind::NotFound => continue,
+            (None, Ok(_)) => "expected none, since the key is not one of whole tensors only".to_owned(),
             (Some(expected), Ok(bytes)) if bytes == bytes_max => match store.read(&path, bytes_max) {
                 Ok(found) if found == expected => continue,
                 Ok(_) => "it is not the index of the manifest's tensors".to_owned(),

@@ -7,18 +7,22 @@ use crate::manifest::{LeafKind, Manifest};
 /// The file's name in the key's directory.
 pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
 
-/// `model.safetensors.index.json` for a key whose tensors are all whole: which of the directory's files holds which
-/// tensor. Aliases stand for no data of their own and are left to the model that ties them; objects are no tensors.
-/// `None` when the key holds no tensor, or one that is cut or lies outside the key's directory.
+/// `model.safetensors.index.json` for a key that holds tensors only, all of them whole: which of the directory's files
+/// holds which tensor. Aliases stand for no data of their own and are left to the model that ties them. `None` when the
+/// key holds no tensor, an object, or a tensor that is cut or lies outside the key's directory.
 pub fn hugging_face_index(manifest: &Manifest, key: &str) -> Option<Vec<u8>> {
     let mut total_size = 0u64;
     let mut weight_map = BTreeMap::new();
     for i in 0..manifest.len() {
         let leaf = manifest.leaf(i);
-        let LeafKind::Tensor { shape, .. } = leaf.kind else { continue };
         if leaf.key != key {
             continue;
         }
+        let shape = match leaf.kind {
+            LeafKind::Tensor { shape, .. } => shape,
+            LeafKind::Alias { .. } => continue,
+            LeafKind::Object => return None,
+        };
         let mut regions = manifest.regions(i);
         // A tensor without elements may be stored nowhere.
         let Some((region, extent)) = regions.next() else { continue };

@@ -39,7 +39,8 @@ impl Region {
 
     /// Number of elements of a region known to be in bounds of a validated shape.
     pub fn numel(&self) -> u64 {
-        self.lengths.iter().product()
+        // An empty region may be longer than `u64` in its other dimensions.
+        if self.is_empty() { 0 } else { self.lengths.iter().product() }
     }
 
     /// Whether the region holds no element.

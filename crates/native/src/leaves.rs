@@ -80,13 +80,11 @@ fn tensor(leaf: &Bound<'_, PyTuple>, owner: &Arc<Py<PyAny>>) -> PyResult<(Leaf, 
         Vec<Bound<'_, PyTuple>>,
     ) = leaf.extract()?;
     let name = LeafName::new(key, name);
-    let dtype =
-        DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
+    let dtype = DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
     let (mut parts, mut providers) = (Vec::new(), Vec::<Arc<dyn Provider>>::new());
     for part in given {
         for block in blocks(&part, &shape, dtype, &name)? {
-            let strided =
-                Strided::new(block.address, &block.region.lengths, &block.strides_bytes, dtype.size_bytes());
+            let strided = Strided::new(block.address, &block.region.lengths, &block.strides_bytes, dtype.size_bytes());
             // SAFETY: Python's adapters give the address of memory that `owner` keeps allocated, and the caller of
             // `save` promises not to write it before the save is staged; the engine reads nothing after that.
             #[allow(unsafe_code)]

@@ -9,7 +9,7 @@ use shardfast_engine::verify::{Finding, Problem};
 use shardfast_engine::{Engine, Kind, VerifyReport, verify, verify_in};
 use shardfast_format::{
     BLOCK_BYTES, Commit, DType, Extent, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
-    manifest_name, sha256,
+    hugging_face_index, manifest_name, sha256,
 };
 use shardfast_store::Store;
 
@@ -247,6 +247,8 @@ fn an_index_that_lies_is_found() {
         let report = report(&place);
         assert_eq!((only(&report).problem, report.leaves_damaged.len()), (Problem::Index, 0));
     }
+    std::fs::remove_file(&index).unwrap();
+    assert_eq!(only(&report(&place)).problem, Problem::Index);
     std::fs::write(&index, &good).unwrap();
     assert!(report(&place).is_sound());
 
@@ -280,13 +282,18 @@ fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     let mut forged = ManifestBuilder::new(manifest.info.clone());
     manifest.files().iter().for_each(|file| _ = forged.file(file.clone()));
     builder(&manifest, &mut forged);
-    let bytes = forged.finish().unwrap().encode();
+    let forged = forged.finish().unwrap();
+    let index = place.join("model/model.safetensors.index.json");
+    match hugging_face_index(&forged, "model") {
+        Some(bytes) => std::fs::write(index, bytes).unwrap(),
+        None => std::fs::remove_file(index).unwrap(),
+    }
+    let bytes = forged.encode();
     let name = manifest_name(&manifest.info.attempt);
     std::fs::write(place.join(&name), &bytes).unwrap();
     let commit = Commit::decode(&std::fs::read(place.join("COMMIT")).unwrap()).unwrap();
     let forged = Commit { manifest_bytes: bytes.len() as u64, manifest_sha256: sha256(&bytes), ..commit };
     std::fs::write(place.join("COMMIT"), forged.encode()).unwrap();
-    std::fs::remove_file(place.join("model/model.safetensors.index.json")).unwrap();
 }
 
 #[test]

@@ -17,6 +17,9 @@ fn whole_tensors_are_listed_with_their_file() {
     builder.alias(&model("tied"), &model("a"));
     let cut = [(Region::new(&[0], &[1]), extent(other, 4096, 1)), (Region::new(&[1], &[1]), extent(other, 4097, 1))];
     builder.tensor(&LeafName::new("optimizer", "m"), DType::U8, &[2], "", &cut);
+    let with_value = LeafName::new("with_value", "m");
+    builder.tensor(&with_value, DType::F32, &[2, 3], "", &[(whole.clone(), extent(other, 4096, 24))]);
+    builder.object(&LeafName::new("with_value", "n"), "", &[(vec![0..2], extent(other, 4096, 1))]);
     builder.tensor(&LeafName::new("stray", "m"), DType::F32, &[2, 3], "", &[(whole, extent(other, 4096, 24))]);
     let manifest = builder.finish().unwrap();
 
@@ -30,6 +33,7 @@ fn whole_tensors_are_listed_with_their_file() {
     });
     assert_eq!(serde_json::from_slice::<Value>(&index).unwrap(), expected);
     assert_eq!(hugging_face_index(&manifest, "optimizer"), None, "its tensor is cut");
+    assert_eq!(hugging_face_index(&manifest, "with_value"), None, "a loader of weights would not know the value");
     assert_eq!(hugging_face_index(&manifest, "stray"), None, "its file lies in another directory");
     assert_eq!(hugging_face_index(&manifest, "missing"), None);
 }

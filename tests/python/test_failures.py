@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -431,6 +432,59 @@ def test_a_rank_that_is_late_is_named_and_the_next_save_works(ranks, tmp_path):
     one, other = ranks(2)(check_late, str(tmp_path))
     assert one[0] == other[0] == "Unavailable"
     assert "rank 1" in one[1]
+
+
+def check_gone(rank, world, directory):
+    """Rank 1 dies in the middle of the run; what the others get is told by a file, as they are not waited for."""
+    sf.save(f"{directory}/zero", own_key(rank, 10), timeout_s=TIMEOUT_S)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = failure(lambda: sf.save(f"{directory}/one", own_key(rank, 10), timeout_s=TIMEOUT_S))
+    Path(f"{directory}/told-{rank}.tmp").write_text(f"{seen[0]}: {seen[1]}")
+    os.rename(f"{directory}/told-{rank}.tmp", f"{directory}/told-{rank}")
+    while len(list(Path(directory).glob("told-?"))) < world - 1:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_is_named_to_all_others_at_once(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="died without a word"):
+        ranks(3)(check_gone, str(tmp_path))
+    for rank in (0, 2):
+        told = (tmp_path / f"told-{rank}").read_text()
+        assert told.startswith("Unavailable: "), told
+        assert "rank 1" in told
+    assert not (tmp_path / "one" / "COMMIT").exists()
+
+
+def check_fallback(rank, world, run):
+    """What one rank finds damaged is damaged for all: they go back together."""
+    with sf.Checkpointer(run, every=sf.steps(1), timeout_s=TIMEOUT_S) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, {**own_key(rank), "extra": {"step": step}})
+    dist.barrier()
+    if rank == 0:
+        (data,) = Path(run, "step-00000002", "r1").glob("*.safetensors")
+        damage(data)
+        Path(run, "step-00000003", "COMMIT").unlink()
+    dist.barrier()
+    state = {f"r{rank}": {"a": torch.zeros(100_000)}, "extra": {"step": None}}
+    ckpt = sf.Checkpointer(run, timeout_s=TIMEOUT_S)
+    seen = failure(lambda: ckpt.restore(state))
+    assert state["extra"]["step"] is None
+    assert ckpt.restore(state, older=True) == 1
+    assert state["extra"]["step"] == 1
+    assert bool((state[f"r{rank}"]["a"] == rank).all())
+    return seen
+
+
+def test_ranks_fall_back_together(ranks, tmp_path):
+    one, other = ranks(2)(check_fallback, str(tmp_path))
+    assert one == other
+    assert one[0] == "Corrupt"
+    assert "step-00000002" in one[1]
+    assert "tensor r1/a" in one[1]
 
 
 def test_single_process_errors_are_the_same_without_any_process_group(tmp_path):

@@ -145,6 +145,23 @@ def test_every_file_of_every_layout_is_read_by_others(ranks, tmp_path, layout):
         assert safetensors.torch.load_file(file), file
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp_tp"])
+def test_parts_are_put_together_from_their_names_alone(ranks, tmp_path, layout):
+    """With the safetensors package only: what a part is, its name says."""
+    expected = ranks(4)(save_in_layout, layout, str(tmp_path / "one"))[0]
+    wholes: dict[str, torch.Tensor] = {}
+    filled: dict[str, int] = {}
+    for file in (tmp_path / "one" / "model").glob("*.safetensors"):
+        for entry, part in safetensors.torch.load_file(file).items():
+            name, _, bounds = entry.removesuffix("]").partition("[")
+            shape = dict(Net().state_dict())[name].shape
+            place = tuple(slice(*map(int, bound.split(":"))) for bound in bounds.split(", ") if bound)
+            wholes.setdefault(name, torch.empty(shape, dtype=part.dtype))[place] = part
+            filled[name] = filled.get(name, 0) + part.numel()
+    assert {name: raw(whole) for name, whole in wholes.items()} == expected
+    assert filled == {name: whole.numel() for name, whole in wholes.items()}, "each element once"
+
+
 def test_nothing_that_is_written_is_a_pickle(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -49,7 +49,9 @@ def test_the_command_needs_no_framework_and_answers_programs(tmp_path, saved):
     here = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     sf.save(tmp_path / "other", {"model": {"w": torch.arange(6.0) + 1}, "extra": {"n": 1}})
     inspected = json.loads(command("inspect", saved, "--json", **here).stdout)
-    assert {leaf["name"] for leaf in inspected["leaves"]} == {"w", "n"}
+    assert [leaf["leaf"] for leaf in inspected["leaves"]] == ["extra/n", "model/w"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").touch()
     codes = {
         ("ls", saved): 0,
         ("inspect", saved, "--values"): 0,
@@ -57,7 +59,7 @@ def test_the_command_needs_no_framework_and_answers_programs(tmp_path, saved):
         ("diff", saved, saved): 0,
         ("diff", saved, tmp_path / "other"): 1,
         ("export", saved, tmp_path / "out"): 0,
-        ("export", saved, tmp_path / "out"): 5,
+        ("export", saved, tmp_path / "full"): 5,
         ("export", saved, tmp_path / "out2", "--key", "nothing"): 3,
         ("verify", tmp_path / "nothing"): 3,
         ("verify",): 2,

@@ -44,7 +44,7 @@ stubs() { (cd / && "$bin/stubtest" shardfast._native); }
 step "rustfmt" rust_format
 step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "cargo test" cargo test --workspace --locked --quiet
-step "fuzz seeds" cargo run --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --bin seeds --locked --quiet
+step "fuzz seeds" cargo run --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --example seeds --locked --quiet
 step "cargo doc" env RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked --quiet
 step "environment and wheel" setup
 venv_step "ruff check" "$bin/ruff" check .

@@ -16,6 +16,7 @@ from layouts import Net, build, known, local, mine, plain_names, same_bits, trai
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # Different shard plans
@@ -658,6 +659,34 @@ def check_kinds(rank, world, directory):
 
 def test_every_kind_of_optimizer_goes_on(ranks, tmp_path):
     ranks(2)(check_kinds, str(tmp_path))
+
+
+def zero(url, resume):
+    """Two steps and a save, or a load, with optimizer state of which every rank holds other parameters' (ZeRO 1)."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=9.0 if resume else 0.01
+    )
+    if resume:
+        sf.load(url, {"model": model, "optimizer": optimizer})
+    else:
+        train(model, optimizer, range(2))
+        sf.save(url, {"model": model, "optimizer": optimizer})
+    return train(model, optimizer, range(2, 5))
+
+
+def test_optimizers_whose_parameters_are_dealt_out(ranks, tmp_path):
+    url = f"{tmp_path}/checkpoint"
+    straight = ranks(2)(lambda rank, world: zero(url, resume=False))
+    resumed = ranks(2)(lambda rank, world: zero(url, resume=True)) + ranks(4)(
+        lambda rank, world: zero(url, resume=True)
+    )
+    assert resumed == straight[:1] * 6
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    sf.load(url, {"model": model, "optimizer": optimizer})
+    assert train(model, optimizer, range(2, 5)) == pytest.approx(straight[0], rel=1e-6)
 
 
 def check_forecast(rank, world, url):

@@ -251,6 +251,23 @@ def test_w9_random_states_are_each_ranks_own(ranks, tmp_path):
     assert len({repr(one) for one in drawn}) == 3
 
 
+def check_w9_buffers(rank, world, url):
+    """Statistics that drift apart under DDP, each rank seeing other samples."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8)))
+    for buffer in model.buffers():
+        buffer.fill_(rank + 1)
+    sf.save(url, {"model": model})
+
+
+@pytest.mark.xfail(strict=True, reason="which rank writes a replica is a matter of size, and contents are not compared")
+def test_w9_statistics_that_drift_apart_are_those_of_one_rank(ranks, tmp_path):
+    """W9: a mean of one rank beside a variance of another one belongs to no rank."""
+    ranks(4)(check_w9_buffers, f"{tmp_path}/one")
+    loaded = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    sf.load(f"{tmp_path}/one", {"model": loaded})
+    assert len({float(buffer.max()) for buffer in loaded.buffers()}) == 1
+
+
 def pickles_in(data):
     """Where pickles begin that can be parsed to their end; the marks alone may stand in any data."""
     found = []
@@ -425,14 +442,12 @@ def check_w13_beside(rank, world, directory):
 
     saving = threading.Thread(target=save_all_the_time)
     saving.start()
-    steps = 0
-    while saving.is_alive() or steps < 10:
+    steps, going = 0, torch.ones(())
+    while going:
         train(model, optimizer, range(steps, steps + 1))
         steps += 1
-        alive = torch.tensor(float(saving.is_alive()))
-        dist.all_reduce(alive)  # ranks train the same number of steps
-        if not alive and steps >= 10:
-            break
+        going.fill_(saving.is_alive() or steps < 10)
+        dist.all_reduce(going)  # ranks train the same number of steps
     saving.join()
     assert failures == []
     return steps
@@ -488,7 +503,7 @@ def test_h3_a_commit_that_is_seen_is_whole(tmp_path):
                 os._exit(0)
         while not (url / "COMMIT").exists():
             pass
-        copy = shutil.copytree(url, tmp_path / f"copy{number}")
+        copy = shutil.copytree(url, tmp_path / f"copy{number}", ignore=shutil.ignore_patterns(".tmp-*"))
         os.waitpid(pid, 0)
         assert reader.Checkpoint(copy).value("extra", "n", 0) == number
         assert command("verify", copy).returncode == 0

@@ -157,8 +157,8 @@ pub struct Keep {
 /// data go. What was never committed is left alone: it may belong to a save that runs now.
 ///
 /// # Errors
-/// As [`list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one's manifest cannot be proven:
-/// it might be the older ones that are still good. What was deleted before an error stays deleted.
+/// As [`list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one's manifest cannot be
+/// proven: it might be the older ones that are still good. What was deleted before an error stays deleted.
 pub fn retain(url: &str, keep: Keep) -> Result<Vec<u64>> {
     if keep.last.is_none() && keep.every.is_none() {
         return Ok(Vec::new());

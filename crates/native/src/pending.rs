@@ -71,9 +71,11 @@ impl Pending {
         loop {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let slice = left.map_or(SIGNALS_EVERY, |left| left.min(SIGNALS_EVERY));
+            let ended = self.pending.done();
             match py.detach(|| wait(&self.pending, Some(slice))) {
                 Ok(()) => return Ok(()),
-                Err(error) if self.pending.done() || left == Some(Duration::ZERO) => return Err(raise(error)),
+                // Of a save that had not ended before the wait this may be the end of the slice only.
+                Err(error) if ended || left == Some(Duration::ZERO) => return Err(raise(error)),
                 Err(_) => py.check_signals()?,
             }
         }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -132,6 +133,12 @@ def standard_library_text(limit_bytes: int = 4 << 20) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(parts)[:limit_bytes]), dtype=torch.uint8).long()
 
 
+def tell(record: dict[str, object]) -> None:
+    """One line of JSON on the standard output, in one write: all ranks share it."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="where the checkpoints are: a path or any other store URL")
@@ -162,7 +169,7 @@ def main() -> None:
     checkpointer = sf.Checkpointer(args.run, every=sf.steps(args.every), keep=sf.last(3))
     start = checkpointer.restore(state)
     parameters = sum(p.numel() for p in model.parameters())
-    print(json.dumps({"rank": rank, "pid": os.getpid(), "start": start, "parameters": parameters}), flush=True)
+    tell({"rank": rank, "pid": os.getpid(), "start": start, "parameters": parameters})
 
     for step in range(start, args.steps):
         began = time.perf_counter()
@@ -181,7 +188,7 @@ def main() -> None:
         if rank == 0:
             record = {"step": step + 1, "loss": mean.item(), "train_ms": (trained - began) * 1e3}
             record |= {"saving": (step + 1) % args.every == 0, "save_ms": (time.perf_counter() - trained) * 1e3}
-            print(json.dumps(record), flush=True)
+            tell(record)
 
     checkpointer.close()
     if distributed:

@@ -166,7 +166,7 @@ def main() -> None:
 
     extra = {"losses": []}
     state = {"model": model, "optimizer": optimizer, "dataloader": batches, "extra": extra}
-    checkpointer = sf.Checkpointer(args.run, every=sf.steps(args.every), keep=sf.last(3))
+    checkpointer = sf.Checkpointer(args.run, every=sf.steps(args.every), keep=sf.last(3) | sf.every(30))
     start = checkpointer.restore(state)
     parameters = sum(p.numel() for p in model.parameters())
     tell({"rank": rank, "pid": os.getpid(), "start": start, "parameters": parameters})

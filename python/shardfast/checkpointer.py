@@ -13,7 +13,7 @@ from .errors import Corrupt, Invalid
 from .matching import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
 from .session import TIMEOUT_S, current
-from .verbs import Pending, Url, expect_step, expect_url, fill, patterns, save_async
+from .verbs import Pending, Url, expect_step, expect_url, fill, patterns, prepared, save_async
 
 _log = logging.getLogger("shardfast")
 
@@ -95,8 +95,12 @@ class Checkpointer:
             The step that was restored; 0 when the run has no committed checkpoint.
         """
         self._settle(wait=True)
-        options = Options(strict, rename, cast, patterns(only), per_rank, self._pickle)
         session = current(self._timeout_s)
+        options = prepared(
+            session,
+            lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
+            self._timeout_s,
+        )
         below: int | None = None
         while True:
             found = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from . import _native
 from .catalog import AliasLeaf, Flat, Leaf, ObjectLeaf, SavedAlias, SavedLeaf, SavedObject, SavedTensor
@@ -15,6 +15,7 @@ from .session import TIMEOUT_S, current
 from .state import describe, walk
 
 Url = str | os.PathLike[str]
+T = TypeVar("T")
 
 
 class Pending:
@@ -113,23 +114,24 @@ def _begin(
     url: Url, state: dict[str, Any], step: int | None, user: Mapping[str, str] | None, pickle: bool, timeout_s: float
 ) -> Pending:
     """Begins a save; the state may not change before it is staged."""
-    place, notes = expect_url(url), dict(user or {})
-    if step is not None:
-        expect_step(step)
-    for name, note in notes.items():
-        if not isinstance(name, str) or not isinstance(note, str):
-            raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
     session = current(timeout_s)
-    if pickle:
-        notes["shardfast.pickle"] = "allowed"
-    try:
+
+    def prepare() -> Pending:
+        place, notes = expect_url(url), dict(user or {})
+        if step is not None:
+            expect_step(step)
+        for name, note in notes.items():
+            if not isinstance(name, str) or not isinstance(note, str):
+                raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
+        if pickle:
+            notes["shardfast.pickle"] = "allowed"
         leaves = describe(state, pickle=pickle)
         tuples = [_native_leaf(leaf) for leaf in leaves]
         # `leaves` owns the memory; Rust drops it when the bytes are copied, whatever becomes of the Pending.
         pending = _native.save(session, place, tuples, leaves, step=step, user=notes, timeout_s=timeout_s)
-    except Exception as error:
-        raise _refused(session, error, timeout_s) from error
-    return Pending(place, pending)
+        return Pending(place, pending)
+
+    return prepared(session, prepare, timeout_s)
 
 
 def load(
@@ -174,9 +176,13 @@ def load(
         Corrupt: If bytes are not those that were saved. Tensors filled before that keep what they got.
         Unsupported: If it is of a newer format, or holds a value whose class was not imported.
     """
-    options = Options(strict, rename, cast, patterns(only), per_rank, pickle)
     session = current(timeout_s)
-    checkpoint = _native.open(session, expect_url(url), timeout_s=timeout_s)
+    options, place = prepared(
+        session,
+        lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
+        timeout_s,
+    )
+    checkpoint = _native.open(session, place, timeout_s=timeout_s)
     return fill(session, checkpoint, state, options, timeout_s)
 
 
@@ -196,9 +202,11 @@ def plan_load(
     ``print(sf.plan_load(...))`` shows what would be loaded, renamed, cast, missing and unexpected, every problem that
     would make the load fail, and how many bytes this rank would read.
     """
-    options = Options(strict, rename, cast, patterns(only), per_rank)
     session = current(timeout_s)
-    checkpoint = _native.open(session, expect_url(url), timeout_s=timeout_s)
+    options, place = prepared(
+        session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
+    )
+    checkpoint = _native.open(session, place, timeout_s=timeout_s)
     matching = _matched(session, checkpoint, state, options, timeout_s, dry=True)
     for name, number in checkpoint.plan(matching.forecast_wants(), matching.value_wants()).items():
         setattr(matching.plan, name, number)
@@ -215,15 +223,9 @@ def fill(
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`."""
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.expect_no_problems()
-    try:
-        wants = matching.bind()
-    except Exception as error:
-        raise _refused(session, error, timeout_s) from error
+    wants = prepared(session, matching.bind, timeout_s)
     encoded = checkpoint.load(wants, matching.value_wants(), timeout_s)
-    try:
-        matching.install(encoded)
-    except Exception as error:
-        raise _refused(session, error, timeout_s) from error
+    prepared(session, lambda: matching.install(encoded), timeout_s)
     # Values are made by each rank alone: a failure of one is the failure of all.
     checkpoint.agree([], [], timeout_s)
     return matching.plan
@@ -239,8 +241,9 @@ def _matched(
 ) -> Matching:
     info = checkpoint.info()
     plan = LoadPlan(checkpoint.url, info["step"])
-    try:
-        matching = Matching(
+    matching = prepared(
+        session,
+        lambda: Matching(
             walk(state),
             [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
             plan,
@@ -249,12 +252,20 @@ def _matched(
             world=session.world,
             saved_world=info["world"],
             dry=dry,
-        )
-    except Exception as error:
-        raise _refused(session, error, timeout_s) from error
+        ),
+        timeout_s,
+    )
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
     matching.conclude(untouched, problems)
     return matching
+
+
+def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
+    """What ``prepare`` makes of this rank's arguments; its failure is that of all ranks, so that none waits for it."""
+    try:
+        return prepare()
+    except Exception as error:
+        raise _refused(session, error, timeout_s) from error
 
 
 def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:

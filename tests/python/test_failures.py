@@ -501,3 +501,27 @@ def test_single_process_errors_are_the_same_without_any_process_group(tmp_path):
     assert failure(lambda: sf.load(tmp_path / "one", own_key(0)))[0] == "NotFound"
     sf.save(tmp_path / "one", own_key(0))
     sf.load(tmp_path / "one", own_key(0))
+
+
+def check_arguments(rank, world, directory):
+    sf.save(f"{directory}/zero", own_key(rank, 10), timeout_s=TIMEOUT_S)
+    wrong = rank == 1
+    choice, step, url = ("nonsense", -3, 7) if wrong else ("error", 3, f"{directory}/one")
+    return [
+        failure(lambda: sf.load(f"{directory}/zero", own_key(rank, 10), per_rank=choice, timeout_s=TIMEOUT_S)),
+        failure(lambda: sf.plan_load(f"{directory}/zero", own_key(rank, 10), per_rank=choice, timeout_s=TIMEOUT_S)),
+        failure(lambda: sf.save(f"{directory}/one", own_key(rank, 10), step=step, timeout_s=TIMEOUT_S)),
+        failure(lambda: sf.save(url, own_key(rank, 10), timeout_s=TIMEOUT_S)),
+        failure(
+            lambda: sf.Checkpointer(f"{directory}/run", timeout_s=TIMEOUT_S).restore(own_key(rank, 10), per_rank=choice)
+        ),
+        expect_all_is_well(rank, world, directory),
+    ]
+
+
+def test_arguments_that_are_wrong_on_one_rank_are_told_to_all(ranks, tmp_path):
+    one, other = ranks(2)(check_arguments, str(tmp_path))
+    assert one == other
+    for kind, message in one[:-1]:
+        assert kind == "Invalid"
+        assert message.startswith("rank 1: "), message

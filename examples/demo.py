@@ -196,7 +196,7 @@ def main() -> None:
 
     command("ls", str(run))
     sharded = run / f"step-{2 * third:08}"
-    command("inspect", str(sharded if sharded.exists() else run), "--leaf", "*.blocks.0.up.*")
+    command("inspect", str(sharded if sharded.exists() else run), "--leaf", "*blocks.0.up.*")
     command("verify", str(run), "--all")
     print(f"\ndone in {time.monotonic() - began:.0f} s")
     if worst > 0.05:

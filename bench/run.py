@@ -80,6 +80,7 @@ def worker(rank: int, args: argparse.Namespace, port: int) -> None:
             for times in (save, load, warm):
                 times.clear()
             copy.clear()
+        target.copy_(source)  # a system may have taken back pages that were not touched for a while
         copy.append(timed(lambda: target.copy_(source)))
         machine(where, saved_bytes // args.processes, save, load)
         order = systems()

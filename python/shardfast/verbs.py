@@ -69,8 +69,7 @@ def save(
 
     Args:
         url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. Nothing is
-            ever
-            overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
+            ever overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
         state: A dict from names to what is saved under them: modules, optimizers (with their modules beside them),
             anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of these and of plain Python
             values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to be the same

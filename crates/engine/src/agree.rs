@@ -86,6 +86,10 @@ pub(crate) struct Operation {
 }
 
 impl Operation {
+    pub(crate) fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     pub(crate) fn is_root(&self) -> bool {
         self.engine.rank() == 0
     }

@@ -16,7 +16,8 @@ use crate::agree::Engine;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Kind, Result};
 use crate::inspect::full_name;
-use crate::provider::Provider;
+use crate::pending::Progress;
+use crate::provider::{Fences, Provider};
 use crate::reader::Files;
 use crate::staging::Staging;
 use crate::stream::{FlatRun, tensor_bytes};
@@ -248,7 +249,7 @@ fn write(
     index: Option<&str>,
     shards: &[Vec<Tensor>],
 ) -> Result<()> {
-    writer::run(store, jobs, staging, || ())?;
+    writer::run(store, jobs, staging, &Progress::unheard())?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     let Some(index) = index else { return Ok(()) };
@@ -273,7 +274,7 @@ impl Provider for Stored {
         self.bytes
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         let end = at + out.len() as u64;
         if !at.is_multiple_of(self.item_bytes) || !end.is_multiple_of(self.item_bytes) {
             return Err(Error::internal(format!("bytes {at}..{end} cut elements of {} bytes", self.item_bytes)));

@@ -33,7 +33,7 @@ pub use inspect::{History, Summary, history, summary};
 pub use load::{Forecast, ValueRef};
 pub use locate::{Located, locate, locate_all};
 pub use pending::{Pending, Report};
-pub use provider::{Memory, Provider, Strided};
+pub use provider::{Fence, Fences, Memory, Provider, Strided};
 pub use save::{Destination, State, save, save_to};
 pub use sink::{Sink, Want, row_major_strides};
 pub use verify::{VerifyReport, verify, verify_in};

@@ -33,7 +33,9 @@ struct Shared {
 }
 
 struct State {
+    captured: bool,
     staged: bool,
+    vouched: Option<Result<()>>,
     outcome: Option<Result<()>>,
     report: Report,
 }
@@ -44,10 +46,9 @@ pub(crate) struct Progress {
 }
 
 impl Pending {
-    /// Runs `save` on a thread of its own.
-    pub(crate) fn spawn(save: impl FnOnce(&Progress) -> Result<()> + Send + 'static) -> Pending {
-        let state = State { staged: false, outcome: None, report: Report::default() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() });
+    /// Runs `save` on a thread of its own. `captured` tells whether nothing of it is urgent.
+    pub(crate) fn spawn(captured: bool, save: impl FnOnce(&Progress) -> Result<()> + Send + 'static) -> Pending {
+        let shared = Arc::new(Shared::new(captured));
         let progress = Progress { shared: Arc::clone(&shared) };
         let body = move || {
             let outcome =
@@ -63,14 +64,31 @@ impl Pending {
         Pending { shared }
     }
 
+    /// Waits until what may change at any time is copied: the bytes of [urgent](crate::Provider::is_urgent) providers.
+    ///
+    /// # Errors
+    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    pub fn captured(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait("captured", timeout, |state| match &state.outcome {
+            Some(ended) => Some(ended.clone()),
+            None => state.captured.then_some(Ok(())),
+        })
+    }
+
+    /// Says whether the memory that the save copied was left alone until the save was staged. Only the first word
+    /// counts; a failure fails the save on every rank.
+    pub fn vouch(&self, kept: Result<()>) {
+        self.shared.lock().vouched.get_or_insert(kept);
+        self.shared.changed.notify_all();
+    }
+
     /// Waits until the state may change: all of it is copied or written.
     ///
     /// # Errors
     /// What made the save fail; `Unavailable` when `timeout` passed first.
     pub fn staged(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait("staged", timeout, |state| match &state.outcome {
-            Some(Err(error)) => Some(Err(error.clone())),
-            Some(Ok(())) => Some(Ok(())),
+            Some(ended) => Some(ended.clone()),
             None => state.staged.then_some(Ok(())),
         })
     }
@@ -99,37 +117,69 @@ impl Pending {
         timeout: Option<Duration>,
         reached: impl Fn(&State) -> Option<Result<()>>,
     ) -> Result<()> {
-        let until = timeout.map(|timeout| Instant::now() + timeout);
-        let mut state = self.shared.lock();
-        loop {
-            if let Some(result) = reached(&state) {
-                return result;
-            }
-            let Some(until) = until else {
-                state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::new(Kind::Unavailable, format!("the save is not yet {what} after the given time")));
-            }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        self.shared.wait(timeout, reached).unwrap_or_else(|| {
+            Err(Error::new(Kind::Unavailable, format!("the save is not yet {what} after the given time")))
+        })
     }
 }
 
 impl Shared {
+    fn new(captured: bool) -> Shared {
+        let state = State { captured, staged: false, vouched: None, outcome: None, report: Report::default() };
+        Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
+    }
+
+    /// `None` when `timeout` passed first.
+    fn wait<T>(&self, timeout: Option<Duration>, reached: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.lock();
+        loop {
+            if let Some(result) = reached(&state) {
+                return Some(result);
+            }
+            let Some(until) = until else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Progress {
+    /// For a task that nobody waits for in parts.
+    pub(crate) fn unheard() -> Progress {
+        Progress { shared: Arc::new(Shared::new(true)) }
+    }
+
+    /// What may change at any time is copied.
+    pub(crate) fn captured(&self) {
+        self.mark("captured");
+        self.shared.lock().captured = true;
+        self.shared.changed.notify_all();
+    }
+
     /// The state may change from now on.
     pub(crate) fn staged(&self) {
         self.mark("staged");
         self.shared.lock().staged = true;
         self.shared.changed.notify_all();
+    }
+
+    /// What the caller says about the memory that was copied.
+    pub(crate) fn vouched(&self, timeout: Duration) -> Result<()> {
+        self.shared.wait(Some(timeout), |state| state.vouched.clone()).unwrap_or_else(|| {
+            let message = "nobody said in time that the state was left alone while it was copied";
+            Err(Error::new(Kind::Unavailable, message))
+        })
     }
 
     /// The phase is over.

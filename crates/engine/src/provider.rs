@@ -1,5 +1,7 @@
 //! Where a save's bytes come from. The data path never asks what they mean.
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use crate::error::Result;
@@ -9,11 +11,61 @@ pub trait Provider: Send + Sync {
     /// Length of the stream, in bytes.
     fn bytes(&self) -> u64;
 
-    /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream.
+    /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream. What a device copies
+    /// may arrive later: the bytes are there when `fences` has been waited for, and nobody touches `out` before that.
     ///
     /// # Errors
     /// When the source itself fails (a checkpoint being read, a device lost).
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()>;
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()>;
+
+    /// Whether the source may change before the save is staged: its bytes are captured first, and
+    /// [`Pending::captured`](crate::Pending::captured) waits for them.
+    fn is_urgent(&self) -> bool {
+        false
+    }
+}
+
+/// Copies that a device has been told to make.
+pub trait Fence: Send + Sync {
+    /// Waits until every copy that was begun before this call has arrived.
+    ///
+    /// # Errors
+    /// When the device is lost; what the copies' destinations hold is then arbitrary, and no copy is under way any more.
+    fn wait(&self) -> Result<()>;
+}
+
+/// What has to be waited for before the bytes of one slot may be looked at.
+#[derive(Default)]
+pub struct Fences {
+    waiting: SmallVec<[Arc<dyn Fence>; 2]>,
+}
+
+impl Fences {
+    /// Adds a fence, once.
+    pub fn add(&mut self, fence: &Arc<dyn Fence>) {
+        if !self.waiting.iter().any(|known| Arc::ptr_eq(known, fence)) {
+            self.waiting.push(Arc::clone(fence));
+        }
+    }
+
+    /// Waits for all of them, even when one fails.
+    ///
+    /// # Errors
+    /// The first failure.
+    pub fn wait(&mut self) -> Result<()> {
+        let mut all = Ok(());
+        for fence in self.waiting.drain(..) {
+            all = all.and(fence.wait());
+        }
+        all
+    }
+}
+
+impl Drop for Fences {
+    /// Whatever went wrong in between: the memory that is copied into is given back after this.
+    fn drop(&mut self) {
+        let _ = self.wait();
+    }
 }
 
 /// Bytes held by the save itself: an encoded value.
@@ -22,7 +74,7 @@ impl Provider for Vec<u8> {
         self.len() as u64
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         let at = at as usize;
         out.copy_from_slice(&self[at..at + out.len()]);
         Ok(())
@@ -130,7 +182,7 @@ impl Provider for Memory {
     }
 
     #[allow(unsafe_code)]
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
             // SAFETY: the run lies inside the block, which `Memory::new`'s caller keeps readable and unchanged;
             // `position + bytes` never exceeds `out.len()`, and `out` is ours alone.
@@ -149,7 +201,7 @@ mod tests {
 
     fn stream(provider: &dyn Provider) -> Vec<u8> {
         let mut out = vec![0; provider.bytes() as usize];
-        provider.fill(0, &mut out).unwrap();
+        provider.fill(0, &mut out, &mut Fences::default()).unwrap();
         out
     }
 
@@ -173,7 +225,7 @@ mod tests {
         for at in 0..expected.len() {
             for end in at..=expected.len() {
                 let mut out = vec![0; end - at];
-                memory.fill(at as u64, &mut out).unwrap();
+                memory.fill(at as u64, &mut out, &mut Fences::default()).unwrap();
                 assert_eq!(out, expected[at..end], "range {at}..{end}");
             }
         }

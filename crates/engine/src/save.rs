@@ -20,15 +20,18 @@ use crate::commit::{self, Receipt, Written, WrittenFile};
 use crate::error::{Error, Result};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders};
-use crate::provider::Provider;
+use crate::provider::{Fences, Provider};
 use crate::writer::{self, FileJob};
 
 /// What one rank gives to a save.
 pub struct State {
     /// The rank's leaves.
-    pub catalog: Catalog,
+    pub catalog: Arc<Catalog>,
     /// For each leaf of the catalog its parts' bytes, in order: one provider for an object, none for an alias.
     pub providers: Vec<Vec<Arc<dyn Provider>>>,
+    /// Whether the caller lets the providers' memory be written only after the save is staged, and looks afterwards
+    /// whether everybody kept to it: the save commits only after it has said so with [`Pending::vouch`].
+    pub is_vouched_for: bool,
 }
 
 /// Where a save goes, and what is noted about it.
@@ -63,7 +66,8 @@ pub fn save_to(
     deadline: Duration,
 ) -> Pending {
     let operation = engine.begin(format!("save {}", destination.url), deadline);
-    Pending::spawn(move |progress| run(&operation, store, &destination, state, progress))
+    let captured = !state.providers.iter().flatten().any(|provider| provider.is_urgent());
+    Pending::spawn(captured, move |progress| run(&operation, store, &destination, state, progress))
 }
 
 fn run(
@@ -84,6 +88,9 @@ fn run(
         // A defect here must fail the save on every rank, not leave the others waiting for this one.
         let files = catch_unwind(AssertUnwindSafe(|| write(operation, &*store, &jobs, progress)))
             .unwrap_or_else(|panic| Err(panicked(&*panic)))?;
+        if state.is_vouched_for {
+            progress.vouched(operation.deadline())?;
+        }
         Ok(Receipt { files, written })
     });
     progress.mark("durable");
@@ -167,7 +174,7 @@ fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
 
 /// Writes the files and makes them durable, contents first, then names.
 fn write(operation: &Operation, store: &dyn Store, jobs: &[FileJob], progress: &Progress) -> Result<Vec<WrittenFile>> {
-    let files = writer::run(store, jobs, &operation.engine.staging, || progress.staged())?;
+    let files = writer::run(store, jobs, &operation.engine.staging, progress)?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     progress.wrote(files.len() as u64, files.iter().map(|file| file.bytes).sum());
@@ -220,7 +227,7 @@ impl State {
             .filter(|(leaf, _)| matches!(leaf.body, LeafBody::Object { .. }))
             .map(|(_, providers)| {
                 let mut bytes = vec![0; providers[0].bytes() as usize];
-                providers[0].fill(0, &mut bytes)?;
+                providers[0].fill(0, &mut bytes, &mut Fences::default())?;
                 Ok(sha256(&bytes))
             })
             .collect()

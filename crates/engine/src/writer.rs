@@ -5,6 +5,7 @@
 //! and a slow store slows the copy instead of growing memory. A file's header, which holds the checksums, is written
 //! last: a file cut short by a crash is no valid file.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,7 +14,8 @@ use shardfast_store::{ObjectWriter, Store};
 
 use crate::commit::WrittenFile;
 use crate::error::{Error, Result};
-use crate::provider::Provider;
+use crate::pending::Progress;
+use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
 
 /// One data file to be written.
@@ -29,8 +31,8 @@ pub(crate) struct FileJob {
 /// Slots written at the same time by one save: enough to keep a disk's queue busy.
 const WRITERS: usize = 4;
 
-/// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Calls `staged`
-/// once, as soon as no provider will be asked again.
+/// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
+/// when no urgent provider will be asked again, and when none at all will.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -38,7 +40,7 @@ pub(crate) fn run(
     store: &dyn Store,
     jobs: &[FileJob],
     staging: &Arc<Staging>,
-    staged: impl FnOnce() + Send,
+    progress: &Progress,
 ) -> Result<Vec<WrittenFile>> {
     let mut files = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -54,7 +56,7 @@ pub(crate) fn run(
         files.push(File { job, object, crcs });
     }
     let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
-    fill_and_write(&run, staging, staged);
+    fill_and_write(&run, staging, progress);
     run.failure.into_result()?;
     finish(files, staging)
 }
@@ -71,6 +73,8 @@ struct Chunk {
     /// Absolute in the file; a multiple of the slot size counted from the start of the data.
     offset: u64,
     bytes: usize,
+    /// Whether some of it may change at any time.
+    is_urgent: bool,
 }
 
 struct Run<'a> {
@@ -105,6 +109,7 @@ impl Failure {
     }
 }
 
+/// The files cut into chunks, the urgent ones in front.
 fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -112,26 +117,50 @@ fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
         let mut offset = job.layout.data_start;
         while offset < end {
             let bytes = (end - offset).min(SLOT_BYTES as u64);
-            out.push(Chunk { file, offset, bytes: bytes as usize });
+            let is_urgent = job.entries_in(offset..offset + bytes).any(|entry| job.providers[entry].is_urgent());
+            out.push(Chunk { file, offset, bytes: bytes as usize, is_urgent });
             offset += bytes;
         }
     }
+    out.sort_by_key(|chunk| !chunk.is_urgent);
     out
 }
 
-fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, staged: impl FnOnce() + Send) {
+impl FileJob {
+    /// The entries that may have bytes in a range of the file.
+    fn entries_in(&self, range: Range<u64>) -> Range<usize> {
+        let first = self.layout.offsets.partition_point(|&offset| offset <= range.start).saturating_sub(1);
+        first..self.layout.offsets.partition_point(|&offset| offset < range.end)
+    }
+}
+
+/// Calls `reached` when `left` has been counted down.
+struct Countdown<F: Fn()> {
+    left: AtomicUsize,
+    reached: F,
+}
+
+impl<F: Fn()> Countdown<F> {
+    fn new(left: usize, reached: F) -> Self {
+        if left == 0 {
+            reached();
+        }
+        Countdown { left: AtomicUsize::new(left), reached }
+    }
+
+    fn one(&self) {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            (self.reached)();
+        }
+    }
+}
+
+fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
     let (sender, receiver) = crossbeam_channel::unbounded::<(Chunk, Slot)>();
-    let filled = AtomicUsize::new(0);
-    let staged = Mutex::new(Some(staged));
-    let filled_one = |count: usize| {
-        if count == run.chunks.len()
-            && let Some(staged) = staged.lock().unwrap_or_else(PoisonError::into_inner).take()
-        {
-            staged();
-        }
-    };
-    filled_one(0);
+    let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
+    let captured = Countdown::new(urgent, || progress.captured());
+    let staged = Countdown::new(run.chunks.len(), || progress.staged());
     std::thread::scope(|scope| {
         for _ in 0..fillers {
             let sender = sender.clone();
@@ -143,7 +172,12 @@ fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, staged: impl FnOnce() +
                     }
                     let mut slot = staging.acquire();
                     match fill(&run.files[chunk.file], chunk, &mut slot) {
-                        Ok(()) => filled_one(filled.fetch_add(1, Ordering::AcqRel) + 1),
+                        Ok(()) => {
+                            if chunk.is_urgent {
+                                captured.one();
+                            }
+                            staged.one();
+                        }
                         Err(error) => return run.failure.set(error),
                     }
                     // The receiver lives as long as the scope.
@@ -171,19 +205,17 @@ fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, staged: impl FnOnce() +
 fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
     let layout = &file.job.layout;
     let end = chunk.offset + chunk.bytes as u64;
-    let first = layout.offsets.partition_point(|&offset| offset <= chunk.offset).saturating_sub(1);
-    for (entry, &start) in layout.offsets.iter().enumerate().skip(first) {
-        if start >= end {
-            break;
-        }
-        let provider = &file.job.providers[entry];
+    let mut fences = Fences::default();
+    for entry in file.job.entries_in(chunk.offset..end) {
+        let (start, provider) = (layout.offsets[entry], &file.job.providers[entry]);
         let from = chunk.offset.max(start);
         let to = end.min(start + provider.bytes());
         if from < to {
             let (at, position) = (from - start, (from - chunk.offset) as usize);
-            provider.fill(at, &mut slot[position..position + (to - from) as usize])?;
+            provider.fill(at, &mut slot[position..position + (to - from) as usize], &mut fences)?;
         }
     }
+    fences.wait()?;
     let first_block = ((chunk.offset - layout.data_start) / BLOCK_BYTES) as usize;
     for (i, block) in slot[..chunk.bytes].chunks(BLOCK_BYTES as usize).enumerate() {
         file.crcs[first_block + i].store(crc64(block), Ordering::Relaxed);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardfast_engine::{Destination, Engine, Provider, Result, State, diff, export, open, save, verify};
+use shardfast_engine::{Destination, Engine, Fences, Provider, Result, State, diff, export, open, save, verify};
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
 const BUDGET_BYTES: u64 = 16 << 20;
@@ -21,7 +21,7 @@ impl Provider for Made {
         TENSOR_BYTES
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         out.fill((at >> 20) as u8);
         Ok(())
     }
@@ -43,7 +43,11 @@ fn memory_is_bounded_by_the_budget() {
     let shape = Dims::from_slice(&[TENSOR_BYTES / 4]);
     let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
     let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
-    let state = State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![Arc::new(Made)]] };
+    let state = State {
+        catalog: Arc::new(Catalog { leaves: vec![leaf] }),
+        providers: vec![vec![Arc::new(Made)]],
+        is_vouched_for: false,
+    };
     let destination = Destination { url: place("a"), step: None, user: BTreeMap::new() };
     let before = peak_bytes();
     save(&engine, destination, state, deadline).committed(None).unwrap();

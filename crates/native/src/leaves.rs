@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple};
-use shardfast_engine::{Memory, Provider, Sink, State, Strided, Want, row_major_strides};
+use shardfast_engine::{Fences, Memory, Provider, Sink, State, Strided, Want, row_major_strides};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
@@ -21,8 +21,8 @@ impl Provider for Held {
         self.memory.bytes()
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> shardfast_engine::Result<()> {
-        self.memory.fill(at, out)
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> shardfast_engine::Result<()> {
+        self.memory.fill(at, out, fences)
     }
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn state(leaves: &Bound<'_, PyAny>, owner: Py<PyAny>) -> PyResult<Sta
     }
     out.sort_by(|a, b| a.0.name.cmp(&b.0.name));
     let (leaves, providers) = out.into_iter().unzip();
-    Ok(State { catalog: Catalog { leaves }, providers })
+    Ok(State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false })
 }
 
 fn tensor(leaf: &Bound<'_, PyTuple>, owner: &Arc<Py<PyAny>>) -> PyResult<(Leaf, Vec<Arc<dyn Provider>>)> {

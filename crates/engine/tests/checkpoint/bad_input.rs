@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
-use shardfast_engine::{Engine, Error, Kind, Pending, Provider, Result, State, Want, checkpoint, save};
+use shardfast_engine::{Engine, Error, Fences, Kind, Pending, Provider, Result, State, Want, checkpoint, save};
 use shardfast_format::{
     COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Region, crc64, hugging_face_index, step_dir,
 };
@@ -268,7 +268,7 @@ fn state(leaves: Vec<Leaf>) -> State {
         }
     };
     let providers = leaves.iter().map(bytes).collect();
-    State { catalog: Catalog { leaves }, providers }
+    State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
 }
 
 /// Saves a state per rank and gives what every rank failed with; nothing is visible then.
@@ -457,7 +457,7 @@ impl Provider for Failing {
         48
     }
 
-    fn fill(&self, _at: u64, _out: &mut [u8]) -> Result<()> {
+    fn fill(&self, _at: u64, _out: &mut [u8], _: &mut Fences) -> Result<()> {
         Err(Error::new(Kind::Unavailable, "the device is lost"))
     }
 }
@@ -650,7 +650,7 @@ impl Provider for Broken {
         4
     }
 
-    fn fill(&self, _: u64, _: &mut [u8]) -> Result<()> {
+    fn fill(&self, _: u64, _: &mut [u8], _: &mut Fences) -> Result<()> {
         panic!("a defect");
     }
 }
@@ -669,7 +669,11 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                     parts: vec![Region::new(&[4 * rank as u64], &[4])],
                 };
                 let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
-                let state = State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![provider]] };
+                let state = State {
+                    catalog: Arc::new(Catalog { leaves: vec![leaf] }),
+                    providers: vec![vec![provider]],
+                    is_vouched_for: false,
+                };
                 save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)
             })
         });

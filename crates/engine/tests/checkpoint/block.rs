@@ -1,6 +1,6 @@
 //! Strided memory with rubbish around its elements: what tensors look like to a save, and destinations to a load.
 
-use shardfast_engine::{Memory, Provider, Result, Sink, Strided};
+use shardfast_engine::{Fences, Memory, Provider, Result, Sink, Strided};
 
 use crate::layout::Dice;
 
@@ -137,7 +137,7 @@ impl Provider for Held {
         self.memory.bytes()
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
-        self.memory.fill(at, out)
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.memory.fill(at, out, fences)
     }
 }

@@ -157,7 +157,7 @@ impl Truth {
             leaves.push(Leaf { name: name.clone(), body, layout: "simulated".to_owned() });
             providers.push(bytes);
         }
-        State { catalog: Catalog { leaves }, providers }
+        State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_engine::{Engine, Provider, Result, State, Want, checkpoint, save_to, staging};
+use shardfast_engine::{Engine, Fences, Provider, Result, State, Want, checkpoint, save_to, staging};
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Store};
 
@@ -50,7 +50,7 @@ impl Provider for Sparse {
         SPARSE_ROWS * SPARSE_ROW_BYTES
     }
 
-    fn fill(&self, at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         sparse(at, out);
         Ok(())
     }
@@ -173,7 +173,7 @@ impl Store for Zeroless {
 fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -> State {
     let body = LeafBody::Tensor { dtype, shape: shape.into(), parts: vec![Region::whole(shape)] };
     let leaf = Leaf { name: LeafName::new("model", name), body, layout: String::new() };
-    State { catalog: Catalog { leaves: vec![leaf] }, providers: vec![vec![provider]] }
+    State { catalog: Arc::new(Catalog { leaves: vec![leaf] }), providers: vec![vec![provider]], is_vouched_for: false }
 }
 
 /// 4.6 GB in one file, none of it in memory.
@@ -220,7 +220,7 @@ impl Provider for Counted {
         40 << 20
     }
 
-    fn fill(&self, _at: u64, out: &mut [u8]) -> Result<()> {
+    fn fill(&self, _at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         self.0.fetch_add(1, Ordering::SeqCst);
         out.fill(1);
         Ok(())

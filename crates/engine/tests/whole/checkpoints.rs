@@ -105,12 +105,13 @@ pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) ->
         for (coord, mut held) in coords.into_iter().zip(ranks) {
             scope.spawn(move || {
                 held.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-                let mut state = State { catalog: Catalog::default(), providers: Vec::new() };
+                let (mut leaves, mut providers) = (Vec::new(), Vec::new());
                 for (leaf, parts) in held {
-                    state.catalog.leaves.push(leaf);
+                    leaves.push(leaf);
                     let provider = |bytes: Vec<u8>| -> Arc<dyn Provider> { Arc::new(bytes) };
-                    state.providers.push(parts.into_iter().map(provider).collect());
+                    providers.push(parts.into_iter().map(provider).collect());
                 }
+                let state = State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false };
                 let user = BTreeMap::from([("note".to_owned(), "a test".to_owned())]);
                 let destination = Destination { url: url.to_owned(), step, user };
                 save(&Engine::new(coord, 32 << 20), destination, state, DEADLINE).committed(None).unwrap();

@@ -19,24 +19,33 @@ const DECISION: &str = "=";
 pub struct Engine {
     pub(crate) coord: Arc<dyn Coord>,
     pub(crate) staging: Arc<Staging>,
+    pub(crate) devices: Arc<shardfast_store::Devices>,
     pub(crate) planned: std::sync::Mutex<Option<Planned>>,
     operations: AtomicU64,
 }
 
 impl Engine {
     /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
-    pub fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> Arc<Engine> {
-        Arc::new(Engine {
-            coord,
-            staging: Staging::new(staging_bytes),
-            planned: std::sync::Mutex::default(),
-            operations: AtomicU64::new(0),
-        })
+    ///
+    /// # Errors
+    /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](crate::staging::STAGING_BYTES_MIN).
+    pub fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> Result<Arc<Engine>> {
+        Ok(Engine::with(coord, Staging::new(staging_bytes)?))
     }
 
     /// An engine of one rank with the default staging budget.
     pub fn solo() -> Arc<Engine> {
-        Engine::new(shardfast_coord::solo(), staging_bytes_default(1))
+        Engine::with(shardfast_coord::solo(), Staging::at_least(staging_bytes_default(1)))
+    }
+
+    pub(crate) fn with(coord: Arc<dyn Coord>, staging: Arc<Staging>) -> Arc<Engine> {
+        Arc::new(Engine {
+            coord,
+            staging,
+            devices: Arc::default(),
+            planned: std::sync::Mutex::default(),
+            operations: AtomicU64::new(0),
+        })
     }
 
     /// This rank's number.

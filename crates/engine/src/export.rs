@@ -77,7 +77,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     // Slots that wait for a load while a load waits for a slot would wait for ever: half the budget for each.
     let budget = checkpoint.engine.staging_bytes() / 2;
     let source = Arc::new(Checkpoint {
-        engine: Engine::new(Arc::clone(&checkpoint.engine.coord), budget),
+        engine: Engine::with(Arc::clone(&checkpoint.engine.coord), Staging::at_least(budget)),
         files: Files::new(
             shardfast_store::open(&checkpoint.url)?,
             checkpoint.url.clone(),
@@ -91,7 +91,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     let jobs: Vec<FileJob> =
         (0..shards.len()).map(|i| job(&source, shard_name(key, i, shards.len()), &shards[i])).collect::<Result<_>>()?;
     let index = (shards.len() > 1).then(|| format!("{key}.safetensors.index.json"));
-    if let Err(error) = write(store, &jobs, &Staging::new(budget), index.as_deref(), &shards) {
+    if let Err(error) = write(store, &jobs, &Staging::at_least(budget), index.as_deref(), &shards) {
         // Some of them may be whole, and would be taken for an export.
         for job in jobs.iter().filter(|_| error.kind != Kind::Conflict) {
             let _ = store.delete(&job.path);

@@ -5,6 +5,7 @@
 mod agree;
 pub mod checkpoint;
 pub mod commit;
+mod copy;
 pub mod diff;
 pub mod error;
 pub mod export;

@@ -14,8 +14,11 @@ use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::writer::Failure;
 
-/// Reads in flight in one load: a disk reads ahead for each of them.
+/// Reads in flight in one load where the storage does not fetch ahead by itself.
 const READERS: usize = 8;
+
+/// Reads that are announced before they are made: what a disk can fetch while the cores work off what has come.
+const AHEAD: usize = 32;
 
 /// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
 const OPEN_MAX: usize = 256;
@@ -122,6 +125,19 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
+    /// Says that a range will be read soon; whether that is of any use.
+    ///
+    /// # Errors
+    /// When the file cannot be opened.
+    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>) -> Result<bool> {
+        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start))
+    }
+
+    /// What has to be read for a planned read.
+    pub(crate) fn range(&self, read: &Read) -> Range<u64> {
+        self.whole_blocks(read.file, read.offset..read.offset + read.bytes)
+    }
+
     /// The range grown to whole blocks of the file.
     pub(crate) fn whole_blocks(&self, file: u32, range: Range<u64>) -> Range<u64> {
         let entry = &self.manifest.files()[file as usize];
@@ -198,41 +214,63 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
 /// Sinks filled before the failure keep what they got.
 pub(crate) fn run(
     files: &Files,
-    reads: impl Iterator<Item = Read> + Send,
+    reads: impl Iterator<Item = Read>,
     sinks: &[&Sink],
     staging: &Arc<Staging>,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
-    let reads = Mutex::new(reads.fuse());
-    let next = || reads.lock().unwrap_or_else(PoisonError::into_inner).next();
-    std::thread::scope(|scope| {
-        for _ in 0..READERS {
-            scope.spawn(|| {
-                while let Some(read) = next() {
-                    if failure.is_set() {
-                        return;
-                    }
-                    match run_one(files, &read, sinks, staging) {
-                        Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
-                        Err(error) => return failure.set(error),
-                    }
-                }
-            });
+    let until_failure = reads.take_while(|_| !failure.is_set());
+    let announce = |read: &Read| {
+        files.prefetch(read.file, files.range(read)).unwrap_or_else(|error| {
+            let leaves = files.leaves_in(read.file, &(0..u64::MAX));
+            failure.set(error.within(format_args!("{leaves} cannot be read")));
+            true
+        })
+    };
+    let work = |read: Read| {
+        if !failure.is_set() {
+            match run_one(files, &read, sinks, staging) {
+                Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
+                Err(error) => failure.set(error),
+            }
         }
-    });
+    };
+    each_ahead(until_failure, announce, work);
     failure.into_result()?;
     Ok(bytes_read.into_inner())
 }
 
+/// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
+/// thread, well ahead. While announcing is of no use, which it says, there are as many threads as reads may be in flight.
+pub(crate) fn each_ahead<T: Send>(
+    items: impl Iterator<Item = T>,
+    announce: impl Fn(&T) -> bool,
+    work: impl Fn(T) + Sync,
+) {
+    let (sender, receiver) = crossbeam_channel::bounded(AHEAD);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let mut threads = 0;
+        for item in items {
+            let wanted = if announce(&item) { cores.min(READERS) } else { READERS };
+            while threads < wanted {
+                let (receiver, work): (crossbeam_channel::Receiver<T>, _) = (receiver.clone(), &work);
+                scope.spawn(move || receiver.into_iter().for_each(work));
+                threads += 1;
+            }
+            // The receiver lives as long as the scope.
+            let _ = sender.send(item);
+        }
+        drop(sender);
+    });
+}
+
 fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
-    files
-        .open(read.file)
-        .map_err(|error| error.within(format_args!("{} cannot be read", files.leaves_in(read.file, &(0..u64::MAX)))))?;
-    let range = files.whole_blocks(read.file, read.offset..read.offset + read.bytes);
+    let range = files.range(read);
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };
-    let mut slot = staging.acquire();
+    let mut slot = staging.acquire()?;
     let damaged = files.read_blocks(read.file, range.clone(), &mut slot, is_needed)?;
     if let Some(damage) = damaged.first() {
         let leaves = files.leaves_in(read.file, &damage.span);

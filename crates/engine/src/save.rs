@@ -53,8 +53,10 @@ pub struct Destination {
 /// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
-    let store = shardfast_store::open(&destination.url).map_err(Error::from);
-    save_to(engine, store, destination, state, deadline)
+    let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
+    // Not here: even to look at a place can take long where it is far away.
+    let open = move || shardfast_store::open_on(&url, &devices).map_err(Error::from);
+    begin(engine, open, destination, state, deadline)
 }
 
 /// [`save`] into a store that is already open at the checkpoint's place.
@@ -65,9 +67,19 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
+    begin(engine, move || store, destination, state, deadline)
+}
+
+fn begin(
+    engine: &Arc<Engine>,
+    open: impl FnOnce() -> Result<Arc<dyn Store>> + Send + 'static,
+    destination: Destination,
+    state: State,
+    deadline: Duration,
+) -> Pending {
     let operation = engine.begin(format!("save {}", destination.url), deadline);
     let captured = !state.providers.iter().flatten().any(|provider| provider.is_urgent());
-    Pending::spawn(captured, move |progress| run(&operation, store, &destination, state, progress))
+    Pending::spawn(captured, move |progress| run(&operation, open(), &destination, state, progress))
 }
 
 fn run(

@@ -71,7 +71,7 @@ impl Sink {
             let run = &src[from..from + run_bytes];
             // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
             // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
-            unsafe { std::ptr::copy_nonoverlapping(run.as_ptr(), address as *mut u8, run_bytes) };
+            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, run_bytes) };
             for d in (0..dims.len()).rev() {
                 let (length, from_stride, to_stride) = dims[d];
                 index[d] += 1;

@@ -27,7 +27,7 @@ use crate::commit;
 use crate::error::{Error, Kind, Result};
 use crate::inspect::load_each;
 use crate::load::ValueRef;
-use crate::reader::Files;
+use crate::reader::{self, Files};
 use crate::staging::SLOT_BYTES;
 use crate::stream::batches;
 use findings::Findings;
@@ -35,9 +35,6 @@ use spans::Spans;
 
 /// Files that are open at a time.
 const FILES_OPEN: usize = 64;
-
-/// Reads in flight.
-const READERS: usize = 8;
 
 /// Encoded values read at a time, in bytes.
 const BATCH_BYTES: u64 = 4 << 20;
@@ -225,20 +222,17 @@ enum Task {
 impl Run<'_> {
     /// Proves the headers and all blocks of the files, several at a time.
     fn read_files(&self, checkpoint: &Checkpoint, group: &[u32]) {
-        let tasks = Mutex::new(group.iter().flat_map(|&file| self.tasks(file)).fuse());
-        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
-        std::thread::scope(|scope| {
-            for _ in 0..READERS {
-                scope.spawn(|| {
-                    while let Some(task) = next() {
-                        match task {
-                            Task::Header(file) => self.check_header(&checkpoint.files, file),
-                            Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
-                        }
-                    }
-                });
-            }
-        });
+        let files = &checkpoint.files;
+        let announce = |task: &Task| match task {
+            Task::Header(_) => true,
+            // A file that cannot be opened is the header's finding.
+            Task::Blocks(file, range) => files.prefetch(*file, range.clone()).unwrap_or(true),
+        };
+        let work = |task| match task {
+            Task::Header(file) => self.check_header(files, file),
+            Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
+        };
+        reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), announce, work);
     }
 
     fn tasks(&self, file: u32) -> impl Iterator<Item = Task> + use<> {
@@ -291,9 +285,11 @@ impl Run<'_> {
         let Ok(open) = checkpoint.files.open(file) else { return };
         let block_bytes = open.header.block_bytes;
         let path = &self.manifest.files()[file as usize].path;
-        let mut slot = checkpoint.engine.staging.acquire();
-        let damaged = checkpoint.files.read_blocks(file, range.clone(), &mut slot, |_| true);
-        drop(slot);
+        let damaged = checkpoint
+            .engine
+            .staging
+            .acquire()
+            .and_then(|mut slot| checkpoint.files.read_blocks(file, range.clone(), &mut slot, |_| true));
         let bytes = range.end - range.start;
         match damaged {
             Ok(damaged) => {

@@ -1,16 +1,17 @@
 //! Providers into data files: copy, checksum while the bytes are in cache, write, make durable.
 //!
-//! Two groups of threads share bounded slots. Fillers copy out of the providers in file order and compute the block
-//! checksums; writers put slots to the store. So the state is released as soon as it is copied, writes overlap copies,
-//! and a slow store slows the copy instead of growing memory. A file's header, which holds the checksums, is written
-//! last: a file cut short by a crash is no valid file.
+//! Fillers copy out of the providers into bounded slots and compute the block checksums; the store takes the slots from
+//! there, as many at a time as it likes. So the state is released as soon as it is copied, writes overlap copies, and a
+//! slow store slows the copy instead of growing memory. All files are written at the same time. A file's header, which
+//! holds the checksums, is written last: a file cut short by a crash is no valid file.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crossbeam_channel::{Receiver, TryRecvError};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
-use shardfast_store::{ObjectWriter, Store};
+use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
 
 use crate::commit::WrittenFile;
 use crate::error::{Error, Result};
@@ -27,9 +28,6 @@ pub(crate) struct FileJob {
     /// The entries' bytes, in the layout's order.
     pub(crate) providers: Vec<Arc<dyn Provider>>,
 }
-
-/// Slots written at the same time by one save: enough to keep a disk's queue busy.
-const WRITERS: usize = 4;
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
 /// when no urgent provider will be asked again, and when none at all will.
@@ -56,7 +54,7 @@ pub(crate) fn run(
         files.push(File { job, object, crcs });
     }
     let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
-    fill_and_write(&run, staging, progress);
+    fill_and_write(store, &run, staging, progress);
     run.failure.into_result()?;
     finish(files, staging)
 }
@@ -109,7 +107,7 @@ impl Failure {
     }
 }
 
-/// The files cut into chunks, the urgent ones in front.
+/// The files cut into chunks, the urgent ones in front, taken from all files in turn.
 fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -122,7 +120,7 @@ fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
             offset += bytes;
         }
     }
-    out.sort_by_key(|chunk| !chunk.is_urgent);
+    out.sort_by_key(|chunk| (!chunk.is_urgent, chunk.offset));
     out
 }
 
@@ -155,7 +153,7 @@ impl<F: Fn()> Countdown<F> {
     }
 }
 
-fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
+fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
     let (sender, receiver) = crossbeam_channel::unbounded::<(Chunk, Slot)>();
     let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
@@ -170,35 +168,53 @@ fn fill_and_write(run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
                     if run.failure.is_set() {
                         return;
                     }
-                    let mut slot = staging.acquire();
-                    match fill(&run.files[chunk.file], chunk, &mut slot) {
-                        Ok(()) => {
+                    let filled = staging.acquire().and_then(|mut slot| {
+                        fill(&run.files[chunk.file], chunk, &mut slot)?;
+                        Ok(slot)
+                    });
+                    match filled {
+                        Ok(slot) => {
                             if chunk.is_urgent {
                                 captured.one();
                             }
                             staged.one();
+                            // The receiver lives as long as the scope.
+                            let _ = sender.send((chunk, slot));
                         }
                         Err(error) => return run.failure.set(error),
                     }
-                    // The receiver lives as long as the scope.
-                    let _ = sender.send((chunk, slot));
                 }
             });
         }
         drop(sender);
-        for _ in 0..WRITERS.min(run.chunks.len()) {
-            let receiver = receiver.clone();
-            scope.spawn(move || {
-                for (chunk, mut slot) in receiver {
-                    if !run.failure.is_set()
-                        && let Err(error) = write(&*run.files[chunk.file].object, chunk.offset, &mut slot, chunk.bytes)
-                    {
-                        run.failure.set(error);
-                    }
-                }
-            });
+        if let Err(error) = store.write_all(&Filled { run, receiver: &receiver }) {
+            run.failure.set(error.into());
         }
+        // After a failure whoever still waits for a slot gets one, and sees it.
+        receiver.iter().for_each(drop);
     });
+}
+
+/// The filled slots, as writes.
+struct Filled<'a> {
+    run: &'a Run<'a>,
+    receiver: &'a Receiver<(Chunk, Slot)>,
+}
+
+impl<'a> Writes<'a> for Filled<'a> {
+    fn next(&self, wait: bool) -> Next<'a> {
+        let filled =
+            if wait { self.receiver.recv().map_err(|_| TryRecvError::Disconnected) } else { self.receiver.try_recv() };
+        match filled {
+            Ok((chunk, mut slot)) if !self.run.failure.is_set() => {
+                let object = &*self.run.files[chunk.file].object;
+                let bytes = pad(object, &mut slot, chunk.bytes);
+                Next::Write(Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes })
+            }
+            Err(TryRecvError::Empty) => Next::Later,
+            Ok(_) | Err(TryRecvError::Disconnected) => Next::End,
+        }
+    }
 }
 
 /// Fills a slot with the file's bytes from `chunk.offset` on, and notes their block checksums.
@@ -223,11 +239,11 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
     Ok(())
 }
 
-/// Writes the slot's first `bytes` bytes, padded to what the store's writes must be aligned to.
-fn write(object: &dyn ObjectWriter, offset: u64, slot: &mut Slot, bytes: usize) -> Result<()> {
+/// Pads the slot's first `bytes` bytes with zeros to what the store's writes must be aligned to; how many they are then.
+fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     let padded = bytes.next_multiple_of(object.alignment());
     slot[bytes..padded].fill(0);
-    Ok(object.write_at(offset, &slot[..padded])?)
+    padded
 }
 
 /// Writes the headers and makes every file durable, all files at once: flushes wait for the device, not for us.
@@ -247,10 +263,11 @@ fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<WrittenFile> {
     let layout = &file.job.layout;
     let crcs: Vec<u64> = file.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
     let header = layout.header(&crcs)?;
-    let mut slot = staging.acquire();
+    let mut slot = staging.acquire()?;
     for (i, part) in header.chunks(SLOT_BYTES).enumerate() {
         slot[..part.len()].copy_from_slice(part);
-        write(&*file.object, (i * SLOT_BYTES) as u64, &mut slot, part.len())?;
+        let bytes = pad(&*file.object, &mut slot, part.len());
+        file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?;
     }
     drop(slot);
     file.object.finish()?;

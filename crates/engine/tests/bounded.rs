@@ -39,7 +39,7 @@ fn memory_is_bounded_by_the_budget() {
     let dir = tempfile::tempdir().unwrap();
     let place = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let deadline = Duration::from_secs(60);
-    let engine = Engine::new(shardfast_coord::solo(), BUDGET_BYTES);
+    let engine = Engine::new(shardfast_coord::solo(), BUDGET_BYTES).unwrap();
     let shape = Dims::from_slice(&[TENSOR_BYTES / 4]);
     let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
     let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };

@@ -20,9 +20,10 @@ impl Session {
     /// One process alone.
     #[staticmethod]
     #[pyo3(signature = (*, staging_bytes=None))]
-    fn solo(staging_bytes: Option<u64>) -> Session {
+    fn solo(staging_bytes: Option<u64>) -> PyResult<Session> {
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(1));
-        Session { engine: Engine::new(shardfast_coord::solo(), staging_bytes), address: None }
+        let engine = Engine::new(shardfast_coord::solo(), staging_bytes).map_err(raise)?;
+        Ok(Session { engine, address: None })
     }
 
     /// Rank 0 of `world`: listens on a free port of `host`. The other ranks `join` its `address`.
@@ -40,7 +41,7 @@ impl Session {
             .detach(|| shardfast_coord::grpc::serve(host, world, token))
             .map_err(|error| raise(Error::from(error)))?;
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session { engine: Engine::new(coord, staging_bytes), address: Some(address) })
+        Ok(Session { engine: Engine::new(coord, staging_bytes).map_err(raise)?, address: Some(address) })
     }
 
     /// Rank `rank` of `world`, which joins rank 0 at `address`.
@@ -62,7 +63,7 @@ impl Session {
             .detach(|| shardfast_coord::grpc::join(address, rank, world, token, timeout))
             .map_err(|error| raise(Error::from(error)))?;
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session { engine: Engine::new(coord, staging_bytes), address: None })
+        Ok(Session { engine: Engine::new(coord, staging_bytes).map_err(raise)?, address: None })
     }
 
     /// This rank's number.

@@ -3,10 +3,10 @@
 //! A backend's test is one call of [`check`].
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
-use crate::{Entry, Kind, ObjectWriter, Result, Store};
+use crate::{Buffer, Entry, Kind, Next, ObjectWriter, Result, Store, Write, Writes};
 
 /// Checks a backend against the contract. `open` opens the store under a given name: the same one for the same name, an
 /// empty one for a new name.
@@ -19,6 +19,7 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     names_are_checked(&*open("names"));
     objects_keep_their_bytes(&two("objects"));
     objects_are_written_by_many_threads(&*open("threads"));
+    many_objects_are_written_at_a_time(&*open("many"));
     taken_names_conflict(&two("taken"));
     the_unfinished_leave_with_their_writer(&*open("unfinished"));
     wrong_writes_are_refused(&*open("writes"));
@@ -37,10 +38,58 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
 pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()> {
     let object = store.create(name, contents.len() as u64)?;
     let piece_bytes = contents.len().div_ceil(3).next_multiple_of(4096).max(4096);
-    for (index, piece) in contents.chunks(piece_bytes).enumerate().rev() {
-        write_piece(&*object, (index * piece_bytes) as u64, piece)?;
-    }
+    let pieces = contents.chunks(piece_bytes).enumerate();
+    let pieces = pieces.map(|(index, piece)| ((index * piece_bytes) as u64, Aligned::new(piece, object.alignment())));
+    store.write_all(&Pieces { object: &*object, left: Mutex::new(pieces.collect()) })?;
     object.finish()
+}
+
+/// Memory as an object asks for it, padded with zeros.
+struct Aligned {
+    storage: Box<[u8]>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Aligned {
+    fn new(contents: &[u8], alignment: usize) -> Aligned {
+        let bytes = contents.len().next_multiple_of(alignment);
+        let mut storage = vec![0; bytes + alignment].into_boxed_slice();
+        let start = storage.as_ptr().align_offset(alignment);
+        storage[start..start + contents.len()].copy_from_slice(contents);
+        Aligned { storage, start, bytes }
+    }
+}
+
+// SAFETY: a box's contents stay where they are, and nothing writes these.
+#[allow(unsafe_code)]
+unsafe impl Buffer for Aligned {
+    fn bytes(&self) -> &[u8] {
+        &self.storage[self.start..self.start + self.bytes]
+    }
+
+    fn number(&self) -> Option<u32> {
+        None
+    }
+}
+
+/// Pieces of one object, the last one first.
+struct Pieces<'a> {
+    object: &'a dyn ObjectWriter,
+    left: Mutex<Vec<(u64, Aligned)>>,
+}
+
+impl<'a> Writes<'a> for Pieces<'a> {
+    fn next(&self, wait: bool) -> Next<'a> {
+        match self.left.lock().unwrap().pop() {
+            Some((offset, piece)) if !piece.bytes().is_empty() => {
+                let bytes = piece.bytes().len();
+                Next::Write(Write { object: self.object, offset, buffer: Box::new(piece), bytes })
+            }
+            Some(_) if !wait => Next::Later,
+            _ => Next::End,
+        }
+    }
 }
 
 /// `length` bytes that differ from place to place and from seed to seed.
@@ -50,12 +99,7 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
 }
 
 fn write_piece(object: &dyn ObjectWriter, offset: u64, piece: &[u8]) -> Result<()> {
-    let alignment = object.alignment();
-    let length = piece.len().next_multiple_of(alignment);
-    let mut storage = vec![0; length + alignment];
-    let start = storage.as_ptr().align_offset(alignment);
-    storage[start..start + piece.len()].copy_from_slice(piece);
-    object.write_at(offset, &storage[start..start + length])
+    object.write_at(offset, Aligned::new(piece, object.alignment()).bytes())
 }
 
 fn read(store: &dyn Store, name: &str) -> Vec<u8> {
@@ -154,6 +198,44 @@ fn objects_are_written_by_many_threads(store: &dyn Store) {
             });
         }
     });
+}
+
+/// Of several objects, more pieces than any store has in flight, some of which come late.
+fn many_objects_are_written_at_a_time(store: &dyn Store) {
+    struct Mixed<'a> {
+        objects: &'a [Box<dyn ObjectWriter>],
+        contents: &'a [Vec<u8>],
+        next: AtomicUsize,
+    }
+    impl<'a> Writes<'a> for Mixed<'a> {
+        fn next(&self, wait: bool) -> Next<'a> {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            if number % 7 == 6 && !wait {
+                self.next.fetch_sub(1, Ordering::Relaxed);
+                return Next::Later;
+            }
+            let (object, index) = (number % self.objects.len(), number / self.objects.len());
+            let Some(piece) = self.contents[object].chunks(PIECE).nth(index) else { return Next::End };
+            let object = &*self.objects[object];
+            let buffer = Aligned::new(piece, object.alignment());
+            let bytes = buffer.bytes().len();
+            Next::Write(Write { object, offset: (index * PIECE) as u64, buffer: Box::new(buffer), bytes })
+        }
+    }
+    const PIECE: usize = 8192;
+    let contents: Vec<Vec<u8>> = (0..3).map(|seed| pattern(seed, 20 * PIECE - 77)).collect();
+    let names = ["x/0", "x/1", "y"];
+    let create = |(name, contents): (&&str, &Vec<u8>)| store.create(name, contents.len() as u64).unwrap();
+    let objects: Vec<_> = names.iter().zip(&contents).map(create).collect();
+    store.write_all(&Mixed { objects: &objects, contents: &contents, next: AtomicUsize::new(0) }).unwrap();
+    objects.into_iter().for_each(|object| object.finish().unwrap());
+    for (name, contents) in names.iter().zip(&contents) {
+        assert_eq!(read(store, name), *contents, "{name}");
+    }
+    // A failure is the last thing that is done.
+    let object = store.create("short", 4096).unwrap();
+    let pieces = Mutex::new(vec![(0, Aligned::new(&[1], 4096)), (8192, Aligned::new(&[1], 4096))]);
+    assert_eq!(kind(store.write_all(&Pieces { object: &*object, left: pieces })), Some(Kind::Invalid));
 }
 
 fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {

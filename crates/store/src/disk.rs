@@ -3,12 +3,17 @@
 //! [`RealDisk`] is one system call per method. What a call's error means is decided in `local.rs`.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags};
 pub use rustix::io::Errno;
+use rustix::io::ReadWriteFlags;
+
+use crate::uring::Uring;
+use crate::write::Buffer;
 
 /// A system call's result.
 pub type Sys<T> = Result<T, Errno>;
@@ -39,13 +44,17 @@ pub enum FileKind {
 pub trait Disk: Send + Sync + 'static {
     /// An open file.
     type File: Send + Sync;
+    /// Writes in flight.
+    type Ring: Ring<File = Self::File>;
 
     /// Makes one directory.
     fn mkdir(&self, path: &Path) -> Sys<()>;
     /// Creates a file that must not exist (`O_CREAT | O_EXCL`) for writing, with `O_DIRECT` if `direct`.
     fn create_new(&self, path: &Path, direct: bool) -> Sys<Self::File>;
-    /// Opens a file for reading. Does not wait for a pipe's other end.
-    fn open_read(&self, path: &Path) -> Sys<Self::File>;
+    /// Opens a file for reading, with `O_DIRECT` if `direct`. Does not wait for a pipe's other end.
+    fn open_read(&self, path: &Path, direct: bool) -> Sys<Self::File>;
+    /// A queue for `depth` writes in flight, to be used by the calling thread.
+    fn ring(&self, depth: u32) -> Sys<Self::Ring>;
     /// Writes at an offset; may write less.
     fn pwrite(&self, file: &Self::File, bytes: &[u8], offset: u64) -> Sys<usize>;
     /// Reads at an offset; may read less; 0 at the end.
@@ -58,6 +67,10 @@ pub trait Disk: Send + Sync + 'static {
     fn fdatasync(&self, file: &Self::File) -> Sys<()>;
     /// Tells the kernel that a range will be read soon.
     fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
+    /// Tells the kernel that a range will not be used soon: what is dirty of it begins to be written back.
+    fn dont_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
+    /// Whether the byte at `offset` can be read without waiting for the device.
+    fn is_cached(&self, file: &Self::File, offset: u64) -> Sys<bool>;
     /// What an open file is.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
     /// Makes a directory's entries durable.
@@ -78,12 +91,43 @@ pub trait Disk: Send + Sync + 'static {
     fn stat(&self, path: &Path) -> Sys<Stat>;
 }
 
+/// A write in flight.
+pub struct Flight {
+    /// The memory.
+    pub buffer: Box<dyn Buffer>,
+    /// The part of it that is to be written.
+    pub range: Range<usize>,
+    /// To which offset of the file.
+    pub offset: u64,
+    /// Which of its owner's writes it belongs to.
+    pub write: usize,
+}
+
+/// A queue of writes: memory goes in, and comes back with the outcome, in any order.
+pub trait Ring {
+    /// An open file.
+    type File;
+
+    /// Begins a write.
+    ///
+    /// # Errors
+    /// `EBUSY` when as many are in flight as the queue was made for; anything else is the end of the queue.
+    fn submit(&mut self, file: &Self::File, flight: Flight) -> Sys<()>;
+
+    /// Waits for a write, at least one of which must be in flight: how many bytes it took, or why it took none.
+    ///
+    /// # Errors
+    /// The end of the queue.
+    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)>;
+}
+
 /// The machine's own file systems.
 #[derive(Clone, Copy, Debug)]
 pub struct RealDisk;
 
 impl Disk for RealDisk {
     type File = OwnedFd;
+    type Ring = Uring;
 
     fn mkdir(&self, path: &Path) -> Sys<()> {
         fs::mkdir(path, Mode::from_raw_mode(0o777))
@@ -95,8 +139,13 @@ impl Disk for RealDisk {
         fs::open(path, flags, Mode::from_raw_mode(0o666))
     }
 
-    fn open_read(&self, path: &Path) -> Sys<OwnedFd> {
-        fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
+    fn open_read(&self, path: &Path, direct: bool) -> Sys<OwnedFd> {
+        let direct = if direct { OFlags::DIRECT } else { OFlags::empty() };
+        fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | direct, Mode::empty())
+    }
+
+    fn ring(&self, depth: u32) -> Sys<Uring> {
+        Uring::new(depth)
     }
 
     fn pwrite(&self, file: &OwnedFd, bytes: &[u8], offset: u64) -> Sys<usize> {
@@ -121,6 +170,19 @@ impl Disk for RealDisk {
 
     fn will_need(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<()> {
         fs::fadvise(file, offset, std::num::NonZeroU64::new(bytes), fs::Advice::WillNeed)
+    }
+
+    fn dont_need(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<()> {
+        fs::fadvise(file, offset, std::num::NonZeroU64::new(bytes), fs::Advice::DontNeed)
+    }
+
+    fn is_cached(&self, file: &OwnedFd, offset: u64) -> Sys<bool> {
+        let mut byte = [0];
+        match rustix::io::preadv2(file, &mut [std::io::IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT) {
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN) => Ok(false),
+            Err(errno) => Err(errno),
+        }
     }
 
     fn fstat(&self, file: &OwnedFd) -> Sys<Stat> {

@@ -18,6 +18,7 @@
 //! # Ok::<(), shardfast_store::Error>(())
 //! ```
 
+use std::any::Any;
 use std::sync::Arc;
 
 #[cfg(feature = "testing")]
@@ -29,8 +30,12 @@ pub mod memory;
 mod name;
 #[cfg(feature = "testing")]
 pub mod simdisk;
+pub mod uring;
+mod write;
 
 pub use error::{Error, Kind, Result};
+pub use local::Devices;
+pub use write::{Buffer, Next, Write, Writes};
 
 /// Named bytes below one URL.
 ///
@@ -91,6 +96,15 @@ pub trait Store: Send + Sync {
     /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is how things stand.
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
+    /// Makes the writes that `writes` gives until there are no more, as many at a time and in whatever way the storage
+    /// likes best, into objects of this store. Buffers are dropped as soon as they are written.
+    ///
+    /// # Errors
+    /// The first failure; no write is taken after it, and none is in flight any more.
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        write::by_threads(WRITE_THREADS, writes)
+    }
+
     /// Makes the names of finished objects durable, up to and including the way to the store's root. One call for many
     /// objects is cheaper than many calls.
     fn sync(&self, names: &[&str]) -> Result<()>;
@@ -109,6 +123,9 @@ pub trait Store: Send + Sync {
     /// leave any part of it. That it is absent already is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 }
+
+/// Writes in flight where nothing better is known: enough to keep a disk's queue busy.
+const WRITE_THREADS: usize = 4;
 
 impl dyn Store + '_ {
     /// The whole of the small object `name`.
@@ -132,7 +149,7 @@ impl dyn Store + '_ {
 }
 
 /// An object in the making; see the [contract](Store#contract).
-pub trait ObjectWriter: Send + Sync {
+pub trait ObjectWriter: Any + Send + Sync {
     /// What `write_at` asks of the address, the offset and the length of its bytes: each is a multiple of this power of
     /// two, at most 4096. 1 where the backend does not care.
     fn alignment(&self) -> usize;
@@ -155,7 +172,12 @@ pub trait ObjectReader: Send + Sync {
     /// Its length when it was opened.
     fn bytes(&self) -> u64;
 
-    /// Fills `buf` from `offset`, or fails. Any order, any thread.
+    /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once; whether there is
+    /// any use in that, so that few threads suffice to read.
+    fn prefetch(&self, offset: u64, bytes: u64) -> bool;
+
+    /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage
+    /// may be able to fill it without a copy.
     ///
     /// # Errors
     /// [`Kind::Corrupt`] if the object ends before the range does.
@@ -173,7 +195,7 @@ pub struct Entry {
     pub bytes: u64,
 }
 
-type OpenUrl = fn(&str) -> Result<Arc<dyn Store>>;
+type OpenUrl = fn(&str, &Arc<Devices>) -> Result<Arc<dyn Store>>;
 
 /// The backends: the scheme of their URLs and how to open one. A new backend is one file and one line here.
 const SCHEMES: &[(&str, OpenUrl)] = &[("file", local::open_url), ("memory", memory::open_url)];
@@ -186,6 +208,14 @@ const SCHEMES: &[(&str, OpenUrl)] = &[("file", local::open_url), ("memory", memo
 /// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL or a path through something that
 /// is no directory.
 pub fn open(url: &str) -> Result<Arc<dyn Store>> {
+    open_on(url, &Arc::default())
+}
+
+/// [`open`] with what is already known about the machine's storage.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let fail = |kind, message| Err(Error::new(kind, "open", url, message));
     let is_scheme = |s: &str| {
         s.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -194,7 +224,7 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     let known = |s: &str| SCHEMES.iter().find(|(scheme, _)| scheme.eq_ignore_ascii_case(s));
     match url.split_once(':') {
         Some((scheme, rest)) if is_scheme(scheme) && rest.starts_with("//") => match known(scheme) {
-            Some((_, open_url)) => open_url(url),
+            Some((_, open_url)) => open_url(url, devices),
             None => {
                 let offered: Vec<_> = SCHEMES.iter().map(|(scheme, _)| format!("{scheme}://")).collect();
                 let offered = offered.join(", ");
@@ -204,6 +234,6 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
         Some((scheme, _)) if known(scheme).is_some() => {
             fail(Kind::Invalid, format!("expected \"//\" after \"{scheme}:\""))
         }
-        _ => local::open_path(url),
+        _ => local::open_path(url, devices),
     }
 }

@@ -5,8 +5,10 @@
 //! 1. *Create.* The file is opened at its final name with `O_CREAT | O_EXCL`; directories that are missing on the way
 //!    are made first. `fallocate` gives it its length and its blocks, so that a full disk is found before the first
 //!    byte is written and parallel writes never extend the file.
-//! 2. *Write.* `pwrite` at any offset from any thread, with `O_DIRECT` where a probe file in the store's own directory
-//!    shows that the file system takes it, through the page cache otherwise. Short writes and `EINTR` are continued.
+//! 2. *Write.* With `O_DIRECT` where a probe file in the store's own directory shows that the file system takes it, and
+//!    a measurement for large objects that it is not clearly slower; through the page cache otherwise. Many writes are
+//!    kept in flight by one thread through `io_uring` where the kernel offers it, by several threads with `pwrite`
+//!    where it does not (seccomp) and for the page cache. Short writes and `EINTR` are continued.
 //! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable.
 //! 4. *Sync.* A name is durable when every directory from its own up to the root has been `fsync`ed, and so has the
 //!    root's own way down from `/`. Every sync covers the whole way, whoever made the directories: their maker, on this
@@ -26,45 +28,55 @@
 //!
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
+mod devices;
+mod flights;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+pub use devices::Devices;
+
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
 use crate::error::too_short;
-use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
+use crate::write::{Writes, by_threads};
+use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
 
-/// From this length on a read is announced to the kernel as a whole. Its own read-ahead guesses from the order in which
+/// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead guesses from the order in which
 /// it sees requests, and several ranges of one file read at a time make it guess wrong.
 const PREFETCH_BYTES_MIN: usize = 128 * 1024;
+
+/// From this length on a write through the page cache is sent on its way to the device at once.
+const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 
 /// A block for the probe write.
 #[repr(align(4096))]
 struct Page([u8; ALIGNMENT]);
 
 /// Opens `file:///path`.
-pub(crate) fn open_url(url: &str) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let invalid = |message| Error::new(Kind::Invalid, "open", url, message);
     let (_, location) = url.split_once("://").unwrap_or_default();
     let path = location.strip_prefix("localhost").unwrap_or(location);
     if !path.starts_with('/') {
         return Err(invalid("expected file:///absolute/path"));
     }
-    open_path(&percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?)
+    open_path(&percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?, devices)
 }
 
 /// Opens a plain path, absolute or relative to the current directory of this moment.
-pub(crate) fn open_path(path: &str) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_path(path: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", path, message);
     if path.is_empty() || path.contains('\0') {
         return Err(invalid("expected a path or a URL".into()));
     }
     let root = std::path::absolute(path).map_err(|e| invalid(e.to_string()))?;
     // Without a slash at the end.
-    Ok(Arc::new(LocalStore::on(RealDisk, root.components().collect())?))
+    let store = LocalStore::on(RealDisk, root.components().collect())?;
+    Ok(Arc::new(LocalStore { devices: Arc::clone(devices), ..store }))
 }
 
 fn percent_decoded(path: &str) -> Option<String> {
@@ -87,7 +99,8 @@ pub struct LocalStore<D: Disk = RealDisk> {
     disk: Arc<D>,
     root: PathBuf,
     url: String,
-    /// Whether files are written with `O_DIRECT`; found out before the first one is created.
+    devices: Arc<Devices>,
+    /// Whether the file system takes `O_DIRECT`; found out before the first file is created.
     direct: OnceLock<bool>,
     above: Mutex<Above>,
 }
@@ -122,7 +135,8 @@ impl<D: Disk> LocalStore<D> {
                 Err(errno) => return Err(of_errno("open", place, errno)),
             }
         }
-        Ok(Self { disk: Arc::new(disk), root, url, direct: OnceLock::new(), above: Mutex::default() })
+        let (devices, direct, above) = (Arc::default(), OnceLock::new(), Mutex::default());
+        Ok(Self { disk: Arc::new(disk), root, url, devices, direct, above })
     }
 
     fn path(&self, op: &'static str, name: &str) -> Result<PathBuf> {
@@ -154,8 +168,21 @@ impl<D: Disk> LocalStore<D> {
         Ok(())
     }
 
-    /// Whether files in `dir` are to be written with `O_DIRECT`; the first call makes `dir` and tries it there.
-    fn direct(&self, dir: &Path) -> Result<bool> {
+    /// Whether a file of `bytes` bytes in `dir` is to be written with `O_DIRECT`.
+    fn writes_direct(&self, dir: &Path, bytes: u64) -> Result<bool> {
+        if !self.takes_direct(dir)? {
+            return Ok(false);
+        }
+        if bytes < devices::WORTH_BYTES {
+            return Ok(true);
+        }
+        self.make_dirs(dir)?;
+        let device = self.call("create", dir, |disk| disk.stat(dir))?.identity.0;
+        Ok(!self.devices.writes_buffered(device, || devices::writes_faster_buffered(&*self.disk, dir)))
+    }
+
+    /// Whether files in `dir` can be written with `O_DIRECT`; the first call makes `dir` and tries it there.
+    fn takes_direct(&self, dir: &Path) -> Result<bool> {
         if let Some(&direct) = self.direct.get() {
             return Ok(direct);
         }
@@ -298,7 +325,7 @@ impl<D: Disk> Store for LocalStore<D> {
         if i64::try_from(bytes).is_err() {
             return Err(failed(Kind::Exhausted, "create", &path, format!("no file can hold {bytes} bytes")));
         }
-        let direct = self.direct(path.parent().unwrap_or(&self.root))?;
+        let direct = self.writes_direct(path.parent().unwrap_or(&self.root), bytes)?;
         let object = self.create_file(path, bytes, direct)?;
         if bytes > 0 {
             match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
@@ -311,12 +338,17 @@ impl<D: Disk> Store for LocalStore<D> {
 
     fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
         let path = self.path("open", name)?;
-        let file = self.call("open", &path, |disk| disk.open_read(&path))?;
+        let file = self.call("open", &path, |disk| disk.open_read(&path, false))?;
         let stat = self.call("open", &path, |disk| disk.fstat(&file))?;
         if stat.kind != FileKind::File {
             return Err(failed(Kind::NotFound, "open", &path, "expected a file, found something else"));
         }
-        Ok(Box::new(LocalReader { disk: self.disk.clone(), file, path, bytes: stat.bytes }))
+        let (device, bytes) = (stat.identity.0, stat.bytes);
+        let direct = bytes >= devices::WORTH_BYTES
+            && self.devices.reads_direct(device, || devices::reads_faster_direct(&*self.disk, &path, bytes));
+        // Only a faster way: what cannot be opened so is read through the page cache.
+        let direct = if direct { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
+        Ok(Box::new(LocalReader { disk: self.disk.clone(), file, direct, path, bytes }))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -333,6 +365,17 @@ impl<D: Disk> Store for LocalStore<D> {
         self.claim(&file, &target)?;
         let dir = target.parent().unwrap_or(&self.root);
         uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        // Through the page cache a ring is slower than threads: its workers wait for each other at the file's lock.
+        match self.direct.get() {
+            Some(true) => match self.disk.ring(flights::DEPTH) {
+                Ok(ring) => flights::write_all::<D>(ring, writes),
+                Err(_) => by_threads(WRITE_THREADS, writes),
+            },
+            _ => by_threads(WRITE_THREADS, writes),
+        }
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
@@ -435,6 +478,10 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
             stalled = whole == 0;
             done += whole;
         }
+        if self.alignment == 1 && bytes.len() >= WRITE_BACK_BYTES_MIN {
+            // The device begins now what it would otherwise do all at once at the end, and the page cache stays free.
+            let _ = self.disk.dont_need(&self.file, offset, bytes.len() as u64);
+        }
         Ok(())
     }
 
@@ -459,6 +506,8 @@ impl<D: Disk> Drop for LocalWriter<D> {
 struct LocalReader<D: Disk> {
     disk: Arc<D>,
     file: D::File,
+    /// The same file past the page cache, where that is the faster way for what is not in it.
+    direct: Option<D::File>,
     path: PathBuf,
     bytes: u64,
 }
@@ -468,15 +517,46 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         self.bytes
     }
 
+    fn prefetch(&self, offset: u64, bytes: u64) -> bool {
+        // Only a hint: a file system that has no use for it says so and is read all the same.
+        self.direct.is_none() && self.disk.will_need(&self.file, offset, bytes).is_ok()
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let short = |found| too_short(self.path.to_string_lossy(), found, offset, buf.len());
         if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
-            return Err(short(self.bytes));
+            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
         }
-        if buf.len() >= PREFETCH_BYTES_MIN {
-            // Only a hint: a file system that has no use for it says so and is read all the same.
-            let _ = self.disk.will_need(&self.file, offset, buf.len() as u64);
+        let mut done = 0;
+        if buf.len() >= PREFETCH_BYTES_MIN && !self.disk.is_cached(&self.file, offset).unwrap_or(true) {
+            let units = buf.len() - buf.len() % ALIGNMENT;
+            let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+            match &self.direct {
+                Some(direct) if is_aligned => done = self.fill_units(direct, offset, &mut buf[..units])?,
+                _ => _ = self.prefetch(offset, buf.len() as u64),
+            }
         }
+        self.fill(offset + done as u64, &mut buf[done..])
+    }
+}
+
+impl<D: Disk> LocalReader<D> {
+    /// Reads whole units past the page cache as far as that goes; how many bytes.
+    fn fill_units(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<usize> {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            match uninterrupted(|| self.disk.pread(direct, &mut buf[done..], at)) {
+                Ok(read) if read < ALIGNMENT => break,
+                Ok(read) => done += read - read % ALIGNMENT,
+                // Some file systems take the flag and refuse the read.
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => break,
+                Err(errno) => return Err(of_errno("read", &self.path, errno)),
+            }
+        }
+        Ok(done)
+    }
+
+    fn fill(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let mut done = 0;
         while done < buf.len() {
             let at = offset + done as u64;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
-use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
+use crate::{Devices, Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
 /// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
@@ -37,7 +37,7 @@ struct MemoryStore {
 }
 
 /// Opens `memory://bucket/path`.
-pub(crate) fn open_url(url: &str) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: &str, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let (_, location) = url.split_once("://").unwrap_or_default();
     let location = location.trim_end_matches('/');
     name::check("open", url, location)?;
@@ -199,6 +199,10 @@ struct MemoryReader {
 impl ObjectReader for MemoryReader {
     fn bytes(&self) -> u64 {
         self.contents.len() as u64
+    }
+
+    fn prefetch(&self, _offset: u64, _bytes: u64) -> bool {
+        true
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

@@ -20,7 +20,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::disk::{Disk, Errno, FileKind, Stat, Sys};
+use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
 
 const SECTOR: usize = 512;
 const DIRECT_ALIGNMENT: usize = 4096;
@@ -56,6 +56,7 @@ pub struct Call {
 }
 
 /// An open file of a [`SimDisk`].
+#[derive(Clone)]
 pub struct SimFile {
     inode: usize,
     path: PathBuf,
@@ -343,8 +344,35 @@ impl State {
     }
 }
 
+/// Writes in flight to a [`SimDisk`]: each is made when it is waited for, in an order of its own.
+pub struct SimRing {
+    disk: SimDisk,
+    depth: usize,
+    flights: Vec<(SimFile, Flight)>,
+    chance: Chance,
+}
+
+impl Ring for SimRing {
+    type File = SimFile;
+
+    fn submit(&mut self, file: &SimFile, flight: Flight) -> Sys<()> {
+        if self.flights.len() == self.depth {
+            return Err(Errno::BUSY);
+        }
+        self.flights.push((file.clone(), flight));
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
+        let (file, flight) = self.flights.swap_remove(self.chance.below(self.flights.len()));
+        let written = self.disk.pwrite(&file, &flight.buffer.bytes()[flight.range.clone()], flight.offset);
+        Ok((flight, written))
+    }
+}
+
 impl Disk for SimDisk {
     type File = SimFile;
+    type Ring = SimRing;
 
     fn mkdir(&self, path: &Path) -> Sys<()> {
         self.call("mkdir", path, Some(()), |state, _| state.add(path, Inode::Dir(Dir::default())).map(drop))
@@ -358,9 +386,16 @@ impl Disk for SimDisk {
         })
     }
 
-    fn open_read(&self, path: &Path) -> Sys<SimFile> {
+    fn open_read(&self, path: &Path, direct: bool) -> Sys<SimFile> {
         self.call("open_read", path, None, |state, _| {
-            Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct: false })
+            Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct })
+        })
+    }
+
+    fn ring(&self, depth: u32) -> Sys<SimRing> {
+        self.call("ring", Path::new(""), None, |state, _| {
+            let chance = Chance::new(state.calls.len() as u64);
+            Ok(SimRing { disk: self.clone(), depth: depth as usize, flights: Vec::new(), chance })
         })
     }
 
@@ -423,6 +458,14 @@ impl Disk for SimDisk {
 
     fn will_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
         self.call("will_need", &file.path, Some(()), |_, _| Ok(()))
+    }
+
+    fn dont_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
+        self.call("dont_need", &file.path, Some(()), |_, _| Ok(()))
+    }
+
+    fn is_cached(&self, file: &SimFile, _offset: u64) -> Sys<bool> {
+        self.call("is_cached", &file.path, None, |_, _| Ok(false))
     }
 
     fn fstat(&self, file: &SimFile) -> Sys<Stat> {
@@ -519,7 +562,7 @@ mod tests {
     }
 
     fn contents(disk: &SimDisk, name: &str) -> Sys<Vec<u8>> {
-        let file = disk.open_read(path(name))?;
+        let file = disk.open_read(path(name), false)?;
         let mut buf = vec![0; disk.fstat(&file)?.bytes as usize];
         assert_eq!(disk.pread(&file, &mut buf, 0)?, buf.len());
         Ok(buf)

@@ -657,7 +657,8 @@ impl Provider for Broken {
 
 #[test]
 fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
-    let engines: Vec<_> = shardfast_coord::local(2).into_iter().map(|coord| Engine::new(coord, 1 << 24)).collect();
+    let engines: Vec<_> =
+        shardfast_coord::local(2).into_iter().map(|coord| Engine::new(coord, 1 << 24).unwrap()).collect();
     let begun = Instant::now();
     let outcomes: Vec<_> = thread::scope(|threads| {
         let saves = engines.iter().enumerate().map(|(rank, engine)| {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use shardfast_coord::{Coord, Decide};
 use shardfast_engine::{Engine, Error, Kind, Result, checkpoint};
 use shardfast_store::Store;
-use shardfast_store::disk::{Disk, Errno, FileKind, Stat, Sys};
+use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::{Fault, SimDisk};
 
@@ -115,9 +115,24 @@ impl Hooked {
 
 struct HookedFile(<SimDisk as Disk>::File, PathBuf);
 
+struct HookedRing(<SimDisk as Disk>::Ring);
+
+impl Ring for HookedRing {
+    type File = HookedFile;
+
+    fn submit(&mut self, file: &HookedFile, flight: Flight) -> Sys<()> {
+        self.0.submit(&file.0, flight)
+    }
+
+    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
+        self.0.wait()
+    }
+}
+
 #[rustfmt::skip]
 impl Disk for Hooked {
     type File = HookedFile;
+    type Ring = HookedRing;
 
     fn fdatasync(&self, file: &HookedFile) -> Sys<()> {
         (self.hook)("fdatasync", &file.1).unwrap_or_else(|| self.disk.fdatasync(&file.0))
@@ -131,9 +146,12 @@ impl Disk for Hooked {
     fn create_new(&self, path: &Path, direct: bool) -> Sys<HookedFile> {
         Ok(HookedFile(self.disk.create_new(path, direct)?, path.to_owned()))
     }
-    fn open_read(&self, path: &Path) -> Sys<HookedFile> {
-        Ok(HookedFile(self.disk.open_read(path)?, path.to_owned()))
+    fn open_read(&self, path: &Path, direct: bool) -> Sys<HookedFile> {
+        Ok(HookedFile(self.disk.open_read(path, direct)?, path.to_owned()))
     }
+    fn ring(&self, depth: u32) -> Sys<HookedRing> { self.disk.ring(depth).map(HookedRing) }
+    fn dont_need(&self, file: &HookedFile, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&file.0, at, bytes) }
+    fn is_cached(&self, file: &HookedFile, at: u64) -> Sys<bool> { self.disk.is_cached(&file.0, at) }
     fn pwrite(&self, file: &HookedFile, bytes: &[u8], at: u64) -> Sys<usize> { self.disk.pwrite(&file.0, bytes, at) }
     fn pread(&self, file: &HookedFile, buf: &mut [u8], at: u64) -> Sys<usize> { self.disk.pread(&file.0, buf, at) }
     fn fallocate(&self, file: &HookedFile, bytes: u64) -> Sys<()> { self.disk.fallocate(&file.0, bytes) }
@@ -293,7 +311,10 @@ fn a_rank_that_loses_rank_0_in_the_commit_promises_only_what_is_durable() {
         let (release, released) = channel::<()>();
         let mut coords = shardfast_coord::local(2);
         let cut = Severed { coord: coords.remove(1), when: Mutex::new(severed) };
-        let engines = vec![Engine::new(coords.remove(0), 0), Engine::new(Arc::new(cut), 0)];
+        let engines = vec![
+            Engine::new(coords.remove(0), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap(),
+            Engine::new(Arc::new(cut), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap(),
+        ];
         let job = Job { engines, layout: Layout::rows(2) };
 
         let gate = Mutex::new((sever, released));

@@ -47,7 +47,7 @@ impl Saved {
                 }
             }
         }
-        let engine = Engine::new(shardfast_coord::solo(), 0);
+        let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
         let manifest = checkpoint::open(&engine, &url, LONG).unwrap().manifest().clone();
         let saved = Saved { url, store, truth, objects, manifest, engine };
         let sound = saved.load();

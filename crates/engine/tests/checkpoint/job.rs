@@ -315,7 +315,13 @@ impl Job {
     /// With the least staging memory that there can be.
     pub(crate) fn new(layout: Layout) -> Job {
         let coords = shardfast_coord::local(layout.world());
-        Job { engines: coords.into_iter().map(|coord| Engine::new(coord, 0)).collect(), layout }
+        Job {
+            engines: coords
+                .into_iter()
+                .map(|coord| Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap())
+                .collect(),
+            layout,
+        }
     }
 
     /// Saves on all ranks.

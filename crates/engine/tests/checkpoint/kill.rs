@@ -47,7 +47,7 @@ fn rank() {
         }
         Some((_, address)) => grpc::join(address, 1, 2, TOKEN, LONG).unwrap(),
     };
-    let engine = Engine::new(coord, 0);
+    let engine = Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let mut lines = io::stdin().lines();
     while let Some(Ok(step)) = lines.next() {
         let step: u64 = step.parse().unwrap();

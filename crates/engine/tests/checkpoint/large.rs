@@ -111,6 +111,10 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
+    fn prefetch(&self, _: u64, _: u64) -> bool {
+        true
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
         buf.fill(0);
         let end = offset + buf.len() as u64;
@@ -182,7 +186,7 @@ fn offsets_beyond_32_bits() {
     let shape = [SPARSE_ROWS, SPARSE_ROW_BYTES / 4];
     assert!(Sparse.bytes() > u64::from(u32::MAX) + (16 << 20));
     let store: Arc<dyn Store> = Arc::new(Zeroless::default());
-    let engine = Engine::new(shardfast_coord::solo(), 0);
+    let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let state = state("w", DType::F32, &shape, Arc::new(Sparse));
     save_to(&engine, Ok(Arc::clone(&store)), destination("sparse"), state, LONG).committed(None).unwrap();
 
@@ -231,7 +235,7 @@ impl Provider for Counted {
 #[test]
 fn a_slow_store_holds_the_copy_back() {
     let store = Arc::new(Zeroless::default());
-    let engine = Engine::new(shardfast_coord::solo(), 0);
+    let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let slots = engine.staging_bytes() / staging::SLOT_BYTES as u64;
     let counted = Arc::new(Counted::default());
     let state = state("w", DType::U8, &[40 << 20], Arc::clone(&counted) as Arc<dyn Provider>);
@@ -248,5 +252,5 @@ fn a_slow_store_holds_the_copy_back() {
     assert_eq!(asked(), slots);
     store.stall(false);
     pending.committed(None).unwrap();
-    assert_eq!(asked(), 10);
+    assert_eq!(asked(), 40);
 }

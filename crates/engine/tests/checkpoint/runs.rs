@@ -91,7 +91,10 @@ fn an_older_one_is_taken_only_on_the_users_word() {
 #[test]
 fn ranks_find_the_same_one_or_hear_why_not() {
     let url = run("ranks", &[1, 2, 3]);
-    let engines: Vec<Arc<Engine>> = shardfast_coord::local(2).into_iter().map(|coord| Engine::new(coord, 0)).collect();
+    let engines: Vec<Arc<Engine>> = shardfast_coord::local(2)
+        .into_iter()
+        .map(|coord| Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap())
+        .collect();
     let ask = |older: [bool; 2]| {
         let ask =
             |rank: usize| runs::newest(&engines[rank], &url, None, older[rank], LONG).map(|found| found.unwrap().step);

@@ -114,7 +114,7 @@ pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) ->
                 let state = State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false };
                 let user = BTreeMap::from([("note".to_owned(), "a test".to_owned())]);
                 let destination = Destination { url: url.to_owned(), step, user };
-                save(&Engine::new(coord, 32 << 20), destination, state, DEADLINE).committed(None).unwrap();
+                save(&Engine::new(coord, 32 << 20).unwrap(), destination, state, DEADLINE).committed(None).unwrap();
             });
         }
     });
@@ -127,7 +127,7 @@ pub(crate) fn opened(url: &str) -> Checkpoint {
 
 /// Opened by an engine of that staging budget.
 pub(crate) fn opened_within(url: &str, staging_bytes: u64) -> Checkpoint {
-    open(&Engine::new(shardfast_coord::solo(), staging_bytes), url, DEADLINE).unwrap()
+    open(&Engine::new(shardfast_coord::solo(), staging_bytes).unwrap(), url, DEADLINE).unwrap()
 }
 
 /// Two ranks with a bit of everything: rows and columns split between them, replicas, an alias, values for all and for

@@ -172,7 +172,13 @@ fn the_smallest_staging_budget_is_enough_for_a_tensor_that_is_larger() {
         vec![w.held("model", "w", &Region::of_flat_run(&w.shape, run.start, run.end))]
     });
     let url = save_ranks("memory://export-budget", None, ranks.collect());
-    let exported = export(&opened_within(&url, 0), dir.path().to_str().unwrap(), "model", 1 << 20).unwrap();
+    let exported = export(
+        &opened_within(&url, shardfast_engine::staging::STAGING_BYTES_MIN),
+        dir.path().to_str().unwrap(),
+        "model",
+        1 << 20,
+    )
+    .unwrap();
     assert_same(&read_back(dir.path(), &exported)["w"], &w);
 }
 

@@ -24,6 +24,10 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
+    fn prefetch(&self, offset: u64, bytes: u64) -> bool {
+        self.object.prefetch(offset, bytes)
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         match &self.bytes {
             Some(bad) if offset < bad.end && bad.start < offset + buf.len() as u64 => Err(shardfast_store::Error::new(

@@ -17,7 +17,7 @@ use crate::checkpoints::*;
 use crate::stores::Faulty;
 
 fn report(dir: &Path) -> VerifyReport {
-    verify(&Engine::new(shardfast_coord::solo(), 16 << 20), dir.to_str().unwrap(), &|_, _| ()).unwrap()
+    verify(&Engine::new(shardfast_coord::solo(), 16 << 20).unwrap(), dir.to_str().unwrap(), &|_, _| ()).unwrap()
 }
 
 fn saved(ranks: Vec<Vec<Held>>) -> (tempfile::TempDir, PathBuf) {

@@ -1,0 +1,211 @@
+//! Writes in flight through `io_uring`: one thread keeps a disk's queue full, from buffers and into files that the
+//! kernel knows already.
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use io_uring::squeue::Entry;
+use io_uring::{IoUring, Probe, opcode, types};
+
+use crate::disk::{Errno, Flight, Ring, Sys};
+
+/// Buffers and files that a ring registers; what has a higher number is used all the same, at a little more cost.
+const BUFFERS_MAX: u32 = 1024;
+const FILES_MAX: u32 = 64;
+
+/// An `io_uring` of one thread.
+pub struct Uring {
+    ring: IoUring,
+    /// Whether numbered buffers can be registered: not beyond `RLIMIT_MEMLOCK`.
+    registers_buffers: bool,
+    registered_buffers: Vec<bool>,
+    registers_files: bool,
+    registered_files: HashMap<RawFd, u32>,
+    /// Those in flight, by the number that stands in their request.
+    flights: Vec<Option<Flight>>,
+}
+
+impl Uring {
+    /// A ring for `depth` writes in flight.
+    ///
+    /// # Errors
+    /// What the kernel says where it refuses: `ENOSYS` or `EPERM` under a seccomp filter or `kernel.io_uring_disabled`,
+    /// `ENOMEM`; `EOPNOTSUPP` for one that cannot write.
+    pub(crate) fn new(depth: u32) -> Sys<Uring> {
+        // Completions are worked off when this thread asks for them, where the kernel (6.1) offers that.
+        let ring = IoUring::builder()
+            .dontfork()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .build(depth)
+            .or_else(|_| IoUring::builder().dontfork().build(depth))
+            .map_err(errno)?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe).map_err(errno)?;
+        if !probe.is_supported(opcode::Write::CODE) || !probe.is_supported(opcode::WriteFixed::CODE) {
+            return Err(Errno::OPNOTSUPP);
+        }
+        Ok(Uring {
+            registers_buffers: ring.submitter().register_buffers_sparse(BUFFERS_MAX).is_ok(),
+            registered_buffers: vec![false; BUFFERS_MAX as usize],
+            registers_files: ring.submitter().register_files_sparse(FILES_MAX).is_ok(),
+            registered_files: HashMap::new(),
+            flights: (0..depth).map(|_| None).collect(),
+            ring,
+        })
+    }
+
+    /// The number under which the ring knows the flight's buffer.
+    #[allow(unsafe_code)]
+    fn buffer(&mut self, flight: &Flight) -> Option<u16> {
+        let number = flight.buffer.number().filter(|&number| number < BUFFERS_MAX && self.registers_buffers)?;
+        if !self.registered_buffers[number as usize] {
+            let bytes = flight.buffer.bytes();
+            let range = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
+            // SAFETY: the range is allocated now, and the kernel keeps its pages from now on; by `Buffer`'s contract it
+            // is the range of every later buffer of this number.
+            let registered = unsafe { self.ring.submitter().register_buffers_update(number, &[range], None) };
+            self.registers_buffers = registered.is_ok();
+            self.registered_buffers[number as usize] = self.registers_buffers;
+        }
+        self.registers_buffers.then_some(number as u16)
+    }
+
+    /// The number under which the ring knows the file.
+    fn file(&mut self, fd: RawFd) -> Option<u32> {
+        if let Some(&number) = self.registered_files.get(&fd) {
+            return Some(number);
+        }
+        let number = self.registered_files.len() as u32;
+        if !self.registers_files || number == FILES_MAX {
+            return None;
+        }
+        let registered = self.ring.submitter().register_files_update(number, &[fd]).is_ok_and(|count| count == 1);
+        self.registers_files = registered;
+        registered.then(|| *self.registered_files.entry(fd).or_insert(number))
+    }
+
+    fn entry(&mut self, fd: RawFd, flight: &Flight) -> Entry {
+        let bytes = &flight.buffer.bytes()[flight.range.clone()];
+        let (address, length) = (bytes.as_ptr(), bytes.len() as u32);
+        macro_rules! to {
+            ($file:expr) => {
+                match self.buffer(flight) {
+                    Some(number) => {
+                        opcode::WriteFixed::new($file, address, length, number).offset(flight.offset).build()
+                    }
+                    None => opcode::Write::new($file, address, length).offset(flight.offset).build(),
+                }
+            };
+        }
+        match self.file(fd) {
+            Some(number) => to!(types::Fixed(number)),
+            None => to!(types::Fd(fd)),
+        }
+    }
+}
+
+impl Ring for Uring {
+    type File = OwnedFd;
+
+    #[allow(unsafe_code)]
+    fn submit(&mut self, file: &OwnedFd, flight: Flight) -> Sys<()> {
+        let place = self.flights.iter().position(Option::is_none).ok_or(Errno::BUSY)?;
+        let entry = self.entry(file.as_raw_fd(), &flight).user_data(place as u64);
+        // SAFETY: the buffer is kept in `flights` until the kernel has answered (see `Drop`), and by `Buffer`'s
+        // contract its range stays as it is; the file is open, and the kernel holds it from the submission below on.
+        unsafe { self.ring.submission().push(&entry) }.map_err(|_| Errno::BUSY)?;
+        self.flights[place] = Some(flight);
+        loop {
+            match self.ring.submit().map_err(errno) {
+                Err(Errno::INTR | Errno::AGAIN | Errno::BUSY) => {}
+                submitted => return submitted.map(drop),
+            }
+        }
+    }
+
+    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
+        loop {
+            if let Some(done) = self.ring.completion().next() {
+                let flight = self.flights[done.user_data() as usize].take().ok_or(Errno::IO)?;
+                let result = done.result();
+                return Ok((
+                    flight,
+                    if result < 0 { Err(Errno::from_raw_os_error(-result)) } else { Ok(result as usize) },
+                ));
+            }
+            match self.ring.submit_and_wait(1).map_err(errno) {
+                Ok(_) | Err(Errno::INTR | Errno::AGAIN | Errno::BUSY) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+impl Drop for Uring {
+    /// The kernel takes a ring apart some time later, and would keep the files, deleted ones and their space too, until
+    /// then. What is still in flight was given up by a failure of the ring itself or a panic: the kernel may read its
+    /// memory until it is done, and nobody will learn when, so the memory is never given back.
+    fn drop(&mut self) {
+        if !self.registered_files.is_empty() {
+            let _ = self.ring.submitter().unregister_files();
+        }
+        for flight in self.flights.drain(..) {
+            std::mem::forget(flight);
+        }
+    }
+}
+
+fn errno(error: std::io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::write::Buffer;
+
+    struct Page(Box<[u8]>, u32);
+
+    // SAFETY: a box's contents stay where they are, and nothing writes them; every test numbers each page once.
+    #[allow(unsafe_code)]
+    unsafe impl Buffer for Page {
+        fn bytes(&self) -> &[u8] {
+            &self.0
+        }
+
+        fn number(&self) -> Option<u32> {
+            Some(self.1)
+        }
+    }
+
+    #[test]
+    fn writes_land_where_they_should_and_errors_come_back_with_their_buffers() {
+        let Ok(mut ring) = Uring::new(4) else {
+            eprintln!("skipped: this kernel offers no io_uring");
+            return;
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let file: OwnedFd = std::fs::File::create_new(dir.path().join("f")).unwrap().into();
+        let read_only: OwnedFd = std::fs::File::open(dir.path().join("f")).unwrap().into();
+        // Numbers below and beyond what a ring registers.
+        let numbers = [0, 7, BUFFERS_MAX - 1, BUFFERS_MAX];
+        for (i, &number) in numbers.iter().enumerate() {
+            let buffer = Box::new(Page(vec![i as u8 + 1; 100].into(), number));
+            ring.submit(&file, Flight { buffer, range: 10..60, offset: i as u64 * 50, write: i }).unwrap();
+        }
+        let buffer = Box::new(Page(vec![0; 1].into(), BUFFERS_MAX + 1));
+        assert_eq!(ring.submit(&file, Flight { buffer, range: 0..1, offset: 0, write: 9 }), Err(Errno::BUSY));
+        for _ in numbers {
+            let (flight, written) = ring.wait().unwrap();
+            assert_eq!(written, Ok(50));
+            assert_eq!(flight.buffer.bytes()[0] as usize, flight.write + 1);
+        }
+        let expected: Vec<u8> = (1..=4).flat_map(|i| [i; 50]).collect();
+        assert_eq!(std::fs::read(dir.path().join("f")).unwrap(), expected);
+        let buffer = Box::new(Page(vec![0; 10].into(), BUFFERS_MAX + 1));
+        ring.submit(&read_only, Flight { buffer, range: 0..10, offset: 0, write: 3 }).unwrap();
+        let (flight, written) = ring.wait().unwrap();
+        assert_eq!((flight.write, written), (3, Err(Errno::BADF)));
+    }
+}

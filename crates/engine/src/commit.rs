@@ -22,11 +22,12 @@ use shardfast_format::{
     COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder,
     Region, SaveInfo, hugging_face_index, manifest_name, sha256,
 };
+use shardfast_plan::ObjectWrite;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
 use crate::error::{Error, Kind, Result};
-use crate::planning::{Orders, RootOrders};
+use crate::planning::{Orders, PlannedAll, ValueOrders};
 use crate::save::Destination;
 
 /// Longer than any `COMMIT` of this format.
@@ -75,13 +76,14 @@ pub(crate) fn agree(
     store: &dyn Store,
     destination: &Destination,
     orders: &Orders,
+    values: &ValueOrders,
     receipt: Result<Receipt>,
 ) -> std::result::Result<(), Failed> {
     let world = operation.engine.world();
     let mut published = false;
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let root = orders.root.as_ref().ok_or_else(|| Error::internal("only rank 0 can commit"))?;
-        let manifest = assemble(root, info(destination, &orders.attempt, world), &receipts)?;
+        let all = orders.all.as_ref().ok_or_else(|| Error::internal("only rank 0 can commit"))?;
+        let manifest = assemble(all, &values.all, info(destination, &orders.attempt, world), &receipts)?;
         let manifest_bytes = manifest.encode();
         let commit = prepare(store, &manifest, &manifest_bytes, &orders.attempt)?;
         published = true;
@@ -174,7 +176,7 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 }
 
 /// Steps 1 and 2: the manifest of what all ranks wrote.
-fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<Manifest> {
+fn assemble(all: &PlannedAll, stored: &[ObjectWrite], info: SaveInfo, receipts: &[Receipt]) -> Result<Manifest> {
     let mut builder = ManifestBuilder::new(info);
     let mut regions: BTreeMap<&LeafName, Vec<(Region, Extent)>> = BTreeMap::new();
     let mut values: BTreeMap<(u32, u32), Extent> = BTreeMap::new();
@@ -188,7 +190,7 @@ fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<M
         };
         let files: Vec<u32> = receipt.files.iter().map(|file| builder.file(entry(file))).collect();
         for written in &receipt.written {
-            let leaf = root.all.catalogs[rank].leaves.get(written.leaf as usize).ok_or_else(|| unknown("a leaf"))?;
+            let leaf = all.catalogs[rank].leaves.get(written.leaf as usize).ok_or_else(|| unknown("a leaf"))?;
             let file = *files.get(written.file as usize).ok_or_else(|| unknown("a file"))?;
             let extent = Extent { file, offset: written.offset, bytes: written.bytes };
             match &leaf.body {
@@ -197,14 +199,14 @@ fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<M
                     regions.entry(&leaf.name).or_default().push((region.clone(), extent));
                 }
                 LeafBody::Object { .. } => {
-                    let merged = root.all.plan.merged[rank][written.leaf as usize];
+                    let merged = all.plan.merged[rank][written.leaf as usize];
                     values.insert((merged, rank as u32), extent);
                 }
                 LeafBody::Alias { .. } => return Err(unknown("an alias's bytes")),
             }
         }
     }
-    for (merged, leaf) in root.all.plan.leaves.iter().enumerate() {
+    for (merged, leaf) in all.plan.leaves.iter().enumerate() {
         match &leaf.body {
             LeafBody::Tensor { dtype, shape, .. } => {
                 let mut regions = regions.remove(&leaf.name).unwrap_or_default();
@@ -214,8 +216,8 @@ fn assemble(root: &RootOrders, info: SaveInfo, receipts: &[Receipt]) -> Result<M
             }
             LeafBody::Object { .. } => {
                 let mut extents = Vec::new();
-                let first = root.values.partition_point(|value| (value.leaf as usize) < merged);
-                for value in root.values[first..].iter().take_while(|value| value.leaf as usize == merged) {
+                let first = stored.partition_point(|value| (value.leaf as usize) < merged);
+                for value in stored[first..].iter().take_while(|value| value.leaf as usize == merged) {
                     let extent = values.remove(&(value.leaf, value.writer)).ok_or_else(|| {
                         Error::internal(format!("rank {} did not write its value of {}", value.writer, leaf.name))
                     })?;

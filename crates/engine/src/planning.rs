@@ -1,7 +1,8 @@
 //! Who writes what: agreed once, then remembered as long as every rank holds what it held.
 //!
 //! A rank opens with the fingerprint of its catalog. While rank 0 remembers a plan for exactly these fingerprints of
-//! all ranks, 32 bytes a rank are all that travels; otherwise catalogs are sent, and rank 0 plans anew.
+//! all ranks, 32 bytes a rank are all that travels; otherwise catalogs are sent, and rank 0 plans anew. Values are
+//! compared apart from that, by their digests, while tensors are being written already: encoding them takes its time.
 
 use std::sync::{Arc, PoisonError};
 
@@ -35,17 +36,16 @@ pub(crate) struct Orders {
     pub(crate) attempt: String,
     /// The parts to write, of the rank's catalog.
     pub(crate) writes: Arc<Vec<PartRef>>,
-    /// The encoded values to write, as indices of the rank's catalog.
-    pub(crate) values: Vec<u32>,
-    /// What rank 0 needs for the manifest.
-    pub(crate) root: Option<RootOrders>,
+    /// On rank 0.
+    pub(crate) all: Option<Arc<PlannedAll>>,
 }
 
-/// Rank 0's view of the whole save.
-pub(crate) struct RootOrders {
-    pub(crate) all: Arc<PlannedAll>,
-    /// For each value that is stored: its leaf in the merged order, who holds it, who writes it.
-    pub(crate) values: Vec<ObjectWrite>,
+/// Which values one rank has to write.
+pub(crate) struct ValueOrders {
+    /// As indices of the rank's catalog.
+    pub(crate) mine: Vec<u32>,
+    /// On rank 0, for each value that is stored: its leaf in the merged order, who holds it, who writes it.
+    pub(crate) all: Vec<ObjectWrite>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -55,8 +55,6 @@ struct Opening {
     known: Option<[u8; 32]>,
     /// When this rank remembers no plan for its catalog, or was asked.
     catalog: Option<Catalog>,
-    /// SHA-256 of each encoded value, in the catalog's order.
-    digests: Vec<[u8; 32]>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -68,59 +66,76 @@ enum Answer {
         id: [u8; 32],
         /// `None`: as this rank remembers them.
         writes: Option<Vec<PartRef>>,
-        values: Vec<u32>,
     },
 }
 
-/// Agrees with all ranks on who writes what. `digests` are the SHA-256 of the encoded values in the catalog's order;
-/// `admit` is rank 0's last word before anything is planned.
+/// Agrees with all ranks on who writes which parts. `ready` is whether this rank can save at all, `admit` rank 0's last
+/// word before anything is planned.
 ///
 /// # Errors
 /// The same on every rank: what any of them brought, what `admit` said, or how their catalogs contradict each other.
 pub(crate) fn agree(
     operation: &Operation,
     catalog: &Catalog,
-    digests: Result<Vec<[u8; 32]>>,
+    ready: Result<()>,
     admit: impl Fn() -> Result<()>,
 ) -> Result<Orders> {
     let lock = || operation.engine.planned.lock().unwrap_or_else(PoisonError::into_inner);
     let remembered = lock().clone();
     let fingerprint = catalog.fingerprint();
     let mut all = remembered.as_ref().and_then(|planned| planned.all.clone());
-    let mut root_values = Vec::new();
-    let mut digests = Some(digests);
     for (stage, send) in [("open", remembered.is_none()), ("plan", true)] {
-        let opening = digests.take().unwrap_or(Ok(Vec::new())).map(|digests| Opening {
+        let opening = ready.clone().map(|()| Opening {
             fingerprint,
             known: remembered.as_ref().map(|planned| planned.id),
             catalog: send.then(|| catalog.clone()),
-            digests,
         });
-        let kept = opening.as_ref().map(|opening| opening.digests.clone()).map_err(Error::clone);
         let answer = operation.agree(stage, opening, |openings| {
             admit()?;
             let Some(planned) = plan(all.take(), &openings)? else {
                 return Ok(openings.iter().map(|_| Answer::Replan).collect());
             };
-            root_values = values(&planned, &openings)?;
-            let answers = answers(&planned, &root_values, openings)?;
+            let answers = answers(&planned, openings)?;
             all = Some(planned);
             Ok(answers)
         })?;
-        let Answer::Go { attempt, id, writes, values } = answer else {
-            digests = Some(kept);
-            continue;
-        };
+        let Answer::Go { attempt, id, writes } = answer else { continue };
         let writes = match (writes, remembered) {
             (Some(writes), _) => Arc::new(writes),
             (None, Some(planned)) if planned.id == id => planned.writes,
             _ => return Err(Error::internal("rank 0 refers to a plan that this rank does not remember")),
         };
         *lock() = Some(Planned { id, writes: Arc::clone(&writes), all: all.clone() });
-        let root = all.map(|all| RootOrders { all, values: root_values });
-        return Ok(Orders { attempt, writes, values, root });
+        return Ok(Orders { attempt, writes, all });
     }
     Err(Error::internal("rank 0 asked twice for the same catalogs"))
+}
+
+/// Agrees with all ranks on who writes which values. `digests` are the SHA-256 of this rank's encoded values in the
+/// catalog's order.
+///
+/// # Errors
+/// The same on every rank: what any of them brought.
+pub(crate) fn agree_values(
+    operation: &Operation,
+    orders: &Orders,
+    digests: Result<Vec<[u8; 32]>>,
+) -> Result<ValueOrders> {
+    let mut writes = Vec::new();
+    let mine = operation.agree("values", digests, |digests: Vec<Vec<[u8; 32]>>| {
+        let all = orders.all.as_ref().ok_or_else(|| Error::internal("only rank 0 can compare values"))?;
+        writes = values(all, &digests)?;
+        let mut to_write = vec![std::collections::HashSet::new(); digests.len()];
+        for value in &writes {
+            to_write[value.writer as usize].insert(value.leaf);
+        }
+        let answers = all.catalogs.iter().enumerate().map(|(rank, catalog)| {
+            let is_mine = |&leaf: &u32| to_write[rank].contains(&all.plan.merged[rank][leaf as usize]);
+            objects(catalog).filter(is_mine).collect::<Vec<u32>>()
+        });
+        Ok(answers.collect())
+    })?;
+    Ok(ValueOrders { mine, all: writes })
 }
 
 /// The plan for these catalogs: the remembered one, or a new one; `None` when it must see catalogs first.
@@ -143,39 +158,31 @@ fn plan(remembered: Option<Arc<PlannedAll>>, openings: &[Opening]) -> Result<Opt
     Ok(Some(Arc::new(PlannedAll { id, catalogs, plan })))
 }
 
-fn values(all: &PlannedAll, openings: &[Opening]) -> Result<Vec<ObjectWrite>> {
-    let mut digests = Vec::with_capacity(openings.len());
-    for (rank, (opening, catalog)) in openings.iter().zip(&all.catalogs).enumerate() {
+fn values(all: &PlannedAll, found: &[Vec<[u8; 32]>]) -> Result<Vec<ObjectWrite>> {
+    let mut digests = Vec::with_capacity(found.len());
+    for (rank, (found, catalog)) in found.iter().zip(&all.catalogs).enumerate() {
         let objects: Vec<_> = objects(catalog).collect();
-        if objects.len() != opening.digests.len() {
+        if objects.len() != found.len() {
             return Err(Error::internal(format!(
                 "rank {rank}: expected the digests of {} values, found {}",
                 objects.len(),
-                opening.digests.len()
+                found.len()
             )));
         }
         let merged = objects.iter().map(|&leaf| all.plan.merged[rank][leaf as usize]);
-        digests.push(merged.zip(opening.digests.iter().copied()).collect());
+        digests.push(merged.zip(found.iter().copied()).collect());
     }
     Ok(shardfast_plan::objects(&all.plan, &digests)?)
 }
 
-fn answers(all: &PlannedAll, values: &[ObjectWrite], openings: Vec<Opening>) -> Result<Vec<Answer>> {
+fn answers(all: &PlannedAll, openings: Vec<Opening>) -> Result<Vec<Answer>> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).map_err(|error| Error::internal(format!("no random number for a name: {error}")))?;
     let attempt = format!("{:016x}", u64::from_le_bytes(bytes));
-    let mut to_write = vec![std::collections::HashSet::new(); openings.len()];
-    for value in values {
-        to_write[value.writer as usize].insert(value.leaf);
-    }
-    let answers = openings.into_iter().enumerate().map(|(rank, opening)| {
-        let mine = objects(&all.catalogs[rank]);
-        Answer::Go {
-            attempt: attempt.clone(),
-            id: all.id,
-            writes: (opening.known != Some(all.id)).then(|| all.plan.writes[rank].clone()),
-            values: mine.filter(|&leaf| to_write[rank].contains(&all.plan.merged[rank][leaf as usize])).collect(),
-        }
+    let answers = openings.into_iter().zip(&all.plan.writes).map(|(opening, writes)| Answer::Go {
+        attempt: attempt.clone(),
+        id: all.id,
+        writes: (opening.known != Some(all.id)).then(|| writes.clone()),
     });
     Ok(answers.collect())
 }

@@ -3,8 +3,8 @@
 //! ```text
 //! agree on a plan → bind providers to files → fill, write, make durable → commit
 //! ```
-//! Ranks first agree who writes what, then each writes its own files without a word to the others, and the commit
-//! publishes all of them or none.
+//! Ranks first agree who writes what, then each writes its own files, and the commit publishes all of them or none.
+//! Tensors flow first: values are encoded meanwhile, compared between ranks, and follow in files of their own.
 
 use std::collections::{BTreeMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +16,7 @@ use shardfast_store::Store;
 use smallvec::smallvec;
 
 use crate::agree::{Engine, Operation};
-use crate::commit::{self, Receipt, Written, WrittenFile};
+use crate::commit::{self, Receipt, Written};
 use crate::error::{Error, Result};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders};
@@ -89,27 +89,35 @@ fn run(
     state: State,
     progress: &Progress,
 ) -> Result<()> {
-    let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check()).and_then(|()| state.digests());
+    let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
     let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
     let orders = planning::agree(operation, &state.catalog, ready, admit)?;
     let store = store?;
     progress.mark("planned");
 
-    let (jobs, written) = bind(operation, &orders, &state).map_or_else(|e| (Vec::new(), Err(e)), |(j, w)| (j, Ok(w)));
-    let receipt = written.and_then(|written| {
-        // A defect here must fail the save on every rank, not leave the others waiting for this one.
-        let files = catch_unwind(AssertUnwindSafe(|| write(operation, &*store, &jobs, progress)))
-            .unwrap_or_else(|panic| Err(panicked(&*panic)))?;
-        if state.is_vouched_for {
-            progress.vouched(operation.deadline())?;
-        }
-        Ok(Receipt { files, written })
+    let (values, mut written) = std::thread::scope(|scope| {
+        let values = scope.spawn(|| planning::agree_values(operation, &orders, state.digests()));
+        let parts = orders.writes.iter().map(|write| (write.leaf, write.part)).collect();
+        let written = Batch::bind(operation, &orders, &state, parts, &[]).write(operation, &*store, progress);
+        (values.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
     });
+    // Whatever became of the tensors here: the other ranks know no more of this save either.
+    let values = values.inspect_err(|_| written.discard(&*store))?;
+    let mine = values.mine.iter().map(|&leaf| (leaf, 0)).collect();
+    let batch = Batch::bind(operation, &orders, &state, mine, &written.paths);
+    written.extend(batch.write(operation, &*store, &Progress::unheard()));
+    if state.is_vouched_for {
+        written.fail_unless(progress.vouched(operation.deadline()));
+    }
     progress.mark("durable");
 
-    commit::agree(operation, &*store, destination, &orders, receipt).map_err(|failed| {
+    let Writing { receipt, paths } = written;
+    if let Ok(receipt) = &receipt {
+        progress.wrote(receipt.files.len() as u64, receipt.files.iter().map(|file| file.bytes).sum());
+    }
+    commit::agree(operation, &*store, destination, &orders, &values, receipt).map_err(|failed| {
         if failed.nothing_published {
-            discard(&*store, &jobs);
+            discard(&*store, &paths);
         }
         failed.error
     })?;
@@ -117,34 +125,108 @@ fn run(
     Ok(())
 }
 
-/// Lays out the files that this rank writes, one for each key of the state, and says where each part will lie.
-fn bind(operation: &Operation, orders: &Orders, state: &State) -> Result<(Vec<FileJob>, Vec<Written>)> {
-    let rank = operation.engine.rank();
-    let leaves = &state.catalog.leaves;
-    let parts = orders.writes.iter().map(|write| (write.leaf, write.part));
-    let values = orders.values.iter().map(|&leaf| (leaf, 0));
-    let mut by_key: BTreeMap<&str, Vec<(u32, u32)>> = BTreeMap::new();
-    for (leaf, part) in parts.chain(values) {
-        by_key.entry(&leaves[leaf as usize].name.key).or_default().push((leaf, part));
+/// Files of this rank that are written together.
+struct Batch {
+    jobs: Result<Vec<FileJob>>,
+    written: Vec<Written>,
+}
+
+impl Batch {
+    /// Lays out the files for these parts and values, one for each key of the state, and says where each will lie.
+    /// `earlier` are this rank's files before these.
+    fn bind(
+        operation: &Operation,
+        orders: &Orders,
+        state: &State,
+        parts: Vec<(u32, u32)>,
+        earlier: &[String],
+    ) -> Batch {
+        let mut written = Vec::with_capacity(parts.len());
+        let jobs = bind(operation, orders, state, parts, earlier, &mut written);
+        Batch { jobs, written }
     }
 
-    let (mut jobs, mut written) = (Vec::new(), Vec::new());
+    /// Writes the files and makes them durable, contents first, then names.
+    fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress) -> Writing {
+        let paths = self.jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
+        let receipt = self.jobs.and_then(|jobs| {
+            // A defect here must fail the save on every rank, not leave the others waiting for this one.
+            let files = catch_unwind(AssertUnwindSafe(|| {
+                let files = writer::run(store, &jobs, &operation.engine.staging, progress)?;
+                let names: Vec<&str> = paths.iter().map(String::as_str).collect();
+                store.sync(&names)?;
+                Ok(files)
+            }));
+            Ok(Receipt { files: files.unwrap_or_else(|panic| Err(panicked(&*panic)))?, written: self.written })
+        });
+        Writing { receipt, paths }
+    }
+}
+
+/// What became of one or more batches.
+struct Writing {
+    receipt: Result<Receipt>,
+    /// Files that may be there.
+    paths: Vec<String>,
+}
+
+impl Writing {
+    fn extend(&mut self, other: Writing) {
+        self.paths.extend(other.paths);
+        match (&mut self.receipt, other.receipt) {
+            (Ok(receipt), Ok(more)) => {
+                receipt.files.extend(more.files);
+                receipt.written.extend(more.written);
+            }
+            (Ok(_), Err(error)) => self.receipt = Err(error),
+            (Err(_), _) => {}
+        }
+    }
+
+    fn fail_unless(&mut self, kept: Result<()>) {
+        if let (Ok(_), Err(error)) = (&self.receipt, kept) {
+            self.receipt = Err(error);
+        }
+    }
+
+    fn discard(&self, store: &dyn Store) {
+        discard(store, &self.paths);
+    }
+}
+
+fn bind(
+    operation: &Operation,
+    orders: &Orders,
+    state: &State,
+    parts: Vec<(u32, u32)>,
+    earlier: &[String],
+    written: &mut Vec<Written>,
+) -> Result<Vec<FileJob>> {
+    let rank = operation.engine.rank();
+    let leaves = &state.catalog.leaves;
+    let mut by_key: BTreeMap<&str, Vec<(u32, u32)>> = BTreeMap::new();
+    for (leaf, part) in parts {
+        by_key.entry(&leaves[leaf as usize].name.key).or_default().push((leaf, part));
+    }
+    let mut jobs: Vec<FileJob> = Vec::new();
     for (key, mut parts) in by_key {
-        // The widest elements first, so that each tensor is aligned to its element; values of any length last.
+        // The widest elements first, so that each tensor is aligned to its element.
         parts.sort_by_key(|&(leaf, part)| (std::cmp::Reverse(item_bytes(&leaves[leaf as usize])), leaf, part));
-        for (index, parts) in without_namesakes(rank, state, parts).into_iter().enumerate() {
+        let index =
+            earlier.iter().filter(|path| path.strip_prefix(key).is_some_and(|rest| rest.starts_with('/'))).count();
+        for (index, parts) in (index as u32..).zip(without_namesakes(rank, state, parts)) {
             let (parts, entries): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
             let layout = FileLayout::new(&entries, &BTreeMap::new())?;
             let provider = |&(leaf, part): &(u32, u32)| &state.providers[leaf as usize][part as usize];
+            let file = (earlier.len() + jobs.len()) as u32;
             for (of, &offset) in parts.iter().zip(&layout.offsets) {
-                let (leaf, part) = *of;
-                written.push(Written { leaf, part, file: jobs.len() as u32, offset, bytes: provider(of).bytes() });
+                written.push(Written { leaf: of.0, part: of.1, file, offset, bytes: provider(of).bytes() });
             }
-            let path = data_file(key, &orders.attempt, rank, index as u32)?;
+            let path = data_file(key, &orders.attempt, rank, index)?;
             jobs.push(FileJob { path, layout, providers: parts.iter().map(|of| Arc::clone(provider(of))).collect() });
         }
     }
-    Ok((jobs, written))
+    Ok(jobs)
 }
 
 /// Parts and values with their entries, spread over as few files as it takes that no file has two entries of one name:
@@ -184,20 +266,11 @@ fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
     }
 }
 
-/// Writes the files and makes them durable, contents first, then names.
-fn write(operation: &Operation, store: &dyn Store, jobs: &[FileJob], progress: &Progress) -> Result<Vec<WrittenFile>> {
-    let files = writer::run(store, jobs, &operation.engine.staging, progress)?;
-    let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
-    store.sync(&names)?;
-    progress.wrote(files.len() as u64, files.iter().map(|file| file.bytes).sum());
-    Ok(files)
-}
-
 /// Gives the space of a failed attempt back. Its names are this attempt's alone, so nothing else can be hit; what
 /// cannot be deleted now is an orphan like that of a crash.
-fn discard(store: &dyn Store, jobs: &[FileJob]) {
-    for job in jobs {
-        let _ = store.delete(&job.path);
+fn discard(store: &dyn Store, paths: &[String]) {
+    for path in paths {
+        let _ = store.delete(path);
     }
 }
 

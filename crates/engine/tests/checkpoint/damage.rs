@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardfast_engine::{Checkpoint, Engine, Error, Kind, checkpoint};
+use shardfast_engine::{Checkpoint, Engine, Error, Kind, ValueRef, checkpoint};
 use shardfast_format::{BLOCK_BYTES, COMMIT, DType, Extent, LeafName, Manifest, Region};
 use shardfast_store::Store;
 
@@ -97,7 +97,7 @@ impl Saved {
         }
     }
 
-    /// Loads everything, or only what one file has of tensors. What reaches the tensors' memory is what was saved or
+    /// Loads everything, or only what one file has. What reaches the tensors' memory is what was saved or
     /// nothing at all.
     fn load_from(&self, checkpoint: &Checkpoint, file: Option<usize>) -> Verdict {
         let mut written = BTreeSet::new();
@@ -108,7 +108,11 @@ impl Saved {
         });
         let (mut places, extents): (Vec<Place>, Vec<(u32, u64)>) = places.unzip();
         let (wants, values) = wants(checkpoint.manifest(), &mut places);
-        let values = if file.is_none() { values } else { Vec::new() };
+        let is_in_file = |value: &ValueRef| {
+            let (_, extent) = checkpoint.manifest().values(value.leaf).nth(value.value).unwrap();
+            file.is_none_or(|file| file == extent.file as usize)
+        };
+        let values: Vec<ValueRef> = values.into_iter().filter(is_in_file).collect();
         let loaded = checkpoint.load(&wants, &values, LONG);
         for (place, extent) in places.iter().zip(extents) {
             let (elements, expected) = (place.block.elements(), self.truth.elements(place));

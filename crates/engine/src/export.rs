@@ -239,6 +239,7 @@ fn job(source: &Arc<Checkpoint>, path: String, shard: &[Tensor]) -> Result<FileJ
         path,
         layout: FileLayout::new(&entries, &BTreeMap::new())?,
         providers: shard.iter().map(provider).collect(),
+        names: shard.iter().map(|tensor| tensor.name.clone()).collect(),
     })
 }
 

@@ -27,6 +27,8 @@ pub(crate) struct FileJob {
     pub(crate) layout: FileLayout,
     /// The entries' bytes, in the layout's order.
     pub(crate) providers: Vec<Arc<dyn Provider>>,
+    /// What messages call them.
+    pub(crate) names: Vec<String>,
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
@@ -228,7 +230,8 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
         let to = end.min(start + provider.bytes());
         if from < to {
             let (at, position) = (from - start, (from - chunk.offset) as usize);
-            provider.fill(at, &mut slot[position..position + (to - from) as usize], &mut fences)?;
+            let out = &mut slot[position..position + (to - from) as usize];
+            provider.fill(at, out, &mut fences).map_err(|error| error.within(&file.job.names[entry]))?;
         }
     }
     fences.wait()?;

@@ -9,7 +9,7 @@ use shardfast_engine::{Destination, Engine, Fences, Provider, Result, State, dif
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
 const BUDGET_BYTES: u64 = 16 << 20;
-const TENSOR_BYTES: u64 = 128 << 20;
+const TENSOR_BYTES: u64 = 160 << 20;
 /// The two buffers of a comparison, threads, headers, the manifest.
 const BESIDES_BYTES: u64 = 32 << 20;
 

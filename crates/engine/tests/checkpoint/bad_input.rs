@@ -473,7 +473,7 @@ fn a_source_that_fails_fails_the_save_on_every_rank() {
     let states = [failing, state(other)];
     let begin = |(engine, state)| save(engine, destination(dir.path().to_str().unwrap()), state, LONG);
     let error = alike(outcomes(job.engines.iter().zip(states).map(begin).collect())).unwrap_err();
-    assert_eq!(error, Error::new(Kind::Unavailable, "rank 0: the device is lost"));
+    assert_eq!(error, Error::new(Kind::Unavailable, "rank 0: model/w: the device is lost"));
 }
 
 /// A want that does not fit on one rank is told to all before a byte is read anywhere.

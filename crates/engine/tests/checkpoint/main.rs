@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod block;
+mod capture;
 mod crash;
 mod damage;
 mod job;

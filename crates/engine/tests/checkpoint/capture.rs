@@ -1,0 +1,235 @@
+//! What a save copies when, and that it commits nothing that nobody vouches for.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use shardfast_engine::{Engine, Error, Fence, Fences, Kind, Provider, Result, State, checkpoint, save};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+
+use crate::job::{Job, LONG, alike, destination, outcomes};
+use crate::layout::Layout;
+
+const SHORT: Duration = Duration::from_millis(200);
+
+/// A gate that providers wait at.
+#[derive(Default)]
+struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    fn open(&self) {
+        *self.0.lock().unwrap() = true;
+        self.1.notify_all();
+    }
+
+    fn pass(&self) {
+        drop(self.1.wait_while(self.0.lock().unwrap(), |is_open| !*is_open).unwrap());
+    }
+}
+
+/// A tensor that is copied when its gate is open, if it has one.
+struct Gated {
+    bytes: u64,
+    is_urgent: bool,
+    gate: Option<Arc<Gate>>,
+    order: Arc<Mutex<Vec<bool>>>,
+}
+
+impl Provider for Gated {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn fill(&self, _at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+        self.gate.iter().for_each(|gate| gate.pass());
+        self.order.lock().unwrap().push(self.is_urgent);
+        out.fill(7);
+        Ok(())
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.is_urgent
+    }
+}
+
+fn leaf(name: &str, body: LeafBody) -> Leaf {
+    Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+}
+
+fn tensor(name: &str, bytes: u64) -> Leaf {
+    let shape = [bytes];
+    leaf(name, LeafBody::Tensor { dtype: DType::U8, shape: shape[..].into(), parts: vec![Region::whole(&shape)] })
+}
+
+fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>, is_vouched_for: bool) -> State {
+    let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
+    State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for }
+}
+
+#[test]
+fn what_may_change_at_any_time_is_copied_first_and_waited_for_alone() {
+    let (gate, order) = (Arc::new(Gate::default()), Arc::default());
+    let patient = Gated { bytes: 9 << 20, is_urgent: false, gate: Some(Arc::clone(&gate)), order: Arc::clone(&order) };
+    let urgent = Gated { bytes: 3 << 20, is_urgent: true, gate: None, order: Arc::clone(&order) };
+    let leaves: Vec<(Leaf, Arc<dyn Provider>)> =
+        vec![(tensor("a", patient.bytes), Arc::new(patient)), (tensor("b", urgent.bytes), Arc::new(urgent))];
+    let dir = tempfile::tempdir().unwrap();
+    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, false), LONG);
+    pending.captured(None).unwrap();
+    assert_eq!(pending.staged(Some(SHORT)).unwrap_err().kind, Kind::Unavailable);
+    assert!(order.lock().unwrap().iter().all(|&is_urgent| is_urgent), "something else went first");
+    gate.open();
+    pending.committed(None).unwrap();
+    let order = order.lock().unwrap();
+    let urgent = order.iter().filter(|is_urgent| **is_urgent).count();
+    assert!(urgent >= 3 && order[..urgent].iter().all(|is_urgent| *is_urgent), "{order:?}");
+}
+
+/// A value that is encoded when its gate is open.
+struct Late(Arc<Gate>);
+
+impl Provider for Late {
+    fn bytes(&self) -> u64 {
+        self.0.pass();
+        1
+    }
+
+    fn fill(&self, _at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+        out.fill(0xf6); // null
+        Ok(())
+    }
+}
+
+#[test]
+fn encoding_a_value_holds_up_no_tensor() {
+    let gate = Arc::new(Gate::default());
+    let tensor = (tensor("t", 5 << 20), Arc::new(vec![3u8; 5 << 20]) as Arc<dyn Provider>);
+    let value = (leaf("v", LeafBody::Object { per_rank: false }), Arc::new(Late(Arc::clone(&gate))) as _);
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().to_str().unwrap();
+    let pending = save(&Engine::solo(), destination(url), state(vec![tensor, value], false), LONG);
+    pending.staged(None).unwrap();
+    assert!(!pending.done());
+    gate.open();
+    pending.committed(None).unwrap();
+    let files = checkpoint::open(&Engine::solo(), url, LONG).unwrap().manifest().files().len();
+    assert_eq!(files, 2, "the value has a file of its own");
+}
+
+#[test]
+fn a_save_commits_only_when_it_is_vouched_for() {
+    let job = Job::new(Layout::replicas(2));
+    let dir = tempfile::tempdir().unwrap();
+    let begin = |step: u32, deadline: Duration| {
+        let url = dir.path().join(step.to_string());
+        let leaves = || vec![(tensor("t", 100), Arc::new(vec![step as u8; 100]) as Arc<dyn Provider>)];
+        let begin = |engine| save(engine, destination(url.to_str().unwrap()), state(leaves(), true), deadline);
+        (job.engines.iter().map(begin).collect::<Vec<_>>(), url)
+    };
+    // Not before, and then at once.
+    let (pendings, _) = begin(1, LONG);
+    pendings[0].vouch(Ok(()));
+    assert_eq!(pendings[0].committed(Some(SHORT)).unwrap_err().kind, Kind::Unavailable);
+    pendings[1].vouch(Ok(()));
+    assert_eq!(alike(outcomes(pendings)), Ok(vec![(), ()]));
+
+    // One that saw a change fails it for all, and nothing stays. The first word counts.
+    let (pendings, url) = begin(2, LONG);
+    pendings[0].vouch(Ok(()));
+    pendings[1].vouch(Err(Error::new(Kind::Invalid, "model/t was written while it was being captured")));
+    pendings[1].vouch(Ok(()));
+    let error = alike(outcomes(pendings)).unwrap_err();
+    assert_eq!(error, Error::new(Kind::Invalid, "rank 1: model/t was written while it was being captured"));
+    assert_eq!(files_below(&url), 0);
+
+    // Nobody says anything.
+    let (pendings, url) = begin(3, SHORT * 3);
+    pendings[0].vouch(Ok(()));
+    let error = alike(outcomes(pendings)).unwrap_err();
+    assert_eq!(error.kind, Kind::Unavailable, "{error}");
+    assert!(!url.join("COMMIT").exists());
+}
+
+fn files_below(dir: &std::path::Path) -> usize {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.map(|path| if path.is_dir() { files_below(&path) } else { 1 }).sum()
+}
+
+/// A device that copies on a thread of its own, some time later.
+#[derive(Default)]
+struct Device {
+    under_way: Arc<AtomicU64>,
+    is_lost: AtomicBool,
+    waits: AtomicU64,
+}
+
+/// Memory of a [`Device`].
+struct Remote {
+    device: Arc<Device>,
+    fence: Arc<dyn Fence>,
+    contents: Vec<u8>,
+}
+
+impl Provider for Remote {
+    fn bytes(&self) -> u64 {
+        self.contents.len() as u64
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        // A thread may not outlive `out`: it is handed over as an address, as a device would get it.
+        let (to, from) = (out.as_mut_ptr() as usize, self.contents[at as usize..at as usize + out.len()].to_vec());
+        let under_way = Arc::clone(&self.device.under_way);
+        under_way.fetch_add(1, Ordering::SeqCst);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            // SAFETY: the engine gives `out` to nobody before it has waited for the fence.
+            #[allow(unsafe_code)]
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len());
+            }
+            under_way.fetch_sub(1, Ordering::SeqCst);
+        });
+        fences.add(&self.fence);
+        Ok(())
+    }
+}
+
+impl Fence for Device {
+    fn wait(&self) -> Result<()> {
+        while self.under_way.load(Ordering::SeqCst) > 0 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.waits.fetch_add(1, Ordering::SeqCst);
+        if self.is_lost.load(Ordering::SeqCst) {
+            return Err(Error::new(Kind::Unavailable, "the device is lost"));
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn what_a_device_copies_is_waited_for_once_per_slot() {
+    let device = Arc::new(Device::default());
+    let fence: Arc<dyn Fence> = Arc::clone(&device) as _;
+    let contents: Vec<Vec<u8>> = (0..20).map(|i| (0..1000u32).map(|j| (i * 37 + j) as u8).collect()).collect();
+    let leaves = || {
+        let remote = |contents: &Vec<u8>| -> Arc<dyn Provider> {
+            Arc::new(Remote { device: Arc::clone(&device), fence: Arc::clone(&fence), contents: contents.clone() })
+        };
+        contents.iter().enumerate().map(|(i, c)| (tensor(&format!("t{i:02}"), 1000), remote(c))).collect::<Vec<_>>()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let url = |step: u32| dir.path().join(step.to_string()).to_str().unwrap().to_owned();
+    let engine = Engine::solo();
+    save(&engine, destination(&url(1)), state(leaves(), false), LONG).committed(None).unwrap();
+    assert_eq!(device.waits.load(Ordering::SeqCst), 1, "twenty small tensors share a slot and a fence");
+    let opened = checkpoint::open(&engine, &url(1), LONG).unwrap();
+    let path = opened.manifest().files()[0].path.clone();
+    let file = std::fs::read(dir.path().join("1").join(path)).unwrap();
+    assert!(file.ends_with(&contents.concat()), "bytes were used before they had arrived");
+
+    device.is_lost.store(true, Ordering::SeqCst);
+    let error = save(&engine, destination(&url(2)), state(leaves(), false), LONG).committed(None).unwrap_err();
+    assert_eq!(error, Error::new(Kind::Unavailable, "the device is lost"));
+}

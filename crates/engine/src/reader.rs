@@ -43,7 +43,7 @@ pub(crate) struct Files {
 
 /// A data file whose header is that of the manifest.
 pub(crate) struct OpenFile {
-    object: Box<dyn ObjectReader>,
+    pub(crate) object: Box<dyn ObjectReader>,
     pub(crate) header: DataHeader,
 }
 

@@ -12,6 +12,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFl
 pub use rustix::io::Errno;
 use rustix::io::ReadWriteFlags;
 
+use crate::map::Mapping;
 use crate::uring::Uring;
 use crate::write::Buffer;
 
@@ -69,6 +70,8 @@ pub trait Disk: Send + Sync + 'static {
     fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
     /// Tells the kernel that a range will not be used soon: what is dirty of it begins to be written back.
     fn dont_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
+    /// Maps the first `bytes` bytes.
+    fn map(&self, file: &Self::File, bytes: u64) -> Sys<Mapping>;
     /// Whether the byte at `offset` can be read without waiting for the device.
     fn is_cached(&self, file: &Self::File, offset: u64) -> Sys<bool>;
     /// What an open file is.
@@ -174,6 +177,10 @@ impl Disk for RealDisk {
 
     fn dont_need(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<()> {
         fs::fadvise(file, offset, std::num::NonZeroU64::new(bytes), fs::Advice::DontNeed)
+    }
+
+    fn map(&self, file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
+        Mapping::new(file, bytes)
     }
 
     fn is_cached(&self, file: &OwnedFd, offset: u64) -> Sys<bool> {

@@ -26,6 +26,7 @@ pub mod conformance;
 pub mod disk;
 mod error;
 pub mod local;
+mod map;
 pub mod memory;
 mod name;
 #[cfg(feature = "testing")]
@@ -35,6 +36,7 @@ mod write;
 
 pub use error::{Error, Kind, Result};
 pub use local::Devices;
+pub use map::Mapping;
 pub use write::{Buffer, Next, Write, Writes};
 
 /// Named bytes below one URL.
@@ -171,6 +173,14 @@ pub trait ObjectWriter: Any + Send + Sync {
 pub trait ObjectReader: Send + Sync {
     /// Its length when it was opened.
     fn bytes(&self) -> u64;
+
+    /// The whole object mapped into memory, for looking at it.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] where the storage is no file system of this machine.
+    fn map(&self) -> Result<Mapping> {
+        Err(Error::new(Kind::Unsupported, "map", "", "this storage cannot be mapped into memory: load from it"))
+    }
 
     /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once; whether there is
     /// any use in that, so that few threads suffice to read.

@@ -40,7 +40,7 @@ pub use devices::Devices;
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
 use crate::error::too_short;
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
+use crate::{Entry, Error, Kind, Mapping, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -515,6 +515,15 @@ struct LocalReader<D: Disk> {
 impl<D: Disk> ObjectReader for LocalReader<D> {
     fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    fn map(&self) -> Result<Mapping> {
+        uninterrupted(|| self.disk.map(&self.file, self.bytes)).map_err(|errno| match errno {
+            Errno::NODEV => {
+                failed(Kind::Unsupported, "map", &self.path, "the file system cannot map files into memory")
+            }
+            errno => of_errno("map", &self.path, errno),
+        })
     }
 
     fn prefetch(&self, offset: u64, bytes: u64) -> bool {

@@ -20,6 +20,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::Mapping;
 use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
 
 const SECTOR: usize = 512;
@@ -462,6 +463,10 @@ impl Disk for SimDisk {
 
     fn dont_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
         self.call("dont_need", &file.path, Some(()), |_, _| Ok(()))
+    }
+
+    fn map(&self, _file: &SimFile, _bytes: u64) -> Sys<Mapping> {
+        Err(Errno::NODEV)
     }
 
     fn is_cached(&self, file: &SimFile, _offset: u64) -> Sys<bool> {

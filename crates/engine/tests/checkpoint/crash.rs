@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use shardfast_coord::{Coord, Decide};
 use shardfast_engine::{Engine, Error, Kind, Result, checkpoint};
-use shardfast_store::Store;
 use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::{Fault, SimDisk};
+use shardfast_store::{Mapping, Store};
 
 use crate::job::{Job, LONG, Truth, alike};
 use crate::layout::{Dice, Layout};
@@ -151,6 +151,7 @@ impl Disk for Hooked {
     }
     fn ring(&self, depth: u32) -> Sys<HookedRing> { self.disk.ring(depth).map(HookedRing) }
     fn dont_need(&self, file: &HookedFile, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&file.0, at, bytes) }
+    fn map(&self, file: &HookedFile, bytes: u64) -> Sys<Mapping> { self.disk.map(&file.0, bytes) }
     fn is_cached(&self, file: &HookedFile, at: u64) -> Sys<bool> { self.disk.is_cached(&file.0, at) }
     fn pwrite(&self, file: &HookedFile, bytes: &[u8], at: u64) -> Sys<usize> { self.disk.pwrite(&file.0, bytes, at) }
     fn pread(&self, file: &HookedFile, buf: &mut [u8], at: u64) -> Sys<usize> { self.disk.pread(&file.0, buf, at) }

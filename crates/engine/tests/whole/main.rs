@@ -4,5 +4,6 @@ mod checkpoints;
 mod diff;
 mod export;
 mod inspect;
+mod mapped;
 mod stores;
 mod verify;

@@ -2,6 +2,7 @@
 //!
 //! Start with [`save`](mod@save) and [`load`]; what makes a checkpoint exist is in [`commit`].
 
+mod ablation;
 mod agree;
 pub mod checkpoint;
 pub mod commit;

@@ -15,6 +15,7 @@ use shardfast_format::{Catalog, EntrySpec, FileLayout, Leaf, LeafBody, data_file
 use shardfast_store::Store;
 use smallvec::smallvec;
 
+use crate::ablation;
 use crate::agree::{Engine, Operation};
 use crate::commit::{self, Receipt, Written};
 use crate::error::{Error, Result};
@@ -104,6 +105,9 @@ fn run(
 
     let (values, mut written) = std::thread::scope(|scope| {
         let values = scope.spawn(|| planning::agree_values(operation, &orders, state.digests()));
+        while ablation::is_off("providers") && !values.is_finished() {
+            std::thread::yield_now();
+        }
         let parts = orders.writes.iter().map(|write| (write.leaf, write.part)).collect();
         let written = Batch::bind(operation, &orders, &state, parts, &[]).write(operation, &*store, progress);
         (values.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)

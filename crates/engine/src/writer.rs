@@ -13,6 +13,7 @@ use crossbeam_channel::{Receiver, TryRecvError};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
 use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
 
+use crate::ablation;
 use crate::commit::WrittenFile;
 use crate::error::{Error, Result};
 use crate::pending::Progress;
@@ -122,7 +123,8 @@ fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
             offset += bytes;
         }
     }
-    out.sort_by_key(|chunk| (!chunk.is_urgent, chunk.offset));
+    let in_turn = !ablation::is_off("parallel-files");
+    out.sort_by_key(|chunk| (!chunk.is_urgent, if in_turn { chunk.offset } else { 0 }));
     out
 }
 
@@ -209,7 +211,11 @@ impl<'a> Writes<'a> for Filled<'a> {
             if wait { self.receiver.recv().map_err(|_| TryRecvError::Disconnected) } else { self.receiver.try_recv() };
         match filled {
             Ok((chunk, mut slot)) if !self.run.failure.is_set() => {
-                let object = &*self.run.files[chunk.file].object;
+                let file = &self.run.files[chunk.file];
+                if ablation::is_off("checksum-overlap") {
+                    note_checksums(file, chunk, &slot);
+                }
+                let object = &*file.object;
                 let bytes = pad(object, &mut slot, chunk.bytes);
                 Next::Write(Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes })
             }
@@ -235,11 +241,17 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
         }
     }
     fences.wait()?;
-    let first_block = ((chunk.offset - layout.data_start) / BLOCK_BYTES) as usize;
+    if !ablation::is_off("checksum-overlap") {
+        note_checksums(file, chunk, slot);
+    }
+    Ok(())
+}
+
+fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot) {
+    let first_block = ((chunk.offset - file.job.layout.data_start) / BLOCK_BYTES) as usize;
     for (i, block) in slot[..chunk.bytes].chunks(BLOCK_BYTES as usize).enumerate() {
         file.crcs[first_block + i].store(crc64(block), Ordering::Relaxed);
     }
-    Ok(())
 }
 
 /// Pads the slot's first `bytes` bytes with zeros to what the store's writes must be aligned to; how many they are then.

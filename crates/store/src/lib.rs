@@ -21,6 +21,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+mod ablation;
 #[cfg(feature = "testing")]
 pub mod conformance;
 pub mod disk;

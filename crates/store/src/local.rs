@@ -33,6 +33,7 @@ mod flights;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use devices::Devices;
@@ -40,7 +41,7 @@ pub use devices::Devices;
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
 use crate::error::too_short;
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, Mapping, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
+use crate::{Entry, Error, Kind, Mapping, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
 
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -102,6 +103,8 @@ pub struct LocalStore<D: Disk = RealDisk> {
     devices: Arc<Devices>,
     /// Whether the file system takes `O_DIRECT`; found out before the first file is created.
     direct: OnceLock<bool>,
+    /// Whether large files are written through the page cache all the same; found out before the first one is created.
+    buffered: AtomicBool,
     above: Mutex<Above>,
 }
 
@@ -135,8 +138,8 @@ impl<D: Disk> LocalStore<D> {
                 Err(errno) => return Err(of_errno("open", place, errno)),
             }
         }
-        let (devices, direct, above) = (Arc::default(), OnceLock::new(), Mutex::default());
-        Ok(Self { disk: Arc::new(disk), root, url, devices, direct, above })
+        let (direct, buffered) = (OnceLock::new(), AtomicBool::new(false));
+        Ok(Self { disk: Arc::new(disk), root, url, devices: Arc::default(), direct, buffered, above: Mutex::default() })
     }
 
     fn path(&self, op: &'static str, name: &str) -> Result<PathBuf> {
@@ -170,7 +173,7 @@ impl<D: Disk> LocalStore<D> {
 
     /// Whether a file of `bytes` bytes in `dir` is to be written with `O_DIRECT`.
     fn writes_direct(&self, dir: &Path, bytes: u64) -> Result<bool> {
-        if !self.takes_direct(dir)? {
+        if ablation::is_off("direct") || !self.takes_direct(dir)? {
             return Ok(false);
         }
         if bytes < devices::WORTH_BYTES {
@@ -178,7 +181,9 @@ impl<D: Disk> LocalStore<D> {
         }
         self.make_dirs(dir)?;
         let device = self.call("create", dir, |disk| disk.stat(dir))?.identity.0;
-        Ok(!self.devices.writes_buffered(device, || devices::writes_faster_buffered(&*self.disk, dir)))
+        let buffered = self.devices.writes_buffered(device, || devices::writes_faster_buffered(&*self.disk, dir));
+        self.buffered.fetch_or(buffered, Ordering::Relaxed);
+        Ok(!buffered)
     }
 
     /// Whether files in `dir` can be written with `O_DIRECT`; the first call makes `dir` and tries it there.
@@ -370,10 +375,12 @@ impl<D: Disk> Store for LocalStore<D> {
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         // Through the page cache a ring is slower than threads: its workers wait for each other at the file's lock.
         match self.direct.get() {
-            Some(true) => match self.disk.ring(flights::DEPTH) {
-                Ok(ring) => flights::write_all::<D>(ring, writes),
-                Err(_) => by_threads(WRITE_THREADS, writes),
-            },
+            Some(true) if !self.buffered.load(Ordering::Relaxed) && !ablation::is_off("io_uring") => {
+                match self.disk.ring(flights::DEPTH) {
+                    Ok(ring) => flights::write_all::<D>(ring, writes),
+                    Err(_) => by_threads(WRITE_THREADS, writes),
+                }
+            }
             _ => by_threads(WRITE_THREADS, writes),
         }
     }

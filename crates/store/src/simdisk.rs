@@ -50,7 +50,7 @@ pub enum Fault {
 /// A system call that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its name in [`Disk`]; `_direct` is appended to the two that `O_DIRECT` concerns, `create_new` and `pwrite`.
+    /// Its name in [`Disk`]; `_direct` is appended to the three that `O_DIRECT` concerns, `create_new`, `pwrite` and `pread`.
     pub name: &'static str,
     /// The path, the one given first or the one with which the file was opened.
     pub path: PathBuf,
@@ -415,7 +415,12 @@ impl Disk for SimDisk {
     }
 
     fn pread(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Sys<usize> {
-        self.call("pread", &file.path, None, |state, short| {
+        let name = if file.direct { "pread_direct" } else { "pread" };
+        self.call(name, &file.path, None, |state, short| {
+            let places = [buf.as_ptr().addr(), offset as usize, buf.len()];
+            if file.direct && !places.iter().all(|n| n.is_multiple_of(DIRECT_ALIGNMENT)) {
+                return Err(Errno::INVAL);
+            }
             let contents = &state.file(file.inode)?.cached;
             let rest = contents.get(usize::try_from(offset).map_err(|_| Errno::INVAL)?..).unwrap_or_default();
             let wanted = if short && buf.len() > 1 { buf.len() / 2 } else { buf.len() };

@@ -137,8 +137,84 @@ fn in_requests(bytes: u64, request: impl Fn(&mut [u8], u64) -> Sys<usize> + Sync
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::conformance::{pattern, write_object};
     use crate::disk::RealDisk;
+    use crate::local::LocalStore;
+    use crate::simdisk::SimDisk;
+    use crate::{ObjectReader, Store};
+
+    /// A store of which it is known which way is the fastest.
+    fn store(disk: &SimDisk, writes_buffered: bool, reads_direct: bool) -> LocalStore<SimDisk> {
+        let devices = Arc::new(Devices::default());
+        devices.writes_buffered(0, || Some(writes_buffered));
+        devices.reads_direct(0, || Some(reads_direct));
+        LocalStore { devices, ..LocalStore::on(disk.clone(), "/run".into()).unwrap() }
+    }
+
+    fn calls(disk: &SimDisk, name: &str) -> usize {
+        disk.calls().iter().filter(|call| call.name == name).count()
+    }
+
+    /// Reads a range into memory at an aligned address, or beside one.
+    fn read(object: &dyn ObjectReader, offset: u64, bytes: usize, beside: usize) -> Vec<u8> {
+        let mut memory = vec![0; bytes + ALIGNMENT + beside];
+        let start = memory.as_ptr().align_offset(ALIGNMENT) + beside;
+        object.read_at(offset, &mut memory[start..start + bytes]).unwrap();
+        memory[start..start + bytes].to_vec()
+    }
+
+    #[test]
+    fn large_objects_are_written_and_read_in_the_fastest_way() {
+        let contents = pattern(1, WORTH_BYTES as usize + 5000);
+        for (writes_buffered, reads_direct) in [(false, true), (true, false)] {
+            let disk = SimDisk::new();
+            let store = store(&disk, writes_buffered, reads_direct);
+            write_object(&store, "d/large", &contents).unwrap();
+            // Three pieces, through the page cache or past it; one page more is the probe.
+            assert_eq!(calls(&disk, "pwrite"), if writes_buffered { 3 } else { 0 });
+            assert_eq!(calls(&disk, "pwrite_direct"), if writes_buffered { 1 } else { 4 });
+            assert_eq!(calls(&disk, "dont_need"), if writes_buffered { 3 } else { 0 });
+
+            let object = store.open("d/large").unwrap();
+            for (offset, bytes, beside) in [
+                (0, 1 << 20, 0),
+                (4096, (1 << 20) + 777, 0),
+                (4097, 1 << 20, 0),
+                (8192, 1 << 20, 64),
+                (contents.len() as u64 - 200_000, 200_000, 0),
+            ] {
+                let range = offset as usize..offset as usize + bytes;
+                assert!(read(&*object, offset, bytes, beside) == contents[range], "{offset} {bytes} {beside}");
+            }
+            // The two that are aligned.
+            assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
+            assert_eq!(object.prefetch(0, 1 << 20), !reads_direct);
+        }
+    }
+
+    #[test]
+    fn small_objects_are_not_worth_a_measurement() {
+        let disk = SimDisk::new();
+        let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();
+        write_object(&store, "d/small", &pattern(1, 100_000)).unwrap();
+        store.open("d/small").unwrap();
+        assert_eq!(calls(&disk, "pwrite_direct"), 4);
+        assert_eq!(calls(&disk, "pread_direct") + calls(&disk, "pread"), 0);
+    }
+
+    #[test]
+    fn a_refusal_that_comes_late_is_no_failure() {
+        let disk = SimDisk::new();
+        let store = store(&disk, false, true);
+        let contents = pattern(1, WORTH_BYTES as usize);
+        write_object(&store, "d/large", &contents).unwrap();
+        disk.refuse("pread_direct", Errno::INVAL);
+        let object = store.open("d/large").unwrap();
+        assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+    }
 
     #[test]
     fn a_device_is_measured_once_unless_nothing_was_learned() {

@@ -53,7 +53,9 @@ fn begin<'a, D: Disk>(
     write: Write<'a>,
 ) -> Result<()> {
     let Write { object, offset, buffer, bytes } = write;
-    let Some(object) = (object as &dyn Any).downcast_ref::<LocalWriter<D>>() else {
+    // Through the page cache a ring's workers would wait for each other at the file's lock.
+    let local = (object as &dyn Any).downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
+    let Some(object) = local else {
         return object.write_at(offset, &buffer.bytes()[..bytes]);
     };
     object.check(offset, &buffer.bytes()[..bytes])?;

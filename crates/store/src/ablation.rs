@@ -1,0 +1,13 @@
+//! One optimization at a time left out, for the benchmark that tells what each is worth. Builds for users have none of it.
+
+/// Whether `optimization` is left out: with the feature `ablation`, when `SHARDFAST_ABLATE` is its name.
+#[cfg(feature = "ablation")]
+pub(crate) fn is_off(optimization: &str) -> bool {
+    std::env::var("SHARDFAST_ABLATE").is_ok_and(|off| off == optimization)
+}
+
+/// Nothing is left out.
+#[cfg(not(feature = "ablation"))]
+pub(crate) const fn is_off(_optimization: &str) -> bool {
+    false
+}

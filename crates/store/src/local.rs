@@ -173,7 +173,7 @@ impl<D: Disk> LocalStore<D> {
 
     /// Whether a file of `bytes` bytes in `dir` is to be written with `O_DIRECT`.
     fn writes_direct(&self, dir: &Path, bytes: u64) -> Result<bool> {
-        if ablation::is_off("direct") || !self.takes_direct(dir)? {
+        if ablation::is_off("direct-io") || !self.takes_direct(dir)? {
             return Ok(false);
         }
         if bytes < devices::WORTH_BYTES {
@@ -375,7 +375,7 @@ impl<D: Disk> Store for LocalStore<D> {
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         // Through the page cache a ring is slower than threads: its workers wait for each other at the file's lock.
         match self.direct.get() {
-            Some(true) if !self.buffered.load(Ordering::Relaxed) && !ablation::is_off("io_uring") => {
+            Some(true) if !self.buffered.load(Ordering::Relaxed) && !ablation::is_off("io-uring") => {
                 match self.disk.ring(flights::DEPTH) {
                     Ok(ring) => flights::write_all::<D>(ring, writes),
                     Err(_) => by_threads(WRITE_THREADS, writes),

@@ -5,6 +5,7 @@
 mod agree;
 pub mod checkpoint;
 pub mod commit;
+pub mod cuda;
 pub mod diff;
 pub mod error;
 pub mod export;

@@ -134,10 +134,9 @@ driver! {
 }
 
 fn absent(path: &str, error: &libloading::Error) -> Error {
-    Error::new(
-        Kind::Unsupported,
-        format!("CUDA tensors need the driver of NVIDIA's devices, version 12.0 or later: {path}: {error}"),
-    )
+    let why = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    let message = format!("CUDA tensors need the driver of NVIDIA's devices, version 12.0 or later: {path}: {why}");
+    Error::new(Kind::Unsupported, message)
 }
 
 impl Driver {

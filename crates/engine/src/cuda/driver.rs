@@ -60,6 +60,7 @@ pub(crate) struct Memcpy2d {
     pub(crate) height: usize,
 }
 
+// SAFETY: to be called with a place for one address.
 type ErrorText = unsafe extern "C" fn(Code, *mut *const c_char) -> Code;
 
 /// The library and its functions. Each fails with what the driver says; see [`Driver::failure`] for the kinds.
@@ -73,6 +74,7 @@ macro_rules! driver {
             process: u32,
             error_name: ErrorText,
             error_string: ErrorText,
+            // SAFETY: to be called as `cuda.h` asks for, which the methods below hand on.
             $($name: unsafe extern "C" fn($($type),*) -> Code,)*
         }
 

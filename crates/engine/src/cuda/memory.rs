@@ -137,8 +137,8 @@ impl DeviceSink {
         Ok(DeviceSink { place: Place::new(copies, address), sink })
     }
 
-    /// Begins to copy a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in
-    /// `src`, which must stay as it is until `fences` was waited for. After that the bytes are on the device, for
+    /// Begins to copy a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart
+    /// in `src`, which must stay as it is until `fences` was waited for. After that the bytes are on the device, for
     /// whatever is given to any of its streams.
     ///
     /// # Errors

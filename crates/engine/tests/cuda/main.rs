@@ -304,10 +304,11 @@ fn memory_that_cannot_be_locked_is_reported_and_copied_without() {
     assert_eq!(filled(&provider(&fake.copies(&device), base, &dense(8192))).unwrap(), [5; 8192]);
 
     // SAFETY: as above.
-    let lock = unsafe { device.page_lock(&slot) }.unwrap();
-    assert_eq!(unsafe { device.page_lock(&slot) }.err().unwrap().kind, Kind::Conflict);
-    drop(lock);
-    drop(unsafe { device.page_lock(&slot) }.unwrap());
+    let lock = || unsafe { device.page_lock(&slot) };
+    let first = lock().unwrap();
+    assert_eq!(lock().err().unwrap().kind, Kind::Conflict);
+    drop(first);
+    drop(lock().unwrap());
 }
 
 #[test]

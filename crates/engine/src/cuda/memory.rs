@@ -9,6 +9,43 @@ use crate::error::{Error, Result};
 use crate::provider::{Fence, Fences, Provider, Strided};
 use crate::sink::Sink;
 
+/// What a device would copy in shorter pieces than this, and in more than so many of them, the host puts in order, if
+/// the device's memory is dense there: weights with their channels last are elements at regular distances, and each few
+/// would be a copy of their own.
+const SHORT_BYTES: usize = 256;
+const FEW_RUNS: usize = 32;
+
+/// Where runs lie on the device.
+struct Span {
+    start: usize,
+    end: usize,
+    /// Of all runs.
+    bytes: usize,
+    runs: usize,
+}
+
+impl Span {
+    fn of(runs: impl FnOnce(&mut dyn FnMut(usize, usize))) -> Span {
+        let mut span = Span { start: usize::MAX, end: 0, bytes: 0, runs: 0 };
+        runs(&mut |address, bytes| {
+            span.start = span.start.min(address);
+            span.end = span.end.max(address + bytes);
+            span.bytes += bytes;
+            span.runs += 1;
+        });
+        span
+    }
+
+    fn extent(&self) -> usize {
+        self.end.saturating_sub(self.start)
+    }
+
+    /// Whether the runs are many, short and close together: at most `spread` times as far apart as they are long.
+    fn is_shuffled(&self, spread: usize) -> bool {
+        self.runs > FEW_RUNS && self.bytes < SHORT_BYTES * self.runs && self.extent() <= spread * self.bytes
+    }
+}
+
 /// Memory of a device, and the stream that copies from or to it.
 struct Place {
     copies: Arc<CopyStream>,
@@ -96,6 +133,10 @@ impl Provider for DeviceMemory {
             return Ok(());
         }
         let (start, bytes) = (out.as_mut_ptr() as usize, out.len() as u64);
+        let span = Span::of(|see| self.block.for_each_run(at, bytes, |address, _, bytes| see(address, bytes)));
+        if span.is_shuffled(2) {
+            return self.sort_out(at, out, &span);
+        }
         // SAFETY: the runs lie inside the block, which `new`'s caller keeps readable and unchanged, and inside `out`,
         // which nobody touches before the fences were waited for, as `Provider::fill` says.
         unsafe {
@@ -105,6 +146,24 @@ impl Provider for DeviceMemory {
                 });
             })
         }
+    }
+}
+
+impl DeviceMemory {
+    /// Fills `out` from a copy of all that lies between the first and the last byte of the range.
+    #[allow(unsafe_code)]
+    fn sort_out(&self, at: u64, out: &mut [u8], span: &Span) -> Result<()> {
+        let mut copied = vec![0; span.extent()];
+        let run = Run { dst: copied.as_mut_ptr() as usize, src: span.start, bytes: copied.len() };
+        let mut fences = Fences::default();
+        // SAFETY: what lies between elements of a tensor is allocated with them, and what of it may change is not used;
+        // `copied` is looked at, or freed, after the fences were waited for.
+        unsafe { self.place.begin(&mut fences, |push| push(run)) }?;
+        fences.wait()?;
+        self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
+            out[position..position + bytes].copy_from_slice(&copied[address - span.start..][..bytes]);
+        });
+        Ok(())
     }
 }
 
@@ -155,12 +214,28 @@ impl DeviceSink {
         if lengths.contains(&0) {
             return Ok(());
         }
+        let runs = |visit: &mut dyn FnMut(usize, usize, usize)| {
+            self.sink.for_each_run(offsets, lengths, src_strides, visit);
+        };
+        let span = Span::of(|see| runs(&mut |address, _, bytes| see(address, bytes)));
+        // Only where no byte lies between the elements: it would be overwritten.
+        if span.is_shuffled(1) {
+            let mut sorted = vec![0; span.extent()];
+            runs(&mut |address, from, bytes| {
+                sorted[address - span.start..][..bytes].copy_from_slice(&src[from..from + bytes]);
+            });
+            let run = Run { dst: span.start, src: sorted.as_ptr() as usize, bytes: sorted.len() };
+            let mut own = Fences::default();
+            // SAFETY: all of the run's bytes are elements of the box; for the rest as below, `sorted` for `src`.
+            unsafe { self.place.begin(&mut own, |push| push(run)) }?;
+            return own.wait();
+        }
         // SAFETY: the box lies inside the region that `new`'s caller keeps writable and unshared, since the plan cuts
         // pieces inside the wanted region; each run is a bounds-checked part of `src`, which stays as it is until the
         // fences were waited for.
         unsafe {
             self.place.begin(fences, |push| {
-                self.sink.for_each_run(offsets, lengths, src_strides, |address, from, bytes| {
+                runs(&mut |address, from, bytes| {
                     push(Run { dst: address, src: src[from..from + bytes].as_ptr() as usize, bytes });
                 });
             })

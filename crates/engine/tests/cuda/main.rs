@@ -290,6 +290,29 @@ fn small_tensors_share_one_wait_and_regular_views_one_copy() {
 }
 
 #[test]
+fn dense_views_in_another_order_are_one_copy_in_both_directions() {
+    let fake = Fake::new(15, DELAY_MAX_US);
+    fake.lock_all();
+    let device = fake.device();
+    // A convolution's weight [8][16][3][3] of 16 bits with its channels last.
+    let lengths = vec![8, 16, 3, 3];
+    let strides = vec![16 * 9 * 2, 2, 3 * 16 * 2, 16 * 2];
+    let view = View { first: 0, lengths: lengths.clone(), strides, item: 2, allocation_bytes: 8 * 16 * 9 * 2 };
+    let bytes = Dice(15).bytes(view.allocation_bytes);
+    let copies = fake.copies(&device);
+    let elements = filled(&provider(&copies, fake.alloc(&bytes), &view)).unwrap();
+    let expected: Vec<u8> = view.places(&[0; 4], &lengths).iter().flat_map(|&at| bytes[at..at + 2].to_vec()).collect();
+    assert_eq!(elements, expected);
+    let base = fake.alloc(&vec![0; bytes.len()]);
+    let mut fences = Fences::default();
+    let sink = sink(&copies, base, &view).unwrap();
+    sink.scatter(&[0; 4], &lengths, &row_major_strides(&lengths, 2), &elements, &mut fences).unwrap();
+    fences.wait().unwrap();
+    assert_eq!(fake.peek(base, bytes.len()), bytes);
+    assert_eq!((fake.calls("cuMemcpyAsync"), fake.calls("cuMemcpy2DAsync_v2")), (2, 0));
+}
+
+#[test]
 #[allow(unsafe_code)]
 fn memory_that_cannot_be_locked_is_reported_and_copied_without() {
     let fake = Fake::new(8, DELAY_MAX_US);

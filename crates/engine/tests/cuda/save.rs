@@ -185,7 +185,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
     for (call, nth, code) in [
         ("cuMemcpyAsync", 1, 214),
         ("cuMemcpyAsync", 20, 700),
-        ("cuMemcpy2DAsync_v2", 3, 719),
+        ("cuMemcpy2DAsync_v2", 1, 719),
         ("cuEventSynchronize", 1, 719),
         ("cuEventSynchronize", 2, 700),
         ("cuEventRecord", 2, 4242),

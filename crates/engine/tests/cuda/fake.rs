@@ -17,7 +17,7 @@ pub(crate) struct Fake {
 
 /// Calls a function of the driver's by name; all of them take integers and return a code.
 macro_rules! raw {
-    ($fake:expr, $name:literal $(, $argument:expr => $type:ty)*) => {{
+    ($fake:expr, $name:literal, $($argument:expr => $type:ty),*) => {{
         // SAFETY: the fake driver exports the function with these types.
         let function = unsafe { $fake.library.get::<extern "C" fn($($type),*) -> u32>($name) }.unwrap();
         function($($argument),*)
@@ -90,6 +90,16 @@ impl Fake {
         let code = raw!(self, "fakeKernel", stream => u64, address => usize, bytes => usize, value => u8,
             takes_us => u64);
         assert_eq!(code, 0);
+    }
+
+    /// Keeps the training's stream from going on.
+    pub(crate) fn hold(&self) {
+        assert_eq!(raw!(self, "fakeHold", self.stream => u64), 0);
+    }
+
+    /// Lets it go on.
+    pub(crate) fn release(&self) {
+        raw!(self, "fakeRelease",);
     }
 
     /// Waits until the training's stream has nothing left to do.

@@ -4,7 +4,7 @@ mod fake;
 mod save;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink, Devices};
 use shardfast_engine::error::Kind;
@@ -14,6 +14,12 @@ use fake::Fake;
 
 /// Of copies, by seed; short, since a sleep takes at least 50 microseconds.
 const DELAY_MAX_US: u64 = 300;
+
+/// Of what is not to be done in time.
+pub(crate) const SHORT: Duration = Duration::from_millis(100);
+
+/// Of what ends sooner.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A generator of small numbers.
 pub(crate) struct Dice(pub(crate) u64);
@@ -183,15 +189,20 @@ fn boxes_land_in_views_and_nowhere_else() {
     }
 }
 
-/// What is staged of memory that the training still writes when the save is called.
-fn staged_behind_a_kernel(fake: &Fake) -> Vec<u8> {
-    let bytes = 1 << 16;
-    let base = fake.alloc(&vec![1; bytes]);
-    let device = fake.device();
-    fake.kernel(base, bytes, 2, 30_000);
-    let copies = fake.copies(&device);
-    fake.kernel(base, bytes, 3, 60_000);
-    filled(&provider(&copies, base, &dense(bytes))).unwrap()
+/// Does `work` while the training's stream is held, and lets it go on when the work is done or `limit` is over; whether
+/// the work was done by then.
+pub(crate) fn while_held<T>(fake: &Fake, limit: Duration, work: impl FnOnce() -> T) -> (T, bool) {
+    let (done, waiting) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let release = scope.spawn(move || {
+            let is_done = waiting.recv_timeout(limit).is_ok();
+            fake.release();
+            is_done
+        });
+        let result = work();
+        let _ = done.send(());
+        (result, release.join().unwrap())
+    })
 }
 
 #[test]
@@ -199,7 +210,12 @@ fn no_stale_byte_is_staged() {
     for seed in 0..5 {
         let fake = Fake::new(seed, DELAY_MAX_US);
         fake.lock_all();
-        assert!(staged_behind_a_kernel(&fake).iter().all(|&byte| byte == 2), "seed {seed}");
+        let (base, device) = (fake.alloc(&[1; 1 << 16]), fake.device());
+        fake.hold();
+        fake.kernel(base, 1 << 16, 2, 1000);
+        let provider = provider(&fake.copies(&device), base, &dense(1 << 16));
+        let (staged, too_soon) = while_held(&fake, SHORT, || filled(&provider).unwrap());
+        assert!(!too_soon && staged == [2; 1 << 16], "seed {seed}");
     }
 }
 
@@ -208,7 +224,12 @@ fn without_the_wait_for_the_training_stale_bytes_would_be_staged() {
     let fake = Fake::new(1, DELAY_MAX_US);
     fake.lock_all();
     fake.forget_waits();
-    assert!(staged_behind_a_kernel(&fake).iter().all(|&byte| byte == 1), "the fake driver cannot show a missing wait");
+    let (base, device) = (fake.alloc(&[1; 64]), fake.device());
+    fake.hold();
+    fake.kernel(base, 64, 2, 0);
+    let staged = filled(&provider(&fake.copies(&device), base, &dense(64))).unwrap();
+    assert_eq!(staged, [1; 64], "the fake driver cannot show a missing wait");
+    fake.release();
 }
 
 #[test]
@@ -232,15 +253,15 @@ fn a_save_does_not_wait_for_the_moment_of_the_next() {
     let base = fake.alloc(&[1; 4096]);
     let device = fake.device();
     let first = fake.copies(&device);
-    let other = fake.alloc(&[0; 8]);
-    fake.kernel(other, 8, 2, 2_000_000);
+    fake.hold();
     let second = fake.copies(&device);
     let behind = provider(&second, base, &dense(4096));
     let (mut slot, mut fences) = (vec![0; 4096], Fences::default());
     behind.fill(0, &mut slot, &mut fences).unwrap();
-    let began = Instant::now();
-    assert_eq!(filled(&provider(&first, base, &dense(4096))).unwrap(), [1; 4096]);
-    assert!(began.elapsed() < Duration::from_secs(1), "it waited for a stream that it does not depend on");
+    let ahead = provider(&first, base, &dense(4096));
+    let (staged, in_time) = while_held(&fake, LONG, || filled(&ahead).unwrap());
+    assert!(in_time, "it waited for a stream that it does not depend on");
+    assert_eq!(staged, [1; 4096]);
     fences.wait().unwrap();
     assert_eq!(slot, [1; 4096]);
 }
@@ -251,7 +272,8 @@ fn copies_are_under_way_until_the_fence_was_waited_for() {
     let fake = Fake::new(6, 0);
     let (device, bytes) = (fake.device(), 1 << 16);
     let base = fake.alloc(&vec![7; bytes]);
-    fake.kernel(base, bytes, 8, 20_000);
+    fake.hold();
+    fake.kernel(base, bytes, 8, 0);
     let mut slot = vec![0; bytes];
     // SAFETY: `slot` outlives the lock.
     let lock = unsafe { device.page_lock(&slot) }.unwrap();
@@ -259,6 +281,7 @@ fn copies_are_under_way_until_the_fence_was_waited_for() {
     let mut fences = Fences::default();
     provider.fill(0, &mut slot, &mut fences).unwrap();
     assert!(slot.iter().all(|&byte| byte != 8), "the copy did not begin only: it is done");
+    fake.release();
     fences.wait().unwrap();
     assert!(slot.iter().all(|&byte| byte == 8));
     drop(lock);

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use shardfast_engine::error::Kind;
 use shardfast_engine::{
@@ -13,9 +12,7 @@ use shardfast_engine::{
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 
 use crate::fake::Fake;
-use crate::{DELAY_MAX_US, Dice, View, provider, sink};
-
-const LONG: Duration = Duration::from_secs(60);
+use crate::{DELAY_MAX_US, Dice, LONG, SHORT, View, provider, sink, while_held};
 
 /// A tensor on the device and what it holds.
 struct Tensor {
@@ -106,19 +103,26 @@ fn loaded(checkpoint: &Checkpoint, index: usize, tensor: &Tensor) -> Vec<u8> {
     out
 }
 
-/// Saves while the training goes on; which tensors the checkpoint does not have as they were at the call.
-fn torn(fake: &Fake) -> Vec<usize> {
+/// Saves while the training's stream is far behind; which tensors the checkpoint does not have as they were at the
+/// call. A driver that `keeps_order` stages nothing before the training went on.
+fn torn(fake: &Fake, keeps_order: bool) -> Vec<usize> {
     let place = tempfile::tempdir().unwrap();
     let engine = Engine::new(shardfast_coord::solo(), 0);
     let mut tensors = tensors(fake);
     // What the training has asked for when the save is called belongs to it; what it asks for afterwards does not.
-    fake.kernel(fake.alloc(&[0]), 1, 0, 100_000);
+    fake.hold();
     for (index, tensor) in tensors.iter_mut().enumerate().skip(1).step_by(2) {
         fake.kernel(tensor.base, tensor.bytes.len(), index as u8, 500);
         tensor.bytes = vec![index as u8; tensor.bytes.len()];
     }
     let pending = begin(&engine, &place.path().join("a"), state(fake, &tensors));
-    pending.staged(Some(LONG)).unwrap();
+    let stage = || pending.staged(Some(LONG)).unwrap();
+    if keeps_order {
+        assert_eq!(while_held(fake, SHORT, stage), ((), false));
+    } else {
+        stage();
+        fake.release();
+    }
     for tensor in &tensors {
         fake.kernel(tensor.base, tensor.bytes.len(), 0xee, 0);
     }
@@ -133,7 +137,7 @@ fn a_device_is_saved_as_it_was_at_the_call() {
     for seed in 1..4 {
         let fake = Fake::new(seed, DELAY_MAX_US);
         fake.lock_all();
-        assert_eq!(torn(&fake), [0; 0], "seed {seed}");
+        assert_eq!(torn(&fake, true), [0; 0], "seed {seed}");
         fake.synchronize();
     }
 }
@@ -143,7 +147,7 @@ fn a_driver_that_forgets_the_order_is_noticed() {
     let fake = Fake::new(1, DELAY_MAX_US);
     fake.lock_all();
     fake.forget_waits();
-    assert_ne!(torn(&fake), [0; 0], "the fake driver cannot show a missing wait");
+    assert_ne!(torn(&fake, false), [0; 0], "the fake driver cannot show a missing wait");
     fake.synchronize();
 }
 

@@ -67,6 +67,8 @@ exports! {
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);
     fakeKernel(stream: usize, address: usize, bytes: usize, value: u8, takes_us: u64) =
         stream::kernel(stream, address, bytes, value, takes_us);
+    fakeHold(stream: usize) = stream::hold(stream);
+    fakeRelease() = state().release_streams();
     fakeSeed(seed: u64, delay_max_us: u64) = state().seed(seed, delay_max_us);
     fakeFail(name: usize, nth: u64, code: Code, loses_device: bool) =
         state().fail(text(name), nth, code, loses_device);

@@ -85,6 +85,8 @@ pub(crate) struct State {
     /// Each with what was recorded last.
     pub(crate) events: HashMap<usize, Arc<Flag>>,
     handles: usize,
+    /// What streams that are held wait for.
+    pub(crate) held: Vec<Arc<Flag>>,
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(Mutex::default);
@@ -176,6 +178,11 @@ impl State {
         if state.memory.unregister(address)? {
             state.lost = Some(ILLEGAL_ADDRESS);
         }
+        Ok(())
+    }
+
+    pub(crate) fn release_streams(&mut self) -> Answer {
+        self.held.drain(..).for_each(|flag| flag.set());
         Ok(())
     }
 

@@ -23,7 +23,7 @@ pub(crate) struct Flag {
 }
 
 impl Flag {
-    fn set(&self) {
+    pub(crate) fn set(&self) {
         *self.is_set.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.changed.notify_all();
     }
@@ -155,6 +155,13 @@ pub(crate) fn copy(copy: Copy, handle: usize) -> Answer {
         stream.mark()?.wait();
     }
     Ok(())
+}
+
+/// Work that goes on until all streams are released.
+pub(crate) fn hold(handle: usize) -> Answer {
+    let flag = Arc::<Flag>::default();
+    state().held.push(Arc::clone(&flag));
+    stream(handle)?.push(move |_| flag.wait())
 }
 
 /// Work that takes its time and then writes memory.

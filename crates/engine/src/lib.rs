@@ -7,6 +7,7 @@ mod agree;
 pub mod checkpoint;
 pub mod commit;
 mod copy;
+pub mod cuda;
 pub mod diff;
 pub mod error;
 pub mod export;

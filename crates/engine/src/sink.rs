@@ -44,6 +44,23 @@ impl Sink {
     /// `src`.
     #[allow(unsafe_code)]
     pub(crate) fn scatter(&self, offsets: &[u64], lengths: &[u64], src_strides: &[u64], src: &[u8]) {
+        self.for_each_run(offsets, lengths, src_strides, |address, from, bytes| {
+            let run = &src[from..from + bytes];
+            // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
+            // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
+            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, bytes) };
+        });
+    }
+
+    /// Calls `visit(address, from, bytes)` for every run of a box without empty dimensions that is contiguous on both
+    /// sides; `from` counts in the source, whose elements lie `src_strides` bytes apart.
+    pub(crate) fn for_each_run(
+        &self,
+        offsets: &[u64],
+        lengths: &[u64],
+        src_strides: &[u64],
+        mut visit: impl FnMut(usize, usize, usize),
+    ) {
         let mut address = self.address as i64;
         let mut dims: SmallVec<[(u64, u64, i64); 4]> = SmallVec::new();
         for d in 0..lengths.len() {
@@ -68,10 +85,7 @@ impl Sink {
         let mut index: SmallVec<[u64; 4]> = SmallVec::from_elem(0, dims.len());
         let mut from = 0usize;
         'runs: loop {
-            let run = &src[from..from + run_bytes];
-            // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
-            // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
-            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, run_bytes) };
+            visit(address as usize, from, run_bytes);
             for d in (0..dims.len()).rev() {
                 let (length, from_stride, to_stride) = dims[d];
                 index[d] += 1;

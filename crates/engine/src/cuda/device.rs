@@ -1,0 +1,346 @@
+//! Devices, and streams of copies that begin behind what another stream was given.
+
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_uint};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::driver::{
+    CAPTURE_MODE_RELAXED, CAPTURE_STATUS_NONE, Driver, EVENT_BLOCKING_UNTIMED, HOST_REGISTER_PORTABLE,
+    MEMORY_TYPE_UNIFIED, Memcpy2d, STREAM_NON_BLOCKING,
+};
+use super::rows::Rows;
+use crate::error::{Error, Result};
+use crate::provider::Fence;
+
+/// The name of the driver's library on every Linux machine that has one.
+const LIBRARY: &str = "libcuda.so.1";
+
+/// This machine's devices, each opened when it is first asked for. The driver is loaded then, not before.
+pub struct Devices {
+    library: String,
+    driver: OnceLock<Result<Arc<Driver>>>,
+    open: Mutex<BTreeMap<u32, Arc<Device>>>,
+}
+
+impl Default for Devices {
+    fn default() -> Devices {
+        Devices::of(LIBRARY)
+    }
+}
+
+impl Devices {
+    /// The devices of the driver in that library.
+    pub fn of(library: impl Into<String>) -> Devices {
+        Devices { library: library.into(), driver: OnceLock::new(), open: Mutex::default() }
+    }
+
+    /// The device `cuda:<ordinal>`, as this process counts them.
+    ///
+    /// # Errors
+    /// `Unsupported` without a driver or a device, saying what is missing; `Invalid` when there is no such device;
+    /// `Unavailable` when it cannot be used.
+    pub fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
+        let driver = self.driver.get_or_init(|| Driver::load(&self.library)).clone()?;
+        let mut open = lock(&self.open);
+        if let Some(device) = open.get(&ordinal) {
+            return Ok(Arc::clone(device));
+        }
+        let device = Arc::new(Device::open(driver, ordinal)?);
+        open.insert(ordinal, Arc::clone(&device));
+        Ok(device)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The context that all libraries of the process share on one device.
+struct Context {
+    driver: Arc<Driver>,
+    ordinal: u32,
+    device: c_int,
+    handle: usize,
+}
+
+impl Context {
+    #[allow(unsafe_code)]
+    fn retain(driver: Arc<Driver>, ordinal: u32) -> Result<Context> {
+        let (mut count, mut device, mut handle) = (0, 0, 0);
+        // SAFETY: a place for one integer.
+        unsafe { driver.cuDeviceGetCount(&mut count) }?;
+        if i64::from(ordinal) >= i64::from(count) {
+            return Err(Error::invalid(format!("cuda:{ordinal}: expected a device of this process, found {count}")));
+        }
+        // SAFETY: a place for one integer; the ordinal is below the count.
+        unsafe { driver.cuDeviceGet(&mut device, ordinal as c_int) }?;
+        // SAFETY: a place for one handle, and a device that the driver gave; released once, when this is dropped.
+        unsafe { driver.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
+        Ok(Context { driver, ordinal, device, handle })
+    }
+
+    /// Makes calls with the context current on this thread, which afterwards is as it was before.
+    fn run<T>(&self, calls: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
+        let entered = self.driver.expect_usable().and_then(|()| Entered::new(self));
+        entered
+            .and_then(|_entered| calls(&self.driver))
+            .map_err(|error| error.within(format_args!("cuda:{}", self.ordinal)))
+    }
+
+    #[allow(unsafe_code)]
+    fn event(self: &Arc<Context>) -> Result<Event> {
+        let mut handle = 0;
+        // SAFETY: a place for one handle.
+        self.run(|driver| unsafe { driver.cuEventCreate(&mut handle, EVENT_BLOCKING_UNTIMED) })?;
+        Ok(Event { context: Arc::clone(self), handle })
+    }
+
+    #[allow(unsafe_code)]
+    fn stream(self: &Arc<Context>) -> Result<Stream> {
+        let mut handle = 0;
+        // SAFETY: a place for one handle.
+        self.run(|driver| unsafe { driver.cuStreamCreate(&mut handle, STREAM_NON_BLOCKING) })?;
+        Ok(Stream { context: Arc::clone(self), handle, event: self.event()? })
+    }
+}
+
+impl Drop for Context {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        if self.driver.expect_usable().is_ok() {
+            // SAFETY: retained once, and everything made in it holds this.
+            let _ = unsafe { self.driver.cuDevicePrimaryCtxRelease_v2(self.device) };
+        }
+    }
+}
+
+/// While it lives, the context is this thread's, and the thread may make any call even while another thread captures a
+/// graph: none of ours touches a stream that can be captured.
+struct Entered<'a> {
+    driver: &'a Driver,
+    capture_mode: c_uint,
+}
+
+impl<'a> Entered<'a> {
+    #[allow(unsafe_code)]
+    fn new(context: &'a Context) -> Result<Entered<'a>> {
+        let driver = &*context.driver;
+        // SAFETY: the context is retained.
+        unsafe { driver.cuCtxPushCurrent_v2(context.handle) }?;
+        let mut entered = Entered { driver, capture_mode: CAPTURE_MODE_RELAXED };
+        // SAFETY: a place for one integer, which holds a mode.
+        unsafe { driver.cuThreadExchangeStreamCaptureMode(&mut entered.capture_mode) }?;
+        Ok(entered)
+    }
+}
+
+impl Drop for Entered<'_> {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        let mut context = 0;
+        // SAFETY: places for one integer and one handle; the context on top is the one that was pushed.
+        unsafe {
+            let _ = self.driver.cuThreadExchangeStreamCaptureMode(&mut self.capture_mode);
+            let _ = self.driver.cuCtxPopCurrent_v2(&mut context);
+        }
+    }
+}
+
+struct Event {
+    context: Arc<Context>,
+    handle: usize,
+}
+
+impl Drop for Event {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: made once, destroyed once; the driver keeps what streams still wait for.
+        let _ = self.context.run(|driver| unsafe { driver.cuEventDestroy_v2(self.handle) });
+    }
+}
+
+/// A stream of our own, with an event to order it by.
+struct Stream {
+    context: Arc<Context>,
+    handle: usize,
+    event: Event,
+}
+
+impl Drop for Stream {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: made once, destroyed once; whoever copied into host memory through it has waited.
+        let _ = self.context.run(|driver| unsafe { driver.cuStreamDestroy_v2(self.handle) });
+    }
+}
+
+/// One device, for copies between its memory and the host's.
+pub struct Device {
+    context: Arc<Context>,
+    /// Streams that nobody copies through now. There are as many as saves and loads were ever under way at once.
+    idle: Mutex<Vec<Stream>>,
+}
+
+impl Device {
+    fn open(driver: Arc<Driver>, ordinal: u32) -> Result<Device> {
+        driver.expect_usable()?;
+        Ok(Device { context: Arc::new(Context::retain(driver, ordinal)?), idle: Mutex::default() })
+    }
+
+    /// The device's number, as this process counts them.
+    pub fn ordinal(&self) -> u32 {
+        self.context.ordinal
+    }
+
+    /// A stream for the copies of one save or load. None of them begins before everything is done that `stream` (a
+    /// `CUstream` of this device as a number, 0 for the default one) has been given until now. Does not wait itself.
+    ///
+    /// # Errors
+    /// `Invalid` while `stream` captures a graph: what a graph will write is not there yet. `Unavailable` when the
+    /// device is lost.
+    ///
+    /// # Safety
+    /// `stream` must be 0 or a stream of this device that has not been destroyed.
+    #[allow(unsafe_code)] // the one way in for foreign streams
+    pub unsafe fn copies_after(self: &Arc<Device>, stream: u64) -> Result<Arc<CopyStream>> {
+        let idle = lock(&self.idle).pop();
+        let own = idle.map_or_else(|| self.context.stream(), Ok)?;
+        let after = stream as usize;
+        let mut capturing = CAPTURE_STATUS_NONE;
+        // SAFETY: the caller's stream lives, ours does too; a place for one integer.
+        self.context.run(|driver| unsafe {
+            driver.cuStreamIsCapturing(after, &mut capturing)?;
+            if capturing != CAPTURE_STATUS_NONE {
+                return Err(Error::invalid("a CUDA graph is being captured: save and load before or after that"));
+            }
+            driver.cuEventRecord(own.event.handle, after)?;
+            driver.cuStreamWaitEvent(own.handle, own.event.handle, 0)
+        })?;
+        Ok(Arc::new(CopyStream { device: Arc::clone(self), own: Some(own), events: Mutex::default() }))
+    }
+
+    /// Locks memory into place, so that devices copy from and to it at full rate and without waiting.
+    ///
+    /// # Errors
+    /// What the system does not give or permit, and that is no failure of a save: copies work without, slower.
+    ///
+    /// # Safety
+    /// The memory must stay mapped until the lock is dropped.
+    #[allow(unsafe_code)]
+    pub unsafe fn page_lock(&self, memory: &[u8]) -> Result<PageLock> {
+        let address = memory.as_ptr() as usize;
+        // SAFETY: the caller keeps the memory mapped until it is unregistered.
+        self.context
+            .run(|driver| unsafe { driver.cuMemHostRegister_v2(address, memory.len(), HOST_REGISTER_PORTABLE) })
+            .map_err(|error| error.within(format_args!("page-locking {} bytes", memory.len())))?;
+        Ok(PageLock { context: Arc::clone(&self.context), address })
+    }
+
+    /// What the driver says of an address, `None` when it does not know it.
+    #[allow(unsafe_code)]
+    pub(crate) fn pointer_attribute(&self, attribute: c_uint, address: usize) -> Option<c_uint> {
+        let mut value = 0;
+        // SAFETY: a place for one integer, which is what the attributes asked for are; any address may be asked about.
+        let known = self.context.run(|driver| unsafe { driver.cuPointerGetAttribute(&mut value, attribute, address) });
+        known.is_ok().then_some(value)
+    }
+}
+
+/// Memory that is locked into place until this is dropped.
+pub struct PageLock {
+    context: Arc<Context>,
+    address: usize,
+}
+
+impl Drop for PageLock {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: registered once, unregistered once.
+        let _ = self.context.run(|driver| unsafe { driver.cuMemHostUnregister(self.address) });
+    }
+}
+
+/// The copies of one save or load on one device, all of them behind the moment at which it was made. As a [`Fence`] it
+/// waits for those that were begun before.
+pub struct CopyStream {
+    device: Arc<Device>,
+    /// Given back when this is dropped.
+    own: Option<Stream>,
+    /// For fences; as many as threads ever waited at once.
+    events: Mutex<Vec<Event>>,
+}
+
+impl CopyStream {
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    fn stream(&self) -> usize {
+        self.own.as_ref().map_or(0, |own| own.handle)
+    }
+
+    /// Begins copies: `copies` is given a function that begins one.
+    ///
+    /// # Safety
+    /// Until this stream, as a fence, has been waited for: what is copied from must not change, what is copied to must
+    /// be nobody else's, and both must stay allocated.
+    #[allow(unsafe_code)]
+    pub(crate) unsafe fn begin(
+        &self,
+        copies: impl FnOnce(&mut dyn FnMut(Rows) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        let stream = self.stream();
+        self.device.context.run(|driver| {
+            copies(&mut |rows| {
+                if rows.height == 1 {
+                    // SAFETY: the caller's promise; the stream is ours and lives.
+                    return unsafe { driver.cuMemcpyAsync(rows.dst, rows.src, rows.width_bytes, stream) };
+                }
+                let pitched = Memcpy2d {
+                    src_memory_type: MEMORY_TYPE_UNIFIED,
+                    src_device: rows.src,
+                    src_pitch_bytes: rows.src_pitch_bytes,
+                    dst_memory_type: MEMORY_TYPE_UNIFIED,
+                    dst_device: rows.dst,
+                    dst_pitch_bytes: rows.dst_pitch_bytes,
+                    width_bytes: rows.width_bytes,
+                    height: rows.height,
+                    ..Memcpy2d::default()
+                };
+                // SAFETY: the caller's promise; the stream is ours and lives; the driver reads `pitched` at once.
+                unsafe { driver.cuMemcpy2DAsync_v2(&pitched, stream) }
+            })
+        })
+    }
+
+    #[allow(unsafe_code)]
+    fn wait_behind_an_event(&self) -> Result<()> {
+        let idle = lock(&self.events).pop();
+        let event = idle.map_or_else(|| self.device.context.event(), Ok)?;
+        // SAFETY: both live.
+        self.device.context.run(|driver| unsafe {
+            driver.cuEventRecord(event.handle, self.stream())?;
+            driver.cuEventSynchronize(event.handle)
+        })?;
+        lock(&self.events).push(event);
+        Ok(())
+    }
+}
+
+impl Fence for CopyStream {
+    #[allow(unsafe_code)]
+    fn wait(&self) -> Result<()> {
+        self.wait_behind_an_event().inspect_err(|_| {
+            // Copies may be under way although their event failed. When this fails too, the device is lost.
+            // SAFETY: the stream is ours and lives.
+            let _ = self.device.context.run(|driver| unsafe { driver.cuStreamSynchronize(self.stream()) });
+        })
+    }
+}
+
+impl Drop for CopyStream {
+    fn drop(&mut self) {
+        lock(&self.device.idle).extend(self.own.take());
+    }
+}

@@ -1,0 +1,244 @@
+//! A device's memory as the source of a save and the destination of a load.
+
+use std::sync::{Arc, OnceLock};
+
+use super::device::CopyStream;
+use super::driver::{ATTRIBUTE_DEVICE_ORDINAL, ATTRIBUTE_IS_MANAGED};
+use super::rows::{Gather, Run};
+use crate::error::{Error, Result};
+use crate::provider::{Fence, Fences, Provider, Strided};
+use crate::sink::Sink;
+
+/// What a device would copy in shorter pieces than this, and in more than so many of them, the host puts in order, if
+/// the device's memory is dense there: weights with their channels last are elements at regular distances, and each few
+/// would be a copy of their own.
+const SHORT_BYTES: usize = 256;
+const FEW_RUNS: usize = 32;
+
+/// Where runs lie on the device.
+struct Span {
+    start: usize,
+    end: usize,
+    /// Of all runs.
+    bytes: usize,
+    runs: usize,
+}
+
+impl Span {
+    fn of(runs: impl FnOnce(&mut dyn FnMut(usize, usize))) -> Span {
+        let mut span = Span { start: usize::MAX, end: 0, bytes: 0, runs: 0 };
+        runs(&mut |address, bytes| {
+            span.start = span.start.min(address);
+            span.end = span.end.max(address + bytes);
+            span.bytes += bytes;
+            span.runs += 1;
+        });
+        span
+    }
+
+    fn extent(&self) -> usize {
+        self.end.saturating_sub(self.start)
+    }
+
+    /// Whether the runs are many, short and close together: at most `spread` times as far apart as they are long.
+    fn is_shuffled(&self, spread: usize) -> bool {
+        self.runs > FEW_RUNS && self.bytes < SHORT_BYTES * self.runs && self.extent() <= spread * self.bytes
+    }
+}
+
+/// Memory of a device, and the stream that copies from or to it.
+struct Place {
+    copies: Arc<CopyStream>,
+    fence: Arc<dyn Fence>,
+    address: usize,
+    /// Whether the driver knows the address as this device's, asked once.
+    known: OnceLock<Result<()>>,
+}
+
+impl Place {
+    fn new(copies: &Arc<CopyStream>, address: usize) -> Place {
+        let fence: Arc<dyn Fence> = Arc::<CopyStream>::clone(copies);
+        Place { copies: Arc::clone(copies), fence, address, known: OnceLock::new() }
+    }
+
+    /// A wrong address is told in words: the driver would take it for one of the host, and read what is there.
+    fn expect_known(&self) -> Result<()> {
+        let check = || {
+            let device = self.copies.device();
+            let own = device.ordinal();
+            match device.pointer_attribute(ATTRIBUTE_DEVICE_ORDINAL, self.address) {
+                Some(ordinal) if ordinal == own => Ok(()),
+                // Managed memory belongs to every device, and the driver copies it in the stream's order as well.
+                Some(_) if device.pointer_attribute(ATTRIBUTE_IS_MANAGED, self.address) == Some(1) => Ok(()),
+                Some(other) => Err(Error::invalid(format!(
+                    "cuda:{own}: expected memory of this device at {:#x}, found memory of cuda:{other}",
+                    self.address
+                ))),
+                None => Err(Error::invalid(format!(
+                    "cuda:{own}: expected memory of this device at {:#x}, found an address that the driver does not \
+                     know: it was freed, or is the host's",
+                    self.address
+                ))),
+            }
+        };
+        self.known.get_or_init(check).clone()
+    }
+
+    /// Begins to copy the runs that `runs` tells, in few large copies.
+    ///
+    /// # Safety
+    /// As [`CopyStream::begin`].
+    #[allow(unsafe_code)]
+    unsafe fn begin(&self, fences: &mut Fences, runs: impl FnOnce(&mut dyn FnMut(Run))) -> Result<()> {
+        self.expect_known()?;
+        fences.add(&self.fence);
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.copies.begin(|copy| {
+                let mut gather = Gather::new(copy);
+                runs(&mut |run| gather.push(run));
+                gather.finish()
+            })
+        }
+    }
+}
+
+/// A tensor's memory on a device while it does not change.
+pub struct DeviceMemory {
+    place: Place,
+    block: Strided,
+}
+
+impl DeviceMemory {
+    /// The block of the device's memory as a provider. What it gives is what the device held at the moment at which
+    /// `copies` was made.
+    ///
+    /// # Safety
+    /// Every element of the block must stay allocated, and no work given to the device after that moment may write it,
+    /// until the save that was given this provider is staged or has failed.
+    #[allow(unsafe_code)] // the one way in for a device's memory to be read
+    pub unsafe fn new(copies: &Arc<CopyStream>, block: Strided) -> DeviceMemory {
+        DeviceMemory { place: Place::new(copies, block.address), block }
+    }
+}
+
+impl Provider for DeviceMemory {
+    fn bytes(&self) -> u64 {
+        self.block.total_bytes()
+    }
+
+    #[allow(unsafe_code)]
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let (start, bytes) = (out.as_mut_ptr() as usize, out.len() as u64);
+        let span = Span::of(|see| self.block.for_each_run(at, bytes, |address, _, bytes| see(address, bytes)));
+        if span.is_shuffled(2) {
+            return self.sort_out(at, out, &span);
+        }
+        // SAFETY: the runs lie inside the block, which `new`'s caller keeps readable and unchanged, and inside `out`,
+        // which nobody touches before the fences were waited for, as `Provider::fill` says.
+        unsafe {
+            self.place.begin(fences, |push| {
+                self.block.for_each_run(at, bytes, |address, position, bytes| {
+                    push(Run { dst: start + position, src: address, bytes });
+                });
+            })
+        }
+    }
+}
+
+impl DeviceMemory {
+    /// Fills `out` from a copy of all that lies between the first and the last byte of the range.
+    #[allow(unsafe_code)]
+    fn sort_out(&self, at: u64, out: &mut [u8], span: &Span) -> Result<()> {
+        let mut copied = vec![0; span.extent()];
+        let run = Run { dst: copied.as_mut_ptr() as usize, src: span.start, bytes: copied.len() };
+        let mut fences = Fences::default();
+        // SAFETY: what lies between elements of a tensor is allocated with them, and what of it may change is not used;
+        // `copied` is looked at, or freed, after the fences were waited for.
+        unsafe { self.place.begin(&mut fences, |push| push(run)) }?;
+        fences.wait()?;
+        self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
+            out[position..position + bytes].copy_from_slice(&copied[address - span.start..][..bytes]);
+        });
+        Ok(())
+    }
+}
+
+/// A strided n-d block of elements in a device's memory that a load writes.
+pub struct DeviceSink {
+    place: Place,
+    sink: Sink,
+}
+
+impl DeviceSink {
+    /// The block that takes a region of extent `lengths`, its first element at `address`. It is written after the
+    /// moment at which `copies` was made.
+    ///
+    /// # Errors
+    /// `Invalid` when two of its elements share memory (an expanded tensor).
+    ///
+    /// # Safety
+    /// Every element of the block must stay allocated, and no work given to the device after that moment may read or
+    /// write it, until the load that was given this sink has returned.
+    #[allow(unsafe_code)] // the one way in for a device's memory to be written
+    pub unsafe fn new(
+        copies: &Arc<CopyStream>,
+        address: usize,
+        lengths: &[u64],
+        strides_bytes: &[i64],
+        item_bytes: u64,
+    ) -> Result<DeviceSink> {
+        // SAFETY: only its geometry is used; nothing is written through it.
+        let sink = unsafe { Sink::new(address, lengths, strides_bytes, item_bytes) }?;
+        Ok(DeviceSink { place: Place::new(copies, address), sink })
+    }
+
+    /// Begins to copy a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart
+    /// in `src`, which must stay as it is until `fences` was waited for. After that the bytes are on the device, for
+    /// whatever is given to any of its streams.
+    ///
+    /// # Errors
+    /// `Invalid` when the address is not the device's; `Unavailable` when the device is lost.
+    #[allow(unsafe_code)]
+    pub fn scatter(
+        &self,
+        offsets: &[u64],
+        lengths: &[u64],
+        src_strides: &[u64],
+        src: &[u8],
+        fences: &mut Fences,
+    ) -> Result<()> {
+        if lengths.contains(&0) {
+            return Ok(());
+        }
+        let runs = |visit: &mut dyn FnMut(usize, usize, usize)| {
+            self.sink.for_each_run(offsets, lengths, src_strides, visit);
+        };
+        let span = Span::of(|see| runs(&mut |address, _, bytes| see(address, bytes)));
+        // Only where no byte lies between the elements: it would be overwritten.
+        if span.is_shuffled(1) {
+            let mut sorted = vec![0; span.extent()];
+            runs(&mut |address, from, bytes| {
+                sorted[address - span.start..][..bytes].copy_from_slice(&src[from..from + bytes]);
+            });
+            let run = Run { dst: span.start, src: sorted.as_ptr() as usize, bytes: sorted.len() };
+            let mut own = Fences::default();
+            // SAFETY: all of the run's bytes are elements of the box; for the rest as below, `sorted` for `src`.
+            unsafe { self.place.begin(&mut own, |push| push(run)) }?;
+            return own.wait();
+        }
+        // SAFETY: the box lies inside the region that `new`'s caller keeps writable and unshared, since the plan cuts
+        // pieces inside the wanted region; each run is a bounds-checked part of `src`, which stays as it is until the
+        // fences were waited for.
+        unsafe {
+            self.place.begin(fences, |push| {
+                runs(&mut |address, from, bytes| {
+                    push(Run { dst: address, src: src[from..from + bytes].as_ptr() as usize, bytes });
+                });
+            })
+        }
+    }
+}

@@ -1,16 +1,17 @@
 //! One operation of all ranks: numbered by the order of the calls, every exchange typed, every failure the same on all.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Coord, Failure};
 
+use crate::cuda;
 use crate::error::{Error, Kind, Result};
 use crate::planning::Planned;
-use crate::staging::Staging;
+use crate::staging::{PageLock, Staging};
 
 /// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
 const DECISION: &str = "=";
@@ -20,6 +21,8 @@ pub struct Engine {
     pub(crate) coord: Arc<dyn Coord>,
     pub(crate) staging: Arc<Staging>,
     pub(crate) devices: Arc<shardfast_store::Devices>,
+    accelerators: cuda::Devices,
+    is_page_locked: AtomicBool,
     pub(crate) planned: std::sync::Mutex<Option<Planned>>,
     operations: AtomicU64,
 }
@@ -39,10 +42,25 @@ impl Engine {
     }
 
     pub(crate) fn with(coord: Arc<dyn Coord>, staging: Arc<Staging>) -> Arc<Engine> {
+        Engine::on(coord, staging, cuda::Devices::default())
+    }
+
+    /// An engine of one rank whose devices are those of the CUDA driver in that library.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with_driver(library: &str, staging_bytes: u64) -> Result<Arc<Engine>> {
+        let accelerators = cuda::Devices::of(library);
+        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators))
+    }
+
+    fn on(coord: Arc<dyn Coord>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
         Arc::new(Engine {
             coord,
             staging,
             devices: Arc::default(),
+            accelerators,
+            is_page_locked: AtomicBool::new(false),
             planned: std::sync::Mutex::default(),
             operations: AtomicU64::new(0),
         })
@@ -61,6 +79,34 @@ impl Engine {
     /// Bytes of staging memory that saves and loads may use together.
     pub fn staging_bytes(&self) -> u64 {
         self.staging.budget_bytes()
+    }
+
+    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin behind everything
+    /// that `stream` was given until now. The first call for any device has the staging memory page-locked, in the
+    /// background.
+    ///
+    /// # Errors
+    /// As [`Devices::device`](cuda::Devices::device) and [`Device::copies_after`](cuda::Device::copies_after).
+    ///
+    /// # Safety
+    /// `stream` must be 0 or a stream of this device that has not been destroyed.
+    #[allow(unsafe_code)] // the one way in for foreign streams
+    pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
+        let device = self.accelerators.device(ordinal)?;
+        if !self.is_page_locked.swap(true, Ordering::Relaxed) {
+            let (staging, device) = (Arc::clone(&self.staging), Arc::clone(&device));
+            let page_lock: Arc<PageLock> = Arc::new(move |memory| {
+                // SAFETY: the arena unmaps a slab after its locks are dropped.
+                let lock = unsafe { device.page_lock(memory) }?;
+                Ok(Box::new(lock) as Box<dyn Send>)
+            });
+            // Whoever stages meanwhile waits for it. Without a thread the memory stays as it is, and copies are slower.
+            let _ = std::thread::Builder::new()
+                .name("shardfast-page-lock".into())
+                .spawn(move || staging.page_lock(page_lock));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { device.copies_after(stream) }
     }
 
     /// Begins the next operation. Ranks must begin the same operations in the same order.

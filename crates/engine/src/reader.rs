@@ -10,6 +10,7 @@ use shardfast_plan::{Limits, Read};
 use shardfast_store::{ObjectReader, Store};
 
 use crate::error::{Error, Kind, Result};
+use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::writer::Failure;
@@ -276,10 +277,14 @@ fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) 
         let leaves = files.leaves_in(read.file, &damage.span);
         return Err(Error::corrupt(format!("{}: {leaves}: {damage}", files.place)));
     }
+    // Waited for before the slot is given back, whatever happens.
+    let mut fences = Fences::default();
     for piece in &read.pieces {
         let at = (piece.src - range.start) as usize;
         let source = &slot[at..at + piece.span_bytes as usize];
-        sinks[piece.want as usize].scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source);
+        let sink = sinks[piece.want as usize];
+        sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source, &mut fences)?;
     }
+    fences.wait()?;
     Ok(range.end - range.start)
 }

@@ -3,18 +3,37 @@
 use shardfast_format::{Dims, Region};
 use smallvec::SmallVec;
 
+use crate::cuda::DeviceSink;
 use crate::error::{Error, Result};
+use crate::provider::Fences;
 
-/// A strided n-d block of elements in this process's memory that a load writes.
+/// A strided n-d block of elements that a load writes.
+pub enum Sink {
+    /// In this process's memory.
+    Host(HostSink),
+    /// In the memory of a device.
+    Device(DeviceSink),
+}
+
+impl std::fmt::Debug for Sink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Sink::Host(sink) => sink.fmt(f),
+            Sink::Device(_) => f.write_str("Device"),
+        }
+    }
+}
+
+/// A block in this process's memory.
 #[derive(Debug)]
-pub struct Sink {
+pub struct HostSink {
     address: usize,
     strides_bytes: SmallVec<[i64; 4]>,
     item_bytes: u64,
 }
 
 impl Sink {
-    /// The block that takes a region of extent `lengths`, its first element at `address`.
+    /// The block of this process's memory that takes a region of extent `lengths`, its first element at `address`.
     ///
     /// # Errors
     /// `Invalid` when two of its elements share memory (an expanded tensor).
@@ -24,6 +43,42 @@ impl Sink {
     /// given this sink has returned.
     #[allow(unsafe_code)] // the one way in for foreign memory to be written
     pub unsafe fn new(address: usize, lengths: &[u64], strides_bytes: &[i64], item_bytes: u64) -> Result<Sink> {
+        // SAFETY: the caller's promise.
+        unsafe { HostSink::new(address, lengths, strides_bytes, item_bytes) }.map(Sink::Host)
+    }
+
+    /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in
+    /// `src`, which must stay as it is until `fences` was waited for.
+    ///
+    /// # Errors
+    /// When the device is lost.
+    pub(crate) fn scatter(
+        &self,
+        offsets: &[u64],
+        lengths: &[u64],
+        src_strides: &[u64],
+        src: &[u8],
+        fences: &mut Fences,
+    ) -> Result<()> {
+        match self {
+            Sink::Host(sink) => {
+                sink.scatter(offsets, lengths, src_strides, src);
+                Ok(())
+            }
+            Sink::Device(sink) => sink.scatter(offsets, lengths, src_strides, src, fences),
+        }
+    }
+}
+
+impl HostSink {
+    /// As [`Sink::new`].
+    #[allow(unsafe_code)]
+    pub(crate) unsafe fn new(
+        address: usize,
+        lengths: &[u64],
+        strides_bytes: &[i64],
+        item_bytes: u64,
+    ) -> Result<HostSink> {
         let mut dims: SmallVec<[(u64, u64); 4]> =
             lengths.iter().zip(strides_bytes).filter(|d| *d.0 > 1).map(|(&n, &s)| (s.unsigned_abs(), n)).collect();
         dims.sort_unstable();
@@ -37,7 +92,7 @@ impl Sink {
             }
             extent = stride.saturating_mul(length - 1).saturating_add(extent);
         }
-        Ok(Sink { address, strides_bytes: SmallVec::from_slice(strides_bytes), item_bytes })
+        Ok(HostSink { address, strides_bytes: SmallVec::from_slice(strides_bytes), item_bytes })
     }
 
     /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in
@@ -136,7 +191,7 @@ mod tests {
         let src: Vec<u8> = (0..24u16).flat_map(u16::to_le_bytes).collect();
         let mut dst = vec![u16::MAX; 24];
         // SAFETY: `dst` outlives the sink and is read only after the scatter.
-        let sink = unsafe { Sink::new(dst.as_mut_ptr() as usize, &[4, 6], &[2, 8], 2) }.unwrap();
+        let sink = unsafe { HostSink::new(dst.as_mut_ptr() as usize, &[4, 6], &[2, 8], 2) }.unwrap();
         sink.scatter(&[1, 2], &[3, 4], &[12, 2], &src[(6 + 2) * 2..]);
         for j in 0..6 {
             for i in 0..4 {
@@ -153,11 +208,11 @@ mod tests {
         let address = dst.as_mut_ptr() as usize;
         // SAFETY: no sink is ever written through here.
         unsafe {
-            assert!(Sink::new(address, &[4, 4], &[0, 4], 4).unwrap_err().message.contains("share memory"));
-            assert!(Sink::new(address, &[3, 4], &[8, 4], 4).is_err());
-            assert!(Sink::new(address, &[4, 4], &[4, 16], 4).is_ok());
-            assert!(Sink::new(address, &[1, 4], &[0, 4], 4).is_ok());
-            assert!(Sink::new(address, &[4, 0], &[0, 0], 4).is_ok());
+            assert!(HostSink::new(address, &[4, 4], &[0, 4], 4).unwrap_err().message.contains("share memory"));
+            assert!(HostSink::new(address, &[3, 4], &[8, 4], 4).is_err());
+            assert!(HostSink::new(address, &[4, 4], &[4, 16], 4).is_ok());
+            assert!(HostSink::new(address, &[1, 4], &[0, 4], 4).is_ok());
+            assert!(HostSink::new(address, &[4, 0], &[0, 0], 4).is_ok());
         }
     }
 }

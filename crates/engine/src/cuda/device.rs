@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint};
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::driver::{
@@ -227,8 +228,8 @@ impl Device {
     /// # Safety
     /// The memory must stay mapped until the lock is dropped.
     #[allow(unsafe_code)]
-    pub unsafe fn page_lock(&self, memory: &[u8]) -> Result<PageLock> {
-        let address = memory.as_ptr() as usize;
+    pub unsafe fn page_lock(&self, memory: NonNull<[u8]>) -> Result<PageLock> {
+        let address = memory.as_ptr().addr();
         // SAFETY: the caller keeps the memory mapped until it is unregistered.
         self.context
             .run(|driver| unsafe { driver.cuMemHostRegister_v2(address, memory.len(), HOST_REGISTER_PORTABLE) })

@@ -7,7 +7,7 @@ use super::driver::{ATTRIBUTE_DEVICE_ORDINAL, ATTRIBUTE_IS_MANAGED};
 use super::rows::{Gather, Run};
 use crate::error::{Error, Result};
 use crate::provider::{Fence, Fences, Provider, Strided};
-use crate::sink::Sink;
+use crate::sink::HostSink;
 
 /// What a device would copy in shorter pieces than this, and in more than so many of them, the host puts in order, if
 /// the device's memory is dense there: weights with their channels last are elements at regular distances, and each few
@@ -170,7 +170,7 @@ impl DeviceMemory {
 /// A strided n-d block of elements in a device's memory that a load writes.
 pub struct DeviceSink {
     place: Place,
-    sink: Sink,
+    sink: HostSink,
 }
 
 impl DeviceSink {
@@ -192,7 +192,7 @@ impl DeviceSink {
         item_bytes: u64,
     ) -> Result<DeviceSink> {
         // SAFETY: only its geometry is used; nothing is written through it.
-        let sink = unsafe { Sink::new(address, lengths, strides_bytes, item_bytes) }?;
+        let sink = unsafe { HostSink::new(address, lengths, strides_bytes, item_bytes) }?;
         Ok(DeviceSink { place: Place::new(copies, address), sink })
     }
 

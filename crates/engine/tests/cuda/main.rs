@@ -276,7 +276,7 @@ fn copies_are_under_way_until_the_fence_was_waited_for() {
     fake.kernel(base, bytes, 8, 0);
     let mut slot = vec![0; bytes];
     // SAFETY: `slot` outlives the lock.
-    let lock = unsafe { device.page_lock(&slot) }.unwrap();
+    let lock = unsafe { device.page_lock(std::ptr::NonNull::from(&*slot)) }.unwrap();
     let provider = provider(&fake.copies(&device), base, &dense(bytes));
     let mut fences = Fences::default();
     provider.fill(0, &mut slot, &mut fences).unwrap();
@@ -343,14 +343,14 @@ fn memory_that_cannot_be_locked_is_reported_and_copied_without() {
     let slot = vec![0; 8192];
     fake.fail("cuMemHostRegister_v2", 1, 800, false);
     // SAFETY: `slot` outlives the locks.
-    let error = unsafe { device.page_lock(&slot) }.err().unwrap();
+    let error = unsafe { device.page_lock(std::ptr::NonNull::from(&*slot)) }.err().unwrap();
     assert_eq!(error.kind, Kind::Unsupported);
     assert!(error.message.contains("8192 bytes") && error.message.contains("CUDA_ERROR_NOT_PERMITTED"), "{error}");
     let base = fake.alloc(&[5; 8192]);
     assert_eq!(filled(&provider(&fake.copies(&device), base, &dense(8192))).unwrap(), [5; 8192]);
 
     // SAFETY: as above.
-    let lock = || unsafe { device.page_lock(&slot) };
+    let lock = || unsafe { device.page_lock(std::ptr::NonNull::from(&*slot)) };
     let first = lock().unwrap();
     assert_eq!(lock().err().unwrap().kind, Kind::Conflict);
     drop(first);

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use shardfast_engine::cuda::CopyStream;
 use shardfast_engine::error::Kind;
 use shardfast_engine::{
-    Checkpoint, Destination, Engine, Fences, Pending, Provider, Result, Sink, State, Want, open, row_major_strides,
-    save,
+    Checkpoint, Destination, Engine, Pending, Provider, Result, Sink, State, Want, open, row_major_strides, save,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 
@@ -69,14 +69,17 @@ fn name(index: usize) -> LeafName {
 }
 
 fn state(fake: &Fake, tensors: &[Tensor]) -> State {
-    let copies = fake.copies(&fake.device());
+    state_of(&fake.copies(&fake.device()), tensors)
+}
+
+fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
     let leaf = |(index, tensor): (usize, &Tensor)| {
         let shape = tensor.view.lengths.as_slice().into();
         let body = LeafBody::Tensor { dtype: tensor.dtype, parts: vec![Region::whole(&tensor.view.lengths)], shape };
         Leaf { name: name(index), body, layout: String::new() }
     };
     let provider =
-        |tensor: &Tensor| -> Vec<Arc<dyn Provider>> { vec![Arc::new(provider(&copies, tensor.base, &tensor.view))] };
+        |tensor: &Tensor| -> Vec<Arc<dyn Provider>> { vec![Arc::new(provider(copies, tensor.base, &tensor.view))] };
     State {
         catalog: Arc::new(Catalog { leaves: tensors.iter().enumerate().map(leaf).collect() }),
         providers: tensors.iter().map(provider).collect(),
@@ -107,7 +110,7 @@ fn loaded(checkpoint: &Checkpoint, index: usize, tensor: &Tensor) -> Vec<u8> {
 /// call. A driver that `keeps_order` stages nothing before the training went on.
 fn torn(fake: &Fake, keeps_order: bool) -> Vec<usize> {
     let place = tempfile::tempdir().unwrap();
-    let engine = Engine::new(shardfast_coord::solo(), 0);
+    let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let mut tensors = tensors(fake);
     // What the training has asked for when the save is called belongs to it; what it asks for afterwards does not.
     fake.hold();
@@ -152,26 +155,41 @@ fn a_driver_that_forgets_the_order_is_noticed() {
 }
 
 #[test]
+#[allow(unsafe_code)]
 fn what_was_saved_goes_back_to_a_device() {
     let fake = Fake::new(3, DELAY_MAX_US);
-    fake.lock_all();
-    let (place, engine, tensors) = (tempfile::tempdir().unwrap(), Engine::solo(), tensors(&fake));
-    begin(&engine, &place.path().join("a"), state(&fake, &tensors)).committed(Some(LONG)).unwrap();
+    let path = fake.path();
+    let engine = Engine::with_driver(path.to_str().unwrap(), 70 << 20).unwrap();
+    let (place, tensors) = (tempfile::tempdir().unwrap(), tensors(&fake));
+    // SAFETY: the default stream.
+    let copies = || unsafe { engine.copies_after(0, 0) }.unwrap();
+    let first = copies();
+    begin(&engine, &place.path().join("a"), state_of(&first, &tensors)).committed(Some(LONG)).unwrap();
     let checkpoint = open(&engine, place.path().join("a").to_str().unwrap(), LONG).unwrap();
-    let device = fake.device();
-    let copies = fake.copies(&device);
-    for (index, tensor) in tensors.iter().enumerate() {
-        let slot = loaded(&checkpoint, index, tensor);
-        let lengths = &tensor.view.lengths;
-        let base = fake.alloc(&vec![0; tensor.bytes.len()]);
-        let sink = sink(&copies, base, &tensor.view).unwrap();
-        let (offsets, strides) = (vec![0; lengths.len()], row_major_strides(lengths, tensor.view.item));
-        let mut fences = Fences::default();
-        sink.scatter(&offsets, lengths, &strides, &slot, &mut fences).unwrap();
-        fences.wait().unwrap();
+    let copies = copies();
+    // All in one load, whose slots are used again and again while copies are under way.
+    let bases: Vec<usize> = tensors.iter().map(|tensor| fake.alloc(&vec![0; tensor.bytes.len()])).collect();
+    let wants: Vec<Want> = tensors
+        .iter()
+        .zip(&bases)
+        .enumerate()
+        .map(|(index, (tensor, &base))| Want {
+            leaf: checkpoint.manifest().find(&name(index)).unwrap(),
+            region: Region::whole(&tensor.view.lengths),
+            sink: Sink::Device(sink(&copies, base, &tensor.view).unwrap()),
+        })
+        .collect();
+    checkpoint.load(&wants, &[], LONG).unwrap();
+    for (index, (tensor, base)) in tensors.iter().zip(bases).enumerate() {
         let back = elements(&tensor.view, &fake.peek(base, tensor.bytes.len()));
         assert!(back == tensor.elements(), "tensor {index}");
     }
+    // The arena, locked once whatever the number of saves and loads.
+    assert_eq!(fake.calls("cuMemHostRegister_v2"), 1);
+    fake.fail("cuMemcpyAsync", 1, 700, true);
+    let error = checkpoint.load(&wants, &[], LONG).unwrap_err();
+    assert_eq!(error.kind, Kind::Unavailable, "{error}");
+    assert!(error.message.contains("cuda:0"), "{error}");
 }
 
 fn files(place: &Path) -> Vec<String> {
@@ -196,7 +214,10 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
     ] {
         let fake = Fake::new(nth, DELAY_MAX_US);
         fake.lock_all();
-        let (place, engine) = (tempfile::tempdir().unwrap(), Engine::new(shardfast_coord::solo(), 0));
+        let (place, engine) = (
+            tempfile::tempdir().unwrap(),
+            Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap(),
+        );
         let state = state(&fake, &tensors(&fake));
         fake.fail(call, nth, code, true);
         let pending = begin(&engine, &place.path().join("a"), state);

@@ -1,11 +1,13 @@
-//! Saving, verifying, comparing and exporting a tensor that is far larger than the staging budget takes no more memory
+//! Saving, loading, verifying, comparing and exporting a tensor that is far larger than the staging budget takes no more memory
 //! than that. Alone in its process, since it looks at the process's own peak.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardfast_engine::{Destination, Engine, Fences, Provider, Result, State, diff, export, open, save, verify};
+use shardfast_engine::{
+    Destination, Engine, Fences, Provider, Result, Sink, State, Want, diff, export, open, save, verify,
+};
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
 const BUDGET_BYTES: u64 = 16 << 20;
@@ -49,11 +51,19 @@ fn memory_is_bounded_by_the_budget() {
         is_vouched_for: false,
     };
     let destination = Destination { url: place("a"), step: None, user: BTreeMap::new() };
+    // What a load fills is the program's own memory.
+    let mut loaded = vec![1u8; TENSOR_BYTES as usize];
     let before = peak_bytes();
     save(&engine, destination, state, deadline).committed(None).unwrap();
 
     assert!(verify(&engine, &place("a"), &|_, _| ()).unwrap().is_sound());
     let checkpoint = open(&engine, &place("a"), deadline).unwrap();
+    // SAFETY: `loaded` outlives the load and is touched by nobody else meanwhile.
+    #[allow(unsafe_code)]
+    let sink = unsafe { Sink::new(loaded.as_mut_ptr() as usize, &[TENSOR_BYTES / 4], &[4], 4) }.unwrap();
+    let want = Want { leaf: 0, region: Region::whole(&[TENSOR_BYTES / 4]), sink };
+    checkpoint.load(&[want], &[], deadline).unwrap();
+    assert!(loaded.iter().enumerate().step_by(4093).all(|(at, &byte)| byte == (at >> 20) as u8));
     let same = diff(&checkpoint, &checkpoint, &|_, _| ()).unwrap();
     assert_eq!((same.bytes, same.differences.len()), (TENSOR_BYTES, 0));
     let exported = export(&checkpoint, &place("out"), "model", u64::MAX).unwrap();

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from figures import OURS
+from ranks import made
 
 
 class AsyncSystem(Protocol):
@@ -41,7 +43,7 @@ class AsyncSystem(Protocol):
 
 
 class ShardfastAsync:
-    name = "shardfast"
+    name = OURS
     note = "sf.save_async; ends when durable and committed"
 
     def __init__(self) -> None:
@@ -134,6 +136,7 @@ class TorchCheckpointingAsync:
 
     def __init__(self) -> None:
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -142,7 +145,8 @@ class TorchCheckpointingAsync:
             "under manager.lock(), use_direct_io=False; ends renamed, not synced"
         )
         self._manager = CheckpointManager.Config(
-            save=AsyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
+            save=AsyncCheckpointSaverConfig(process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=200)),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         ).build()
         self._ended: Future[Any] | None = None
 
@@ -196,21 +200,15 @@ class TorchSnapshotAsync:
 
 
 def asynchronous_systems() -> tuple[list[AsyncSystem], dict[str, str]]:
-    """Ours first, then the rivals; and those that cannot be made here, with the reason."""
+    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it."""
     makers: dict[str, Callable[[], AsyncSystem]] = {
+        ShardfastAsync.name: ShardfastAsync,
         "DCP async, thread": lambda: DcpAsync(process=False),
         "DCP async, process": lambda: DcpAsync(process=True),
-        "torch_checkpointing async": TorchCheckpointingAsync,
-        "torchsnapshot async": TorchSnapshotAsync,
+        TorchCheckpointingAsync.name: TorchCheckpointingAsync,
+        TorchSnapshotAsync.name: TorchSnapshotAsync,
     }
-    made: list[AsyncSystem] = [ShardfastAsync()]
-    missing: dict[str, str] = {}
-    for name, maker in makers.items():
-        try:
-            made.append(maker())
-        except Exception as error:
-            missing[name] = f"{type(error).__name__}: {error}"
-    return made, missing
+    return made(makers)
 
 
 def show_notes(notes: dict[str, str], failed: dict[str, str]) -> None:

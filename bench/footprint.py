@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import shardfast.session
-from figures import Figures, table
+from figures import OURS, Figures, table
 from ranks import Settings, attempt, drop_page_cache, remove, run
 from shardfast import _native
 from states import State, bytes_of, expect_equal, sharded, zero
-from systems import Shardfast, System, systems
+from systems import System, systems
 
 MIB = 1 << 20
 BUDGET_BYTES = 64 * MIB
@@ -31,7 +31,7 @@ def measure(settings: Settings) -> Figures:
         for name, (save, load) in found["extra"].items():
             row: list[object] = [f"{found['bytes'] / MIB:.0f} MiB", name, f"{save / MIB:.0f}", f"{load / MIB:.0f}"]
             budget = BUDGET_BYTES + CONSTANT_BYTES
-            is_ours = name == Shardfast.name
+            is_ours = name == OURS
             rows.append([*row, f"{(max(save, load) - BUDGET_BYTES) / MIB:.0f}" if is_ours else ""])
             if is_ours:
                 figures[f"within budget at {factor} times"] = max(save, load) <= budget

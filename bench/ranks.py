@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import pickle
@@ -21,6 +22,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 S = TypeVar("S", bound="Named")
 
+HANG = datetime.timedelta(minutes=5)
+"""A rank that waits longer for another one fails; the run says so and ends."""
+
+ANSWER = "answer"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -79,22 +84,29 @@ def run(
     """Runs ``worker(settings, *arguments)`` on all ranks; what rank 0 returned.
 
     Raises:
-        RuntimeError: If a rank failed; its traceback is on stderr.
+        RuntimeError: If a rank failed, with what all of them wrote to stderr.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
+        scratch = Path(folder)
         ranks = [
-            context.Process(target=_main, args=(rank, worker, settings, arguments, port, answer, environment or {}))
+            context.Process(target=_main, args=(rank, worker, settings, arguments, port, scratch, environment or {}))
             for rank in range(settings.processes)
         ]
         for rank in ranks:
             rank.start()
-        _join(ranks)
-        return pickle.loads(answer.read_bytes())
+        try:
+            _join(ranks)
+        except RuntimeError as error:
+            errors = "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in sorted(scratch.glob("rank*")))
+            raise RuntimeError(f"{error}\n{errors}") from None
+        finally:
+            for rank in ranks:
+                rank.terminate()
+        return pickle.loads((scratch / ANSWER).read_bytes())
 
 
 def _join(ranks: list[Any]) -> None:
@@ -115,17 +127,20 @@ def _main(
     settings: Settings,
     arguments: tuple[Any, ...],
     port: int,
-    answer: Path,
+    scratch: Path,
     environment: dict[str, str],
 ) -> None:
+    # Rivals and their daemons are talkative; what they say is shown when a rank fails.
+    with (scratch / f"rank{rank}").open("w") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(settings.processes), "LOCAL_WORLD_SIZE": str(settings.processes)} | environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.processes))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=HANG)
     on_rank_0(lambda: settings.where.mkdir(parents=True, exist_ok=True))
     result = worker(settings, *arguments)
     if rank == 0:
-        answer.write_bytes(pickle.dumps(result))
+        (scratch / ANSWER).write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     # Rivals leave threads and daemons that an orderly exit would wait for.
@@ -179,6 +194,20 @@ def attempt(action: Callable[..., object], *arguments: Any) -> str | None:
             raise
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
     return next((reason for reason in of_all(reason) if reason), None)
+
+
+def made(makers: dict[str, Callable[[], S]]) -> tuple[list[S], dict[str, str]]:
+    """The systems that can be made on every rank; the others with the reason."""
+    systems: list[S] = []
+    missing: dict[str, str] = {}
+    for name, maker in makers.items():
+        own: list[S] = []
+        reason = attempt(lambda own=own, maker=maker: own.append(maker()))
+        if reason is None:
+            systems += own
+        else:
+            missing[name] = reason
+    return systems, missing
 
 
 def turned(order: list[S], number: int) -> list[S]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import shardfast as sf
-from figures import Figures, median, ratio, spread, summary, table
+from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from ranks import Cost, Settings, drop_page_cache, in_turn, of_all, run, settle, timed
 from states import State, expect_equal, expect_equal_whole, sharded, zero
 from systems import Shardfast, System, systems
@@ -16,10 +16,8 @@ def measure(settings: Settings) -> Figures:
     found: dict[str, Any] = run(_worker, settings)
     rows: list[list[object]] = []
     size = found["bytes"]
-    fastest = min(
-        (median(resharded) for name, (_, resharded) in found["seconds"].items() if name != Shardfast.name), default=0.0
-    )
-    for name, (same, resharded) in found["seconds"].items():
+    fastest = min((median(resharded) for name, (_, resharded) in found["seconds"].items() if name != OURS), default=0.0)
+    for name, (same, resharded) in ours_first(found["seconds"]):
         ratios = ratio(same, resharded)
         rates = [size / one / 1e9 for one in resharded]
         row = [name, size / median(same) / 1e9, median(rates), spread(rates), median(ratios), spread(ratios)]

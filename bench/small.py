@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from figures import Figures, median, ratio, spread, summary, table
+from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from ranks import Cost, Settings, drop_page_cache, in_turn, run, settle, timed
 from states import State, expect_equal, small, zero
-from systems import Shardfast, System, systems
+from systems import System, systems
 
 COUNT, BYTES_EACH = 5000, 1024
 PARTS = ("durable save", "cold load", "warm load")
@@ -18,10 +18,10 @@ def measure(settings: Settings) -> Figures:
     count = 1000 if settings.quick else COUNT
     found: dict[str, Any] = run(_worker, settings, count)
     seconds: dict[str, tuple[list[float], ...]] = found["seconds"]
-    ours = seconds[Shardfast.name]
+    ours = seconds[OURS]
     figures: dict[str, Any] = {"count": count, "bytes_each": BYTES_EACH, "failed": found["failed"], "seconds": seconds}
     rows: list[list[object]] = []
-    for name, parts in seconds.items():
+    for name, parts in ours_first(seconds):
         row: list[object] = [name]
         for part, own, times in zip(PARTS, ours, parts, strict=True):
             times_slower = ratio(times, own)

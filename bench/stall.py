@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynchronous import AsyncSystem, ShardfastAsync, asynchronous_systems, show_notes
-from figures import Figures, median, spread, summary, table
+from figures import OURS, Figures, median, ours_first, spread, summary, table
 from ranks import Settings, attempt, of_all, remove, run, turned
 from states import counted, values
 
@@ -70,7 +70,7 @@ def measure(settings: Settings) -> Figures:
     times: dict[Case, Times] = found["times"]
     rows: list[list[object]] = []
     for case in cases:
-        for name, (calls, waits) in times[case].items():
+        for name, (calls, waits) in ours_first(times[case]):
             low, high = f"{median(calls):.3f}", f"{max(calls):.2f}"
             rows.append([case.name, name, len(calls), low, high, spread(calls, 3), f"{median(waits):.2f}"])
     columns = ("system", "calls", "median ms", "worst ms", "(min .. max)", "a step at once waits ms")
@@ -92,7 +92,7 @@ def _prices(times: dict[Case, Times]) -> dict[str, float]:
     """What more of something adds to the median."""
 
     def ours(case: Case) -> float:
-        return median(times[case][ShardfastAsync.name][0])
+        return median(times[case][OURS][0])
 
     prices = {
         "each further 1,000 tensors": (ours(MANY) - ours(BASE)) / ((MANY.tensors - BASE.tensors) / 1000),

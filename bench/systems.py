@@ -7,13 +7,15 @@ here, and counted: every file, then the directories.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from ranks import on_rank_0
+from figures import OURS
+from ranks import made, on_rank_0
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -63,7 +65,7 @@ def sync_files_of_rank(path: Path) -> None:
 
 
 class Shardfast:
-    name = "shardfast"
+    name = OURS
     note = "sf.save and sf.load; checksums written and verified, atomic commit"
     is_durable = "yes"
     reshards = True
@@ -216,20 +218,19 @@ NOT_MEASURED = {
 
 
 def systems(*, resharding: bool = False) -> tuple[list[System], dict[str, str]]:
-    """Ours first, then the rivals; and those that cannot be made here, with the reason."""
-    makers: list[Any] = [lambda: Dcp(1), lambda: Dcp(2)]
+    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it."""
+    makers: dict[str, Callable[[], System]] = {Shardfast.name: Shardfast, "DCP, 1 thread": lambda: Dcp(1)}
     if resharding:
-        makers = [lambda: Dcp(1), lambda: TorchCheckpointing(resharder=True)]
+        makers["torch_checkpointing, resharder"] = lambda: TorchCheckpointing(resharder=True)
     else:
-        makers += [TorchCheckpointing, TorchSnapshot, Safetensors, TorchSave]
-    made: list[System] = [Shardfast()]
-    missing: dict[str, str] = {}
-    for maker in makers:
-        try:
-            made.append(maker())
-        except Exception as error:
-            missing[getattr(maker, "name", "torch_checkpointing")] = f"{type(error).__name__}: {error}"
-    return made, missing
+        makers |= {
+            "DCP, 2 threads": lambda: Dcp(2),
+            TorchCheckpointing.name: TorchCheckpointing,
+            TorchSnapshot.name: TorchSnapshot,
+            Safetensors.name: Safetensors,
+            TorchSave.name: TorchSave,
+        }
+    return made(makers)
 
 
 def bytes_on_disk(path: Path) -> int:

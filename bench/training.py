@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynchronous import AsyncSystem, ShardfastAsync, asynchronous_systems, show_notes
-from figures import Figures, median, spread, summary, table
+from asynchronous import AsyncSystem, asynchronous_systems, show_notes
+from figures import Figures, median, ours_first, spread, summary, table
 from ranks import Settings, in_turn, of_all, run, settle
 from states import trainable
 
@@ -89,7 +89,7 @@ def measure(settings: Settings) -> Figures:
         f"forward and backward {found['pass_s']:.2f} s, a copy of the state {found['copy_s']:.2f} s (all ranks at once)"
     )
     rows: list[list[object]] = []
-    for name, own in times.items():
+    for name, own in ours_first(times):
         row: list[object] = [
             name,
             f"{median(own.call_ms):.2f}",
@@ -130,7 +130,7 @@ def _worker(settings: Settings) -> dict[str, Any]:
     pooled = of_all(times)
     together = {
         name: Times(*([one for rank in pooled for one in getattr(rank[name], what)] for what in vars(Times())))
-        for name in sorted(times, key=lambda name: name != ShardfastAsync.name)
+        for name in times
     }
     return {
         "times": together,

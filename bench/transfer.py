@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from ceiling import Disk, Memory, best, expect_room
-from figures import Figures, median, ratio, spread, summary, table, timeline
+from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table, timeline
 from ranks import Cost, Costs, Settings, drop_page_cache, in_turn, of_all, remove, run, settle, timed
 from states import State, bytes_of, expect_equal, sharded, zero
 from systems import NOT_MEASURED, Shardfast, System, bytes_on_disk, systems
@@ -114,11 +114,10 @@ def show(settings: Settings, found: Found) -> Figures:
 def _part(part: str, size: int, methods: dict[str, Costs], more: dict[str, Costs], found: Found) -> dict[str, Any]:
     top = methods[best(methods)].seconds()
     costs = found.costs[part]
-    rivals = {name: cost for name, cost in costs.items() if name != Shardfast.name}
+    rivals = {name: cost for name, cost in costs.items() if name != OURS}
     rival = rivals[best(rivals)].seconds() if rivals else []
     rows: list[list[object]] = []
-    ours = {name: cost for name, cost in costs.items() if name == Shardfast.name}
-    for name, cost in {**methods, **more, **ours, **rivals}.items():
+    for name, cost in [*methods.items(), *more.items(), *ours_first(costs)]:
         seconds = cost.seconds()
         rates = [size / one / 1e9 for one in seconds]
         is_system = name in costs
@@ -138,5 +137,5 @@ def _part(part: str, size: int, methods: dict[str, Costs], more: dict[str, Costs
         "methods": {name: summary(cost.seconds()) for name, cost in {**methods, **more}.items()},
         "systems": {name: [asdict(one) for one in cost.all] for name, cost in costs.items()},
         "of_ceiling": {name: summary(ratio(top, cost.seconds())) for name, cost in costs.items()},
-        "of_best_rival": summary(ratio(rival, costs[Shardfast.name].seconds())) if rival else {},
+        "of_best_rival": summary(ratio(rival, costs[OURS].seconds())) if rival else {},
     }

@@ -13,7 +13,7 @@ from typing import Any
 import shardfast as sf
 import torch.distributed as dist
 from figures import Figures, median, ratio, spread, summary, table, timeline
-from ranks import Settings, drop_page_cache, of_all, remove, run, settle
+from ranks import ROUNDS_MAX, Settings, drop_page_cache, of_all, remove, run, settle
 from shardfast import _native
 from states import trainable, values
 
@@ -27,7 +27,7 @@ NAMES = {
     "parallel-files": "one file at a time on each rank",
     "checksum-overlap": "checksums in a pass of their own before the write and after the read",
 }
-VALUE_BYTES = 8_000_000
+VALUE_BYTES = 2_000_000
 
 
 def measure(settings: Settings) -> Figures:
@@ -35,7 +35,7 @@ def measure(settings: Settings) -> Figures:
     offered = [name for name in NAMES if name in getattr(_native, "ABLATIONS", ())]
     order = [FULL, *offered]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in order}
-    rounds = 1 if settings.quick else 3
+    rounds = min(settings.rounds, ROUNDS_MAX)
     for round_ in range(rounds):
         for name in order[round_ % len(order) :] + order[: round_ % len(order)]:
             environment = {} if name == FULL else {SWITCH: name}
@@ -64,7 +64,7 @@ def measure(settings: Settings) -> Figures:
         "of full",
         "instead",
     )
-    table("ablation: module, AdamW and 8 MB of values, durable save and cold load", ("off", *columns), rows)
+    table("ablation: module, AdamW and 2 MB of values, durable save and cold load", ("off", *columns), rows)
     for name in order:
         timeline(f"phases with {name} off" if name != FULL else "phases", [one["phases_ms"] for one in found[name]])
     return figures

@@ -199,15 +199,21 @@ class TorchSnapshotAsync:
         self._pending = None
 
 
-def asynchronous_systems() -> tuple[list[AsyncSystem], dict[str, str]]:
-    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it."""
+def asynchronous_systems(*, own_processes: bool = True) -> tuple[list[AsyncSystem], dict[str, str]]:
+    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it.
+
+    Without ``own_processes`` those that need processes of their own, which are long in starting, are left out.
+    """
     makers: dict[str, Callable[[], AsyncSystem]] = {
         ShardfastAsync.name: ShardfastAsync,
         "DCP async, thread": lambda: DcpAsync(process=False),
-        "DCP async, process": lambda: DcpAsync(process=True),
-        TorchCheckpointingAsync.name: TorchCheckpointingAsync,
         TorchSnapshotAsync.name: TorchSnapshotAsync,
     }
+    if own_processes:
+        makers |= {
+            "DCP async, process": lambda: DcpAsync(process=True),
+            TorchCheckpointingAsync.name: TorchCheckpointingAsync,
+        }
     return made(makers)
 
 

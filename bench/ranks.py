@@ -25,6 +25,9 @@ S = TypeVar("S", bound="Named")
 HANG = datetime.timedelta(minutes=5)
 """A rank that waits longer for another one fails; the run says so and ends."""
 
+ROUNDS_MAX = 3
+"""Of the measures whose differences are large; only the rates beside the ceiling need more."""
+
 ANSWER = "answer"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -43,6 +46,11 @@ class Settings:
     def settle_s(self) -> float:
         """Seconds of rest before a measured save: a disk is busy for a while with what was deleted before."""
         return 0.3 if self.quick else 1.0
+
+    @property
+    def warm_ups(self) -> int:
+        """Rounds that are not measured, before those that are."""
+        return 0 if self.quick else 1
 
     @property
     def total_bytes(self) -> int:
@@ -220,21 +228,22 @@ def in_turn(
     order: list[S],
     failed: dict[str, str],
     settings: Settings,
-    one: Callable[[S, Path, int], object],
+    one: Callable[[S, Path, bool], object],
     *,
     rounds: int,
     before_round: Callable[[], object] = lambda: None,
 ) -> None:
-    """Runs ``one(system, path, round)`` for every system in every round; round 0 warms up. Each path is removed after.
+    """Runs ``one(system, path, is_measured)`` for every system in every round; the path is removed then.
 
     A system that fails, on whatever rank, goes from ``order`` into ``failed`` with the reason.
     """
-    for number in range(rounds + 1):
-        if number > 0:
+    for number in range(settings.warm_ups + rounds):
+        is_measured = number >= settings.warm_ups
+        if is_measured:
             before_round()
         for system in turned(order, number):
             path = settings.where / f"{system.name.replace(' ', '-').replace(',', '')}-{number}"
-            reason = attempt(one, system, path, number)
+            reason = attempt(one, system, path, is_measured)
             remove(path)
             if reason is not None:
                 failed[system.name] = reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import shardfast as sf
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
-from ranks import Cost, Settings, drop_page_cache, in_turn, of_all, run, settle, timed
+from ranks import ROUNDS_MAX, Cost, Settings, drop_page_cache, in_turn, of_all, run, settle, timed
 from states import State, expect_equal, expect_equal_whole, sharded, zero
 from systems import Shardfast, System, systems
 
@@ -46,16 +46,16 @@ def _worker(settings: Settings) -> dict[str, Any]:
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     amounts: list[int] = []
 
-    def one(system: System, path: Path, round_: int) -> None:
+    def one(system: System, path: Path, is_measured: bool) -> None:
         costs = _one(settings, system, path, rows, same, columns)
         if isinstance(system, Shardfast):
             plan = sf.plan_load(path, {"model": columns})
             amounts[:] = [plan.bytes_wanted, plan.bytes_read]
-        if round_ > 0:
+        if is_measured:
             for times, cost in zip(seconds.setdefault(system.name, ([], [])), costs, strict=True):
                 times.append(cost.seconds)
 
-    in_turn(order, failed, settings, one, rounds=settings.rounds)
+    in_turn(order, failed, settings, one, rounds=min(settings.rounds, ROUNDS_MAX))
     wanted, read = (sum(amount[at] for amount in of_all(amounts)) for at in range(2))
     # A replicated tensor counts once for each rank that holds it: as many bytes as all ranks want.
     size = sum(tensor.numel() * tensor.element_size() for tensor in rows.values())

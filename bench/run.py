@@ -18,6 +18,7 @@ from typing import Any
 
 import ablation
 import footprint
+import goals
 import machine
 import resharding
 import small
@@ -44,15 +45,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: small, one round, few methods")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="MEASURE",
                         help="; ".join(f"{name}: {what}" for name, (_, what) in MEASURES.items()))  # fmt: skip
-    parser.add_argument("--gigabytes", type=float, help="size of the state on all processes (2; quick: 0.3)")
+    parser.add_argument("--gigabytes", type=float, help="size of the state on all processes (2; quick: 0.15)")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="measured rounds after one that warms up (5; quick: 1)")
+    parser.add_argument("--rounds", type=int, help="measured rounds (5, but at most 3 beside transfer; quick: 1)")
     parser.add_argument("--where", type=Path, default=Path("bench-out"), help="a directory on the disk to be measured")
     args = parser.parse_args()
     expect_fio()
     warnings.filterwarnings("ignore")
     where: Path = args.where.resolve() / "shardfast-bench"
-    gigabytes, rounds = (0.3, 1) if args.quick else (2.0, 5)
+    gigabytes, rounds = (0.15, 1) if args.quick else (2.0, 5)
     settings = Settings(args.gigabytes or gigabytes, args.processes, args.rounds or rounds, where, args.quick)
     described = machine.describe(args.where)
     machine.show(described)
@@ -69,6 +70,7 @@ def main() -> None:
             print(f"--- {name}: {time.perf_counter() - began:.0f} s", flush=True)
     finally:
         shutil.rmtree(where, ignore_errors=True)
+    goals.show(results)
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{str(described['when']).replace(':', '')}.json"
     file.write_text(json.dumps(results, indent=1) + "\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
-from ranks import Cost, Settings, drop_page_cache, in_turn, run, settle, timed
+from ranks import ROUNDS_MAX, Cost, Settings, drop_page_cache, in_turn, run, settle, timed
 from states import State, expect_equal, small, zero
 from systems import System, systems
 
@@ -15,7 +15,7 @@ PARTS = ("durable save", "cold load", "warm load")
 
 
 def measure(settings: Settings) -> Figures:
-    count = 1000 if settings.quick else COUNT
+    count = 200 if settings.quick else COUNT
     found: dict[str, Any] = run(_worker, settings, count)
     seconds: dict[str, tuple[list[float], ...]] = found["seconds"]
     ours = seconds[OURS]
@@ -41,13 +41,13 @@ def _worker(settings: Settings, count: int) -> dict[str, Any]:
     order, failed = systems()
     seconds: dict[str, tuple[list[float], ...]] = {}
 
-    def one(system: System, path: Path, round_: int) -> None:
+    def one(system: System, path: Path, is_measured: bool) -> None:
         costs = _one(settings, system, path, state, other)
-        if round_ > 0:
+        if is_measured:
             for times, cost in zip(seconds.setdefault(system.name, ([], [], [])), costs, strict=True):
                 times.append(cost.seconds)
 
-    in_turn(order, failed, settings, one, rounds=settings.rounds)
+    in_turn(order, failed, settings, one, rounds=min(settings.rounds, ROUNDS_MAX))
     return {"seconds": seconds, "failed": failed}
 
 

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from asynchronous import AsyncSystem, asynchronous_systems, show_notes
 from figures import Figures, median, ours_first, spread, summary, table
-from ranks import Settings, in_turn, of_all, run, settle
+from ranks import ROUNDS_MAX, Settings, in_turn, of_all, run, settle
 from states import trainable
 
-PLAIN_STEPS = 4
+PLAIN_STEPS = 3
+"""Steps without a save, before each save and after it."""
+
 STEPS_MAX = 200
-COPIES_PER_PASS = 2.0
+COPIES_PER_PASS = 4.0
 """Forward and backward take at least so many times as long as a copy of the state."""
 
 
@@ -110,20 +112,23 @@ def measure(settings: Settings) -> Figures:
 
 def _worker(settings: Settings) -> dict[str, Any]:
     trainer = Trainer(settings.total_bytes // 2)
-    order, failed = asynchronous_systems()
+    order, failed = asynchronous_systems(own_processes=not settings.quick)
     notes = {system.name: system.note for system in order}
     times: dict[str, Times] = {}
     plain: list[float] = []
-    trainer.plain_s(2)
+    trainer.plain_s(2)  # warms up
 
-    def one(system: AsyncSystem, path: Path, round_: int) -> None:
-        own = Times() if round_ == 0 else times.setdefault(system.name, Times())
+    def one(system: AsyncSystem, path: Path, is_measured: bool) -> None:
+        own = times.setdefault(system.name, Times()) if is_measured else Times()
         settle(settings)
-        steps = trainer.plain_s(PLAIN_STEPS)
-        plain.extend(steps)
-        _one(system, path, trainer, own, median(steps))
+        before = trainer.plain_s(PLAIN_STEPS)
+        steps, seconds = _one(system, path, trainer, own)
+        beside = [*before, *trainer.plain_s(PLAIN_STEPS)]
+        plain.extend(beside)
+        own.lost_s.append(seconds - steps * median(beside))
+        own.slowdown.append(seconds / (steps * median(beside)))
 
-    in_turn(order, failed, settings, one, rounds=min(settings.rounds, 3))
+    in_turn(order, failed, settings, one, rounds=min(settings.rounds, ROUNDS_MAX))
     times = {name: own for name, own in times.items() if name not in failed}
     for system in order:
         system.close()
@@ -143,7 +148,8 @@ def _worker(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _one(system: AsyncSystem, path: Path, trainer: Trainer, times: Times, plain_s: float) -> None:
+def _one(system: AsyncSystem, path: Path, trainer: Trainer, times: Times) -> tuple[int, float]:
+    """One save beside the training; the number of steps until it had ended, and what they took."""
     dist.barrier()
     began = time.perf_counter()
     system.begin(path, trainer.module, trainer.optimizer, {"step": 1})
@@ -162,6 +168,5 @@ def _one(system: AsyncSystem, path: Path, trainer: Trainer, times: Times, plain_
     system.finish()
     times.call_ms.append((returned - began) * 1e3)
     times.wait_ms.append((waited - passed) * 1e3)
-    times.lost_s.append(ended - began - steps * plain_s)
-    times.slowdown.append((ended - began) / (steps * plain_s))
     times.save_s.append(time.perf_counter() - began)
+    return steps, ended - began

@@ -50,9 +50,9 @@ def _worker(settings: Settings) -> Found:
         memory.round()
         disk.round()
 
-    def one(system: System, path: Path, round_: int) -> None:
+    def one(system: System, path: Path, is_measured: bool) -> None:
         costs = _one(settings, found, system, path, state, other)
-        if round_ > 0:
+        if is_measured:
             for part, cost in zip(PARTS, costs, strict=True):
                 found.costs[part].setdefault(system.name, Costs()).add(cost)
 
@@ -61,7 +61,7 @@ def _worker(settings: Settings) -> Found:
     found.systems = {system.name: (system.is_durable, system.note) for system in order}
     for system in order:
         if isinstance(system, Shardfast):
-            found.phases = _slowest_rank([report["phases_ms"] for report in system.reports[1:]])
+            found.phases = _slowest_rank([report["phases_ms"] for report in system.reports[settings.warm_ups :]])
     return found
 
 
@@ -88,9 +88,9 @@ def _slowest_rank(phases: list[dict[str, float]]) -> list[dict[str, float]]:
 def show(settings: Settings, found: Found) -> Figures:
     """Prints the tables; the figures for the file."""
     size = found.bytes
-    print(f"\n{size / 1e9:.2f} GB on {settings.processes} processes, {settings.rounds} rounds after a warm-up")
+    print(f"\n{size / 1e9:.2f} GB on {settings.processes} processes, {settings.rounds} rounds")
     found.disk.show_sweep()
-    figures: dict[str, Any] = {"bytes": size, "sweep_seconds": found.disk.sweep_seconds, "refused": found.disk.failed}
+    figures: dict[str, Any] = {"bytes": size, "sweep_gb_s": found.disk.sweep_gb_s, "refused": found.disk.failed}
     attainable = {name: found.memory[name] for name in Memory.TENSORS}
     for part, methods, more in (
         ("durable save", found.disk.write, {}),

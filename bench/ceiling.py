@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -247,7 +248,7 @@ class Disk:
                     continue
                 rates[method.name] = max(rate, rates.get(method.name, 0.0))
             # Ranks may see other times; which methods go on is decided by one.
-            rates = on_rank_0(lambda: rates)
+            rates = on_rank_0(partial(dict, rates))
             ordered = sorted((m for m in methods if m.name in rates), key=lambda method: -rates[method.name])
             if not ordered:
                 raise SystemExit(f"{title}: no method works here: {self.failed}")

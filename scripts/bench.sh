@@ -20,7 +20,8 @@ command -v fio >/dev/null ||
     fail "fio is missing; the disk's own rate is measured with it:" \
         "apt install fio (Debian, Ubuntu), dnf install fio (Fedora)"
 wheels=(target/wheels/shardfast-*.whl)
-[[ -x .venv/bin/uv && -f ${wheels[0]} ]] || fail "no environment, or no wheel in target/wheels: run \`make setup\` first"
+[[ -x .venv/bin/uv && -f ${wheels[0]} ]] ||
+    fail "no environment, or no wheel in target/wheels: run \`make setup\` first"
 
 if ! "$venv/bin/python" -c '' 2>/dev/null; then
     rm -rf "$venv"

@@ -9,7 +9,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from ranks import machine_cpu_s, stolen_s
+from ranks import machine_cpu_s, may_drop_page_cache, stolen_s
 
 QUIET = 0.05
 PACKAGES = ("shardfast", "torch", "torch_checkpointing", "torchsnapshot", "safetensors", "numpy")
@@ -25,6 +25,7 @@ def describe(where: Path) -> dict[str, object]:
         "kernel": platform.release(),
         "transparent huge pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "file system": _file_system(where),
+        "before cold loads": "page cache dropped" if may_drop_page_cache() else "files evicted from the page cache",
         "fio": _output("fio", "--version"),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},

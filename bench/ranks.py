@@ -29,6 +29,7 @@ ROUNDS_MAX = 3
 """Of the measures whose differences are large; only the rates beside the ceiling need more."""
 
 ANSWER = "answer"
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -260,23 +261,24 @@ def settle(settings: Settings) -> None:
     on_rank_0(rest)
 
 
-def drop_page_cache(*folders: Path) -> str:
-    """Makes the next read of the files in ``folders`` a cold one; says how."""
+def may_drop_page_cache() -> bool:
+    """Whether this user may drop the page cache of the machine."""
+    return os.access(DROP_CACHES, os.W_OK)
 
-    def drop() -> str:
+
+def drop_page_cache(*folders: Path) -> None:
+    """Makes the next read of the files in ``folders`` a cold one: drops the page cache, or these files from it."""
+
+    def drop() -> None:
         os.sync()
-        try:
-            Path("/proc/sys/vm/drop_caches").write_text("3\n")
-            return "page cache dropped"
-        except OSError:
-            for folder in folders:
-                for path in folder.rglob("*"):
-                    if path.is_file():
-                        with path.open("rb") as file:
-                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return "files evicted from the page cache"
+        if may_drop_page_cache():
+            DROP_CACHES.write_text("3\n")
+            return
+        for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    return on_rank_0(drop)
+    on_rank_0(drop)
 
 
 def remove(path: Path) -> None:

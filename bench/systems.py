@@ -15,7 +15,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from figures import OURS
-from ranks import made, on_rank_0
+from ranks import made
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -231,8 +231,3 @@ def systems(*, resharding: bool = False) -> tuple[list[System], dict[str, str]]:
             TorchSave.name: TorchSave,
         }
     return made(makers)
-
-
-def bytes_on_disk(path: Path) -> int:
-    """Of all files of a checkpoint."""
-    return on_rank_0(lambda: sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file()))

@@ -11,7 +11,7 @@ from ceiling import Disk, Memory, best, expect_room
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table, timeline
 from ranks import Cost, Costs, Settings, drop_page_cache, in_turn, of_all, remove, run, settle, timed
 from states import State, bytes_of, expect_equal, sharded, zero
-from systems import NOT_MEASURED, Shardfast, System, bytes_on_disk, systems
+from systems import NOT_MEASURED, Shardfast, System, systems
 
 PARTS = ("durable save", "cold load", "warm load")
 
@@ -24,7 +24,6 @@ class Found:
     disk: Disk
     memory: dict[str, Costs]
     costs: dict[str, dict[str, Costs]] = field(default_factory=lambda: {part: {} for part in PARTS})
-    stored: dict[str, int] = field(default_factory=dict)
     systems: dict[str, tuple[str, str]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     phases: list[dict[str, float]] = field(default_factory=list)
@@ -51,7 +50,7 @@ def _worker(settings: Settings) -> Found:
         disk.round()
 
     def one(system: System, path: Path, is_measured: bool) -> None:
-        costs = _one(settings, found, system, path, state, other)
+        costs = _one(settings, system, path, state, other)
         if is_measured:
             for part, cost in zip(PARTS, costs, strict=True):
                 found.costs[part].setdefault(system.name, Costs()).add(cost)
@@ -65,10 +64,9 @@ def _worker(settings: Settings) -> Found:
     return found
 
 
-def _one(settings: Settings, found: Found, system: System, path: Path, state: State, other: State) -> list[Cost]:
+def _one(settings: Settings, system: System, path: Path, state: State, other: State) -> list[Cost]:
     settle(settings)
     saved = timed(lambda: system.save(path, state))
-    found.stored[system.name] = bytes_on_disk(path)
     zero(other)
     drop_page_cache(path)
     cold = timed(lambda: system.load(path, other))

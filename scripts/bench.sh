@@ -16,9 +16,6 @@ is_stamped() { [[ -f "$venv/$1.stamp" && "$(<"$venv/$1.stamp")" == "$2" ]]; }
 
 digest() { sha256sum | cut -d' ' -f1; }
 
-command -v fio >/dev/null ||
-    fail "fio is missing; the disk's own rate is measured with it:" \
-        "apt install fio (Debian, Ubuntu), dnf install fio (Fedora)"
 wheels=(target/wheels/shardfast-*.whl)
 [[ -x .venv/bin/uv && -f ${wheels[0]} ]] ||
     fail "no environment, or no wheel in target/wheels: run \`make setup\` first"

@@ -11,7 +11,7 @@ from states import State, expect_equal, small, zero
 from systems import System, systems
 
 COUNT, BYTES_EACH = 5000, 1024
-PARTS = ("durable save", "cold load", "warm load")
+PARTS = ("durable save", "cold load")
 
 
 def measure(settings: Settings) -> Figures:
@@ -44,7 +44,7 @@ def _worker(settings: Settings, count: int) -> dict[str, Any]:
     def one(system: System, path: Path, is_measured: bool) -> None:
         costs = _one(settings, system, path, state, other)
         if is_measured:
-            for times, cost in zip(seconds.setdefault(system.name, ([], [], [])), costs, strict=True):
+            for times, cost in zip(seconds.setdefault(system.name, ([], [])), costs, strict=True):
                 times.append(cost.seconds)
 
     in_turn(order, failed, settings, one, rounds=min(settings.rounds, ROUNDS_MAX))
@@ -58,4 +58,4 @@ def _one(settings: Settings, system: System, path: Path, state: State, other: St
     drop_page_cache(path)
     cold = timed(lambda: system.load(path, other))
     expect_equal(other, state, system.name)
-    return [saved, cold, timed(lambda: system.load(path, other))]
+    return [saved, cold]

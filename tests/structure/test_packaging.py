@@ -41,13 +41,22 @@ def test_the_toolchain_is_the_declared_one():
     assert channel.startswith(declared), f"rust-toolchain.toml pins {channel}, Cargo.toml declares {declared}"
 
 
-def test_lock_files_are_there_and_pin():
-    wanted = re.findall(r"^([\w-]+==[\w.]+)", read("requirements/dev.in"), re.MULTILINE)
-    pinned = read("requirements/dev.txt").splitlines()
+@pytest.mark.parametrize("name", ["dev", "bench"])
+def test_lock_files_are_there_and_pin(name):
+    wanted = re.findall(r"^([\w-]+==[\w.]+)", read(f"requirements/{name}.in"), re.MULTILINE)
+    pinned = read(f"requirements/{name}.txt").splitlines()
     offenders("run scripts/lock.sh", [pin for pin in wanted if not any(line.startswith(pin) for line in pinned)])
     loose = [line for line in pinned if line.strip() and not line.startswith("#") and not re.match(r"[\w.-]+==", line)]
     offenders("run scripts/lock.sh: the lock file holds pinned names and nothing else", loose)
     assert "Cargo.lock" in files(".lock"), "Remedy: commit Cargo.lock"
+
+
+def test_the_benchmarks_measure_what_the_tests_test():
+    tested = read("requirements/dev.txt").splitlines()
+    names = {line.split("==")[0] for line in tested if "==" in line}
+    measured = read("requirements/bench.txt").splitlines()
+    found = [line for line in measured if line.split("==")[0] in names and line not in tested]
+    offenders("run scripts/lock.sh: where both lock files name a package they pin one version", found)
 
 
 def test_build_tools_are_pinned_once():
@@ -259,8 +268,8 @@ def test_ci_runs_the_word_that_a_person_runs():
 
 def test_the_menu_is_whole():
     makefile = read("Makefile")
-    targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
-    menu = re.search(r'echo "make ([\w| ]+)', makefile)
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    menu = re.search(r'echo "make ([\w| -]+?)  ', makefile)
     assert menu is not None
     assert ["menu", *menu[1].replace("|", " ").split()] == targets
 

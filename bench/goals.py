@@ -1,0 +1,120 @@
+"""The goals, each beside what this run found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from figures import OURS, median, table
+
+Row = tuple[str, str, str, bool]
+"""Measure, goal, what was found, whether the goal is reached."""
+
+DCP = ("DCP, 1 thread", "DCP, 2 threads")
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints the goals of the measures that were run."""
+    readers: dict[str, Callable[[dict[str, Any]], list[Row]]] = {
+        "stall": _stall,
+        "training": _training,
+        "transfer": _transfer,
+        "resharding": _resharding,
+        "small": _small,
+        "footprint": _footprint,
+    }
+    rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
+    table("goals", ("", "goal", "found", ""), [[*row[:3], "reached" if row[3] else "MISSED"] for row in rows])
+    if not results["quiet"]:
+        print("  the machine was not quiet: measure again before any of this is believed")
+
+
+def _stall(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for name, systems in found["stall_ms"].items():
+        if int(name.split()[0]) <= 1000 and systems.get(OURS):
+            calls = systems[OURS]
+            reached = calls["median"] <= 1 and calls["max"] <= 5
+            text = f"{calls['median']:.2f} ms, worst {calls['max']:.2f} ms of {len(calls['values'])}"
+            rows.append((f"stall, {name}", "median 1 ms, worst 5 ms", text, reached))
+    return rows
+
+
+def _training(found: dict[str, Any]) -> list[Row]:
+    ours = found["times"].get(OURS)
+    if not ours:
+        return []
+    rivals = {name: times for name, times in found["times"].items() if name != OURS}
+    wait = ours["wait_ms"]
+    rows: list[Row] = [("wait before the step", "1 ms", f"{wait['median']:.2f} ms", wait["median"] <= 1)]
+    for what, unit, title in (("slowdown", "×", "step with / without a save"), ("lost_s", " s", "price of a save")):
+        best = min((times[what]["median"] for times in rivals.values()), default=float("inf"))
+        own = ours[what]["median"]
+        rows.append((title, f"below every rival's, {best:.2f}{unit}", f"{own:.2f}{unit}", own < best))
+    return rows
+
+
+def _transfer(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for part, goal in (("durable save", 0.95), ("cold load", 0.95), ("warm load", 0.8)):
+        of_ceiling = found[part]["of_ceiling"].get(OURS)
+        if not of_ceiling:
+            continue
+        own = of_ceiling["median"]
+        rows.append((part, f"{goal} of the ceiling", f"{own:.2f}", own >= goal))
+        if part == "warm load":
+            continue
+        if found[part]["of_best_rival"]:
+            of_rival = found[part]["of_best_rival"]["median"]
+            rows.append((part, "ahead of every rival", f"{of_rival:.2f} × the fastest", of_rival > 1))
+        rows.append(_thrift(part, found[part]["systems"]))
+    return rows
+
+
+def _thrift(part: str, systems: dict[str, list[dict[str, float]]]) -> Row:
+    """Processor time beside that of the thriftiest rival that is as fast."""
+    seconds = {name: median([cost["seconds"] for cost in costs]) for name, costs in systems.items()}
+    cpu = {name: median([cost["cpu_s"] for cost in costs]) for name, costs in systems.items()}
+    as_fast = [name for name in systems if name != OURS and seconds[name] <= seconds[OURS]]
+    goal = "half of the thriftiest rival's that is as fast"
+    if not as_fast:
+        thriftiest = min((name for name in systems if name != OURS), key=lambda name: cpu[name], default=OURS)
+        text = f"none is as fast; {cpu[OURS] / cpu[thriftiest]:.2f} × that of {thriftiest}"
+        return (f"processor time, {part}", goal, text, True)
+    thriftiest = min(as_fast, key=lambda name: cpu[name])
+    ratio = cpu[OURS] / cpu[thriftiest] if cpu[thriftiest] else float("inf")
+    return (f"processor time, {part}", goal, f"{ratio:.2f} × that of {thriftiest}", ratio <= 0.5)
+
+
+def _resharding(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    if OURS in found["resharded_of_same"]:
+        own = found["resharded_of_same"][OURS]["median"]
+        rows.append(("resharded load", "0.9 of the same layout's", f"{own:.2f}", own >= 0.9))
+        read = found["bytes_read_of_needed"]
+        rows.append(("bytes read, resharded", "1.02 of those needed", f"{read:.3f}", read <= 1.02))
+    return rows
+
+
+def _small(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for part in ("durable save", "cold load"):
+        slower = found[f"{part}, times ours"]
+        fastest = min((slower[name]["median"] for name in DCP if name in slower), default=float("nan"))
+        title = f"{found['count']} tensors of {found['bytes_each']} bytes, {part}"
+        rows.append((title, "20 times as fast as DCP", f"{fastest:.1f} times", fastest >= 20))
+    return rows
+
+
+def _footprint(found: dict[str, Any]) -> list[Row]:
+    prefix = "within budget at "
+    return [
+        (
+            f"memory, {name.removeprefix(prefix)} the budget",
+            "budget + 64 MiB",
+            "within" if value else "beyond",
+            bool(value),
+        )
+        for name, value in found.items()
+        if name.startswith(prefix)
+    ]

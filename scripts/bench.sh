@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs the benchmarks; the arguments are those of bench/run.py (--help lists them). Their environment, target/bench,
+# holds the rivals and the wheel as scripts/setup.sh built it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly venv=target/bench
+
+fail() {
+    printf 'bench: %s\n' "$*" >&2
+    exit 1
+}
+
+# is_stamped NAME DIGEST: whether that is installed already.
+is_stamped() { [[ -f "$venv/$1.stamp" && "$(<"$venv/$1.stamp")" == "$2" ]]; }
+
+digest() { sha256sum | cut -d' ' -f1; }
+
+wheels=(target/wheels/shardfast-*.whl)
+[[ -x .venv/bin/uv && -f ${wheels[0]} ]] ||
+    fail "no environment, or no wheel in target/wheels: run \`make setup\` first"
+
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    rm -rf "$venv"
+    .venv/bin/python -m venv "$venv"
+fi
+requirements=$(digest <requirements/bench.txt)
+if ! is_stamped requirements "$requirements"; then
+    echo "bench: installing requirements/bench.txt (torch is large: minutes on a slow line)"
+    .venv/bin/uv pip install --quiet --python "$venv/bin/python" --requirement requirements/bench.txt
+    echo "$requirements" >"$venv/requirements.stamp"
+fi
+wheel=$(digest <"${wheels[0]}")
+if ! is_stamped wheel "$wheel"; then
+    .venv/bin/uv pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
+    echo "$wheel" >"$venv/wheel.stamp"
+fi
+exec "$venv/bin/python" bench/run.py "$@"

@@ -1,6 +1,6 @@
 """Each optimization off in turn, as in the papers' tables: what each is worth on this machine.
 
-The switches are no options of the product: only a build with the cargo feature ``bench`` reads them, and says so by
+The switches are no options of the product: only a build with the cargo feature ``ablation`` reads them, and says so by
 ``shardfast._native.ABLATIONS``.
 """
 

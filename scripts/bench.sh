@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the benchmarks; the arguments are those of bench/run.py (--help lists them). Their environment, target/bench,
-# holds the rivals and the wheel as scripts/setup.sh built it.
+# holds the rivals and a wheel in which single optimizations can be left out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,9 +16,11 @@ is_stamped() { [[ -f "$venv/$1.stamp" && "$(<"$venv/$1.stamp")" == "$2" ]]; }
 
 digest() { sha256sum | cut -d' ' -f1; }
 
-wheels=(target/wheels/shardfast-*.whl)
-[[ -x .venv/bin/uv && -f ${wheels[0]} ]] ||
-    fail "no environment, or no wheel in target/wheels: run \`make setup\` first"
+[[ -x .venv/bin/uv ]] || fail "no environment: run \`make setup\` first"
+rm -rf target/bench-wheels
+.venv/bin/maturin build --quiet --release --locked --features ablation --interpreter .venv/bin/python \
+    --out target/bench-wheels
+wheels=(target/bench-wheels/shardfast-*.whl)
 
 if ! "$venv/bin/python" -c '' 2>/dev/null; then
     rm -rf "$venv"

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use crate::ablation;
 use crate::error::{Error, Kind, Result};
 
 /// The handle of a save that runs in the background.
@@ -48,7 +49,7 @@ pub(crate) struct Progress {
 impl Pending {
     /// Runs `save` on a thread of its own. `captured` tells whether nothing of it is urgent.
     pub(crate) fn spawn(captured: bool, save: impl FnOnce(&Progress) -> Result<()> + Send + 'static) -> Pending {
-        let shared = Arc::new(Shared::new(captured));
+        let shared = Arc::new(Shared::new(captured && !ablation::is_off("lazy-capture")));
         let progress = Progress { shared: Arc::clone(&shared) };
         let body = move || {
             let outcome =
@@ -162,6 +163,9 @@ impl Progress {
 
     /// What may change at any time is copied.
     pub(crate) fn captured(&self) {
+        if ablation::is_off("lazy-capture") {
+            return;
+        }
         self.mark("captured");
         self.shared.lock().captured = true;
         self.shared.changed.notify_all();
@@ -170,7 +174,9 @@ impl Progress {
     /// The state may change from now on.
     pub(crate) fn staged(&self) {
         self.mark("staged");
-        self.shared.lock().staged = true;
+        let mut state = self.shared.lock();
+        (state.captured, state.staged) = (true, true);
+        drop(state);
         self.shared.changed.notify_all();
     }
 

@@ -53,8 +53,14 @@ impl Checkpoint {
     pub fn load(&self, wants: &[Want], values: &[ValueRef], deadline: Duration) -> Result<Vec<Vec<u8>>> {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
-        operation.agree("open", plan.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
-        let loaded = plan.and_then(|plan| self.run(plan, wants));
+        let wanted = plan.as_ref().map(|_| self.bytes_wanted(wants)).map_err(Error::clone);
+        let again = operation.agree("open", wanted, |ranks: Vec<u64>| {
+            // More than there is: some of it is wanted by several.
+            let there: u64 = self.manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
+            let wanted = ranks.iter().fold(0u64, |sum, &wanted| sum.saturating_add(wanted));
+            Ok(vec![wanted > there; ranks.len()])
+        })?;
+        let loaded = plan.and_then(|plan| self.run(plan, wants, again));
         operation
             .agree("done", loaded.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
         loaded
@@ -68,11 +74,7 @@ impl Checkpoint {
         let plan = self.plan(wants, values)?;
         let mut forecast =
             Forecast { bytes_wanted: plan.values_bytes.iter().map(|&n| n as u64).sum(), ..Forecast::default() };
-        for want in wants {
-            if let LeafKind::Tensor { dtype, .. } = self.manifest.leaf(want.leaf).kind {
-                forecast.bytes_wanted += want.region.numel() * dtype.size_bytes();
-            }
-        }
+        forecast.bytes_wanted += self.bytes_wanted(wants);
         let mut files = std::collections::HashSet::new();
         for read in plan.values.into_iter().chain(plan.tensors) {
             let range = self.files.whole_blocks(read.file, read.offset..read.offset + read.bytes);
@@ -86,7 +88,16 @@ impl Checkpoint {
 
     /// Fills every want's sink on this rank alone: nothing is agreed with the others.
     pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
-        self.run(self.plan(wants, values)?, wants)
+        self.run(self.plan(wants, values)?, wants, false)
+    }
+
+    /// Of tensors.
+    fn bytes_wanted(&self, wants: &[Want]) -> u64 {
+        let bytes = |want: &Want| match self.manifest.leaf(want.leaf).kind {
+            LeafKind::Tensor { dtype, .. } => want.region.numel() * dtype.size_bytes(),
+            _ => 0,
+        };
+        wants.iter().map(bytes).sum()
     }
 
     fn plan(&self, wants: &[Want], values: &[ValueRef]) -> Result<Plan> {
@@ -121,7 +132,7 @@ impl Checkpoint {
     }
 
     #[allow(unsafe_code)]
-    fn run(&self, plan: Plan, wants: &[Want]) -> Result<Vec<Vec<u8>>> {
+    fn run(&self, plan: Plan, wants: &[Want], again: bool) -> Result<Vec<Vec<u8>>> {
         let mut encoded: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
         let value_sinks = encoded.iter_mut().map(|bytes| {
             // SAFETY: `encoded` is neither moved nor looked at until the reads are over, and each vector has one sink.
@@ -130,7 +141,7 @@ impl Checkpoint {
         let value_sinks = value_sinks.collect::<Result<Vec<_>>>()?;
         let sinks: Vec<&Sink> = wants.iter().map(|want| &want.sink).chain(&value_sinks).collect();
         let reads = plan.values.into_iter().chain(plan.tensors);
-        reader::run(&self.files, reads, &sinks, &self.engine.staging)?;
+        reader::run(&self.files, reads, &sinks, &self.engine.staging, again)?;
         drop(sinks);
         Ok(encoded)
     }

@@ -126,12 +126,12 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
-    /// Says that a range will be read soon; whether that is of any use.
+    /// Says that a range will be read soon, and whether other ranks will read it `again`; whether that is of any use.
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>) -> Result<bool> {
-        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start))
+    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, again: bool) -> Result<bool> {
+        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, again))
     }
 
     /// What has to be read for a planned read.
@@ -208,7 +208,8 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     Ok(OpenFile { object, header })
 }
 
-/// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read.
+/// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read. `again` is
+/// whether other ranks read the same bytes.
 ///
 /// # Errors
 /// `Corrupt` names the checkpoint, the leaves, the file and the byte range; no byte of a damaged block reaches a sink.
@@ -218,11 +219,12 @@ pub(crate) fn run(
     reads: impl Iterator<Item = Read>,
     sinks: &[&Sink],
     staging: &Arc<Staging>,
+    again: bool,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
     let until_failure = reads.take_while(|_| !failure.is_set());
     let announce = |read: &Read| {
-        files.prefetch(read.file, files.range(read)).unwrap_or_else(|error| {
+        files.prefetch(read.file, files.range(read), again).unwrap_or_else(|error| {
             let leaves = files.leaves_in(read.file, &(0..u64::MAX));
             failure.set(error.within(format_args!("{leaves} cannot be read")));
             true

@@ -226,7 +226,7 @@ impl Run<'_> {
         let announce = |task: &Task| match task {
             Task::Header(_) => true,
             // A file that cannot be opened is the header's finding.
-            Task::Blocks(file, range) => files.prefetch(*file, range.clone()).unwrap_or(true),
+            Task::Blocks(file, range) => files.prefetch(*file, range.clone(), false).unwrap_or(true),
         };
         let work = |task| match task {
             Task::Header(file) => self.check_header(files, file),

@@ -30,6 +30,7 @@
 
 mod devices;
 mod flights;
+mod reader;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -38,17 +39,14 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use devices::Devices;
 
+use reader::LocalReader;
+
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
-use crate::error::too_short;
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, Mapping, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
+use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
 
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
-
-/// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead guesses from the order in which
-/// it sees requests, and several ranges of one file read at a time make it guess wrong.
-const PREFETCH_BYTES_MIN: usize = 128 * 1024;
 
 /// From this length on a write through the page cache is sent on its way to the device at once.
 const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
@@ -348,12 +346,12 @@ impl<D: Disk> Store for LocalStore<D> {
         if stat.kind != FileKind::File {
             return Err(failed(Kind::NotFound, "open", &path, "expected a file, found something else"));
         }
-        let (device, bytes) = (stat.identity.0, stat.bytes);
-        let direct = bytes >= devices::WORTH_BYTES
-            && self.devices.reads_direct(device, || devices::reads_faster_direct(&*self.disk, &path, bytes));
-        // Only a faster way: what cannot be opened so is read through the page cache.
-        let direct = if direct { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
-        Ok(Box::new(LocalReader { disk: self.disk.clone(), file, direct, path, bytes }))
+        let bytes = stat.bytes;
+        let is_large = bytes >= devices::WORTH_BYTES && !ablation::is_off("direct-io");
+        // Only another way: what cannot be opened so is read through the page cache.
+        let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
+        let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
+        Ok(Box::new(LocalReader::new(self.disk.clone(), file, direct, (devices, device), path, bytes)))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -507,82 +505,6 @@ impl<D: Disk> Drop for LocalWriter<D> {
             // Whoever dropped it has the error that made him do so; what cannot be removed is debris as after a crash.
             let _ = self.disk.unlink(&self.path);
         }
-    }
-}
-
-struct LocalReader<D: Disk> {
-    disk: Arc<D>,
-    file: D::File,
-    /// The same file past the page cache, where that is the faster way for what is not in it.
-    direct: Option<D::File>,
-    path: PathBuf,
-    bytes: u64,
-}
-
-impl<D: Disk> ObjectReader for LocalReader<D> {
-    fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    fn map(&self) -> Result<Mapping> {
-        uninterrupted(|| self.disk.map(&self.file, self.bytes)).map_err(|errno| match errno {
-            Errno::NODEV => {
-                failed(Kind::Unsupported, "map", &self.path, "the file system cannot map files into memory")
-            }
-            errno => of_errno("map", &self.path, errno),
-        })
-    }
-
-    fn prefetch(&self, offset: u64, bytes: u64) -> bool {
-        // Only a hint: a file system that has no use for it says so and is read all the same.
-        self.direct.is_none() && self.disk.will_need(&self.file, offset, bytes).is_ok()
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
-            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
-        }
-        let mut done = 0;
-        if buf.len() >= PREFETCH_BYTES_MIN && !self.disk.is_cached(&self.file, offset).unwrap_or(true) {
-            let units = buf.len() - buf.len() % ALIGNMENT;
-            let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-            match &self.direct {
-                Some(direct) if is_aligned => done = self.fill_units(direct, offset, &mut buf[..units])?,
-                _ => _ = self.prefetch(offset, buf.len() as u64),
-            }
-        }
-        self.fill(offset + done as u64, &mut buf[done..])
-    }
-}
-
-impl<D: Disk> LocalReader<D> {
-    /// Reads whole units past the page cache as far as that goes; how many bytes.
-    fn fill_units(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<usize> {
-        let mut done = 0;
-        while done < buf.len() {
-            let at = offset + done as u64;
-            match uninterrupted(|| self.disk.pread(direct, &mut buf[done..], at)) {
-                Ok(read) if read < ALIGNMENT => break,
-                Ok(read) => done += read - read % ALIGNMENT,
-                // Some file systems take the flag and refuse the read.
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => break,
-                Err(errno) => return Err(of_errno("read", &self.path, errno)),
-            }
-        }
-        Ok(done)
-    }
-
-    fn fill(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let mut done = 0;
-        while done < buf.len() {
-            let at = offset + done as u64;
-            match uninterrupted(|| self.disk.pread(&self.file, &mut buf[done..], at)) {
-                Ok(0) => return Err(too_short(self.path.to_string_lossy(), at, offset, buf.len())),
-                Ok(read) => done += read,
-                Err(errno) => return Err(of_errno("read", &self.path, errno)),
-            }
-        }
-        Ok(())
     }
 }
 

@@ -201,7 +201,7 @@ impl ObjectReader for MemoryReader {
         self.contents.len() as u64
     }
 
-    fn prefetch(&self, _offset: u64, _bytes: u64) -> bool {
+    fn prefetch(&self, _offset: u64, _bytes: u64, _again: bool) -> bool {
         true
     }
 

@@ -111,7 +111,7 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
-    fn prefetch(&self, _: u64, _: u64) -> bool {
+    fn prefetch(&self, _: u64, _: u64, _: bool) -> bool {
         true
     }
 

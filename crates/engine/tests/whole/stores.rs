@@ -24,8 +24,8 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64) -> bool {
-        self.object.prefetch(offset, bytes)
+    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool {
+        self.object.prefetch(offset, bytes, again)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

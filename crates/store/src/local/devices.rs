@@ -1,9 +1,12 @@
 //! Which way of reading and writing is the fastest on the storage at hand: measured once per device, where it matters.
+//!
+//! Writes are tried on a file of their own before a large object is written: a wrong way would cost the training time.
+//! Reads are tried as they come: some the one way, some the other, and then all the faster way.
 
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{ALIGNMENT, temporary, uninterrupted};
@@ -13,7 +16,10 @@ use crate::disk::{Disk, Errno, Sys};
 pub(super) const WORTH_BYTES: u64 = 64 << 20;
 
 const WRITE_BYTES: u64 = 32 << 20;
-const READ_BYTES: u64 = 8 << 20;
+/// Read in each way before it is decided.
+const READ_BYTES: u64 = 64 << 20;
+/// A pause between reads that is not the device's.
+const PAUSE: Duration = Duration::from_millis(200);
 const REQUEST_BYTES: usize = 1 << 20;
 const THREADS: u64 = 4;
 
@@ -24,36 +30,92 @@ pub struct Devices {
     known: Mutex<HashMap<u64, Known>>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 struct Known {
     writes_buffered: Option<bool>,
-    reads_direct: Option<bool>,
+    reads: Reads,
+}
+
+/// Reads of what is not in the page cache, through it and past it.
+#[derive(Default)]
+struct Reads {
+    buffered: Trial,
+    direct: Trial,
+}
+
+#[derive(Default)]
+struct Trial {
+    began: Option<Instant>,
+    last: Option<Instant>,
+    bytes: u64,
+    /// How long it took, once enough was read.
+    took: Option<Duration>,
+}
+
+impl Trial {
+    fn begin(&mut self, now: Instant) {
+        if self.took.is_none() && self.last.is_none_or(|last| now.duration_since(last) > PAUSE) {
+            *self = Trial { began: Some(now), last: Some(now), ..Trial::default() };
+        }
+    }
+
+    fn end(&mut self, now: Instant, bytes: u64) {
+        self.bytes += bytes;
+        self.last = Some(now);
+        if let Some(began) = self.began.filter(|_| self.took.is_none() && self.bytes >= READ_BYTES) {
+            self.took = Some(now.duration_since(began).mul_f64(READ_BYTES as f64 / self.bytes as f64));
+        }
+    }
+}
+
+impl Reads {
+    fn of(&mut self, direct: bool) -> &mut Trial {
+        if direct { &mut self.direct } else { &mut self.buffered }
+    }
+
+    /// Which way the next read goes.
+    fn go_direct(&self) -> bool {
+        match (self.direct.took, self.buffered.took) {
+            (None, _) => true,
+            (Some(_), None) => false,
+            // Clearly faster: through the page cache bytes are copied once more.
+            (Some(direct), Some(buffered)) => buffered * 3 >= direct * 2,
+        }
+    }
 }
 
 impl Devices {
-    /// Whether large objects are written faster through the page cache, on a device that takes direct writes too.
+    /// Whether large objects are written faster through the page cache, on a device that takes direct writes too; one
+    /// measures at a time. `false` while a measurement told nothing.
     pub(super) fn writes_buffered(&self, device: u64, measure: impl FnOnce() -> Option<bool>) -> bool {
-        self.known(device, |known| &mut known.writes_buffered, measure)
-    }
-
-    /// Whether large objects that are not in the page cache are read faster past it.
-    pub(super) fn reads_direct(&self, device: u64, measure: impl FnOnce() -> Option<bool>) -> bool {
-        self.known(device, |known| &mut known.reads_direct, measure)
-    }
-
-    /// What is known, or measured now; one measures at a time. `false` while a measurement told nothing.
-    fn known(
-        &self,
-        device: u64,
-        which: impl Fn(&mut Known) -> &mut Option<bool>,
-        measure: impl FnOnce() -> Option<bool>,
-    ) -> bool {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let answer = which(known.entry(device).or_default());
+        let mut known = self.lock();
+        let answer = &mut known.entry(device).or_default().writes_buffered;
         if answer.is_none() {
             *answer = measure();
         }
         answer.unwrap_or(false)
+    }
+
+    /// Whether the next read of a large object that is not in the page cache goes past it.
+    pub(super) fn reads_direct(&self, device: u64) -> bool {
+        self.lock().entry(device).or_default().reads.go_direct()
+    }
+
+    /// A read in one of the two ways is announced, or made.
+    pub(super) fn begun(&self, device: u64, direct: bool) {
+        self.lock().entry(device).or_default().reads.of(direct).begin(Instant::now());
+    }
+
+    /// Makes a read in one of the two ways, and learns from it.
+    pub(super) fn tried<T>(&self, device: u64, direct: bool, bytes: u64, read: impl FnOnce() -> T) -> T {
+        self.begun(device, direct);
+        let read = read();
+        self.lock().entry(device).or_default().reads.of(direct).end(Instant::now(), bytes);
+        read
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -89,36 +151,14 @@ fn written(disk: &impl Disk, dir: &Path, direct: bool) -> Option<Duration> {
     timed.ok()
 }
 
-/// Whether reading past the page cache is faster in the file at `path` of `bytes` bytes. `None` if it could not be tried
-/// or parts of the file are in the page cache.
-pub(super) fn reads_faster_direct(disk: &impl Disk, path: &Path, bytes: u64) -> Option<bool> {
-    let buffered_from = (bytes / 4).next_multiple_of(ALIGNMENT as u64);
-    let direct_from = (bytes / 2).next_multiple_of(ALIGNMENT as u64);
-    let timed = |from: u64, direct: bool| -> Sys<Option<Duration>> {
-        let file = uninterrupted(|| disk.open_read(path, direct))?;
-        if disk.is_cached(&disk.open_read(path, false)?, from + READ_BYTES / 2)? {
-            return Ok(None);
-        }
-        let began = Instant::now();
-        if !direct {
-            let _ = disk.will_need(&file, from, READ_BYTES);
-        }
-        in_requests(READ_BYTES, |buffer, offset| uninterrupted(|| disk.pread(&file, buffer, from + offset)))?;
-        Ok(Some(began.elapsed()))
-    };
-    let buffered = timed(buffered_from, false).ok()??;
-    let direct = timed(direct_from, true).ok()??;
-    Some(direct < buffered)
-}
-
 /// Makes requests one after the other on each of a few threads, until all `bytes` are done.
-fn in_requests(bytes: u64, request: impl Fn(&mut [u8], u64) -> Sys<usize> + Sync) -> Sys<()> {
+fn in_requests(bytes: u64, request: impl Fn(&[u8], u64) -> Sys<usize> + Sync) -> Sys<()> {
     let next = AtomicU64::new(0);
     let lane = || -> Sys<()> {
         // Not zeros, of which a device might make nothing.
-        let mut memory = vec![0xa5; REQUEST_BYTES + ALIGNMENT];
+        let memory = vec![0xa5; REQUEST_BYTES + ALIGNMENT];
         let start = memory.as_ptr().align_offset(ALIGNMENT);
-        let buffer = &mut memory[start..start + REQUEST_BYTES];
+        let buffer = &memory[start..start + REQUEST_BYTES];
         loop {
             let offset = next.fetch_add(REQUEST_BYTES as u64, Ordering::Relaxed);
             if offset >= bytes {
@@ -150,7 +190,9 @@ mod tests {
     fn store(disk: &SimDisk, writes_buffered: bool, reads_direct: bool) -> LocalStore<SimDisk> {
         let devices = Arc::new(Devices::default());
         devices.writes_buffered(0, || Some(writes_buffered));
-        devices.reads_direct(0, || Some(reads_direct));
+        for (direct, took) in [(false, 2), (true, if reads_direct { 2 } else { 4 })] {
+            devices.lock().entry(0).or_default().reads.of(direct).took = Some(Duration::from_secs(took));
+        }
         LocalStore { devices, ..LocalStore::on(disk.clone(), "/run".into()).unwrap() }
     }
 
@@ -191,7 +233,11 @@ mod tests {
             }
             // The two that are aligned.
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
-            assert_eq!(object.prefetch(0, 1 << 20), !reads_direct);
+            assert_eq!(object.prefetch(0, 1 << 20, false), !reads_direct);
+            // What others will read too goes into the page cache all the same.
+            assert!(object.prefetch(0, 1 << 20, true));
+            assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+            assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
         }
     }
 
@@ -223,8 +269,31 @@ mod tests {
         assert!(devices.writes_buffered(1, || Some(true)));
         assert!(devices.writes_buffered(1, || panic!("measured twice")));
         assert!(!devices.writes_buffered(2, || Some(false)));
-        assert!(!devices.reads_direct(1, || Some(false)));
-        assert!(!devices.reads_direct(1, || panic!("measured twice")));
+    }
+
+    #[test]
+    fn reads_are_tried_both_ways_and_then_go_the_faster_one() {
+        for direct_is_faster in [false, true] {
+            let devices = Devices::default();
+            let read = |bytes| {
+                let direct = devices.reads_direct(7);
+                let pace = if direct == direct_is_faster { 1 } else { 5 };
+                devices.tried(7, direct, bytes, || std::thread::sleep(Duration::from_millis(pace)));
+                direct
+            };
+            let ways: Vec<bool> = (0..24).map(|_| read(READ_BYTES / 8)).collect();
+            assert_eq!(ways, [[true; 8], [false; 8], [direct_is_faster; 8]].concat());
+            // Another device is another matter.
+            assert!(devices.reads_direct(8));
+            // A pause is not the device's.
+            let devices = Devices::default();
+            devices.tried(7, true, READ_BYTES / 2, || ());
+            std::thread::sleep(PAUSE + Duration::from_millis(20));
+            devices.tried(7, true, READ_BYTES / 2, || ());
+            assert!(devices.reads_direct(7), "half of the reads were long ago");
+            devices.tried(7, true, READ_BYTES / 2, || ());
+            assert!(!devices.reads_direct(7));
+        }
     }
 
     #[test]
@@ -232,9 +301,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         writes_faster_buffered(&RealDisk, dir.path());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        let path = dir.path().join("cached");
-        std::fs::write(&path, vec![1; 32 << 20]).unwrap();
-        assert_eq!(reads_faster_direct(&RealDisk, &path, 32 << 20), None, "what is cached tells nothing");
         assert_eq!(writes_faster_buffered(&RealDisk, &dir.path().join("absent")), None);
     }
 }

@@ -323,7 +323,7 @@ def test_several_chunks_of_one_flat_local_tensor(monkeypatch):
     chunks = [types.SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in boxes]
     local.__create_chunk_list__ = lambda: chunks
     tensor = types.SimpleNamespace(shape=whole.shape, _local_tensor=local)
-    monkeypatch.setattr(torch_adapter, "_is_dtensor", lambda tensor: True)
+    monkeypatch.setattr(torch_adapter, "is_dtensor", lambda tensor: True)
     found = torch_adapter._views(tensor, local)
     assert [(region.offsets, region.lengths) for region, _ in found] == boxes[:2]
     for region, view in found:

@@ -21,6 +21,8 @@ enum Capture {
     Soon,
     /// In the background, at leisure: the caller vouches that nobody wrote meanwhile.
     Lazily,
+    /// In the background, at leisure: nobody else has the memory.
+    Whenever,
 }
 
 /// A tensor's memory and what keeps it allocated.
@@ -89,7 +91,8 @@ enum Body {
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when)` with parts `(offsets, lengths, pointer,
-    /// strides_bytes)` or `("flat", start, stop, pointer)` and `when` one of "now", "soon" and "lazily";
+    /// strides_bytes)` or `("flat", start, stop, pointer)` and `when` one of "now", "soon", "lazily" and
+    /// "whenever";
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new(leaves: &Bound<'_, PyAny>) -> PyResult<Described> {
@@ -192,7 +195,8 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
         "now" => Capture::Now,
         "soon" => Capture::Soon,
         "lazily" => Capture::Lazily,
-        other => return Err(invalid(format!("leaf {name}: expected now, soon or lazily, found {other:?}"))),
+        "whenever" => Capture::Whenever,
+        other => return Err(invalid(format!("leaf {name}: captured at an unknown time, {other:?}"))),
     };
     let (mut parts, mut memory) = (Vec::new(), Vec::new());
     for part in given {

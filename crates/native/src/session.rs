@@ -10,7 +10,7 @@ use crate::errors::{invalid, kind, raise};
 use crate::process::Own;
 
 /// The ranks that save and load together, and the memory that they stage in.
-#[pyclass(frozen, module = "shardfast._native")]
+#[pyclass(frozen, weakref, module = "shardfast._native")]
 pub(crate) struct Session {
     engine: Own<Arc<Engine>>,
     address: Option<String>,

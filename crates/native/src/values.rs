@@ -42,7 +42,7 @@ impl Tagged {
 
 /// A Python value as it was when this was made: `None`, `bool`, `int`, `float`, `str`, `bytes`, `list`, `dict`, `tuple`
 /// and `Tagged`, of exactly these types. What is none of these goes, with the keys and indices that lead to it, through
-/// `lower`, which says it in them. It is encoded when the encoding is first needed, on whatever thread that is.
+/// `lower`, which says it in them; `place` says in errors where it stands. It is encoded when the encoding is first needed, on whatever thread that is.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Value {
     pub(crate) encoded: Arc<Encoded>,
@@ -51,9 +51,9 @@ pub(crate) struct Value {
 #[pymethods]
 impl Value {
     #[new]
-    #[pyo3(signature = (value, lower=None))]
-    fn new(value: &Bound<'_, PyAny>, lower: Option<&Bound<'_, PyAny>>) -> PyResult<Value> {
-        let value = Walk { lower, trail: Vec::new(), open: Vec::new() }.value(value, 0)?;
+    #[pyo3(signature = (value, lower=None, place=""))]
+    fn new(value: &Bound<'_, PyAny>, lower: Option<&Bound<'_, PyAny>>, place: &str) -> PyResult<Value> {
+        let value = Walk { lower, place, trail: Vec::new(), open: Vec::new() }.value(value, 0)?;
         Ok(Value { encoded: Arc::new(Encoded { value: Mutex::new(Some(value)), bytes: OnceLock::new() }) })
     }
 
@@ -108,6 +108,8 @@ enum Step<'py> {
 /// A walk through a value, container by container.
 struct Walk<'a, 'py> {
     lower: Option<&'a Bound<'py, PyAny>>,
+    /// Where it stands, for errors.
+    place: &'a str,
     trail: Vec<Step<'py>>,
     /// The containers that one is in.
     open: Vec<usize>,
@@ -140,7 +142,7 @@ impl<'py> Walk<'_, 'py> {
         }
         if let Ok(tagged) = value.cast_exact::<Tagged>() {
             let inner = self.value(tagged.get().value.bind(value.py()), depth)?;
-            return tag(tagged.get().tag, inner);
+            return self.tagged(tagged.get().tag, inner);
         }
         self.container(value, depth)
     }
@@ -153,13 +155,16 @@ impl<'py> Walk<'_, 'py> {
         }
         let depth = depth + 1;
         if depth > DEPTH_MAX {
-            return Err(invalid(format!("a value is nested deeper than {DEPTH_MAX} levels")));
+            return Err(self.invalid(&format!("nested deeper than {DEPTH_MAX} levels")));
         }
         self.open.push(address);
         let out = if let Ok(list) = value.cast_exact::<PyList>() {
             object::Value::List(self.items(list.iter(), depth)?)
         } else if let Ok(tuple) = value.cast_exact::<PyTuple>() {
-            tag(Tag::Tuple, object::Value::List(self.items(tuple.iter(), depth)?))?
+            {
+                let items = self.items(tuple.iter(), depth)?;
+                self.tagged(Tag::Tuple, object::Value::List(items))?
+            }
         } else if let Ok(dict) = value.cast_exact::<PyDict>() {
             // A copy, since `lower` and other threads may change the dict meanwhile.
             let mut items = Vec::with_capacity(dict.len());
@@ -187,10 +192,22 @@ impl<'py> Walk<'_, 'py> {
         Ok(out)
     }
 
+    fn tagged(&self, tag: Tag, payload: object::Value) -> PyResult<object::Value> {
+        if let Some(expected) = tag.mismatch(&payload) {
+            return Err(self.invalid(&format!("object: {tag}: expected {expected}, found {}", payload.kind())));
+        }
+        Ok(object::Value::Tagged(tag, Box::new(payload)))
+    }
+
+    fn invalid(&self, what: &str) -> PyErr {
+        let colon = if self.place.is_empty() { "" } else { ": " };
+        invalid(format!("{}{colon}{what}", self.place))
+    }
+
     fn lowered(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<object::Value> {
         let Some(lower) = self.lower else {
             let kind = value.get_type().qualname()?;
-            return Err(invalid(format!("a value of type {kind} is neither a builtin nor Tagged")));
+            return Err(self.invalid(&format!("a value of type {kind} is neither a builtin nor Tagged")));
         };
         let py = value.py();
         let steps = self.trail.iter().map(|step| match step {
@@ -199,15 +216,8 @@ impl<'py> Walk<'_, 'py> {
         });
         let trail = PyTuple::new(py, steps.collect::<PyResult<Vec<_>>>()?)?;
         let lowered = lower.call1((value, trail))?;
-        Walk { lower: None, trail: Vec::new(), open: Vec::new() }.value(&lowered, depth)
+        Walk { lower: None, place: self.place, trail: Vec::new(), open: Vec::new() }.value(&lowered, depth)
     }
-}
-
-fn tag(tag: Tag, payload: object::Value) -> PyResult<object::Value> {
-    if let Some(expected) = tag.mismatch(&payload) {
-        return Err(invalid(format!("object: {tag}: expected {expected}, found {}", payload.kind())));
-    }
-    Ok(object::Value::Tagged(tag, Box::new(payload)))
 }
 
 fn integer(value: &Bound<'_, PyInt>) -> PyResult<object::Value> {

@@ -39,14 +39,6 @@ class Pending:
         self._lock = threading.Lock()
         self._is_told = False
 
-    def captured(self) -> None:
-        """Waits until all of the state is copied but what is :attr:`is_watched`.
-
-        Raises:
-            Error: What made the save fail, the same on every rank.
-        """
-        self._pending.captured()
-
     def staged(self, timeout_s: float | None = None) -> None:
         """Waits until the state may change.
 

@@ -75,12 +75,14 @@ class Description:
         values: Those of its object leaves, in order.
         watched: What is copied later, and may not change before.
         owner: Keeps allocated what is not copied yet.
+        is_urgent: Whether something may change at any time that is not copied yet.
     """
 
     native: _native.Described
     values: Sequence[_native.Value]
     watched: Sequence[Watched]
     owner: object
+    is_urgent: bool
 
 
 def describe(state: object, *, pickle: bool = False, notice: Notice | None = None) -> list[Leaf]:
@@ -347,6 +349,7 @@ class _Known:
     lazy: Sequence[tuple[Adapter, Sequence[int], Sequence[str]]]
     soon: Sequence[int]
     extras: Extras
+    is_urgent: bool
 
     def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
         """The state as it is now, if it is another only in its values."""
@@ -370,7 +373,7 @@ class _Known:
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
         owner = ([one.hold for one in watched], [tensors[number] for number in self.soon], sources)
-        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner)
+        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner, self.is_urgent)
 
     def _rest(
         self,
@@ -446,7 +449,8 @@ def _described(found: _Found) -> tuple[Description, _Known | None]:
     ]
     owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
-    description = Description(native, values, watched, owner)
+    is_urgent = any(leaf.when == "soon" for leaf in tensors)
+    description = Description(native, values, watched, owner, is_urgent)
     if any(leaf.source.is_copy for leaf in tensors):
         return description, None
     bundles = [_Bundle.of(entry) for entry in found.bundles]
@@ -458,7 +462,7 @@ def _described(found: _Found) -> tuple[Description, _Known | None]:
     memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, remembered, *seen[1:], list(lazy.values()), soon, extras)
+    return description, _Known(native, kinds, remembered, *seen[1:], list(lazy.values()), soon, extras, is_urgent)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:

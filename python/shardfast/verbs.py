@@ -98,7 +98,7 @@ def begin(
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
 
-    def prepare() -> Pending:
+    def prepare() -> tuple[Pending, _native.Pending | None]:
         place, notes = expect_url(url), dict(user or {})
         if step is not None:
             expect_step(step)
@@ -109,14 +109,15 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle)
-        pending = _native.save(
+        begun = _native.save(
             session, place, said.native, said.values, said.owner, step=step, user=notes, timeout_s=timeout_s
         )
-        return Pending(place, pending, said.watched)
+        return Pending(place, begun, said.watched), begun if said.is_urgent else None
 
-    pending = prepared(session, prepare, timeout_s)
+    pending, urgent = prepared(session, prepare, timeout_s)
     in_flight.add(pending)
-    pending.captured()
+    if urgent is not None:
+        urgent.captured()
     return pending
 
 

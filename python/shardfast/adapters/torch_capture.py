@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..catalog import Again
+from ..catalog import Again, Refused
 
 Notice = Callable[[], None]
 
@@ -87,25 +87,29 @@ class TorchHold:
         self._tensors = tensors
         # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
         self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._versions = [tensor._version for tensor in tensors]
-        self._places = self._now()
+        self._then = self._now()
+        if tensors and self._then["written"] is None:
+            raise Refused("this torch does not tell whether a tensor was written: it has no version counters")
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        pointers = [storage.data_ptr() for storage in self._storages]
-        return pointers, [storage.nbytes() for storage in self._storages]
+    def _now(self) -> dict[str, list[int] | None]:
+        """By what one says of a tensor when it differs: numbers that differ then."""
+        try:
+            versions = [tensor._version for tensor in self._tensors]
+        except AttributeError:
+            versions = None
+        sizes = [storage.nbytes() for storage in self._storages]
+        return {"resized": sizes, "moved": [storage.data_ptr() for storage in self._storages], "written": versions}
 
     def changes(self) -> list[tuple[int, str]]:
-        found = []
-        then = zip(*self._places, self._versions, strict=True)
-        now = zip(*self._now(), [tensor._version for tensor in self._tensors], strict=True)
-        for number, ((pointer, size, version), one) in enumerate(zip(then, now, strict=True)):
-            if size != one[1]:
-                found.append((number, "resized"))
-            elif pointer != one[0]:
-                found.append((number, "moved"))
-            elif version != one[2]:
-                found.append((number, "written"))
-        return found
+        now = self._now()
+        found: dict[int, str] = {}
+        for what, then in self._then.items():
+            if then != now[what]:
+                pairs = zip(then or (), now[what] or (), strict=True)
+                for number, (before, after) in enumerate(pairs):
+                    if before != after:
+                        found.setdefault(number, what)
+        return sorted(found.items())
 
 
 # Whether all is as it was
@@ -113,6 +117,7 @@ class TorchHold:
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SLOTS = ("_parameters", "_buffers")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -121,7 +126,9 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS):
         return False
-    hooks = itertools.chain(module._state_dict_hooks.values(), module._state_dict_pre_hooks.values())
+    if not all(isinstance(vars(module).get(name), dict) for name in (*_SLOTS, *_HOOKS, "_modules")):
+        return False  # another torch
+    hooks = [hook for name in _HOOKS for hook in vars(module)[name].values()]
     # FSDP's puts the sharded parameters into the slots: when they are there, it has nothing to do.
     return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard") for hook in hooks)
 
@@ -131,7 +138,7 @@ class _Tensors:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._types = list(map(type, objects))
-        self._sharded = [(place, value._spec) for place, value in enumerate(objects) if is_dtensor(value)]
+        self._sharded = [(place, _spec(value)) for place, value in enumerate(objects) if is_dtensor(value)]
 
     def local(self, objects: list[Any]) -> list[Any] | None:
         """The objects with this rank's memory in place of what is sharded; ``None`` if anything else changed."""
@@ -140,9 +147,8 @@ class _Tensors:
         if self._sharded:
             objects = list(objects)
             for place, spec in self._sharded:
-                tensor = objects[place]
-                local = tensor._local_tensor
-                if tensor._spec is not spec or type(local) is not torch.Tensor:
+                local = getattr(objects[place], "_local_tensor", None)
+                if spec is None or _spec(objects[place]) is not spec or type(local) is not torch.Tensor:
                     return None
                 objects[place] = local
         return objects
@@ -150,6 +156,11 @@ class _Tensors:
 
 Place = tuple[int, str]
 """Where an entry stands: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
+
+
+def _spec(tensor: Any) -> object:
+    """How a ``DTensor`` is sharded; it is never changed, only replaced."""
+    return getattr(tensor, "_spec", None)
 
 
 class ModulesRecheck:
@@ -190,7 +201,7 @@ class ModulesRecheck:
 
     @staticmethod
     def _hooks_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
-        return [(len(module._state_dict_hooks), len(module._state_dict_pre_hooks)) for module in modules]
+        return [(len(entries[_HOOKS[0]]), len(entries[_HOOKS[1]])) for entries in map(vars, modules)]
 
     @staticmethod
     def _slots_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -198,7 +209,7 @@ class ModulesRecheck:
         own = list(map(vars, modules))
         below = [entries["_modules"] for entries in own]
         slots = [entries[name] for entries in own for name in _SLOTS]
-        transient = [set(entries["_non_persistent_buffers_set"]) for entries in own]
+        transient = [set(entries.get("_non_persistent_buffers_set", ())) for entries in own]
         chained = itertools.chain.from_iterable
         names: list[Any] = [*chained(below), *chained(slots), *map(len, below), *map(len, slots), *transient]
         children = [child for entries in below for child in entries.values()]

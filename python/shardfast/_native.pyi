@@ -222,8 +222,8 @@ def save(
     more.
     """
 
-def places(tensors: Sequence[Any]) -> bytes:
-    """Device, address, type, shape and strides of all tensors, as bytes that are equal exactly while all of these are.
+def places(tensors: list[Any]) -> bytes:
+    """Device, address, types, shape and strides of all tensors, as bytes that are equal exactly while all of these are.
 
     Raises:
         TypeError: When a tensor's type does not tell by way of DLPack's exchange table; other errors of its framework

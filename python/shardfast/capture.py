@@ -87,7 +87,7 @@ class Pending:
         with self._lock:
             if not self._watched:
                 return
-            changed = [f"{one.places[n]} was {what}" for one in self._watched for n, what in one.hold.changes()]
+            changed = [change for one in self._watched for change in one.changes()]
             self._watched = ()
             if not changed:
                 self._pending.vouch()

@@ -101,6 +101,7 @@ class Source:
     """Memory to save from, for each region of the layout, and the object that keeps it allocated.
 
     Attributes:
+        owner: A tensor that is all of the memory, with no sharding.
         is_copy: Whether the memory was made for this and is not the tensor's own.
     """
 
@@ -213,10 +214,14 @@ SavedLeaf = SavedTensor | SavedObject | SavedAlias
 
 
 class Hold(Protocol):
-    """Keeps the memory of tensors allocated while a save copies it, and notices what is done to it meanwhile."""
+    """Keeps the memory of tensors allocated, and notices what is done to it. Keeps no tensor alive beyond that."""
 
-    def changes(self) -> Sequence[tuple[int, str]]:
-        """What was done since the hold began, as the tensor's number and a word such as "written" or "resized"."""
+    def stamp(self, tensors: Sequence[Any]) -> object:
+        """How the tensors, those of the hold, are now; ``None`` when what is held is not their memory any more."""
+        ...
+
+    def changes(self, tensors: Sequence[Any], stamp: Any) -> Sequence[tuple[int, str]]:
+        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
         ...
 
 
@@ -341,7 +346,7 @@ class Adapter(Protocol):
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
-        """Holds tensors in memory of their own of which a bundle announces changes, as they are now.
+        """Holds tensors of which a bundle announces changes: owners of sources that are no copies.
 
         Raises:
             Refused: If the framework cannot tell afterwards whether a tensor was written.

@@ -2,7 +2,8 @@
 
 Describing a state takes long beside copying it, and from save to save nothing but values changes. So what modules and
 optimizers hold is described once. Later saves look whether it is still so: the same objects in the same slots, tensors
-at the same places. Between saves nothing of the state is kept alive.
+at the same places. Between saves the memory of what is captured lazily is held, as long as its modules and optimizers
+live, and nothing else.
 """
 
 from __future__ import annotations
@@ -60,10 +61,17 @@ Notice = Callable[[], None]
 
 @dataclass(frozen=True)
 class Watched:
-    """Tensors that are captured lazily, and their places in the state, for messages."""
+    """Tensors that are captured lazily, how they were, and their places in the state, for messages."""
 
     hold: Hold
+    tensors: Sequence[Any]
+    stamp: object
     places: Sequence[str]
+
+    def changes(self) -> list[str]:
+        """What was done to them since."""
+        found = self.hold.changes(self.tensors, self.stamp)
+        return [f"{self.places[number]} was {what}" for number, what in found]
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,14 @@ class Describer:
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
         self._known: _Known | None = None
+        weak = weakref.ref(self)
+
+        def forget(gone: object) -> None:
+            describer = weak()
+            if describer is not None:
+                describer._known = None
+
+        self._forget = forget
 
     def describe(self, state: object, *, pickle: bool) -> Description:
         """The state as it is now.
@@ -120,7 +136,8 @@ class Describer:
         known, units, adapters = self._known, list(units_of(state)), frameworks.active()
         description = known.again(units, adapters, pickle) if known is not None else None
         if description is None:
-            description, self._known = _described(_Found.of(units, adapters, pickle, self._notice))
+            found = _Found.of(units, adapters, pickle, self._notice)
+            description, self._known = _described(found, self._forget)
         return description
 
 
@@ -314,12 +331,12 @@ class _Bundle:
     recheck: Recheck
 
     @staticmethod
-    def of(entry: BundleEntry) -> _Bundle | None:
+    def of(entry: BundleEntry, forget: Callable[[object], None]) -> _Bundle | None:
         recheck = entry.bundle.recheck()
         if recheck is None:
             return None
         is_sequence = isinstance(entry.value, (list, tuple))
-        objects = [weakref.ref(one) for one in (entry.value if is_sequence else [entry.value])]
+        objects = [weakref.ref(one, forget) for one in (entry.value if is_sequence else [entry.value])]
         return _Bundle(entry.key, entry.name, entry.place, objects, is_sequence, recheck)
 
     def is_of(self, value: object) -> bool:
@@ -331,13 +348,27 @@ class _Bundle:
 
 
 @dataclass(frozen=True)
+class _Lazy:
+    """Tensors that are captured lazily: their numbers among those of all bundles, their places, and their memory."""
+
+    hold: Hold
+    numbers: Sequence[int]
+    places: Sequence[str]
+
+    def watched(self, own: Sequence[Any]) -> Watched | None:
+        """As they are now; ``None`` if their memory is not what is held."""
+        stamp = self.hold.stamp(own)
+        return None if stamp is None else Watched(self.hold, own, stamp, self.places)
+
+
+@dataclass(frozen=True)
 class _Known:
     """A description that serves again while nothing but values has changed.
 
     Attributes:
         places: Of all bundles' tensors.
         parameters: The places of optimizers' parameters among modules' ones.
-        lazy: Adapters with the numbers, among the bundles' tensors, of what is captured lazily, and their names.
+        lazy: What is captured lazily.
         soon: The numbers of what is captured eagerly, but not in the call.
     """
 
@@ -346,7 +377,7 @@ class _Known:
     bundles: Sequence[_Bundle]
     places: bytes
     parameters: Sequence[int]
-    lazy: Sequence[tuple[Adapter, Sequence[int], Sequence[str]]]
+    lazy: Sequence[_Lazy]
     soon: Sequence[int]
     extras: Extras
     is_urgent: bool
@@ -365,7 +396,12 @@ class _Known:
         if found is None or found[1:] != (self.places, self.parameters):
             return None
         tensors = found[0].tensors
-        watched = [Watched(adapter.hold([tensors[n] for n in numbers]), names) for adapter, numbers, names in self.lazy]
+        watched = []
+        for lazy in self.lazy:
+            one = lazy.watched([tensors[number] for number in lazy.numbers])
+            if one is None:
+                return None
+            watched.append(one)
         leaves = self._rest(units, of_bundles, found[0].values, adapters, pickle)
         if leaves is None:
             return None
@@ -416,8 +452,9 @@ def _recheck(bundles: Sequence[_Bundle]) -> tuple[_Seen, bytes, list[int]] | Non
         tensors += again.tensors
         values.append(again.values)
         parameters += again.parameters
-    number: dict[int, int] = {}
-    same = [number.setdefault(id(parameter), len(number)) for parameter in parameters]
+    ids = list(map(id, parameters))
+    first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))
+    same = list(map(first.__getitem__, ids))
     try:
         places = _native.places(tensors)
     except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
@@ -425,35 +462,34 @@ def _recheck(bundles: Sequence[_Bundle]) -> tuple[_Seen, bytes, list[int]] | Non
     return _Seen(tensors, values), places, same
 
 
-def _described(found: _Found) -> tuple[Description, _Known | None]:
+def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Description, _Known | None]:
     """A description of what was found, and what serves for the next one."""
     leaves, numbers = found.leaves()
     native = _native.Described([native_leaf(leaf) for leaf in leaves])
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
-    lazy: dict[int, tuple[Adapter, list[int], list[str]]] = {}
+    numbers_of: dict[Adapter, list[int]] = {}
     soon = []
     for leaf in tensors:
         # In a bundle, if it stands in one: what is captured lazily does.
         of_leaf = numbers[leaf.key, leaf.name]
         number = min(of_leaf, key=lambda number: (id(found.named[number].tensor) not in found.announced, number))
         if leaf.when == "lazily":
-            adapter = found.named[number].adapter
-            _, of, names = lazy.setdefault(id(adapter), (adapter, [], []))
-            of.append(number)
-            names.append(f"{leaf.key}/{leaf.name}")
+            numbers_of.setdefault(found.named[number].adapter, []).append(number)
         elif leaf.when == "soon" and number < found.in_bundles:
             soon.append(number)
-    watched = [
-        Watched(adapter.hold([found.named[number].tensor for number in of]), names)
-        for adapter, of, names in lazy.values()
-    ]
+    lazy, watched = [], []
+    for adapter, of in numbers_of.items():
+        places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
+        own = [adapter.source(found.named[number].tensor).owner for number in of]
+        lazy.append(_Lazy(adapter.hold(own), of, places))
+        watched += [one for one in [lazy[-1].watched(own)] if one is not None]
     owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
     is_urgent = any(leaf.when == "soon" for leaf in tensors)
     description = Description(native, values, watched, owner, is_urgent)
     if any(leaf.source.is_copy for leaf in tensors):
         return description, None
-    bundles = [_Bundle.of(entry) for entry in found.bundles]
+    bundles = [_Bundle.of(entry, forget) for entry in found.bundles]
     remembered = [bundle for bundle in bundles if bundle is not None]
     seen = _recheck(remembered) if len(remembered) == len(bundles) else None
     if seen is None:
@@ -462,7 +498,7 @@ def _described(found: _Found) -> tuple[Description, _Known | None]:
     memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, remembered, *seen[1:], list(lazy.values()), soon, extras, is_urgent)
+    return description, _Known(native, kinds, remembered, *seen[1:], lazy, soon, extras, is_urgent)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:

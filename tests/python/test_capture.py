@@ -354,7 +354,7 @@ def test_a_storage_that_is_resized_is_a_clear_error(tmp_path, change):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("Invalid ")
-    assert "model/5.weight was resized while it was being captured" in ended.stdout
+    assert "model/5.weight was resized or moved while it was being captured" in ended.stdout
 
 
 # What the hooks leave behind

@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyCapsule, PyType};
+use pyo3::types::{PyBytes, PyCapsule, PyList, PyType};
 
 /// Name of the capsule, and of the type's attribute that holds it.
 const CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
@@ -43,15 +43,16 @@ struct Tensor {
     byte_offset: u64,
 }
 
-/// Device, address, type, shape and strides of every tensor, as bytes that are equal exactly while all of these are.
+/// Device, address, type (of its elements and in Python), shape and strides of every tensor, as bytes that are equal
+/// exactly while all of these are.
 ///
 /// Raises `TypeError` when a tensor's type has no exchange table of a known version, and what the table's function
 /// raises about a tensor that cannot be told.
 #[pyfunction]
-pub(crate) fn places<'py>(py: Python<'py>, tensors: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyBytes>> {
+pub(crate) fn places<'py>(py: Python<'py>, tensors: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyBytes>> {
     let mut out = Vec::with_capacity(tensors.len() * 64);
     let mut known: Vec<(Bound<'py, PyType>, &Exchange)> = Vec::new();
-    for tensor in &tensors {
+    for tensor in tensors {
         let kind = tensor.get_type();
         let exchange = match known.iter().find(|(of, _)| of.is(&kind)) {
             Some((_, exchange)) => exchange,
@@ -61,7 +62,7 @@ pub(crate) fn places<'py>(py: Python<'py>, tensors: Vec<Bound<'py, PyAny>>) -> P
                 exchange
             }
         };
-        place(py, tensor, exchange, &mut out)?;
+        place(py, &tensor, exchange, &mut out)?;
     }
     Ok(PyBytes::new(py, &out))
 }
@@ -87,16 +88,19 @@ fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &m
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
     let told = unsafe { told.assume_init() };
-    out.extend((told.data as u64).wrapping_add(told.byte_offset).to_ne_bytes());
+    out.extend_from_slice(&(tensor.get_type_ptr() as usize).to_ne_bytes());
+    out.extend_from_slice(&(told.data as u64).wrapping_add(told.byte_offset).to_ne_bytes());
     for number in [told.device_type, told.device_id, told.ndim] {
-        out.extend(number.to_ne_bytes());
+        out.extend_from_slice(&number.to_ne_bytes());
     }
-    out.extend(told.dtype);
+    out.extend_from_slice(&told.dtype);
     for numbers in [told.shape, told.strides] {
         if !numbers.is_null() && told.ndim > 0 {
             // SAFETY: `ndim` numbers that stay while the tensor is not changed, which needs the interpreter.
             let numbers = unsafe { std::slice::from_raw_parts(numbers, told.ndim as usize) };
-            out.extend(numbers.iter().flat_map(|number| number.to_ne_bytes()));
+            for number in numbers {
+                out.extend_from_slice(&number.to_ne_bytes());
+            }
         }
     }
     Ok(())

@@ -585,7 +585,7 @@ class TorchAdapter:
             return Source(_memory(_views(tensor, plain)), plain, is_copy=plain is not local)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
-        return TorchHold([_local(tensor) for tensor in tensors])
+        return TorchHold(tensors)
 
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         with torch.no_grad():

@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -81,32 +81,32 @@ def announce_loads(module: nn.Module, notice: Notice) -> None:
 
 
 class TorchHold:
-    """Storages of plain tensors in host memory, and how they and the tensors were when the hold began."""
+    """Storages of plain tensors in host memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
         # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
         self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._then = self._now()
-        if tensors and self._then["written"] is None:
-            raise Refused("this torch does not tell whether a tensor was written: it has no version counters")
+        self._pointers = self._now()
 
-    def _now(self) -> dict[str, list[int] | None]:
-        """By what one says of a tensor when it differs: numbers that differ then."""
+    def _now(self) -> list[int]:
+        """A storage that is resized has new memory before it gives back the old."""
+        return [storage.data_ptr() for storage in self._storages]
+
+    def stamp(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        return None if self._now() != self._pointers else self._versions(tensors)
+
+    def _versions(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         try:
-            versions = [tensor._version for tensor in self._tensors]
+            return [tensor._version for tensor in tensors]
         except AttributeError:
-            versions = None
-        sizes = [storage.nbytes() for storage in self._storages]
-        return {"resized": sizes, "moved": [storage.data_ptr() for storage in self._storages], "written": versions}
+            raise Refused("this torch does not tell whether a tensor was written: it has no version counters") from None
 
-    def changes(self) -> list[tuple[int, str]]:
-        now = self._now()
+    def changes(self, tensors: Sequence[torch.Tensor], stamp: list[int]) -> list[tuple[int, str]]:
         found: dict[int, str] = {}
-        for what, then in self._then.items():
-            if then != now[what]:
-                pairs = zip(then or (), now[what] or (), strict=True)
-                for number, (before, after) in enumerate(pairs):
+        pairs = {"resized or moved": (self._pointers, self._now()), "written": (stamp, self._versions(tensors))}
+        for what, (then, now) in pairs.items():
+            if then != now:
+                for number, (before, after) in enumerate(zip(then, now, strict=True)):
                     if before != after:
                         found.setdefault(number, what)
         return sorted(found.items())
@@ -118,6 +118,8 @@ class TorchHold:
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SLOTS = ("_parameters", "_buffers")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_KINDS = ("_modules", *_SLOTS, "_non_persistent_buffers_set", *_HOOKS)
+_CONTAINERS = itemgetter(*_KINDS)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -126,41 +128,60 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS):
         return False
-    if not all(isinstance(vars(module).get(name), dict) for name in (*_SLOTS, *_HOOKS, "_modules")):
+    if not all(isinstance(vars(module).get(name), (dict, set)) for name in _KINDS):
         return False  # another torch
     hooks = [hook for name in _HOOKS for hook in vars(module)[name].values()]
     # FSDP's puts the sharded parameters into the slots: when they are there, it has nothing to do.
     return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard") for hook in hooks)
 
 
-class _Tensors:
-    """Which of some objects are tensors, and how they were sharded; not which tensors they are."""
+class _Entries:
+    """Some objects of which some are tensors: which ones, and how they were sharded; not which tensors they are.
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self._types = list(map(type, objects))
-        self._sharded = [(place, _spec(value)) for place, value in enumerate(objects) if is_dtensor(value)]
+    Args:
+        objects: All of them.
+        tensors: The places of the tensors that count.
+    """
 
-    def local(self, objects: list[Any]) -> list[Any] | None:
-        """The objects with this rank's memory in place of what is sharded; ``None`` if anything else changed."""
-        if list(map(type, objects)) != self._types:
+    def __init__(self, objects: Sequence[Any], tensors: Sequence[int]) -> None:
+        self._tensors = _getter(tensors)
+        others = sorted(set(range(len(objects))) - set(tensors))
+        self._others = _getter(others)
+        self._types = [type(objects[place]) for place in others]
+        self._sharded = [(n, _spec(objects[p])) for n, p in enumerate(tensors) if is_dtensor(objects[p])]
+
+    def tensors(self, objects: Sequence[Any]) -> Sequence[Any] | None:
+        """The tensors, with this rank's memory in place of what is sharded; ``None`` if there may be others now.
+
+        Of what is not sharded, who asks where tensors lie hears that one is a tensor of another kind, or none.
+        """
+        if list(map(type, self._others(objects))) != self._types:
             return None
+        tensors = self._tensors(objects)
         if self._sharded:
-            objects = list(objects)
-            for place, spec in self._sharded:
-                local = getattr(objects[place], "_local_tensor", None)
-                if spec is None or _spec(objects[place]) is not spec or type(local) is not torch.Tensor:
+            local = list(tensors)
+            for number, spec in self._sharded:
+                local[number] = getattr(tensors[number], "_local_tensor", None)
+                if spec is None or _spec(tensors[number]) is not spec or type(local[number]) is not torch.Tensor:
                     return None
-                objects[place] = local
-        return objects
+            return local
+        return tensors
 
 
-Place = tuple[int, str]
-"""Where an entry stands: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the objects at these places."""
+    if len(places) < 2:  # of one, `itemgetter` gives the object itself
+        return lambda objects: tuple(objects[place] for place in places)
+    return itemgetter(*places)
 
 
 def _spec(tensor: Any) -> object:
     """How a ``DTensor`` is sharded; it is never changed, only replaced."""
     return getattr(tensor, "_spec", None)
+
+
+Place = tuple[int, str]
+"""Where an entry stands: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
 
 
 class ModulesRecheck:
@@ -175,11 +196,10 @@ class ModulesRecheck:
     def __init__(self, roots: Sequence[nn.Module], tensors: Sequence[Place], parameters: Sequence[Place]) -> None:
         modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
         self._modules = [weakref.ref(module) for module in modules]
-        self._hooks = self._hooks_of(modules)
         self._names, children, objects = self._slots_of(modules)
         number = {id(module): number for number, module in enumerate(modules)}
         self._children = [None if child is None else number[id(child)] for child in children]
-        slots = ((id(module), name) for module in modules for slot in _SLOTS for name in getattr(module, slot))
+        slots = ((id(module), name) for slot in _SLOTS for module in modules for name in getattr(module, slot))
         of_slot = {slot: number for number, slot in enumerate(slots)}
         place = {
             (id(root), f"{path}.{name}" if path else name): of_slot[id(module), name]
@@ -188,9 +208,8 @@ class ModulesRecheck:
             for slot in _SLOTS
             for name in getattr(module, slot)
         }
-        self._of_tensors = [place[tensor] for tensor in tensors]
-        self._of_parameters = [place[parameter] for parameter in parameters]
-        self._slots = _Tensors(objects)
+        self._parameters = _getter([place[parameter] for parameter in parameters])
+        self._entries = _Entries(objects, [place[tensor] for tensor in tensors])
 
     @staticmethod
     def of(roots: Sequence[nn.Module], tensors: Sequence[Place], parameters: Sequence[Place]) -> ModulesRecheck | None:
@@ -200,37 +219,27 @@ class ModulesRecheck:
         return ModulesRecheck(roots, tensors, parameters)
 
     @staticmethod
-    def _hooks_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
-        return [(len(entries[_HOOKS[0]]), len(entries[_HOOKS[1]])) for entries in map(vars, modules)]
-
-    @staticmethod
     def _slots_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Names of all entries with where each module's end, children, and what stands in the slots."""
-        own = list(map(vars, modules))
-        below = [entries["_modules"] for entries in own]
-        slots = [entries[name] for entries in own for name in _SLOTS]
-        transient = [set(entries.get("_non_persistent_buffers_set", ())) for entries in own]
+        """Names of all there is in the modules with how many each has, children, and what stands in the slots."""
         chained = itertools.chain.from_iterable
-        names: list[Any] = [*chained(below), *chained(slots), *map(len, below), *map(len, slots), *transient]
+        containers = list(chained(map(_CONTAINERS, map(vars, modules))))
+        names: list[Any] = [*chained(containers), *map(len, containers)]
+        below, *slots = (containers[number :: len(_KINDS)] for number in range(1 + len(_SLOTS)))
         children = [child for entries in below for child in entries.values()]
-        return names, children, [value for entries in slots for value in entries.values()]
+        return names, children, [value for slot in slots for entries in slot for value in entries.values()]
 
     def __call__(self) -> Again | None:
         modules: list[Any] = [module() for module in self._modules]
         if None in modules:
             return None
         names, children, objects = self._slots_of(modules)
-        if names != self._names or self._hooks_of(modules) != self._hooks:
+        if names != self._names:
             return None
         expected = (None if number is None else modules[number] for number in self._children)
         if not all(map(is_, children, expected)):
             return None
-        local = self._slots.local(objects)
-        if local is None:
-            return None
-        return Again(
-            {}, [local[place] for place in self._of_tensors], [objects[place] for place in self._of_parameters]
-        )
+        tensors = self._entries.tensors(objects)
+        return None if tensors is None else Again({}, tensors, self._parameters(objects))
 
 
 class OptimizersRecheck:
@@ -257,9 +266,8 @@ class OptimizersRecheck:
         self._names, keys, objects = self._entries_of(optimizers)
         self._of_keys = [number[id(key)] if isinstance(key, torch.Tensor) else key for key in keys]
         place = {entry: number for number, entry in enumerate(self._places_of(optimizers))}
-        self._of_tensors = [place[tensor] for tensor in tensors]
-        self._of_values = [(name, place[value]) for name, value in values.items()]
-        self._state = _Tensors(objects)
+        self._values = [(name, place[value]) for name, value in values.items()]
+        self._entries = _Entries(objects, [place[tensor] for tensor in tensors])
 
     @staticmethod
     def of(
@@ -271,8 +279,9 @@ class OptimizersRecheck:
         """``None`` for optimizers with state of what is neither a parameter nor a name."""
         known = {id(parameter) for parameter in OptimizersRecheck._parameters_of(optimizers)[0]}
         for _, holder in optimizers:
-            if not all(type(key) is str or id(key) in known for key in holder.state):
-                return None
+            for key, entries in holder.state.items():
+                if type(key) is not str and not (id(key) in known and isinstance(entries, dict)):
+                    return None
         return OptimizersRecheck(optimizers, tensors, values, groups)
 
     @staticmethod
@@ -291,16 +300,14 @@ class OptimizersRecheck:
         keys: list[Any] = []
         objects: list[Any] = []
         for _, holder in optimizers:
-            state = holder.state
-            names.append(len(state))
-            keys += state
-            for key, entries in state.items():
-                if type(key) is str:
-                    objects.append(entries)
-                else:
-                    names += entries
-                    names.append(len(entries))
-                    objects += entries.values()
+            states = list(holder.state.values())
+            own = [index for index, key in enumerate(holder.state) if type(key) is str]
+            for index in own:  # the state of no parameter counts as one entry
+                states[index] = {None: states[index]}
+            keys += holder.state
+            names += itertools.chain.from_iterable(states)
+            names += map(len, states)
+            objects += itertools.chain.from_iterable(map(dict.values, states))
         return names, keys, objects
 
     @staticmethod
@@ -326,9 +333,9 @@ class OptimizersRecheck:
         for key, expected in zip(keys, self._of_keys, strict=True):
             if not (key is parameters[expected] if type(expected) is int else type(key) is str and key == expected):
                 return None
-        local = self._state.local(objects)
-        if local is None:
+        tensors = self._entries.tensors(objects)
+        if tensors is None:
             return None
         groups = list(itertools.chain.from_iterable(optimizer.param_groups for optimizer, _ in optimizers))
-        values = {**{name: local[place] for name, place in self._of_values}, **self._groups(groups)}
-        return Again(values, [local[place] for place in self._of_tensors], parameters)
+        values = {**{name: objects[place] for name, place in self._values}, **self._groups(groups)}
+        return Again(values, tensors, parameters)

@@ -21,7 +21,7 @@ from shardfast.capture import in_flight
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-WIDTH = 1024
+WIDTH = 768
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def differing(model, optimizer, expected):
     return [name for name in expected if not torch.equal(now[name].view(-1), expected[name].view(-1))]
 
 
-def fuzz(directory, name, seed, saves=3):
+def fuzz(directory, name, seed, saves=2):
     """Writes into everything as early as the API allows; what was saved otherwise than it was at the call."""
     dice = random.Random(seed)
     model, optimizer = make(name, seed)
@@ -142,14 +142,14 @@ def no_step_hooks():
 
 
 @pytest.mark.parametrize("name", ["sgd_foreach", "adamw", "adamw_fused"])
-def test_the_fuzzer_sees_a_step_that_does_not_wait(tmp_path, name, monkeypatch, no_step_hooks):
+def test_the_fuzzer_sees_a_step_that_does_not_wait(tmp_path, name, no_step_hooks):
     """Version counters tell it, but for fused kernels, which do not count: there the bits differ."""
     sf.save(tmp_path / "first", dict(zip(("model", "optimizer"), make(name, width=8), strict=True)))
     torch_optimizer._global_optimizer_pre_hooks.clear()
     problems = fuzz(tmp_path, name, 0)
     assert problems
     if name != "adamw_fused":
-        assert "was written while it was being captured" in problems[0]
+        assert "model/layers.0.weight was written" in problems[0]
 
 
 def check_fuzz(rank, world, directory):
@@ -410,21 +410,17 @@ def test_two_saves_are_in_flight(tmp_path):
     assert ckpt.committed == 9
 
 
-def test_failures_of_two_saves_are_one_error(tmp_path):
+def test_each_of_two_failures_is_raised_once(tmp_path):
     state = {"extra": {"x": 1}}
     for step in (1, 2):
         (tmp_path / f"step-{step:08}").write_text("in the way")
-    ckpt = sf.Checkpointer(tmp_path)
-    ckpt.save(1, state)
-    while not ckpt._running[0][0].done():
-        time.sleep(0.01)
-    with pytest.raises(sf.Invalid) as caught:  # the second one is begun all the same
-        ckpt.save(2, state)
-        ckpt.close()
-    assert "step-00000001" in str(caught.value)
-    with pytest.raises(sf.Invalid, match="step-00000002"):
-        ckpt.close()
-    ckpt.close()
+    ckpt, told = sf.Checkpointer(tmp_path), []
+    for call in (lambda: ckpt.save(1, state), lambda: ckpt.save(2, state), ckpt.close, ckpt.close):
+        try:
+            call()
+        except sf.Invalid as error:
+            told.append(str(error))
+    assert ["\n".join(told).count(f"open {tmp_path}/step-0000000{step}: ") for step in (1, 2)] == [1, 1]
 
 
 def test_what_failed_and_nobody_asked_for_is_in_the_log(tmp_path, caplog):

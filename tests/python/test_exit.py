@@ -1,5 +1,6 @@
 """Processes that end or fork with a save in flight: no hang, no torn checkpoint, a clear report."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,33 @@ import pytest
 import shardfast as sf
 import torch
 
+# One process imports everything; a fork of it then runs a script to its end, as an interpreter does.
+INTERPRETER = """
+import json, os, signal, sys, time
+import torch, torch._dynamo, shardfast as sf, shardfast.verbs, shardfast.checkpointer
+torch.set_num_threads(1)
+for line in sys.stdin:
+    job = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(os.open(job[name], os.O_RDWR | os.O_CREAT), number)
+        torch.set_num_threads(1)
+        exec(job["script"], {"__name__": "__main__", "run": job["run"]})
+        break
+    until, status = time.monotonic() + job["deadline_s"], (0, 0)
+    while not status[0] and time.monotonic() < until:
+        time.sleep(0.005)
+        status = os.waitpid(pid, os.WNOHANG)
+    if not status[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print(json.dumps(os.waitstatus_to_exitcode(status[1]) if status[0] else "hung"), flush=True)
+"""
+
 SCRIPT = """
 import atexit, os, signal, sys, threading, time
 import torch, shardfast as sf
-torch.set_num_threads(1)
-run = sys.argv[1]
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number, parameter in enumerate(model.parameters()):
@@ -43,20 +66,28 @@ def in_child(function):
 """
 
 
-def run(body, directory, deadline_s=60, **popen):
-    """Runs the script until it ends by itself; what it said and how it ended."""
+@pytest.fixture(scope="module")
+def interpreter():
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + body, str(directory)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **popen,
+        [sys.executable, "-c", INTERPRETER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    try:
-        out, err = process.communicate(timeout=deadline_s)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(interpreter, tmp_path):
+    """``run(body)`` runs a script until it ends by itself: how it ended, and what it said."""
+
+    def call(body, deadline_s=40):
+        said = {name: str(tmp_path / name) for name in ("stdin", "stdout", "stderr")}
+        job = {"script": SCRIPT + body, "run": str(tmp_path), "deadline_s": deadline_s, **said}
+        print(json.dumps(job), file=interpreter.stdin, flush=True)
+        code = json.loads(interpreter.stdout.readline())
+        return code, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
+
+    return call
 
 
 def is_whole(url):
@@ -85,15 +116,15 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_what_is_in_flight_becomes_durable_when_the_interpreter(tmp_path, how):
+def test_what_is_in_flight_becomes_durable_when_the_interpreter(run, tmp_path, how):
     body, code = ENDINGS[how]
-    ended = run('sf.save_async(run + "/second", state)\noptimizer.step()\n' + body, tmp_path)
+    ended = run('sf.save_async(run + "/second", state)\noptimizer.step()\n' + body)
     assert ended[0] == code, ended
     assert is_whole(tmp_path / "second")
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
-def test_a_killed_process_leaves_no_torn_checkpoint(tmp_path, after_s):
+def test_a_killed_process_leaves_no_torn_checkpoint(run, tmp_path, after_s):
     """SIGTERM without a handler ends a process at once."""
     body = f"""
 sf.save_async(run + "/second", state)
@@ -103,27 +134,27 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(20)
 """
     started = time.monotonic()
-    assert run(body, tmp_path)[0] == -signal.SIGTERM
+    assert run(body)[0] == -signal.SIGTERM
     assert time.monotonic() - started < 20
     is_whole(tmp_path / "second")
     assert is_whole(tmp_path / "first")
 
 
-def test_a_failure_that_nobody_heard_of_is_said_at_the_end(tmp_path):
+def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
     (tmp_path / "second").write_text("in the way")
-    code, _, err = run('sf.save_async(run + "/second", state)', tmp_path)
+    code, _, err = run('sf.save_async(run + "/second", state)')
     assert code == 0
     assert f"the save of {tmp_path}/second failed: " in err
 
 
-def test_a_checkpointer_that_was_not_closed_is_waited_for(tmp_path):
+def test_a_checkpointer_that_was_not_closed_is_waited_for(run, tmp_path):
     body = "ckpt = sf.Checkpointer(run)\nckpt.save(7, state)\nckpt.save(8, state)\noptimizer.step()"
-    assert run(body, tmp_path)[0] == 0
+    assert run(body)[0] == 0
     assert is_whole(tmp_path / "step-00000007")
     assert is_whole(tmp_path / "step-00000008")
 
 
-def test_a_forked_process_neither_waits_nor_hangs(tmp_path):
+def test_a_forked_process_neither_waits_nor_hangs(run, tmp_path):
     """It uses what it inherits of the save, steps the optimizer, ends as Python does, and leaves the save alone."""
     body = (
         FORK
@@ -158,14 +189,14 @@ ckpt.close()
 pending.committed()
 """
     )
-    code, out, err = run(body, tmp_path)
+    code, out, err = run(body)
     assert code == 0, err
     assert "hung" not in out
     assert out.count("was forked from it") >= 7, out
     assert is_whole(tmp_path / "second")
 
 
-def test_a_forked_process_may_save_alone(tmp_path):
+def test_a_forked_process_may_save_alone(run, tmp_path):
     """What belongs to the parent is the parent's; a new session of its own is a new one."""
     body = (
         FORK
@@ -175,14 +206,14 @@ in_child(lambda: sf.save(run + "/third", {"extra": {"x": 1}}))
 pending.committed()
 """
     )
-    code, out, err = run(body, tmp_path)
+    code, out, err = run(body)
     assert (code, out) == (0, ""), err
     extra = {"x": None}
     sf.load(tmp_path / "third", {"extra": extra})
     assert extra == {"x": 1}
 
 
-def test_workers_of_a_data_loader_live_beside_saves(tmp_path):
+def test_workers_of_a_data_loader_live_beside_saves(run, tmp_path):
     body = """
 loader = torch.utils.data.DataLoader(list(range(64)), num_workers=2, batch_size=8)
 for number in range(3):
@@ -190,7 +221,7 @@ for number in range(3):
     assert sum(int(batch.sum()) for batch in loader) == 2016
     pending.committed()
 """
-    code, _, err = run(body, tmp_path)
+    code, _, err = run(body)
     assert code == 0, err
 
 

@@ -25,6 +25,7 @@ struct Exchange {
     managed_tensor_allocator: *const c_void,
     managed_tensor_from_py_object: *const c_void,
     managed_tensor_to_py_object: *const c_void,
+    /// SAFETY: to be called with an object of the type whose table this is, and the interpreter attached.
     tensor_from_py_object: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int>,
     current_work_stream: *const c_void,
 }

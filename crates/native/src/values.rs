@@ -42,7 +42,8 @@ impl Tagged {
 
 /// A Python value as it was when this was made: `None`, `bool`, `int`, `float`, `str`, `bytes`, `list`, `dict`, `tuple`
 /// and `Tagged`, of exactly these types. What is none of these goes, with the keys and indices that lead to it, through
-/// `lower`, which says it in them; `place` says in errors where it stands. It is encoded when the encoding is first needed, on whatever thread that is.
+/// `lower`, which says it in them; `place` says in errors where it stands. It is encoded when the encoding is first
+/// needed, on whatever thread that is.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Value {
     pub(crate) encoded: Arc<Encoded>,

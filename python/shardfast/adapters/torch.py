@@ -29,6 +29,7 @@ from .torch_capture import (
     announces_steps,
     is_dtensor,
 )
+from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -59,9 +60,6 @@ _ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES,
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
-
-_JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
@@ -402,7 +400,7 @@ class _Optimizers:
         values = {name: place for name, value, place in self._entries() if not isinstance(value, torch.Tensor)}
         if any(isinstance(value, torch.Tensor) and _chunks(value) is not None for _, value, _ in self._entries()):
             return None
-        groups = functools.partial(_groups, names=self._group_names)
+        groups = functools.partial(groups_value, names=self._group_names)
         return OptimizersRecheck.of(self._optimizers, tensors, values, groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -410,7 +408,7 @@ class _Optimizers:
 
     def values(self) -> Mapping[str, object]:
         values = {name: value for name, value, _ in self._entries() if not isinstance(value, torch.Tensor)}
-        return {**values, **_groups(self._groups, self._group_names)}
+        return {**values, **groups_value(self._groups, self._group_names)}
 
     def _split(self, name: str) -> tuple[str, str] | None:
         """The owned parameter and the name of its state in ``state.<FQN>.<name>``."""
@@ -484,9 +482,9 @@ class _Optimizers:
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The groups of this rank with the hyper-parameters that their parameters were saved with."""
         of_parameter: dict[str, dict[str, Any]] = {}
-        for saved in _saved_groups(copies):
+        for saved in saved_groups(copies):
             for fqn in map(parameter, saved["params"]):
-                _expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
+                expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
         out = []
         for group, names in zip(self._groups, self._group_names, strict=True):
             found = [(fqn, of_parameter[fqn]) for fqn in names if fqn in of_parameter]
@@ -497,14 +495,14 @@ class _Optimizers:
                     "weights speaks of the first of their names only)"
                 )
             for fqn, saved in found[1:]:
-                _expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
+                expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
             if found:
-                hyperparameters = _hyperparameters(found[0][1])
-                for name, value in hyperparameters.items():
+                said = hyperparameters(found[0][1])
+                for name, value in said.items():
                     now = group.get(name)
                     if isinstance(now, torch.Tensor):
                         self._adapter.expect_fill(now, value)
-                out.append((group, hyperparameters))
+                out.append((group, said))
         return out
 
 
@@ -512,42 +510,6 @@ def _is_zero_redundancy(optimizer: object) -> bool:
     module = sys.modules.get("torch.distributed.optim")
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says about its parameters, without what is the job's affair."""
-    return {name: value for name, value in group.items() if name not in _JOBS_OWN}
-
-
-def _groups(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> dict[str, object]:
-    """The value of the parameter groups: what each says about its parameters, and their names."""
-    said = [{"params": of, **_hyperparameters(group)} for group, of in zip(groups, names, strict=True)]
-    return {"param_groups": said}
-
-
-def _saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
-    for groups in copies:
-        for group in groups if isinstance(groups, list) else [groups]:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise Refused("the saved param_groups are no list of groups with their parameters' names")
-            yield group
-
-
-def _expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
-    """Refuses two groups with different hyper-parameters."""
-    if one is other:
-        return
-    names = sorted({*_hyperparameters(one), *_hyperparameters(other)})
-    differ = [name for name in names if not _equal(one.get(name), other.get(name))]
-    if differ:
-        shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
-        raise Refused(f"{what} with different hyper-parameters: {shown}")
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one == other
 
 
 # The adapter

@@ -73,7 +73,8 @@ def announce_loads(module: nn.Module, notice: Notice) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             continue
         hooks = vars(part).get("_load_state_dict_pre_hooks", {})
-        if not any(isinstance(getattr(hook, "hook", None), _BeforeLoad) for hook in hooks.values()):
+        ours = [hook.hook for hook in hooks.values() if isinstance(getattr(hook, "hook", None), _BeforeLoad)]
+        if not any(hook.notice == notice for hook in ours):
             part.register_load_state_dict_pre_hook(_BeforeLoad(notice))  # type: ignore[no-untyped-call]
 
 

@@ -8,6 +8,7 @@ live, and nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -367,7 +368,7 @@ class _Known:
 
     Attributes:
         places: Of all bundles' tensors.
-        parameters: The places of optimizers' parameters among modules' ones.
+        parameters: Which of modules' and optimizers' parameters are the same.
         lazy: What is captured lazily.
         soon: The numbers of what is captured eagerly, but not in the call.
     """
@@ -376,7 +377,7 @@ class _Known:
     kinds: Sequence[type]
     bundles: Sequence[_Bundle]
     places: bytes
-    parameters: Sequence[int]
+    parameters: _Same
     lazy: Sequence[_Lazy]
     soon: Sequence[int]
     extras: Extras
@@ -392,17 +393,17 @@ class _Known:
             return None
         if not all(known[unit.key, unit.name].is_of(unit.value) for unit in of_bundles):
             return None
-        found = _recheck(self.bundles)
-        if found is None or found[1:] != (self.places, self.parameters):
+        seen = _Seen.of(self.bundles)
+        if seen is None or seen.places != self.places or not self.parameters.holds_of(seen.parameters):
             return None
-        tensors = found[0].tensors
+        tensors = seen.tensors
         watched = []
         for lazy in self.lazy:
             one = lazy.watched([tensors[number] for number in lazy.numbers])
             if one is None:
                 return None
             watched.append(one)
-        leaves = self._rest(units, of_bundles, found[0].values, adapters, pickle)
+        leaves = self._rest(units, of_bundles, seen.values, adapters, pickle)
         if leaves is None:
             return None
         sources = [named.adapter.source(named.tensor) for named in leaves.named]
@@ -433,33 +434,57 @@ class _Known:
 
 
 @dataclass(frozen=True)
+class _Same:
+    """Which of some objects are one and the same."""
+
+    first: Sequence[int]
+    """For each object, the number of the first one that is the same."""
+
+    @staticmethod
+    def of(objects: Sequence[object]) -> _Same:
+        number: dict[int, int] = {}
+        return _Same([number.setdefault(id(one), place) for place, one in enumerate(objects)])
+
+    @functools.cached_property
+    def distinct(self) -> int:
+        """How many different ones there are."""
+        return len(set(self.first))
+
+    def holds_of(self, objects: Sequence[object]) -> bool:
+        """Whether it is so of these objects, too."""
+        ids = list(map(id, objects))
+        if len(ids) != len(self.first) or len(set(ids)) != self.distinct:
+            return False
+        return list(map(ids.__getitem__, self.first)) == ids
+
+
+@dataclass(frozen=True)
 class _Seen:
-    """What all bundles hold now."""
+    """What all bundles hold now, and where it lies."""
 
     tensors: Sequence[Any]
     values: Sequence[Mapping[str, object]]
+    parameters: Sequence[Any]
+    places: bytes
 
-
-def _recheck(bundles: Sequence[_Bundle]) -> tuple[_Seen, bytes, list[int]] | None:
-    """What they hold now, where it lies, and which parameter each optimizer's is; ``None`` if that cannot be told."""
-    tensors: list[Any] = []
-    values = []
-    parameters: list[Any] = []
-    for bundle in bundles:
-        again = bundle.recheck()
-        if again is None:
-            return None
-        tensors += again.tensors
-        values.append(again.values)
-        parameters += again.parameters
-    ids = list(map(id, parameters))
-    first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))
-    same = list(map(first.__getitem__, ids))
-    try:
-        places = _native.places(tensors)
-    except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
-        return None  # a framework or a tensor that does not tell
-    return _Seen(tensors, values), places, same
+    @staticmethod
+    def of(bundles: Sequence[_Bundle]) -> _Seen | None:
+        """``None`` if that cannot be told, or bundles are others now."""
+        tensors: list[Any] = []
+        values = []
+        parameters: list[Any] = []
+        for bundle in bundles:
+            again = bundle.recheck()
+            if again is None:
+                return None
+            tensors += again.tensors
+            values.append(again.values)
+            parameters += again.parameters
+        try:
+            places = _native.places(tensors)
+        except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
+            return None  # a framework or a tensor that does not tell
+        return _Seen(tensors, values, parameters, places)
 
 
 def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Description, _Known | None]:
@@ -491,14 +516,16 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
         return description, None
     bundles = [_Bundle.of(entry, forget) for entry in found.bundles]
     remembered = [bundle for bundle in bundles if bundle is not None]
-    seen = _recheck(remembered) if len(remembered) == len(bundles) else None
+    seen = _Seen.of(remembered) if len(remembered) == len(bundles) else None
     if seen is None:
         return description, None
     extra = found.named[found.in_bundles :]
     memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, remembered, *seen[1:], lazy, soon, extras, is_urgent)
+    return description, _Known(
+        native, kinds, remembered, seen.places, _Same.of(seen.parameters), lazy, soon, extras, is_urgent
+    )
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:

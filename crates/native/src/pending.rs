@@ -60,8 +60,8 @@ impl Pending {
 
     /// Says of a save with tensors that are copied lazily whether they were left alone until it was staged: with a
     /// failure it fails on every rank. It is committed only after this; only the first word counts.
-    #[pyo3(signature = (kind_name=None, message=String::new()))]
-    fn vouch(&self, kind_name: Option<&str>, message: String) -> PyResult<()> {
+    #[pyo3(signature = (kind_name=None, message=""))]
+    fn vouch(&self, kind_name: Option<&str>, message: &str) -> PyResult<()> {
         let kept = kind_name.map(kind).transpose()?.map_or(Ok(()), |kind| Err(Error::new(kind, message)));
         self.pending.get()?.vouch(kept);
         Ok(())

@@ -399,7 +399,7 @@ class _Known:
         tensors = seen.tensors
         watched = []
         for lazy in self.lazy:
-            one = lazy.watched([tensors[number] for number in lazy.numbers])
+            one = lazy.watched(list(map(tensors.__getitem__, lazy.numbers)))
             if one is None:
                 return None
             watched.append(one)

@@ -6,6 +6,7 @@ import random
 import pytest
 import shardfast as sf
 import torch
+from layouts import build, train
 from shardfast.description import Describer, describe, native_leaf
 from torch import nn
 
@@ -227,3 +228,22 @@ def test_a_state_is_asked_once_for_each_state_dict():
     for number in range(1, 5):
         describer.describe({**made.state, "loader": loader}, pickle=False)
         assert loader.asked == number
+
+
+def check_layouts(rank, world):
+    """Whether sharded states are described once: by layout."""
+    reused = {}
+    for layout in ("ddp", "fsdp", "fsdp_tp"):
+        model, optimizer = build(layout)
+        describer, natives = Describer(lambda: None), []
+        for step in range(3):
+            train(model, optimizer, range(step, step + 1))
+            state = {"model": model, "optimizer": optimizer, "extra": {"step": step}}
+            natives.append(describer.describe(state, pickle=False).native)
+        reused[layout] = natives[1] is natives[0] and natives[2] is natives[0]
+    return reused
+
+
+def test_sharded_states_are_described_once(ranks):
+    for reused in ranks(4)(check_layouts):
+        assert reused == {"ddp": True, "fsdp": True, "fsdp_tp": True}

@@ -7,7 +7,6 @@ of which save, and an interpreter that ends waits for all of them.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import logging
 import os
@@ -19,9 +18,12 @@ from typing import Any
 
 from . import _native
 from .description import Watched
-from .errors import Error, Invalid
+from .errors import Error, Invalid, Unavailable
 
 _log = logging.getLogger("shardfast")
+
+GLANCE_S = 0.1
+"""How often the thread that minds saves looks whether the process ends."""
 
 
 class Pending:
@@ -46,15 +48,10 @@ class Pending:
             Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
         """
         try:
-            self._pending.staged(timeout_s)
+            self.mind(timeout_s)
         except Error:
-            if self._pending.done():
-                self._is_told, self._watched = True, ()
+            self._is_told = self._pending.done() or self._broken is not None
             raise
-        self._vouch()
-        if self._broken is not None:
-            self._is_told = True
-            raise self._broken
 
     def committed(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is durable and visible.
@@ -100,6 +97,18 @@ class Pending:
             _log.error("%s", self._broken)
             self._pending.vouch(Invalid.__name__, str(self._broken))
 
+    def mind(self, timeout_s: float | None = None) -> None:
+        """Does what :meth:`staged` does on behalf of somebody to whom a failure need not be told."""
+        try:
+            self._pending.staged(timeout_s)
+        except Error:
+            if self._pending.done():
+                self._watched = ()
+            raise
+        self._vouch()
+        if self._broken is not None:
+            raise self._broken
+
     @property
     def is_watched(self) -> bool:
         """Whether tensors are still being copied that must not change before."""
@@ -126,7 +135,9 @@ class InFlight:
         self._lock = threading.Lock()
         self._running: tuple[Pending, ...] = ()
         self._unstaged: tuple[Pending, ...] = ()
-        self._watched: queue.SimpleQueue[Pending] | None = None
+        self._watched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+        self._is_over = False
 
     def add(self, pending: Pending) -> None:
         """Minds a save from now on: until it is staged, and at the end of the process."""
@@ -135,10 +146,9 @@ class InFlight:
             self._running = (*(one for one in self._running if one not in ended), pending)
             if pending.is_watched:
                 self._unstaged = (*self._unstaged, pending)
-                if self._watched is None:
-                    self._watched = queue.SimpleQueue()
-                    watch = functools.partial(self._watch, self._watched)
-                    threading.Thread(target=watch, name="shardfast-watch", daemon=True).start()
+                if self._watcher is None:
+                    self._watcher = threading.Thread(target=self._watch, name="shardfast-watch", daemon=True)
+                    self._watcher.start()
                 self._watched.put(pending)
         for one in ended:
             one.conclude()
@@ -147,23 +157,34 @@ class InFlight:
         """Waits until no save copies any more what is about to change. What made one fail is told by that save."""
         for pending in self._unstaged:
             try:
-                pending.staged()
+                pending.mind()
             except Error as error:
                 _log.debug("%s: %s", pending.url, error)
 
     def conclude(self) -> None:
-        """Waits until every save has ended."""
-        for pending in self._running:
-            pending.conclude()
+        """Waits until every save has ended. For the end of the process: no save is minded any more afterwards."""
+        try:
+            for pending in self._running:
+                pending.conclude()
+        finally:
+            # An interpreter that ends kills the threads that come back to it, which no Rust below them survives.
+            self._is_over = True
+            self._watched.put(None)
+            if self._watcher is not None:
+                self._watcher.join()
 
-    def _watch(self, watched: queue.SimpleQueue[Pending]) -> None:
+    def _watch(self) -> None:
         """In the background: says of each save, as soon as it is staged, whether its tensors were left alone."""
-        while True:
-            pending = watched.get()
-            try:
-                pending.staged()
-            except Error as error:
-                _log.debug("%s: %s", pending.url, error)
+        while (pending := self._watched.get()) is not None:
+            while not self._is_over:
+                try:
+                    pending.mind(GLANCE_S)
+                except Unavailable:
+                    if not pending.done():
+                        continue
+                except Error as error:
+                    _log.debug("%s: %s", pending.url, error)
+                break
             with self._lock:
                 self._unstaged = tuple(one for one in self._unstaged if one is not pending)
             del pending

@@ -147,6 +147,28 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
     assert f"the save of {tmp_path}/second failed: " in err
 
 
+def test_ctrl_c_at_the_end_leaves_the_save_and_ends(run, tmp_path):
+    body = """
+pending = sf.save_async(run + "/second", state)
+pending.committed = lambda *timeout: time.sleep(30)  # a save that does not end
+timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+timer.daemon = True
+timer.start()
+"""
+    started = time.monotonic()
+    code, _, err = run(body)
+    assert code == 0, err
+    assert "KeyboardInterrupt" in err
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_save_that_fails_at_the_very_end_harms_nothing(run, tmp_path, attempt):
+    """The thread that minds it comes back to an interpreter that is still there."""
+    (tmp_path / "second").write_text("in the way")
+    assert run('sf.save_async(run + "/second", state)')[0] == 0
+
+
 def test_a_checkpointer_that_was_not_closed_is_waited_for(run, tmp_path):
     body = "ckpt = sf.Checkpointer(run)\nckpt.save(7, state)\nckpt.save(8, state)\noptimizer.step()"
     assert run(body)[0] == 0

@@ -22,6 +22,7 @@ import importlib
 
 TYPE_CHECKING = False  # as typing's, without its import
 if TYPE_CHECKING:
+    from .capture import Pending
     from .catalog import PerRank
     from .checkpointer import Checkpointer
     from .errors import (
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     )
     from .matching import LoadPlan
     from .schedule import every, last, steps
-    from .verbs import Pending, load, plan_load, save, save_async
+    from .verbs import load, plan_load, save, save_async
 
 __all__ = [
     "Cancelled",
@@ -67,7 +68,7 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadPlan": "matching",
-    "Pending": "verbs",
+    "Pending": "capture",
     "PerRank": "catalog",
     "every": "schedule",
     "last": "schedule",

@@ -1,6 +1,6 @@
 """The crossing into Rust: one call per verb. Private; what it offers to people is in ``shardfast``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, final
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Checkpoint",
     "Conflict",
     "Corrupt",
+    "Described",
     "Error",
     "Exhausted",
     "Internal",
@@ -18,12 +19,13 @@ __all__ = [
     "Tagged",
     "Unavailable",
     "Unsupported",
+    "Value",
     "__version__",
     "cli_main",
     "decode",
-    "encode",
     "newest",
     "open",
+    "places",
     "retain",
     "save",
 ]
@@ -104,8 +106,18 @@ class Session:
 class Pending:
     """A save in flight."""
 
+    def captured(self, timeout_s: float | None = None) -> None:
+        """Waits until everything is copied that may change before the save is staged."""
+
     def staged(self, timeout_s: float | None = None) -> None:
-        """Waits until the state may change."""
+        """Waits until all is copied."""
+
+    def vouch(self, kind_name: str | None = None, message: str = "") -> None:
+        """Says whether the tensors that are copied lazily were left alone until the save was staged.
+
+        A save with such tensors is committed only after this; with a failure it fails on every rank. Only the first
+        word counts.
+        """
 
     def committed(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is durable and visible; raises what failed."""
@@ -167,21 +179,55 @@ class Tagged:
     @property
     def value(self) -> Any: ...
 
+@final
+class Value:
+    """A Python value as it was when this was made, encoded when that is first needed.
+
+    ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
+    these types. What is none of these goes, with the keys and indices that lead to it, through ``lower``, which says it
+    in them.
+    """
+
+    def __new__(
+        cls, value: object, lower: Callable[[object, tuple[object, ...]], object] | None = None, place: str = ""
+    ) -> Self: ...
+    def encoded(self) -> bytes:
+        """The encoding."""
+
+@final
+class Described:
+    """What a state holds and where its tensors lie, for all the saves during which both stay the same.
+
+    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when)`` with parts ``(offsets, lengths, pointer,
+    strides_bytes)`` or ``("flat", start, stop, pointer)`` and ``when`` as :data:`shardfast.catalog.When`,
+    ``("object", key, name, layout, per_rank)``, or ``("alias", key, name, layout, of_key, of_name)``.
+    """
+
+    def __new__(cls, leaves: Sequence[tuple[Any, ...]]) -> Self: ...
+
 def save(
     session: Session,
     url: str,
-    leaves: Sequence[tuple[Any, ...]],
+    described: Described,
+    values: Sequence[Value],
     owner: object,
     *,
     step: int | None,
     user: Mapping[str, str],
     timeout_s: float,
 ) -> Pending:
-    """Begins to save the leaves as the checkpoint at ``url``; ``owner`` is kept until their memory is needed no more.
+    """Begins to save what is described as the checkpoint at ``url``.
 
-    A leaf is ``("tensor", key, name, layout, dtype, shape, parts)`` with parts ``(offsets, lengths, pointer,
-    strides_bytes)`` or ``("flat", start, stop, pointer)``, ``("object", key, name, layout, encoded, per_rank)``, or
-    ``("alias", key, name, layout, of_key, of_name)``.
+    ``values`` are those of the described objects, in order; ``owner`` is kept until the tensors' memory is needed no
+    more.
+    """
+
+def places(tensors: list[Any]) -> bytes:
+    """Device, address, types, shape and strides of all tensors, as bytes that are equal exactly while all of these are.
+
+    Raises:
+        TypeError: When a tensor's type does not tell by way of DLPack's exchange table; other errors of its framework
+            when one tensor cannot be told.
     """
 
 def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:
@@ -195,11 +241,8 @@ def newest(
 def retain(url: str, *, last: int | None, every: int | None) -> list[int]:
     """Deletes the committed checkpoints of a run that no rule keeps; returns their steps. One rank calls it."""
 
-def encode(value: object) -> bytes:
-    """The encoding of ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and ``Tagged``."""
-
 def decode(data: bytes) -> object:
-    """The value that :func:`encode` encoded."""
+    """The value that :class:`Value` encoded."""
 
 def cli_main(argv: Sequence[str]) -> int:
     """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code."""

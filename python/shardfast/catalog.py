@@ -7,9 +7,9 @@ global shape that this rank holds and the *memory* in which they lie. Nothing he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Ints = tuple[int, ...]
 
@@ -98,10 +98,16 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Memory to save from, for each region of the layout, and the object that keeps it allocated."""
+    """Memory to save from, for each region of the layout, and the object that keeps it allocated.
+
+    Attributes:
+        owner: A tensor that is all of the memory, with no sharding.
+        is_copy: Whether the memory was made for this and is not the tensor's own.
+    """
 
     memory: tuple[Memory, ...]
     owner: object
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,11 @@ class Target:
     finish: Callable[[], None] | None = None
 
 
+When = Literal["now", "soon", "lazily", "whenever"]
+"""When a save copies a tensor: in the call; in the background while the call waits; until the tensor is about to
+change, which is announced; or at any time, since it is a copy already."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
     """A tensor as this rank gives it to a save."""
@@ -128,19 +139,21 @@ class TensorLeaf:
     name: str
     layout: Layout
     source: Source
+    when: When
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """A Python value as this rank gives it to a save, already encoded.
+    """A Python value as this rank gives it to a save.
 
     Attributes:
+        value: The value as it was then, which ``encoded()`` encodes.
         per_rank: Whether the user declared that the value is this rank's own.
     """
 
     key: str
     name: str
-    encoded: bytes
+    value: Any
     per_rank: bool
 
 
@@ -200,11 +213,58 @@ class SavedAlias:
 SavedLeaf = SavedTensor | SavedObject | SavedAlias
 
 
+class Hold(Protocol):
+    """Keeps the memory of tensors allocated, and notices what is done to it. Keeps no tensor alive beyond that."""
+
+    def stamp(self, tensors: Sequence[Any]) -> object:
+        """How the tensors, those of the hold, are now; ``None`` when what is held is not their memory any more."""
+        ...
+
+    def changes(self, tensors: Sequence[Any], stamp: Any) -> Sequence[tuple[int, str]]:
+        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A bundle that is what it was.
+
+    Attributes:
+        values: What :meth:`Bundle.values` would give now.
+        tensors: For each of :meth:`Bundle.tensors`, in order, the tensor of this rank's memory: whole, no sharding.
+        parameters: A module's parameters by name, or those of which an optimizer speaks by number.
+    """
+
+    values: Mapping[str, object]
+    tensors: Sequence[Any]
+    parameters: Sequence[Any]
+
+
+Recheck = Callable[[], Again | None]
+"""Looks whether a bundle that was described is still the same: its names, which of its entries are tensors, and how
+they are sharded; ``None`` when it may be another now. Where tensors lie is not its affair. Keeps nothing alive."""
+
+
 class Bundle(Protocol):
     """A framework's object (a module, an optimizer) as named tensors and values.
 
     Names are unique within the bundle and the same on every rank that holds the thing named, whatever the layout.
     """
+
+    def announce(self, notice: Callable[[], None]) -> Sequence[Any]:
+        """Has ``notice`` called before the framework changes the bundle's tensors, for as long as the bundle lives.
+
+        Calling it again changes nothing, and copies and pickles of the framework's objects know nothing of it.
+
+        Returns:
+            Those tensors, of this bundle or another one, that change in no other way: what a program does to them
+            outside of its framework's own steps and loads, it does at moments of which it was told.
+        """
+        ...
+
+    def recheck(self) -> Recheck | None:
+        """What tells later, without describing it again, that the bundle is the same; ``None`` where nothing can."""
+        ...
 
     def tensors(self) -> Mapping[str, Any]:
         """The tensors there are now, by leaf name."""
@@ -283,6 +343,14 @@ class Adapter(Protocol):
 
     def source(self, tensor: Any) -> Source:
         """Memory to save from: the tensor's own where it lies on the host, a copy elsewhere."""
+        ...
+
+    def hold(self, tensors: Sequence[Any]) -> Hold:
+        """Holds tensors of which a bundle announces changes: owners of sources that are no copies.
+
+        Raises:
+            Refused: If the framework cannot tell afterwards whether a tensor was written.
+        """
         ...
 
     def target(self, tensor: Any, dtype: str) -> Target:

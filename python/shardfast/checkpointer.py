@@ -9,20 +9,25 @@ from types import TracebackType
 from typing import Any
 
 from . import _native
-from .errors import Corrupt, Invalid
+from .capture import Pending, in_flight
+from .description import Describer
+from .errors import Corrupt, Error, Invalid
 from .matching import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
 from .session import TIMEOUT_S, current
-from .verbs import Pending, Url, expect_step, expect_url, fill, patterns, prepared, save_async
+from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
+
+IN_FLIGHT_MAX = 2
+"""Saves of a run that may be in flight: one that is copied, and one that becomes durable."""
 
 
 class Checkpointer:
     """Saves and restores the checkpoints of one run, each called ``<url>/step-<step>``. Every rank of the job has one.
 
-    One save is in flight at a time: the next one first waits until the one before is durable. A failure in the
-    background is raised by the next call of any method, once, and never keeps the next save from being made.
+    Up to two saves are in flight: a third one first waits until the oldest is durable. A failure in the background is
+    raised by the next call of any method, once, and never keeps the next save from being made.
 
     Example::
 
@@ -68,7 +73,8 @@ class Checkpointer:
         self._pickle = pickle
         self._timeout_s = timeout_s
         self._closed = False
-        self._running: Future[None] | None = None
+        self._describer = Describer(in_flight.staged)
+        self._running: list[tuple[Pending, Future[None]]] = []
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
 
     def restore(
@@ -94,7 +100,7 @@ class Checkpointer:
         Returns:
             The step that was restored; 0 when the run has no committed checkpoint.
         """
-        self._settle(wait=True)
+        self._settle(0)
         session = current(self._timeout_s)
         options = prepared(
             session,
@@ -125,7 +131,8 @@ class Checkpointer:
     def step(self, step: int, state: dict[str, Any]) -> bool:
         """Saves if a save is due after ``step`` steps; whether it did. Every rank calls it after each step.
 
-        Returns as soon as the state may change: its bytes are copied or written, and made durable in the background.
+        Returns when everything is copied that may change before the next step of the optimizer; see
+        :func:`shardfast.save_async`.
 
         Raises:
             Error: What failed in the background since the last call (the save that is due is begun all the same), or
@@ -133,7 +140,7 @@ class Checkpointer:
         """
         due = self._every is not None and self._every.due(step)
         if not due:
-            self._settle(wait=False)
+            self._settle(None)
             return False
         self.save(step, state)
         return True
@@ -144,7 +151,7 @@ class Checkpointer:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
         expect_step(step)
         try:
-            self._settle(wait=True)
+            self._settle(IN_FLIGHT_MAX - 1)
         except Exception:
             # The other ranks begin this save too: they must not wait for one that still has something to report.
             self._begin(step, state)
@@ -153,16 +160,17 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any]) -> None:
         url = f"{self.url}/step-{step:08d}"
-        pending = save_async(url, state, step=step, pickle=self._pickle, timeout_s=self._timeout_s)
+        session = current(self._timeout_s)
+        pending = begin(session, self._describer, url, state, step=step, pickle=self._pickle, timeout_s=self._timeout_s)
         self.newest = step
-        is_chief = current(self._timeout_s).rank == 0
-        self._running = self._background.submit(self._conclude, step, pending, is_chief)
+        concluding = self._background.submit(self._conclude, step, pending, session.rank == 0)
+        self._running.append((pending, concluding))
 
     def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
         """In the background: waits for the commit, then lets go what no rule keeps."""
         try:
             pending.committed()
-            self.committed = step
+            self.committed = max(step, self.committed or 0)
             if is_chief and self._keep is not None:
                 _native.retain(self.url, last=self._keep.last, every=self._keep.every)
         except Exception as error:
@@ -170,22 +178,32 @@ class Checkpointer:
             _log.error("the save of step %d failed: %s", step, error)
             raise
 
-    def _settle(self, wait: bool) -> None:
-        """Raises what failed in the background, once; with ``wait`` not before the save in flight has ended."""
-        running = self._running
-        if running is not None and (wait or running.done()):
-            self._running = None
-            running.result()
+    def _settle(self, most: int | None) -> None:
+        """Raises what failed in the background, once; with ``most`` not before at most so many saves are in flight."""
+        failures: list[Exception] = []
+        while self._running:
+            pending, concluding = self._running[0]
+            pending.done()  # refuses in a forked process, in which nothing would ever end
+            if not concluding.done() and (most is None or len(self._running) <= most):
+                break
+            failure = concluding.exception()
+            del self._running[0]
+            if isinstance(failure, Exception):
+                failures.append(failure)
+        if len(failures) > 1 and isinstance(failures[0], Error):
+            raise type(failures[0])("\n".join(map(str, failures)))
+        if failures:
+            raise failures[0]
 
     def wait(self) -> None:
-        """Waits until the last save is durable; raises what failed."""
-        self._settle(wait=True)
+        """Waits until every save is durable; raises what failed."""
+        self._settle(0)
 
     def close(self) -> None:
-        """Waits until the last save is durable; raises what failed. The checkpointer can then save no more."""
+        """Waits until every save is durable; raises what failed. The checkpointer can then save no more."""
         self._closed = True
         try:
-            self._settle(wait=True)
+            self._settle(0)
         finally:
             self._background.shutdown()
 

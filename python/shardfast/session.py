@@ -28,6 +28,15 @@ _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+def _in_forked_child() -> None:
+    """Whoever held the lock is not here to give it back. Sessions know themselves whose they are."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
 def current(timeout_s: float = TIMEOUT_S) -> Session:
     """The session of all ranks of this job; one process alone when ``torch.distributed`` is not initialised.
 

@@ -18,8 +18,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .catalog import Adapter, Flat, Ints, Layout, Memory, Region, item_bytes
+from .catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, item_bytes
 
 Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
 """Collects an object of every rank, by rank, on every rank: what ``torch.distributed.all_gather_object`` does."""
@@ -128,6 +129,55 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     restore(adapter, tensor, whole)
     assert snapshot(adapter, tensor) == before, "loading what was saved changes nothing"
     return whole
+
+
+def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]) -> None:
+    """Checks what a bundle says about its changes.
+
+    Args:
+        adapter: The adapter under test.
+        bundle: An optimizer or the like, of which some tensors are announced.
+        change: Has the framework change all announced tensors, as its optimizer's step does.
+
+    Raises:
+        AssertionError: If the adapter breaks the contract.
+    """
+    before: list[list[bytes]] = []
+    is_over = False
+
+    def contents() -> list[bytes]:
+        return [b"".join(snapshot(adapter, tensor).contents) for tensor in tensors]
+
+    def notice() -> None:
+        if not is_over:
+            before.append(contents())
+
+    tensors: Sequence[Any] = bundle.announce(notice)
+    assert tensors, "the bundle announces changes of some of its tensors"
+    first, names = contents(), [*bundle.tensors()]
+    owners = [adapter.source(tensor).owner for tensor in tensors]
+    hold, recheck = adapter.hold(owners), bundle.recheck()
+    stamp = hold.stamp(owners)
+    assert list(hold.changes(owners, stamp)) == [], "looking at tensors does not change them"
+    change()
+    is_over = True
+    assert before and before[0] == first, "a change is announced before it is made"
+    assert all(one != other for one, other in zip(first, contents(), strict=True)), "all announced tensors changed"
+    if recheck is not None:
+        again = recheck()
+        assert again is not None, "a change of contents alone leaves a bundle what it was"
+        assert len(again.tensors) == len(names), "a bundle that is the same has the same tensors"
+
+
+def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any], None]) -> None:
+    """Checks that a hold tells which of a bundle's announced tensors was written by ``write``, without announcement."""
+    tensors = bundle.announce(lambda: None)
+    owners = [adapter.source(tensor).owner for tensor in tensors]
+    hold = adapter.hold(owners)
+    for number, tensor in enumerate(tensors):
+        stamp = hold.stamp(owners)
+        write(tensor)
+        assert [changed for changed, _ in hold.changes(owners, stamp)] == [number], "a hold tells which one was written"
 
 
 def _expect_in_bounds(rank: int, region: Region | Flat, shape: Ints) -> None:

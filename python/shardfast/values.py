@@ -1,10 +1,10 @@
 """Python values as plain data and back: data, never code, unless the user asks for pickle by name.
 
-:func:`lower` says a value in ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
-:class:`Tagged` (the table of tags is that of ``docs/format.md``); :func:`encode` and :func:`decode` are the bytes of
-that. :func:`raise_value` makes the value again. It imports nothing and calls nothing that the checkpoint names:
-dataclasses, enums and named tuples come back only if this process has already imported their class and it still fits,
-and without running their constructors.
+:func:`capture` says a value in ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
+:class:`Tagged` (the table of tags is that of ``docs/format.md``) and keeps that, to be encoded when it is needed;
+:func:`decode` makes it from its bytes again. :func:`raise_value` makes the value again. It imports nothing and calls
+nothing that the checkpoint names: dataclasses, enums and named tuples come back only if this process has already
+imported their class and it still fits, and without running their constructors.
 """
 
 from __future__ import annotations
@@ -40,14 +40,6 @@ _FACTORIES = {
 }
 _NAMESPACES = ("argparse:Namespace", "types:SimpleNamespace")
 _ATOMS = frozenset({type(None), bool, int, float, bytes})
-
-
-def encode(lowered: object, place: str) -> bytes:
-    """The bytes of a lowered value; ``place`` says in errors where it stands."""
-    try:
-        return _native.encode(lowered)
-    except Invalid as error:
-        raise Invalid(f"{place}: {error}") from error
 
 
 def decode(data: bytes, place: str) -> object:
@@ -87,29 +79,40 @@ class Lowering:
     pickle: bool = False
 
 
-def lower(value: object, how: Lowering) -> object:
-    """``value`` as builtins and :class:`Tagged`.
+def capture(value: object, how: Lowering) -> _native.Value:
+    """``value`` as builtins and :class:`Tagged`, as it is now.
 
     Raises:
         Invalid: Naming the place of what cannot be stored.
     """
-    return _Lower(how).value(value, ())
+    return _native.Value(value, _Lower(how).strange, how.place)
 
 
 class _Lower:
+    """Lowers what is no plain container of plain values; those Rust walks through itself, and then comes here."""
+
     def __init__(self, how: Lowering) -> None:
         self._how = how
         self._open: set[int] = set()
+
+    def strange(self, value: object, trail: Trail) -> object:
+        """A value that Rust does not know, or a container that it knows and does not enter."""
+        if type(value) in (list, dict, tuple):
+            raise self._not_entered(value, trail)
+        return self.value(value, trail)
+
+    def _not_entered(self, value: object, trail: Trail) -> Invalid:
+        if len(trail) >= DEPTH_MAX:
+            return self._invalid(f"nested deeper than {DEPTH_MAX} levels", trail)
+        return self._invalid(f"a {type(value).__name__} that contains itself cannot be stored", trail)
 
     def value(self, value: object, trail: Trail) -> object:
         if type(value) in _ATOMS:
             return value
         if type(value) is str:
             return _lower_text(value)
-        if id(value) in self._open:
-            raise self._invalid(f"a {type(value).__name__} that contains itself cannot be stored", trail)
-        if len(trail) >= DEPTH_MAX:
-            raise self._invalid(f"nested deeper than {DEPTH_MAX} levels", trail)
+        if id(value) in self._open or len(trail) >= DEPTH_MAX:
+            raise self._not_entered(value, trail)
         self._open.add(id(value))
         try:
             return self._compound(value, trail)
@@ -325,7 +328,7 @@ class Raising:
 
 
 def raise_value(lowered: object, how: Raising) -> Any:
-    """The value that :func:`lower` lowered.
+    """The value that :func:`capture` lowered.
 
     Raises:
         Unsupported: If it needs a class or a framework that this process has not imported.

@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from . import _native
-from .catalog import AliasLeaf, Flat, Leaf, ObjectLeaf, SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .capture import Pending, in_flight
+from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
 from .matching import LoadPlan, Matching, Options, Rename
 from .session import TIMEOUT_S, current
-from .state import describe, walk
+from .state import walk
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")
-
-
-class Pending:
-    """A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
-
-    Attributes:
-        url: Of the checkpoint.
-    """
-
-    def __init__(self, url: str, pending: _native.Pending) -> None:
-        self.url = url
-        self._pending = pending
-
-    def staged(self, timeout_s: float | None = None) -> None:
-        """Waits until the state may change.
-
-        Raises:
-            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
-        """
-        self._pending.staged(timeout_s)
-
-    def committed(self, timeout_s: float | None = None) -> None:
-        """Waits until the checkpoint is durable and visible.
-
-        Raises:
-            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
-        """
-        self._pending.committed(timeout_s)
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or badly."""
-        return self._pending.done()
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What this rank's part of the save did so far: bytes, files, and milliseconds until the end of each phase."""
-        report: dict[str, Any] = json.loads(self._pending.report())
-        return report
 
 
 def save(
@@ -86,7 +50,7 @@ def save(
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
-    _begin(url, state, step, user, pickle, timeout_s).committed()
+    save_async(url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s).committed()
 
 
 def save_async(
@@ -98,24 +62,43 @@ def save_async(
     pickle: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
-    """Begins to save ``state`` and returns when it may change. Every rank of the job calls it.
+    """Begins to save ``state`` and returns. Every rank of the job calls it.
 
-    All of it is copied (or, beyond the staging memory, already written) when this returns; writing, flushing and the
-    commit go on in the background. Arguments are those of :func:`save`, which also tells what may be raised: what
-    happens until the state is copied here, everything else by the :class:`Pending`.
+    What may change at any time is copied when this returns: Python values, buffers, small tensors, all that no
+    optimizer of the state owns. Parameters and the state of optimizers are copied while the training goes on: a step of
+    any optimizer and a ``load_state_dict`` wait until that is done, and so do :func:`load` and the next save. Who
+    changes them in another way first waits for :meth:`Pending.staged`; a save during which somebody did not fails on
+    every rank and leaves no checkpoint. What is written past PyTorch's version counters (through ``.data``, by foreign
+    code) is not noticed. Writing, flushing and the commit go on in the background; a process that ends waits for them.
+
+    Arguments are those of :func:`save`, which also tells what may be raised: what happens until this returns here,
+    everything else by the :class:`Pending`.
     """
-    pending = _begin(url, state, step, user, pickle, timeout_s)
-    pending.staged()
-    return pending
-
-
-def _begin(
-    url: Url, state: dict[str, Any], step: int | None, user: Mapping[str, str] | None, pickle: bool, timeout_s: float
-) -> Pending:
-    """Begins a save; the state may not change before it is staged."""
     session = current(timeout_s)
+    describer = _describers.get(session)
+    if describer is None:
+        describer = _describers[session] = Describer(in_flight.staged)
+    return begin(session, describer, url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s)
 
-    def prepare() -> Pending:
+
+# Each session's last state, as it was described for the plain verbs.
+_describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
+
+
+def begin(
+    session: _native.Session,
+    describer: Describer,
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None,
+    user: Mapping[str, str] | None = None,
+    pickle: bool,
+    timeout_s: float,
+) -> Pending:
+    """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
+
+    def prepare() -> tuple[Pending, _native.Pending | None]:
         place, notes = expect_url(url), dict(user or {})
         if step is not None:
             expect_step(step)
@@ -124,13 +107,18 @@ def _begin(
                 raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
         if pickle:
             notes["shardfast.pickle"] = "allowed"
-        leaves = describe(state, pickle=pickle)
-        tuples = [_native_leaf(leaf) for leaf in leaves]
-        # `leaves` owns the memory; Rust drops it when the bytes are copied, whatever becomes of the Pending.
-        pending = _native.save(session, place, tuples, leaves, step=step, user=notes, timeout_s=timeout_s)
-        return Pending(place, pending)
+        in_flight.staged()
+        said = describer.describe(state, pickle=pickle)
+        begun = _native.save(
+            session, place, said.native, said.values, said.owner, step=step, user=notes, timeout_s=timeout_s
+        )
+        return Pending(place, begun, said.watched), begun if said.is_urgent else None
 
-    return prepared(session, prepare, timeout_s)
+    pending, urgent = prepared(session, prepare, timeout_s)
+    in_flight.add(pending)
+    if urgent is not None:
+        urgent.captured()
+    return pending
 
 
 def load(
@@ -222,6 +210,7 @@ def fill(
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`."""
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.expect_no_problems()
+    in_flight.staged()
     wants = prepared(session, matching.bind, timeout_s)
     encoded = checkpoint.load(wants, matching.value_wants(), timeout_s)
     prepared(session, lambda: matching.install(encoded), timeout_s)
@@ -284,21 +273,6 @@ def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Ex
 def patterns(only: str | Sequence[str]) -> tuple[str, ...]:
     """The patterns of ``only``."""
     return (only,) if isinstance(only, str) else tuple(only)
-
-
-def _native_leaf(leaf: Leaf) -> tuple[Any, ...]:
-    if isinstance(leaf, ObjectLeaf):
-        return ("object", leaf.key, leaf.name, "", leaf.encoded, leaf.per_rank)
-    if isinstance(leaf, AliasLeaf):
-        return ("alias", leaf.key, leaf.name, "", leaf.of_key, leaf.of_name)
-    layout = leaf.layout
-    parts: list[tuple[Any, ...]] = []
-    for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
-        if isinstance(region, Flat):
-            parts.append(("flat", region.start, region.stop, memory.pointer))
-        else:
-            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes))
-    return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts)
 
 
 def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardfast.adapters import torch as torch_adapter
 from shardfast.adapters.torch import DTYPES, TorchAdapter
 from shardfast.catalog import Flat, Layout, Memory, Refused, Region, Source, Target
-from shardfast.testing import assemble, check_tensor, restore, snapshot
+from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -323,7 +323,7 @@ def test_several_chunks_of_one_flat_local_tensor(monkeypatch):
     chunks = [types.SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in boxes]
     local.__create_chunk_list__ = lambda: chunks
     tensor = types.SimpleNamespace(shape=whole.shape, _local_tensor=local)
-    monkeypatch.setattr(torch_adapter, "_is_dtensor", lambda tensor: True)
+    monkeypatch.setattr(torch_adapter, "is_dtensor", lambda tensor: True)
     found = torch_adapter._views(tensor, local)
     assert [(region.offsets, region.lengths) for region, _ in found] == boxes[:2]
     for region, view in found:
@@ -759,3 +759,22 @@ def test_the_kit_finds_what_is_wrong(runs, broken):
     snapshots = [snapshot(Flattened(a, b, 10), np.full(b - a, i, dtype=np.uint8)) for i, (a, b) in enumerate(runs)]
     with pytest.raises(AssertionError, match=broken):
         assemble(snapshots)
+
+
+# What bundles announce
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_announce_their_steps(kind):
+    model = nn.Linear(4, 3)
+    optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    step()
+    bundle = ADAPTER.optimizer(optimizer, {id(p): name for name, p in model.named_parameters()})
+    check_announced(ADAPTER, bundle, step)
+    check_writes_are_seen(ADAPTER, bundle, lambda tensor: tensor.detach().add_(1))

@@ -10,8 +10,9 @@ import pytest
 import shardfast as sf
 import torch
 from shardfast.catalog import AliasLeaf, ObjectLeaf, SavedAlias, SavedObject, SavedTensor, TensorLeaf, item_bytes
+from shardfast.description import describe
 from shardfast.matching import LoadPlan, Matching, Options
-from shardfast.state import KEPT_BYTES_MAX, describe, walk
+from shardfast.state import KEPT_BYTES_MAX, walk
 from torch import nn
 
 
@@ -56,7 +57,7 @@ class Stored:
         assert isinstance(leaf, ObjectLeaf)
         copies: dict[bytes, list] = {}
         for rank, other in held:
-            copies.setdefault(other.encoded, []).append((rank, rank + 1))
+            copies.setdefault(other.value.encoded(), []).append((rank, rank + 1))
         for number, encoded in enumerate(copies):
             self.bytes[index, number] = encoded
         return SavedObject(index, key, name, "", tuple((tuple(r), len(e)) for e, r in copies.items()))

@@ -25,11 +25,11 @@ import torch
 from shardfast import adapters
 from shardfast._native import Tagged
 from shardfast.catalog import PerRank
-from shardfast.values import DEPTH_MAX, Lowering, Raising, decode, encode, lower, raise_value, tensors_in
+from shardfast.values import DEPTH_MAX, Lowering, Raising, capture, decode, raise_value, tensors_in
 
 
 def there_and_back(value, *, pickle=False, loads_pickle=None):
-    encoded = encode(lower(value, Lowering("extra.x", adapters.active(), pickle=pickle)), "extra.x")
+    encoded = capture(value, Lowering("extra.x", adapters.active(), pickle=pickle)).encoded()
     assert isinstance(encoded, bytes)
     how = Raising("extra.x", adapters.active(), no_reference, pickle=pickle if loads_pickle is None else loads_pickle)
     return raise_value(decode(encoded, "extra.x"), how)
@@ -255,7 +255,7 @@ def test_equal_sets_have_equal_bytes():
     for word in reversed(words):
         other.add(word)
     how = Lowering("x", [])
-    assert encode(lower(one, how), "x") == encode(lower(other, how), "x")
+    assert capture(one, how).encoded() == capture(other, how).encoded()
 
 
 # Refusals
@@ -446,7 +446,7 @@ def test_references_and_settling():
     lowering = Lowering(
         "x", adapters.active(), lambda adapter, tensor, trail: ("x", "big") if tensor.numel() > 9 else None
     )
-    lowered = lower({"big": torch.ones(10), "small": torch.zeros(2)}, lowering)
+    lowered = decode(capture({"big": torch.ones(10), "small": torch.zeros(2)}, lowering).encoded(), "x")
     assert (lowered["big"].tag, lowered["big"].value) == ("tensor_ref", ["x", "big"])
     big, small = torch.ones(10), torch.full((2,), 9.0)
     settled = []

@@ -9,7 +9,7 @@ from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rus
 
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
-NATIVE_CALLERS = {"verbs", "checkpointer", "session", "errors", "values", "_command"}
+NATIVE_CALLERS = {"verbs", "checkpointer", "capture", "description", "session", "errors", "values", "_command"}
 
 # What a crate's charter forbids it to know, as far as code can show it (unit tests excepted).
 CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|\bInstant\b|\bSystemTime\b"
@@ -190,7 +190,9 @@ def test_adapters_know_the_catalog_and_their_framework_only():
     for module, name in python_modules().items():
         if not module.startswith("shardfast.adapters.") or module.endswith("__init__"):
             continue
-        allowed = ("shardfast.catalog", module.rsplit(".", 1)[1])
+        framework = module.rsplit(".", 1)[1].partition("_")[0]
+        own = [name for name in python_modules() if name.partition("adapters.")[2].startswith(f"{framework}_")]
+        allowed = ("shardfast.catalog", framework, *own)
         for line, imported in imports(module, ast.parse(read(name))):
             if imported.split(".")[0] not in sys.stdlib_module_names and not any(
                 is_under(imported, a) for a in allowed

@@ -7,12 +7,19 @@ use shardfast_format::{DType, LeafKind};
 
 use crate::errors::raise;
 use crate::leaves;
+use crate::process::Own;
 use crate::session::{Session, seconds};
 
 /// A committed checkpoint whose manifest is proven.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Checkpoint {
-    checkpoint: shardfast_engine::Checkpoint,
+    checkpoint: Own<shardfast_engine::Checkpoint>,
+}
+
+impl Checkpoint {
+    fn new(checkpoint: shardfast_engine::Checkpoint) -> Checkpoint {
+        Checkpoint { checkpoint: Own::new("this checkpoint", checkpoint) }
+    }
 }
 
 /// Opens the checkpoint at `url`. Every rank calls it; rank 0 reads.
@@ -20,8 +27,9 @@ pub(crate) struct Checkpoint {
 #[pyo3(signature = (session, url, *, timeout_s))]
 pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64) -> PyResult<Checkpoint> {
     let timeout = seconds(timeout_s)?;
-    let opened = py.detach(|| shardfast_engine::open(&session.engine, url, timeout));
-    Ok(Checkpoint { checkpoint: opened.map_err(raise)? })
+    let engine = session.engine()?;
+    let opened = py.detach(|| shardfast_engine::open(engine, url, timeout));
+    Ok(Checkpoint::new(opened.map_err(raise)?))
 }
 
 /// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
@@ -37,8 +45,9 @@ pub(crate) fn newest(
     timeout_s: f64,
 ) -> PyResult<Option<(u64, Checkpoint, Vec<String>)>> {
     let timeout = seconds(timeout_s)?;
-    let newest = py.detach(|| runs::newest(&session.engine, url, below, older, timeout)).map_err(raise)?;
-    Ok(newest.map(|newest| (newest.step, Checkpoint { checkpoint: newest.checkpoint }, newest.skipped)))
+    let engine = session.engine()?;
+    let newest = py.detach(|| runs::newest(engine, url, below, older, timeout)).map_err(raise)?;
+    Ok(newest.map(|newest| (newest.step, Checkpoint::new(newest.checkpoint), newest.skipped)))
 }
 
 /// Deletes the committed checkpoints of the run at `url` that are neither among the newest `last` nor of a step that is
@@ -53,13 +62,13 @@ pub(crate) fn retain(py: Python<'_>, url: &str, last: Option<u64>, every: Option
 impl Checkpoint {
     /// Where it is.
     #[getter]
-    fn url(&self) -> &str {
-        self.checkpoint.url()
+    fn url(&self) -> PyResult<&str> {
+        Ok(self.checkpoint.get()?.url())
     }
 
     /// What is known about the save: attempt, step, world, created_unix_ms, writer, user.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = &self.checkpoint.manifest().info;
+        let info = &self.checkpoint.get()?.manifest().info;
         let dict = PyDict::new(py);
         dict.set_item("attempt", &info.attempt)?;
         dict.set_item("step", info.step)?;
@@ -74,7 +83,7 @@ impl Checkpoint {
     /// `("object", key, name, layout, [(ranks, bytes)])` with ranks as half-open ranges, or
     /// `("alias", key, name, layout, of_key, of_name)`.
     fn leaves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let manifest = self.checkpoint.manifest();
+        let manifest = self.checkpoint.get()?.manifest();
         let list = PyList::empty(py);
         for i in 0..manifest.len() {
             let leaf = manifest.leaf(i);
@@ -112,7 +121,8 @@ impl Checkpoint {
         timeout_s: f64,
     ) -> PyResult<(Vec<u32>, Vec<(Vec<u32>, String)>)> {
         let timeout = seconds(timeout_s)?;
-        let opinion = py.detach(|| self.checkpoint.agree(&touched, &problems, timeout)).map_err(raise)?;
+        let checkpoint = self.checkpoint.get()?;
+        let opinion = py.detach(|| checkpoint.agree(&touched, &problems, timeout)).map_err(raise)?;
         Ok((opinion.untouched, opinion.problems))
     }
 
@@ -123,9 +133,10 @@ impl Checkpoint {
         wants: &Bound<'py, PyAny>,
         values: Vec<(usize, usize)>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let wants = leaves::wants(self.checkpoint.manifest(), wants)?;
+        let checkpoint = self.checkpoint.get()?;
+        let wants = leaves::wants(checkpoint.manifest(), wants)?;
         let values = refs(values);
-        let forecast = py.detach(|| self.checkpoint.forecast(&wants, &values)).map_err(raise)?;
+        let forecast = py.detach(|| checkpoint.forecast(&wants, &values)).map_err(raise)?;
         let dict = PyDict::new(py);
         dict.set_item("bytes_wanted", forecast.bytes_wanted)?;
         dict.set_item("bytes_read", forecast.bytes_read)?;
@@ -144,13 +155,14 @@ impl Checkpoint {
         timeout_s: f64,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let timeout = seconds(timeout_s)?;
-        let wants = leaves::wants(self.checkpoint.manifest(), wants).map_err(|error| {
+        let checkpoint = self.checkpoint.get()?;
+        let wants = leaves::wants(checkpoint.manifest(), wants).map_err(|error| {
             // The other ranks are about to load: they must not wait for one that cannot.
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
-            raise(py.detach(|| self.checkpoint.refuse(reason, timeout)))
+            raise(py.detach(|| checkpoint.refuse(reason, timeout)))
         })?;
         let values = refs(values);
-        let encoded = py.detach(|| self.checkpoint.load(&wants, &values, timeout)).map_err(raise)?;
+        let encoded = py.detach(|| checkpoint.load(&wants, &values, timeout)).map_err(raise)?;
         Ok(encoded.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }
 }

@@ -1,18 +1,34 @@
 //! Leaves and wants as Python gives them: tuples of plain values and addresses.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::{Fences, Memory, Provider, Sink, State, Strided, Want, row_major_strides};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
 use crate::errors::{invalid, raise};
+use crate::values::Value;
+
+/// When a tensor's bytes are copied.
+#[derive(Clone, Copy, PartialEq)]
+enum Capture {
+    /// In the call that begins the save, here.
+    Now,
+    /// In the background, first of all: the caller waits for it.
+    Soon,
+    /// In the background, at leisure: the caller vouches that nobody wrote meanwhile.
+    Lazily,
+    /// In the background, at leisure: nobody else has the memory.
+    Whenever,
+}
 
 /// A tensor's memory and what keeps it allocated.
 struct Held {
     memory: Memory,
+    is_urgent: bool,
     _owner: Arc<Py<PyAny>>,
 }
 
@@ -24,6 +40,28 @@ impl Provider for Held {
     fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> shardfast_engine::Result<()> {
         self.memory.fill(at, out, fences)
     }
+
+    fn is_urgent(&self) -> bool {
+        self.is_urgent
+    }
+}
+
+/// Bytes that were copied in the call.
+struct Copied {
+    buffer: Arc<Vec<u8>>,
+    range: Range<usize>,
+}
+
+impl Provider for Copied {
+    fn bytes(&self) -> u64 {
+        self.range.len() as u64
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> shardfast_engine::Result<()> {
+        let at = self.range.start + at as usize;
+        out.copy_from_slice(&self.buffer[at..at + out.len()]);
+        Ok(())
+    }
 }
 
 /// A region and where its elements lie.
@@ -33,68 +71,143 @@ struct Block {
     strides_bytes: Vec<i64>,
 }
 
-/// The state that these leaves describe. `owner` keeps all of their memory allocated.
-pub(crate) fn state(leaves: &Bound<'_, PyAny>, owner: Py<PyAny>) -> PyResult<State> {
-    let owner = Arc::new(owner);
-    let mut out: Vec<(Leaf, Vec<Arc<dyn Provider>>)> = Vec::new();
-    for leaf in leaves.try_iter()? {
-        let leaf = leaf?.cast_into::<PyTuple>()?;
-        let kind: String = leaf.get_item(0)?.extract()?;
-        out.push(match kind.as_str() {
-            "tensor" => tensor(&leaf, &owner)?,
-            "object" => {
-                let (_, key, name, layout, encoded, per_rank): (
-                    String,
-                    String,
-                    String,
-                    String,
-                    Bound<'_, PyBytes>,
-                    bool,
-                ) = leaf.extract()?;
-                let body = LeafBody::Object { per_rank };
-                let encoded: Arc<dyn Provider> = Arc::new(encoded.as_bytes().to_vec());
-                (Leaf { name: LeafName::new(key, name), body, layout }, vec![encoded])
-            }
-            "alias" => {
-                let (_, key, name, layout, of_key, of_name): (String, String, String, String, String, String) =
-                    leaf.extract()?;
-                let body = LeafBody::Alias { of: LeafName::new(of_key, of_name) };
-                (Leaf { name: LeafName::new(key, name), body, layout }, Vec::new())
-            }
-            other => return Err(invalid(format!("expected a tensor, object or alias, found {other:?}"))),
-        });
-    }
-    out.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-    let (leaves, providers) = out.into_iter().unzip();
-    Ok(State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false })
+/// What a state holds and where its tensors lie, said once for all the saves during which both stay the same.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Described {
+    catalog: Arc<Catalog>,
+    /// In the catalog's order.
+    bodies: Vec<Body>,
+    is_lazy: bool,
 }
 
-fn tensor(leaf: &Bound<'_, PyTuple>, owner: &Arc<Py<PyAny>>) -> PyResult<(Leaf, Vec<Arc<dyn Provider>>)> {
-    let (_, key, name, layout, dtype, shape, given): (
-        String,
-        String,
-        String,
-        String,
-        String,
-        Vec<u64>,
-        Vec<Bound<'_, PyTuple>>,
-    ) = leaf.extract()?;
-    let name = LeafName::new(key, name);
+/// Where a leaf's bytes come from.
+enum Body {
+    Tensor(Capture, Vec<Strided>),
+    /// The number of the value among the objects, in the order given.
+    Object(usize),
+    Alias,
+}
+
+#[pymethods]
+impl Described {
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when)` with parts `(offsets, lengths, pointer,
+    /// strides_bytes)` or `("flat", start, stop, pointer)` and `when` one of "now", "soon", "lazily" and
+    /// "whenever";
+    /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
+    #[new]
+    fn new(leaves: &Bound<'_, PyAny>) -> PyResult<Described> {
+        let (mut out, mut objects) = (Vec::<(Leaf, Body)>::new(), 0);
+        for leaf in leaves.try_iter()? {
+            let leaf = leaf?.cast_into::<PyTuple>()?;
+            let (kind, key, name, layout): (String, String, String, String) = leaf.get_slice(0, 4).extract()?;
+            let name = LeafName::new(key, name);
+            let rest = leaf.get_slice(4, leaf.len());
+            let (body, from) = match kind.as_str() {
+                "tensor" => tensor(&rest, &name)?,
+                "object" => {
+                    let (per_rank,): (bool,) = rest.extract()?;
+                    objects += 1;
+                    (LeafBody::Object { per_rank }, Body::Object(objects - 1))
+                }
+                "alias" => {
+                    let (key, name): (String, String) = rest.extract()?;
+                    (LeafBody::Alias { of: LeafName::new(key, name) }, Body::Alias)
+                }
+                other => return Err(invalid(format!("expected a tensor, object or alias, found {other:?}"))),
+            };
+            out.push((Leaf { name, body, layout }, from));
+        }
+        out.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
+        let is_lazy = bodies.iter().any(|body| matches!(body, Body::Tensor(Capture::Lazily, _)));
+        Ok(Described { catalog: Arc::new(Catalog { leaves }), bodies, is_lazy })
+    }
+}
+
+impl Described {
+    /// The state as it is now. `values` are those of the objects, in the order in which these were given; `owner` keeps
+    /// the memory of all tensors allocated that are not copied here.
+    pub(crate) fn state(&self, values: &[PyRef<'_, Value>], owner: Py<PyAny>) -> PyResult<State> {
+        let owner = Arc::new(owner);
+        let buffer = self.copied_now()?;
+        let mut copied = 0;
+        let mut providers = Vec::with_capacity(self.bodies.len());
+        for (body, leaf) in self.bodies.iter().zip(&self.catalog.leaves) {
+            providers.push(match body {
+                Body::Alias => Vec::new(),
+                Body::Object(number) => {
+                    let value = values.get(*number).ok_or_else(|| invalid(format!("leaf {}: no value", leaf.name)))?;
+                    vec![Arc::clone(&value.encoded) as Arc<dyn Provider>]
+                }
+                Body::Tensor(Capture::Now, parts) => parts
+                    .iter()
+                    .map(|part| {
+                        let range = copied..copied + part.total_bytes() as usize;
+                        copied = range.end;
+                        Arc::new(Copied { buffer: Arc::clone(&buffer), range }) as Arc<dyn Provider>
+                    })
+                    .collect(),
+                Body::Tensor(when, parts) => parts
+                    .iter()
+                    .map(|part| {
+                        let (memory, is_urgent) = (memory(part), *when == Capture::Soon);
+                        Arc::new(Held { memory, is_urgent, _owner: Arc::clone(&owner) }) as Arc<dyn Provider>
+                    })
+                    .collect(),
+            });
+        }
+        Ok(State { catalog: Arc::clone(&self.catalog), providers, is_vouched_for: self.is_lazy })
+    }
+
+    /// The bytes of all tensors that are copied in the call, in the catalog's order.
+    fn copied_now(&self) -> PyResult<Arc<Vec<u8>>> {
+        let now = || {
+            self.bodies.iter().flat_map(|body| match body {
+                Body::Tensor(Capture::Now, parts) => parts.as_slice(),
+                _ => &[],
+            })
+        };
+        let mut buffer = vec![0; now().map(Strided::total_bytes).sum::<u64>() as usize];
+        let mut rest = buffer.as_mut_slice();
+        for part in now() {
+            let (out, behind) = rest.split_at_mut(part.total_bytes() as usize);
+            memory(part).fill(0, out, &mut Fences::default()).map_err(raise)?;
+            rest = behind;
+        }
+        Ok(Arc::new(buffer))
+    }
+}
+
+fn memory(block: &Strided) -> Memory {
+    // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was begun in
+    // the same call, and that its `owner` keeps so; the caller of `save` does not write it before the save is staged,
+    // or vouches for no save during which somebody did. The engine reads nothing after that.
+    #[allow(unsafe_code)]
+    unsafe {
+        Memory::new(block.clone())
+    }
+}
+
+fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Body)> {
+    let (dtype, shape, given, when): (String, Vec<u64>, Vec<Bound<'_, PyTuple>>, String) = leaf.extract()?;
     let dtype = DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
-    let (mut parts, mut providers) = (Vec::new(), Vec::<Arc<dyn Provider>>::new());
+    let when = match when.as_str() {
+        "now" => Capture::Now,
+        "soon" => Capture::Soon,
+        "lazily" => Capture::Lazily,
+        "whenever" => Capture::Whenever,
+        other => return Err(invalid(format!("leaf {name}: captured at an unknown time, {other:?}"))),
+    };
+    let (mut parts, mut memory) = (Vec::new(), Vec::new());
     for part in given {
-        for block in blocks(&part, &shape, dtype, &name)? {
-            let strided = Strided::new(block.address, &block.region.lengths, &block.strides_bytes, dtype.size_bytes());
-            // SAFETY: Python's adapters give the address of memory that `owner` keeps allocated, and the caller of
-            // `save` promises not to write it before the save is staged; the engine reads nothing after that.
-            #[allow(unsafe_code)]
-            let memory = unsafe { Memory::new(strided) };
+        for block in blocks(&part, &shape, dtype, name)? {
+            let item_bytes = dtype.size_bytes();
+            memory.push(Strided::new(block.address, &block.region.lengths, &block.strides_bytes, item_bytes));
             parts.push(block.region);
-            providers.push(Arc::new(Held { memory, _owner: Arc::clone(owner) }));
         }
     }
     let body = LeafBody::Tensor { dtype, shape: Dims::from_slice(&shape), parts };
-    Ok((Leaf { name, body, layout }, providers))
+    Ok((body, Body::Tensor(when, memory)))
 }
 
 /// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or

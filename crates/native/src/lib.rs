@@ -1,9 +1,11 @@
 //! `shardfast._native`: one crossing per verb. It knows no framework, and while the engine works it never calls Python.
 
 mod checkpoint;
+mod dlpack;
 mod errors;
 mod leaves;
 mod pending;
+mod process;
 mod session;
 mod values;
 
@@ -19,11 +21,15 @@ mod _native {
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, newest, open, retain};
     #[pymodule_export]
+    use crate::dlpack::places;
+    #[pymodule_export]
+    use crate::leaves::Described;
+    #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]
     use crate::session::Session;
     #[pymodule_export]
-    use crate::values::{Tagged, decode, encode};
+    use crate::values::{Tagged, Value, decode};
 
     /// Runs the `shardfast` command with these arguments, the program's name first, and returns its exit code.
     #[pyfunction]

@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use shardfast_engine::Destination;
+use shardfast_engine::{Destination, Error};
 
-use crate::errors::{invalid, raise};
-use crate::leaves;
+use crate::errors::{invalid, kind, raise};
+use crate::leaves::Described;
+use crate::process::Own;
 use crate::session::{Session, seconds};
+use crate::values::Value;
 
 /// How often a wait looks for signals: Ctrl-C must not hang.
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
@@ -16,34 +18,53 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 /// A save in flight.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Pending {
-    pending: shardfast_engine::Pending,
+    pending: Own<shardfast_engine::Pending>,
 }
 
-/// Begins to save these leaves as the checkpoint at `url`. `owner` is kept until the save needs their memory no more;
-/// until it is staged nobody may write that memory.
+/// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
+/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory.
 #[pyfunction]
-#[pyo3(signature = (session, url, leaves, owner, *, step, user, timeout_s))]
+#[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s))]
+#[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
     url: String,
-    leaves: &Bound<'_, PyAny>,
+    described: &Described,
+    values: Vec<PyRef<'_, Value>>,
     owner: Py<PyAny>,
     step: Option<u64>,
     user: BTreeMap<String, String>,
     timeout_s: f64,
 ) -> PyResult<Pending> {
-    let state = leaves::state(leaves, owner)?;
+    let engine = session.engine()?;
+    let state = described.state(&values, owner)?;
     let destination = Destination { url, step, user };
     let timeout = seconds(timeout_s)?;
-    Ok(Pending { pending: shardfast_engine::save(&session.engine, destination, state, timeout) })
+    let pending = shardfast_engine::save(engine, destination, state, timeout);
+    Ok(Pending { pending: Own::new("this save", pending) })
 }
 
 #[pymethods]
 impl Pending {
-    /// Waits until the state may change.
+    /// Waits until everything is copied that may change before the save is staged.
+    #[pyo3(signature = (timeout_s=None))]
+    fn captured(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        self.wait(py, timeout_s, shardfast_engine::Pending::captured)
+    }
+
+    /// Waits until all is copied.
     #[pyo3(signature = (timeout_s=None))]
     fn staged(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
         self.wait(py, timeout_s, shardfast_engine::Pending::staged)
+    }
+
+    /// Says of a save with tensors that are copied lazily whether they were left alone until it was staged: with a
+    /// failure it fails on every rank. It is committed only after this; only the first word counts.
+    #[pyo3(signature = (kind_name=None, message=""))]
+    fn vouch(&self, kind_name: Option<&str>, message: &str) -> PyResult<()> {
+        let kept = kind_name.map(kind).transpose()?.map_or(Ok(()), |kind| Err(Error::new(kind, message)));
+        self.pending.get()?.vouch(kept);
+        Ok(())
     }
 
     /// Waits until the checkpoint is durable and visible.
@@ -53,13 +74,13 @@ impl Pending {
     }
 
     /// Whether the save has ended, well or badly.
-    fn done(&self) -> bool {
-        self.pending.done()
+    fn done(&self) -> PyResult<bool> {
+        Ok(self.pending.get()?.done())
     }
 
     /// What the save did so far, as JSON.
     fn report(&self) -> PyResult<String> {
-        serde_json::to_string(&self.pending.report()).map_err(|error| invalid(error.to_string()))
+        serde_json::to_string(&self.pending.get()?.report()).map_err(|error| invalid(error.to_string()))
     }
 }
 
@@ -67,12 +88,13 @@ type Wait = fn(&shardfast_engine::Pending, Option<Duration>) -> shardfast_engine
 
 impl Pending {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>, wait: Wait) -> PyResult<()> {
+        let pending = self.pending.get()?;
         let until = timeout_s.map(seconds).transpose()?.map(|timeout| Instant::now() + timeout);
         loop {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let slice = left.map_or(SIGNALS_EVERY, |left| left.min(SIGNALS_EVERY));
-            let ended = self.pending.done();
-            match py.detach(|| wait(&self.pending, Some(slice))) {
+            let ended = pending.done();
+            match py.detach(|| wait(pending, Some(slice))) {
                 Ok(()) => return Ok(()),
                 // Of a save that had not ended before the wait this may be the end of the slice only.
                 Err(error) if ended || left == Some(Duration::ZERO) => return Err(raise(error)),

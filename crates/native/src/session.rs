@@ -7,12 +7,23 @@ use pyo3::prelude::*;
 use shardfast_engine::{Engine, Error, staging_bytes_default};
 
 use crate::errors::{invalid, kind, raise};
+use crate::process::Own;
 
 /// The ranks that save and load together, and the memory that they stage in.
-#[pyclass(frozen, module = "shardfast._native")]
+#[pyclass(frozen, weakref, module = "shardfast._native")]
 pub(crate) struct Session {
-    pub(crate) engine: Arc<Engine>,
+    engine: Own<Arc<Engine>>,
     address: Option<String>,
+}
+
+impl Session {
+    fn new(engine: Arc<Engine>, address: Option<String>) -> Session {
+        Session { engine: Own::new("this job's session", engine), address }
+    }
+
+    pub(crate) fn engine(&self) -> PyResult<&Arc<Engine>> {
+        self.engine.get()
+    }
 }
 
 #[pymethods]
@@ -22,8 +33,7 @@ impl Session {
     #[pyo3(signature = (*, staging_bytes=None))]
     fn solo(staging_bytes: Option<u64>) -> PyResult<Session> {
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(1));
-        let engine = Engine::new(shardfast_coord::solo(), staging_bytes).map_err(raise)?;
-        Ok(Session { engine, address: None })
+        Ok(Session::new(Engine::new(shardfast_coord::solo(), staging_bytes).map_err(raise)?, None))
     }
 
     /// Rank 0 of `world`: listens on a free port of `host`. The other ranks `join` its `address`.
@@ -41,7 +51,7 @@ impl Session {
             .detach(|| shardfast_coord::grpc::serve(host, world, token))
             .map_err(|error| raise(Error::from(error)))?;
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session { engine: Engine::new(coord, staging_bytes).map_err(raise)?, address: Some(address) })
+        Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, Some(address)))
     }
 
     /// Rank `rank` of `world`, which joins rank 0 at `address`.
@@ -63,19 +73,19 @@ impl Session {
             .detach(|| shardfast_coord::grpc::join(address, rank, world, token, timeout))
             .map_err(|error| raise(Error::from(error)))?;
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session { engine: Engine::new(coord, staging_bytes).map_err(raise)?, address: None })
+        Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, None))
     }
 
     /// This rank's number.
     #[getter]
-    fn rank(&self) -> u32 {
-        self.engine.rank()
+    fn rank(&self) -> PyResult<u32> {
+        Ok(self.engine()?.rank())
     }
 
     /// Number of ranks.
     #[getter]
-    fn world(&self) -> u32 {
-        self.engine.world()
+    fn world(&self) -> PyResult<u32> {
+        Ok(self.engine()?.world())
     }
 
     /// Where rank 0 listens; `None` on other ranks and alone.
@@ -86,8 +96,8 @@ impl Session {
 
     /// Bytes of staging memory that saves and loads may use together.
     #[getter]
-    fn staging_bytes(&self) -> u64 {
-        self.engine.staging_bytes()
+    fn staging_bytes(&self) -> PyResult<u64> {
+        Ok(self.engine()?.staging_bytes())
     }
 
     /// Takes part in the next operation with a failure, so that every rank raises it instead of waiting for this one.
@@ -95,7 +105,8 @@ impl Session {
     fn refuse(&self, py: Python<'_>, kind_name: &str, message: String, timeout_s: f64) -> PyResult<()> {
         let error = Error::new(kind(kind_name)?, message);
         let timeout = seconds(timeout_s)?;
-        Err(raise(py.detach(|| self.engine.refuse(error, timeout))))
+        let engine = self.engine()?;
+        Err(raise(py.detach(|| engine.refuse(error, timeout))))
     }
 }
 

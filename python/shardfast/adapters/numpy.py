@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..catalog import Bundle, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+from ..catalog import Bundle, Hold, Ints, Layout, Memory, Module, Refused, Region, Source, Target
 
 DTYPES: dict[str, str] = {
     "bool": "BOOL",
@@ -51,7 +51,10 @@ class NumpyAdapter:
 
     def source(self, tensor: Array) -> Source:
         native = np.asarray(tensor, dtype=tensor.dtype.newbyteorder("="))
-        return Source(_memory(native), native)
+        return Source(_memory(native), native, is_copy=not tensor.dtype.isnative)
+
+    def hold(self, tensors: Sequence[Array]) -> Hold:
+        raise Refused("NumPy does not tell whether an array was written")
 
     def target(self, tensor: Array, dtype: str) -> Target:
         if not tensor.flags.writeable:

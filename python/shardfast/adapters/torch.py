@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Flat, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+from ..catalog import Flat, Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
+from .torch_capture import (
+    ModulesRecheck,
+    OptimizersRecheck,
+    Place,
+    TorchHold,
+    announce_loads,
+    announce_steps,
+    announces_steps,
+    is_dtensor,
+)
+from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -49,9 +60,6 @@ _ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES,
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
-
-_JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
@@ -107,11 +115,6 @@ def _cut(shape: Ints, cuts: tuple[Cut, ...]) -> tuple[tuple[Region, ...], tuple[
     return tuple(regions), tuple(local), tuple(sum(length for _, length in runs) for runs in dims)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
-
-
 def _cuts(tensor: Any) -> tuple[Cut, ...] | None:
     """How a DTensor is cut, in the order of application; ``None`` on a rank outside its mesh."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -161,7 +164,7 @@ def _chunks(tensor: Any) -> list[Region] | None:
 
 def _local(tensor: Any) -> torch.Tensor:
     """The memory of this rank as a plain tensor: no autograd, no communication."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         local = tensor.to_local()
@@ -173,7 +176,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def _views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
     shape = tuple(tensor.shape)
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
     chunks = _chunks(tensor)
     if chunks is not None:
@@ -219,7 +222,7 @@ def _expect_storable(tensor: torch.Tensor) -> None:
         raise Refused(f"a tensor of layout {tensor.layout} cannot be stored: store its parts, or its to_dense()")
     if tensor.is_quantized:
         raise Refused("a quantized tensor cannot be stored: store its int_repr(), scale and zero point")
-    if hasattr(tensor, "__tensor_flatten__") and not _is_dtensor(tensor):
+    if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         raise Refused(f"a {type(tensor).__name__} wraps other tensors and cannot be stored: store what it wraps")
 
 
@@ -250,6 +253,8 @@ class _Modules:
     """One module, or several parts of one (pipeline stages), as named tensors and values."""
 
     def __init__(self, modules: Sequence[nn.Module], adapter: TorchAdapter) -> None:
+        self._modules = modules
+        self._of_parameters: list[Place] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._values: dict[str, object] = {}
@@ -275,7 +280,20 @@ class _Modules:
                 else:
                     self._values[name] = value
             for original, parameter in module.named_parameters(remove_duplicate=False):
-                self.parameters.setdefault(names(original), parameter)
+                if names(original) not in self.parameters:
+                    self.parameters[names(original)] = parameter
+                    self._of_parameters.append((id(module), original))
+
+    def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
+        for module in self._modules:
+            announce_loads(module, notice)
+        return ()
+
+    def recheck(self) -> Recheck | None:
+        if self._derived or self._values or any(_chunks(tensor) is not None for tensor in self._tensors.values()):
+            return None
+        tensors = [(id(module), original) for module, original in map(self._places.__getitem__, self._tensors)]
+        return ModulesRecheck.of(self._modules, tensors, self._of_parameters)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
@@ -329,6 +347,7 @@ class _Optimizers:
         self._group_names: list[list[str]] = []
         self._owned: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
         self._states: list[Any] = []
+        self._optimizers: list[tuple[Any, Any]] = []
         for optimizer in optimizers:
             named = [self._name(number, group, names) for number, group in enumerate(optimizer.param_groups)]
             self._groups += optimizer.param_groups
@@ -338,6 +357,7 @@ class _Optimizers:
             # ZeRO stage 1 shards whole parameters: what this rank holds is in the optimizer inside.
             holder = optimizer.optim if _is_zero_redundancy(optimizer) else optimizer
             self._states.append(holder.state)
+            self._optimizers.append((optimizer, holder))
             for group in holder.param_groups:
                 for parameter in group["params"]:
                     fqn = fqns[id(parameter)]
@@ -356,25 +376,39 @@ class _Optimizers:
                 )
         return [names[id(parameter)] for parameter in group["params"]]
 
-    def _entries(self) -> Iterator[tuple[str, object]]:
+    def _entries(self) -> Iterator[tuple[str, object, Place]]:
         for fqn, (state, parameter, _) in self._owned.items():
             for name, value in state.get(parameter, {}).items():
-                yield f"state.{fqn}.{name}", value
-        for state in self._states:
-            for name, value in state.items():
+                yield f"state.{fqn}.{name}", value, (id(parameter), name)
+        for _, holder in self._optimizers:
+            for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
-                    yield f"global.{name}", value
+                    yield f"global.{name}", value, (id(holder), name)
+
+    def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
+        announce_steps(notice)
+        announced = []
+        for optimizer, holder in self._optimizers:
+            if announces_steps(optimizer) and announces_steps(holder):
+                announced += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                for entries in holder.state.values():
+                    announced += entries.values() if isinstance(entries, dict) else ()
+        return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+
+    def recheck(self) -> Recheck | None:
+        tensors = [place for _, value, place in self._entries() if isinstance(value, torch.Tensor)]
+        values = {name: place for name, value, place in self._entries() if not isinstance(value, torch.Tensor)}
+        if any(isinstance(value, torch.Tensor) and _chunks(value) is not None for _, value, _ in self._entries()):
+            return None
+        groups = functools.partial(groups_value, names=self._group_names)
+        return OptimizersRecheck.of(self._optimizers, tensors, values, groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {name: value for name, value in self._entries() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value, _ in self._entries() if isinstance(value, torch.Tensor)}
 
     def values(self) -> Mapping[str, object]:
-        values = {name: value for name, value in self._entries() if not isinstance(value, torch.Tensor)}
-        groups = [
-            {"params": names, **_hyperparameters(group)}
-            for group, names in zip(self._groups, self._group_names, strict=True)
-        ]
-        return {**values, "param_groups": groups}
+        values = {name: value for name, value, _ in self._entries() if not isinstance(value, torch.Tensor)}
+        return {**values, **groups_value(self._groups, self._group_names)}
 
     def _split(self, name: str) -> tuple[str, str] | None:
         """The owned parameter and the name of its state in ``state.<FQN>.<name>``."""
@@ -448,9 +482,9 @@ class _Optimizers:
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The groups of this rank with the hyper-parameters that their parameters were saved with."""
         of_parameter: dict[str, dict[str, Any]] = {}
-        for saved in _saved_groups(copies):
+        for saved in saved_groups(copies):
             for fqn in map(parameter, saved["params"]):
-                _expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
+                expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
         out = []
         for group, names in zip(self._groups, self._group_names, strict=True):
             found = [(fqn, of_parameter[fqn]) for fqn in names if fqn in of_parameter]
@@ -461,14 +495,14 @@ class _Optimizers:
                     "weights speaks of the first of their names only)"
                 )
             for fqn, saved in found[1:]:
-                _expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
+                expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
             if found:
-                hyperparameters = _hyperparameters(found[0][1])
-                for name, value in hyperparameters.items():
+                said = hyperparameters(found[0][1])
+                for name, value in said.items():
                     now = group.get(name)
                     if isinstance(now, torch.Tensor):
                         self._adapter.expect_fill(now, value)
-                out.append((group, hyperparameters))
+                out.append((group, said))
         return out
 
 
@@ -476,36 +510,6 @@ def _is_zero_redundancy(optimizer: object) -> bool:
     module = sys.modules.get("torch.distributed.optim")
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says about its parameters, without what is the job's affair."""
-    return {name: value for name, value in group.items() if name not in _JOBS_OWN}
-
-
-def _saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
-    for groups in copies:
-        for group in groups if isinstance(groups, list) else [groups]:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise Refused("the saved param_groups are no list of groups with their parameters' names")
-            yield group
-
-
-def _expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
-    """Refuses two groups with different hyper-parameters."""
-    if one is other:
-        return
-    names = sorted({*_hyperparameters(one), *_hyperparameters(other)})
-    differ = [name for name in names if not _equal(one.get(name), other.get(name))]
-    if differ:
-        shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
-        raise Refused(f"{what} with different hyper-parameters: {shown}")
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one == other
 
 
 # The adapter
@@ -525,7 +529,7 @@ class TorchAdapter:
         if dtype is None:
             raise Refused(f"a tensor of {tensor.dtype} cannot be stored: safetensors has no such type")
         shape = tuple(tensor.shape)
-        if not _is_dtensor(tensor):
+        if not is_dtensor(tensor):
             whole = (Region((0,) * len(shape), shape),) if tensor.numel() else ()
             return Layout(dtype, shape, whole)
         sharded: Any = tensor
@@ -539,8 +543,11 @@ class TorchAdapter:
         with torch.no_grad():
             local = _local(tensor)
             _expect_memory(local)
-            local = local.resolve_conj().resolve_neg().cpu()
-            return Source(_memory(_views(tensor, local)), local)
+            plain = local.resolve_conj().resolve_neg().cpu()
+            return Source(_memory(_views(tensor, plain)), plain, is_copy=plain is not local)
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
+        return TorchHold(tensors)
 
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         with torch.no_grad():
@@ -616,7 +623,7 @@ class TorchAdapter:
         return None
 
     def _lower_tensor(self, tensor: torch.Tensor) -> list[object]:
-        if _is_dtensor(tensor):
+        if is_dtensor(tensor):
             raise Refused(
                 "a DTensor cannot be part of a value: make it an entry of its own, or store its full_tensor()"
             )

@@ -177,7 +177,7 @@ impl Tag {
     }
 
     /// What the payload must be, when `value` is not it.
-    pub(super) fn mismatch(self, value: &Value) -> Option<&'static str> {
+    pub fn mismatch(self, value: &Value) -> Option<&'static str> {
         let (fits, expected) = match self {
             Tag::Tuple | Tag::Set | Tag::FrozenSet => (matches!(value, Value::List(_)), "a list"),
             Tag::ByteArray | Tag::Pickle => (matches!(value, Value::Bytes(_)), "bytes"),

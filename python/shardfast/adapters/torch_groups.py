@@ -1,0 +1,50 @@
+"""Parameter groups of PyTorch's optimizers: what they say about their parameters, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..catalog import Refused
+
+_JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says about its parameters, without what is the job's affair."""
+    return {name: value for name, value in group.items() if name not in _JOBS_OWN}
+
+
+def groups_value(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> dict[str, object]:
+    """The value of the parameter groups: what each says about its parameters, and their names."""
+    said = [{"params": of, **hyperparameters(group)} for group, of in zip(groups, names, strict=True)]
+    return {"param_groups": said}
+
+
+def saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
+    """The groups of all ranks' copies of the saved value."""
+    for groups in copies:
+        for group in groups if isinstance(groups, list) else [groups]:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise Refused("the saved param_groups are no list of groups with their parameters' names")
+            yield group
+
+
+def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
+    """Refuses two groups with different hyper-parameters."""
+    if one is other:
+        return
+    names = sorted({*hyperparameters(one), *hyperparameters(other)})
+    differ = [name for name in names if not _equal(one.get(name), other.get(name))]
+    if differ:
+        shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
+        raise Refused(f"{what} with different hyper-parameters: {shown}")
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return one == other

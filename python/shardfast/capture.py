@@ -1,0 +1,197 @@
+"""Saves in flight: who is about to change what a save still copies waits, and who broke in is found out.
+
+Two things are one for the whole process, and so is the list of its saves: a framework tells of a change without saying
+of which save, and an interpreter that ends waits for all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from . import _native
+from .description import Watched
+from .errors import Error, Invalid, Unavailable
+
+_log = logging.getLogger("shardfast")
+
+GLANCE_S = 0.1
+"""How often the thread that minds saves looks whether the process ends."""
+
+
+class Pending:
+    """A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
+
+    Attributes:
+        url: Of the checkpoint.
+    """
+
+    def __init__(self, url: str, pending: _native.Pending, watched: Sequence[Watched]) -> None:
+        self.url = url
+        self._pending = pending
+        self._watched = watched
+        self._broken: Invalid | None = None
+        self._lock = threading.Lock()
+        self._is_told = False
+
+    def staged(self, timeout_s: float | None = None) -> None:
+        """Waits until the state may change.
+
+        Raises:
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+        """
+        try:
+            self.mind(timeout_s)
+        except Error:
+            self._is_told = self._pending.done() or self._broken is not None
+            raise
+
+    def committed(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint is durable and visible.
+
+        Raises:
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self.is_watched:
+            self.staged(timeout_s)
+        try:
+            self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
+        except Error:
+            self._is_told = self._pending.done()
+            raise
+        self._is_told = True
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+        return self._pending.done()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What this rank's part of the save did so far: bytes, files, and milliseconds until the end of each phase."""
+        report: dict[str, Any] = json.loads(self._pending.report())
+        return report
+
+    def _vouch(self) -> None:
+        """Of a save that is staged: says once whether its tensors were left alone. Whoever comes first looks."""
+        with self._lock:
+            if not self._watched:
+                return
+            changed = [change for one in self._watched for change in one.changes()]
+            self._watched = ()
+            if not changed:
+                self._pending.vouch()
+                return
+            more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+            self._broken = Invalid(
+                f"{self.url}: {', '.join(changed[:3])}{more} while it was being captured: wait for staged() of the "
+                "save before changing tensors in other ways than by a step of their optimizer or a load_state_dict"
+            )
+            _log.error("%s", self._broken)
+            self._pending.vouch(Invalid.__name__, str(self._broken))
+
+    def mind(self, timeout_s: float | None = None) -> None:
+        """Does what :meth:`staged` does on behalf of somebody to whom a failure need not be told."""
+        try:
+            self._pending.staged(timeout_s)
+        except Error:
+            if self._pending.done():
+                self._watched = ()
+            raise
+        self._vouch()
+        if self._broken is not None:
+            raise self._broken
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether tensors are still being copied that must not change before."""
+        return bool(self._watched)
+
+    def conclude(self) -> None:
+        """Waits until the save has ended; a failure that nobody has been told goes to the log."""
+        was_told = self._is_told
+        try:
+            self.committed()
+        except Error as error:
+            if not was_told:
+                _log.error("the save of %s failed: %s", self.url, error)
+
+
+class InFlight:
+    """The saves of a process that have not ended."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts with none: a forked process has none of its parent's saves, nor the thread that minds them."""
+        self._lock = threading.Lock()
+        self._running: tuple[Pending, ...] = ()
+        self._unstaged: tuple[Pending, ...] = ()
+        self._watched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+        self._is_over = False
+
+    def add(self, pending: Pending) -> None:
+        """Minds a save from now on: until it is staged, and at the end of the process."""
+        with self._lock:
+            ended = [one for one in self._running if one.done()]
+            self._running = (*(one for one in self._running if one not in ended), pending)
+            if pending.is_watched:
+                self._unstaged = (*self._unstaged, pending)
+                if self._watcher is None:
+                    self._watcher = threading.Thread(target=self._watch, name="shardfast-watch", daemon=True)
+                    self._watcher.start()
+                self._watched.put(pending)
+        for one in ended:
+            one.conclude()
+
+    def staged(self) -> None:
+        """Waits until no save copies any more what is about to change. What made one fail is told by that save."""
+        for pending in self._unstaged:
+            try:
+                pending.mind()
+            except Error as error:
+                _log.debug("%s: %s", pending.url, error)
+
+    def conclude(self) -> None:
+        """Waits until every save has ended. For the end of the process: no save is minded any more afterwards."""
+        try:
+            for pending in self._running:
+                pending.conclude()
+        finally:
+            # An interpreter that ends kills the threads that come back to it, which no Rust below them survives.
+            self._is_over = True
+            self._watched.put(None)
+            if self._watcher is not None:
+                self._watcher.join()
+
+    def _watch(self) -> None:
+        """In the background: says of each save, as soon as it is staged, whether its tensors were left alone."""
+        while (pending := self._watched.get()) is not None:
+            while not self._is_over:
+                try:
+                    pending.mind(GLANCE_S)
+                except Unavailable:
+                    if not pending.done():
+                        continue
+                except Error as error:
+                    _log.debug("%s: %s", pending.url, error)
+                break
+            with self._lock:
+                self._unstaged = tuple(one for one in self._unstaged if one is not pending)
+            del pending
+
+
+in_flight = InFlight()
+"""This process's saves."""
+
+atexit.register(in_flight.conclude)
+os.register_at_fork(after_in_child=in_flight.forget)

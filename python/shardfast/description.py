@@ -1,0 +1,544 @@
+"""What a state holds, said for a save: leaves, how each is captured, and what of it all need not be said again.
+
+Describing a state takes long beside copying it, and from save to save nothing but values changes. So what modules and
+optimizers hold is described once. Later saves look whether it is still so: the same objects in the same slots, tensors
+at the same places. Between saves the memory of what is captured lazily is held, as long as its modules and optimizers
+live, and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _native
+from . import adapters as frameworks
+from .catalog import (
+    Adapter,
+    AliasLeaf,
+    Flat,
+    Hold,
+    Layout,
+    Leaf,
+    ObjectLeaf,
+    Recheck,
+    Refused,
+    TensorLeaf,
+    When,
+    item_bytes,
+)
+from .errors import Invalid
+from .state import (
+    BundleEntry,
+    Entry,
+    TensorEntry,
+    TreeEntry,
+    Unit,
+    ValueEntry,
+    is_kept,
+    keeps_all,
+    keeps_bookkeeping,
+    keeps_random_states,
+    keeps_values,
+    name_below,
+    rest_of,
+    units_of,
+    walk_units,
+)
+from .values import Lowering, Trail, capture
+
+SMALL_BYTES_MAX = 1 << 10
+"""Tensors up to this size are copied in the call: that costs less than watching them."""
+
+EAGER_BYTES_MAX = 4 << 20
+"""What nobody announces changes of is copied in the call up to this size in all."""
+
+Notice = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Tensors that are captured lazily, how they were, and their places in the state, for messages."""
+
+    hold: Hold
+    tensors: Sequence[Any]
+    stamp: object
+    places: Sequence[str]
+
+    def changes(self) -> list[str]:
+        """What was done to them since."""
+        found = self.hold.changes(self.tensors, self.stamp)
+        return [f"{self.places[number]} was {what}" for number, what in found]
+
+
+@dataclass(frozen=True)
+class Description:
+    """A state at one moment.
+
+    Attributes:
+        native: Its leaves and memory.
+        values: Those of its object leaves, in order.
+        watched: What is copied later, and may not change before.
+        owner: Keeps allocated what is not copied yet.
+        is_urgent: Whether something may change at any time that is not copied yet.
+    """
+
+    native: _native.Described
+    values: Sequence[_native.Value]
+    watched: Sequence[Watched]
+    owner: object
+    is_urgent: bool
+
+
+def describe(state: object, *, pickle: bool = False, notice: Notice | None = None) -> list[Leaf]:
+    """The leaves that this rank holds, sorted by key and name. Tensors on a device are copied to the host.
+
+    Args:
+        state: As the user gave it.
+        pickle: Whether values that cannot be said as data are pickled.
+        notice: Is called before tensors change of which a bundle announces it; without it none is captured lazily.
+
+    Raises:
+        Invalid: Naming what cannot be stored, or two things of one name.
+    """
+    leaves, _ = _Found.of(list(units_of(state)), frameworks.active(), pickle, notice).leaves()
+    return sorted(leaves, key=lambda leaf: (leaf.key, leaf.name))
+
+
+class Describer:
+    """Describes states for saves, one after the other, and remembers the last one.
+
+    Args:
+        notice: Is called before tensors change that were captured lazily.
+    """
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice = notice
+        self._known: _Known | None = None
+        weak = weakref.ref(self)
+
+        def forget(gone: object) -> None:
+            describer = weak()
+            if describer is not None:
+                describer._known = None
+
+        self._forget = forget
+
+    def describe(self, state: object, *, pickle: bool) -> Description:
+        """The state as it is now.
+
+        Raises:
+            Invalid: Naming what cannot be stored, or two things of one name.
+        """
+        known, units, adapters = self._known, list(units_of(state)), frameworks.active()
+        description = known.again(units, adapters, pickle) if known is not None else None
+        if description is None:
+            found = _Found.of(units, adapters, pickle, self._notice)
+            description, self._known = _described(found, self._forget)
+        return description
+
+
+# What there is in a state
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A tensor under one of its names."""
+
+    key: str
+    name: str
+    layout: Layout
+    adapter: Adapter
+    tensor: Any
+    place: str
+    identity: Hashable
+
+
+class _Leaves:
+    """Collects tensors and values under their names."""
+
+    def __init__(self, adapters: Sequence[Adapter], pickle: bool) -> None:
+        self.objects: list[ObjectLeaf] = []
+        self.named: list[_Named] = []
+        self._adapters = adapters
+        self._pickle = pickle
+        self._places: dict[tuple[str, str], str] = {}
+
+    def tensors_of(self, entry: BundleEntry) -> None:
+        for name, tensor in entry.bundle.tensors().items():
+            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+            self._tensor(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+
+    def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
+        for name, value in values.items():
+            self._value(key, prefix + name, value, keeps_values, f"{place}.{name}")
+
+    def add(self, entry: Entry) -> None:
+        if isinstance(entry, TensorEntry):
+            self._standing(entry)
+        elif isinstance(entry, TreeEntry):
+            for leaf in entry.leaves:
+                self._standing(leaf)
+        elif isinstance(entry, ValueEntry):
+            keeps = keeps_values if entry.stateful is None else keeps_bookkeeping
+            self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.per_rank)
+
+    def _claim(self, key: str, name: str, place: str) -> None:
+        if (key, name) in self._places:
+            other = self._places[key, name]
+            raise Invalid(f"two leaves are called {key}/{name}: {other} and {place}; give one of them another name")
+        self._places[key, name] = place
+
+    def _standing(self, entry: TensorEntry) -> None:
+        layout = _layout(entry.adapter, entry.tensor, entry.place)
+        if is_kept(layout, keeps_random_states if entry.pure else keeps_values):
+            self._value(entry.key, entry.name, entry.tensor, keeps_all, entry.place)
+        else:
+            self._tensor(entry.key, entry.name, entry.adapter, entry.tensor, entry.place)
+
+    def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
+        self._claim(key, name, place)
+        layout = _layout(adapter, tensor, place)
+        self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor)))
+
+    def _value(
+        self,
+        key: str,
+        name: str,
+        value: object,
+        keeps: Callable[[Layout], bool],
+        place: str,
+        per_rank: bool = False,
+    ) -> None:
+        self._claim(key, name, place)
+
+        def refer(adapter: Adapter, tensor: object, trail: Trail) -> tuple[str, str] | None:
+            if per_rank or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
+                return None
+            below = name_below(name, trail)
+            self._tensor(key, below, adapter, tensor, f"{place}.{'.'.join(map(str, trail))}")
+            return key, below
+
+        captured = capture(value, Lowering(place, self._adapters, refer, self._pickle))
+        self.objects.append(ObjectLeaf(key, name, captured, per_rank))
+
+
+def _layout(adapter: Adapter, tensor: object, place: str) -> Layout:
+    try:
+        return adapter.layout(tensor)
+    except Refused as refused:
+        raise Invalid(f"{place}: {refused}") from refused
+
+
+def _held_bytes(layout: Layout) -> int:
+    """Bytes of this rank's part."""
+    parts = (r.stop - r.start if isinstance(r, Flat) else math.prod(r.lengths) for r in layout.regions)
+    return sum(parts) * item_bytes(layout.dtype)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """All that a state holds: bundles' tensors first, then the tensors that stand elsewhere, and the values."""
+
+    adapters: Sequence[Adapter]
+    bundles: Sequence[BundleEntry]
+    named: Sequence[_Named]
+    in_bundles: int
+    """How many of ``named`` are bundles' tensors."""
+
+    objects: Sequence[ObjectLeaf]
+    announced: Mapping[int, Any]
+    """The tensors of which a bundle announces changes, by ``id``."""
+
+    @staticmethod
+    def of(units: Sequence[Unit], adapters: list[Adapter], pickle: bool, notice: Notice | None) -> _Found:
+        walked = walk_units(units, adapters)
+        leaves = _Leaves(walked.adapters, pickle)
+        bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
+        announced: dict[int, Any] = {}
+        for entry in bundles:
+            if notice is not None:
+                announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
+            leaves.tensors_of(entry)
+        in_bundles = len(leaves.named)
+        for entry in bundles:
+            leaves.values_of(entry.key, entry.prefix, entry.place, entry.bundle.values())
+        for other in walked.entries:
+            leaves.add(other)
+        return _Found(walked.adapters, bundles, leaves.named, in_bundles, leaves.objects, announced)
+
+    def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[int]]]:
+        """The leaves, and for each tensor leaf the numbers of its names among ``named``."""
+        by_identity: dict[Hashable, list[int]] = {}
+        for number, named in enumerate(self.named):
+            by_identity.setdefault(named.identity, []).append(number)
+        tensors: list[tuple[_Named, list[int], int, bool]] = []
+        aliases: list[Leaf] = []
+        for numbers in by_identity.values():
+            # Every rank must choose the same name for the tensor itself, whatever the order of its dicts.
+            first, *others = sorted((self.named[number] for number in numbers), key=lambda one: (one.key, one.name))
+            aliases += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
+            is_announced = any(id(self.named[number].tensor) in self.announced for number in numbers)
+            tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
+        eager = sum(size for _, _, size, is_announced in tensors if not is_announced)
+        now = 0  # bytes that are copied in the call
+        leaves: list[Leaf] = [*self.objects, *aliases]
+        numbers_of: dict[tuple[str, str], list[int]] = {}
+        for first, numbers, size, is_announced in tensors:
+            try:
+                source = first.adapter.source(first.tensor)
+            except Refused as refused:
+                raise Invalid(f"{first.place}: {refused}") from refused
+            is_small = size <= SMALL_BYTES_MAX or (eager <= EAGER_BYTES_MAX and not is_announced)
+            when: When = "lazily" if is_announced else "soon"
+            if source.is_copy:
+                when = "whenever"
+            elif is_small and now + size <= EAGER_BYTES_MAX:
+                when = "now"
+                now += size
+            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, when))
+            numbers_of[first.key, first.name] = numbers
+        return leaves, numbers_of
+
+
+# What is remembered of it
+
+
+Extras = tuple[list[tuple[str, str, bool]], list[tuple[str, str, Layout, Hashable]], list[object]]
+"""Objects, and tensors that stand in no bundle, with their memory."""
+
+
+def _extras(objects: Iterable[ObjectLeaf], named: Iterable[_Named], memory: list[object]) -> Extras:
+    return (
+        [(leaf.key, leaf.name, leaf.per_rank) for leaf in objects],
+        [(one.key, one.name, one.layout, one.identity) for one in named],
+        memory,
+    )
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """A bundle that was described. Its objects are held weakly."""
+
+    key: str
+    name: str | None
+    place: str
+    objects: Sequence[weakref.ref[Any]]
+    is_sequence: bool
+    recheck: Recheck
+
+    @staticmethod
+    def of(entry: BundleEntry, forget: Callable[[object], None]) -> _Bundle | None:
+        recheck = entry.bundle.recheck()
+        if recheck is None:
+            return None
+        is_sequence = isinstance(entry.value, (list, tuple))
+        objects = [weakref.ref(one, forget) for one in (entry.value if is_sequence else [entry.value])]
+        return _Bundle(entry.key, entry.name, entry.place, objects, is_sequence, recheck)
+
+    def is_of(self, value: object) -> bool:
+        if isinstance(value, (list, tuple)) is not self.is_sequence:
+            return False
+        objects: Sequence[Any] = value if self.is_sequence else [value]  # type: ignore[assignment]
+        pairs = zip(objects, self.objects, strict=False)
+        return len(objects) == len(self.objects) and all(one is weak() for one, weak in pairs)
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """Tensors that are captured lazily: their numbers among those of all bundles, their places, and their memory."""
+
+    hold: Hold
+    numbers: Sequence[int]
+    places: Sequence[str]
+
+    def watched(self, own: Sequence[Any]) -> Watched | None:
+        """As they are now; ``None`` if their memory is not what is held."""
+        stamp = self.hold.stamp(own)
+        return None if stamp is None else Watched(self.hold, own, stamp, self.places)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A description that serves again while nothing but values has changed.
+
+    Attributes:
+        places: Of all bundles' tensors.
+        parameters: Which of modules' and optimizers' parameters are the same.
+        lazy: What is captured lazily.
+        soon: The numbers of what is captured eagerly, but not in the call.
+    """
+
+    native: _native.Described
+    kinds: Sequence[type]
+    bundles: Sequence[_Bundle]
+    places: bytes
+    parameters: _Same
+    lazy: Sequence[_Lazy]
+    soon: Sequence[int]
+    extras: Extras
+    is_urgent: bool
+
+    def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
+        """The state as it is now, if it is another only in its values."""
+        if list(map(type, adapters)) != self.kinds:
+            return None
+        known = {(bundle.key, bundle.name): bundle for bundle in self.bundles}
+        of_bundles = [unit for unit in units if (unit.key, unit.name) in known]
+        if [(unit.key, unit.name) for unit in of_bundles] != list(known):
+            return None
+        if not all(known[unit.key, unit.name].is_of(unit.value) for unit in of_bundles):
+            return None
+        seen = _Seen.of(self.bundles)
+        if seen is None or seen.places != self.places or not self.parameters.holds_of(seen.parameters):
+            return None
+        tensors = seen.tensors
+        watched = []
+        for lazy in self.lazy:
+            one = lazy.watched(list(map(tensors.__getitem__, lazy.numbers)))
+            if one is None:
+                return None
+            watched.append(one)
+        leaves = self._rest(units, of_bundles, seen.values, adapters, pickle)
+        if leaves is None:
+            return None
+        sources = [named.adapter.source(named.tensor) for named in leaves.named]
+        if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
+            return None
+        owner = ([one.hold for one in watched], [tensors[number] for number in self.soon], sources)
+        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner, self.is_urgent)
+
+    def _rest(
+        self,
+        units: Sequence[Unit],
+        of_bundles: Sequence[Unit],
+        values: Sequence[Mapping[str, object]],
+        adapters: Sequence[Adapter],
+        pickle: bool,
+    ) -> _Leaves | None:
+        """The values, and what stands in no bundle; ``None`` if there are other bundles than before."""
+        entries = rest_of(units, of_bundles, adapters)
+        if entries is None:
+            return None
+        leaves = _Leaves(adapters, pickle)
+        for bundle, of in zip(self.bundles, values, strict=True):
+            prefix = f"{bundle.name}." if bundle.name is not None else ""
+            leaves.values_of(bundle.key, prefix, bundle.place, of)
+        for entry in entries:
+            leaves.add(entry)
+        return leaves
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Which of some objects are one and the same."""
+
+    first: Sequence[int]
+    """For each object, the number of the first one that is the same."""
+
+    @staticmethod
+    def of(objects: Sequence[object]) -> _Same:
+        number: dict[int, int] = {}
+        return _Same([number.setdefault(id(one), place) for place, one in enumerate(objects)])
+
+    @functools.cached_property
+    def distinct(self) -> int:
+        """How many different ones there are."""
+        return len(set(self.first))
+
+    def holds_of(self, objects: Sequence[object]) -> bool:
+        """Whether it is so of these objects, too."""
+        ids = list(map(id, objects))
+        if len(ids) != len(self.first) or len(set(ids)) != self.distinct:
+            return False
+        return list(map(ids.__getitem__, self.first)) == ids
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What all bundles hold now, and where it lies."""
+
+    tensors: Sequence[Any]
+    values: Sequence[Mapping[str, object]]
+    parameters: Sequence[Any]
+    places: bytes
+
+    @staticmethod
+    def of(bundles: Sequence[_Bundle]) -> _Seen | None:
+        """``None`` if that cannot be told, or bundles are others now."""
+        tensors: list[Any] = []
+        values = []
+        parameters: list[Any] = []
+        for bundle in bundles:
+            again = bundle.recheck()
+            if again is None:
+                return None
+            tensors += again.tensors
+            values.append(again.values)
+            parameters += again.parameters
+        try:
+            places = _native.places(tensors)
+        except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
+            return None  # a framework or a tensor that does not tell
+        return _Seen(tensors, values, parameters, places)
+
+
+def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Description, _Known | None]:
+    """A description of what was found, and what serves for the next one."""
+    leaves, numbers = found.leaves()
+    native = _native.Described([native_leaf(leaf) for leaf in leaves])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
+    numbers_of: dict[Adapter, list[int]] = {}
+    soon = []
+    for leaf in tensors:
+        # In a bundle, if it stands in one: what is captured lazily does.
+        of_leaf = numbers[leaf.key, leaf.name]
+        number = min(of_leaf, key=lambda number: (id(found.named[number].tensor) not in found.announced, number))
+        if leaf.when == "lazily":
+            numbers_of.setdefault(found.named[number].adapter, []).append(number)
+        elif leaf.when == "soon" and number < found.in_bundles:
+            soon.append(number)
+    lazy, watched = [], []
+    for adapter, of in numbers_of.items():
+        places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
+        own = [adapter.source(found.named[number].tensor).owner for number in of]
+        lazy.append(_Lazy(adapter.hold(own), of, places))
+        watched += [one for one in [lazy[-1].watched(own)] if one is not None]
+    owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
+    values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
+    is_urgent = any(leaf.when == "soon" for leaf in tensors)
+    description = Description(native, values, watched, owner, is_urgent)
+    if any(leaf.source.is_copy for leaf in tensors):
+        return description, None
+    bundles = [_Bundle.of(entry, forget) for entry in found.bundles]
+    remembered = [bundle for bundle in bundles if bundle is not None]
+    seen = _Seen.of(remembered) if len(remembered) == len(bundles) else None
+    if seen is None:
+        return description, None
+    extra = found.named[found.in_bundles :]
+    memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
+    extras = _extras(found.objects, extra, memory)
+    kinds = list(map(type, found.adapters))
+    return description, _Known(
+        native, kinds, remembered, seen.places, _Same.of(seen.parameters), lazy, soon, extras, is_urgent
+    )
+
+
+def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
+    """A leaf as Rust takes it."""
+    if isinstance(leaf, ObjectLeaf):
+        return ("object", leaf.key, leaf.name, "", leaf.per_rank)
+    if isinstance(leaf, AliasLeaf):
+        return ("alias", leaf.key, leaf.name, "", leaf.of_key, leaf.of_name)
+    layout = leaf.layout
+    parts: list[tuple[Any, ...]] = []
+    for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
+        if isinstance(region, Flat):
+            parts.append(("flat", region.start, region.stop, memory.pointer))
+        else:
+            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes))
+    return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts, leaf.when)

@@ -1,0 +1,271 @@
+"""Processes that end or fork with a save in flight: no hang, no torn checkpoint, a clear report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import shardfast as sf
+import torch
+
+# One process imports everything; a fork of it then runs a script to its end, as an interpreter does.
+INTERPRETER = """
+import json, os, signal, sys, time
+import torch, torch._dynamo, shardfast as sf, shardfast.verbs, shardfast.checkpointer
+torch.set_num_threads(1)
+for line in sys.stdin:
+    job = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(os.open(job[name], os.O_RDWR | os.O_CREAT), number)
+        torch.set_num_threads(1)
+        exec(job["script"], {"__name__": "__main__", "run": job["run"]})
+        break
+    until, status = time.monotonic() + job["deadline_s"], (0, 0)
+    while not status[0] and time.monotonic() < until:
+        time.sleep(0.005)
+        status = os.waitpid(pid, os.WNOHANG)
+    if not status[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print(json.dumps(os.waitstatus_to_exitcode(status[1]) if status[0] else "hung"), flush=True)
+"""
+
+SCRIPT = """
+import atexit, os, signal, sys, threading, time
+import torch, shardfast as sf
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, parameter in enumerate(model.parameters()):
+    parameter.data.fill_(number + 1)
+    parameter.grad = torch.ones_like(parameter)
+state = {"model": model, "optimizer": optimizer, "extra": {"step": 1}}
+sf.save(run + "/first", state)
+"""
+
+FORK = """
+def in_child(function):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(3)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    print("the child hung", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERPRETER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(interpreter, tmp_path):
+    """``run(body)`` runs a script until it ends by itself: how it ended, and what it said."""
+
+    def call(body, deadline_s=40):
+        said = {name: str(tmp_path / name) for name in ("stdin", "stdout", "stderr")}
+        job = {"script": SCRIPT + body, "run": str(tmp_path), "deadline_s": deadline_s, **said}
+        print(json.dumps(job), file=interpreter.stdin, flush=True)
+        code = json.loads(interpreter.stdout.readline())
+        return code, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
+
+    return call
+
+
+def is_whole(url):
+    """Whether the checkpoint is there and holds what was there when it was made."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    try:
+        sf.load(url, {"model": model}, strict=False)
+    except sf.NotFound:
+        return False
+    for number, parameter in enumerate(model.parameters()):
+        assert bool((parameter == number + 1).all()), f"parameter {number} is torn"
+    return True
+
+
+ENDINGS = {
+    "falls off its end": ("", 0),
+    "calls sys.exit": ("sys.exit(4)", 4),
+    "fails": ("raise RuntimeError('loss is nan')", 1),
+    "ends in a thread's midst": ("threading.Thread(target=time.sleep, args=(0.2,)).start()", 0),
+    "handles SIGTERM": (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)",
+        5,
+    ),
+    "destroys its session": ("sf.session._solo.cache_clear()", 0),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_what_is_in_flight_becomes_durable_when_the_interpreter(run, tmp_path, how):
+    body, code = ENDINGS[how]
+    ended = run('sf.save_async(run + "/second", state)\noptimizer.step()\n' + body)
+    assert ended[0] == code, ended
+    assert is_whole(tmp_path / "second")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
+def test_a_killed_process_leaves_no_torn_checkpoint(run, tmp_path, after_s):
+    """SIGTERM without a handler ends a process at once."""
+    body = f"""
+sf.save_async(run + "/second", state)
+optimizer.step()
+time.sleep({after_s})
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(20)
+"""
+    started = time.monotonic()
+    assert run(body)[0] == -signal.SIGTERM
+    assert time.monotonic() - started < 20
+    is_whole(tmp_path / "second")
+    assert is_whole(tmp_path / "first")
+
+
+def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
+    (tmp_path / "second").write_text("in the way")
+    code, _, err = run('sf.save_async(run + "/second", state)')
+    assert code == 0
+    assert f"the save of {tmp_path}/second failed: " in err
+
+
+def test_ctrl_c_at_the_end_leaves_the_save_and_ends(run, tmp_path):
+    body = """
+pending = sf.save_async(run + "/second", state)
+pending.committed = lambda *timeout: time.sleep(30)  # a save that does not end
+timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+timer.daemon = True
+timer.start()
+"""
+    started = time.monotonic()
+    code, _, err = run(body)
+    assert code == 0, err
+    assert "KeyboardInterrupt" in err
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_save_that_fails_at_the_very_end_harms_nothing(run, tmp_path, attempt):
+    """The thread that minds it comes back to an interpreter that is still there."""
+    (tmp_path / "second").write_text("in the way")
+    assert run('sf.save_async(run + "/second", state)')[0] == 0
+
+
+def test_a_checkpointer_that_was_not_closed_is_waited_for(run, tmp_path):
+    body = "ckpt = sf.Checkpointer(run)\nckpt.save(7, state)\nckpt.save(8, state)\noptimizer.step()"
+    assert run(body)[0] == 0
+    assert is_whole(tmp_path / "step-00000007")
+    assert is_whole(tmp_path / "step-00000008")
+
+
+def test_a_forked_process_neither_waits_nor_hangs(run, tmp_path):
+    """It uses what it inherits of the save, steps the optimizer, ends as Python does, and leaves the save alone."""
+    body = (
+        FORK
+        + """
+from shardfast.session import current
+ckpt = sf.Checkpointer(run + "/run")
+session = current()
+pending = sf.save_async(run + "/second", state)
+ckpt.save(1, state)
+
+def child():
+    for use in (pending.staged, pending.committed, pending.done, lambda: pending.report, lambda: session.rank,
+                ckpt.wait, ckpt.close, lambda: ckpt.step(2, state)):
+        try:
+            use()
+        except sf.Invalid as error:
+            print("Invalid", error, flush=True)
+    optimizer.step()
+    model.load_state_dict(model.state_dict())
+
+in_child(child)
+in_child(lambda: sys.exit(0))
+
+def forget():
+    global pending, session, ckpt
+    del pending, session, ckpt
+    import gc
+    gc.collect()
+
+in_child(forget)
+ckpt.close()
+pending.committed()
+"""
+    )
+    code, out, err = run(body)
+    assert code == 0, err
+    assert "hung" not in out
+    assert out.count("was forked from it") >= 7, out
+    assert is_whole(tmp_path / "second")
+
+
+def test_a_forked_process_may_save_alone(run, tmp_path):
+    """What belongs to the parent is the parent's; a new session of its own is a new one."""
+    body = (
+        FORK
+        + """
+pending = sf.save_async(run + "/second", state)
+in_child(lambda: sf.save(run + "/third", {"extra": {"x": 1}}))
+pending.committed()
+"""
+    )
+    code, out, err = run(body)
+    assert (code, out) == (0, ""), err
+    extra = {"x": None}
+    sf.load(tmp_path / "third", {"extra": extra})
+    assert extra == {"x": 1}
+
+
+def test_workers_of_a_data_loader_live_beside_saves(run, tmp_path):
+    body = """
+loader = torch.utils.data.DataLoader(list(range(64)), num_workers=2, batch_size=8)
+for number in range(3):
+    pending = sf.save_async(f"{run}/{number}", state)
+    assert sum(int(batch.sum()) for batch in loader) == 2016
+    pending.committed()
+"""
+    code, _, err = run(body)
+    assert code == 0, err
+
+
+def check_forked_rank(rank, world, directory):
+    """A rank's child: the session of the job is not its own."""
+    sf.save(f"{directory}/one", {"extra": {"x": 1}})
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sf.save(f"{directory}/two", {"extra": {"x": 1}})
+        except sf.Invalid as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    sf.save(f"{directory}/three", {"extra": {"x": 1}})
+    return said
+
+
+def test_a_forked_rank_is_told_so(ranks, tmp_path):
+    for said in ranks(2)(check_forked_rank, str(tmp_path)):
+        assert "this job's session belongs to process" in said

@@ -161,7 +161,11 @@ class Checkpoint:
         """What this rank's :meth:`load` would read: bytes_wanted, bytes_read, reads, files. Touches no data."""
 
     def load(
-        self, wants: Sequence[tuple[Any, ...]], values: Sequence[tuple[int, int]], timeout_s: float
+        self,
+        wants: Sequence[tuple[Any, ...]],
+        values: Sequence[tuple[int, int]],
+        timeout_s: float,
+        streams: Mapping[int, int] = ...,
     ) -> list[bytes]:
         """Fills the wants' memory and returns the encoded values, in order. Every rank calls it.
 
@@ -199,11 +203,15 @@ class Described:
     """What a state holds and where its tensors lie, for all the saves during which both stay the same.
 
     A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when)`` with parts ``(offsets, lengths, pointer,
-    strides_bytes)`` or ``("flat", start, stop, pointer)`` and ``when`` as :data:`shardfast.catalog.When`,
-    ``("object", key, name, layout, per_rank)``, or ``("alias", key, name, layout, of_key, of_name)``.
+    strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if the memory is
+    one's, and ``when`` as :data:`shardfast.catalog.When`; ``("object", key, name, layout, per_rank)``; or
+    ``("alias", key, name, layout, of_key, of_name)``.
     """
 
     def __new__(cls, leaves: Sequence[tuple[Any, ...]]) -> Self: ...
+    @property
+    def devices(self) -> set[int]:
+        """The numbers of the CUDA devices on which tensors lie."""
 
 def save(
     session: Session,
@@ -215,6 +223,8 @@ def save(
     step: int | None,
     user: Mapping[str, str],
     timeout_s: float,
+    streams: Mapping[int, int] = ...,
+    is_waited_for: bool = False,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 

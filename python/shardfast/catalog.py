@@ -64,13 +64,20 @@ class Memory:
     """Where a region's elements lie in this process.
 
     Attributes:
-        pointer: Address of the first element; host memory.
+        pointer: Address of the first element.
         strides_bytes: Distance between neighbours per dimension of a :class:`Region`; empty for a :class:`Flat`, whose
             elements follow each other.
+        device: Number of the CUDA device whose memory it is; ``None`` for the host's.
     """
 
     pointer: int
     strides_bytes: Ints = ()
+    device: int | None = None
+
+    @property
+    def where(self) -> tuple[int, ...]:
+        """The device as the end of a tuple: nothing for the host."""
+        return () if self.device is None else (self.device,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +349,11 @@ class Adapter(Protocol):
         ...
 
     def source(self, tensor: Any) -> Source:
-        """Memory to save from: the tensor's own where it lies on the host, a copy elsewhere."""
+        """Memory to save from: the tensor's own on the host or a CUDA device, a copy elsewhere."""
+        ...
+
+    def stream(self, device: int) -> int | None:
+        """The handle of the stream on which the program works now on that CUDA device, if it is this framework's."""
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:

@@ -538,7 +538,7 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
     parts: list[tuple[Any, ...]] = []
     for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
         if isinstance(region, Flat):
-            parts.append(("flat", region.start, region.stop, memory.pointer))
+            parts.append(("flat", region.start, region.stop, memory.pointer, *memory.where))
         else:
-            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes))
+            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
     return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts, leaf.when)

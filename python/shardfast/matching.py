@@ -18,7 +18,8 @@ from .values import Raising, Trail, decode, raise_value, tensors_in
 
 Rename = Mapping[str, str] | Callable[[str], str]
 NativeWant = tuple[Any, ...]
-"""``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``."""
+"""``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``, and the
+number of the CUDA device at the end if it is one's memory."""
 
 
 _REMEDIES = {
@@ -591,8 +592,8 @@ def _copy_of(leaf: SavedObject, rank: int) -> int | None:
 
 def _native_want(index: int, region: Any, memory: Memory) -> NativeWant:
     if isinstance(region, Flat):
-        return (index, "flat", region.start, region.stop, memory.pointer)
-    return (index, region.offsets, region.lengths, memory.pointer, memory.strides_bytes)
+        return (index, "flat", region.start, region.stop, memory.pointer, *memory.where)
+    return (index, region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where)
 
 
 def _row_major(lengths: Sequence[int], item: int) -> list[int]:

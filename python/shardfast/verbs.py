@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from . import _native
+from . import adapters as frameworks
 from .capture import Pending, in_flight
 from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .description import Describer
@@ -50,7 +51,11 @@ def save(
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
-    save_async(url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s).committed()
+    session, describer = _describer(timeout_s)
+    pending = begin(
+        session, describer, url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s, is_waited_for=True
+    )
+    pending.committed()
 
 
 def save_async(
@@ -74,15 +79,20 @@ def save_async(
     Arguments are those of :func:`save`, which also tells what may be raised: what happens until this returns here,
     everything else by the :class:`Pending`.
     """
-    session = current(timeout_s)
-    describer = _describers.get(session)
-    if describer is None:
-        describer = _describers[session] = Describer(in_flight.staged)
+    session, describer = _describer(timeout_s)
     return begin(session, describer, url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s)
 
 
 # Each session's last state, as it was described for the plain verbs.
 _describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
+
+
+def _describer(timeout_s: float) -> tuple[_native.Session, Describer]:
+    session = current(timeout_s)
+    describer = _describers.get(session)
+    if describer is None:
+        describer = _describers[session] = Describer(in_flight.staged)
+    return session, describer
 
 
 def begin(
@@ -95,10 +105,11 @@ def begin(
     user: Mapping[str, str] | None = None,
     pickle: bool,
     timeout_s: float,
+    is_waited_for: bool = False,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
 
-    def prepare() -> tuple[Pending, _native.Pending | None]:
+    def prepare() -> tuple[Pending, _native.Pending]:
         place, notes = expect_url(url), dict(user or {})
         if step is not None:
             expect_step(step)
@@ -110,15 +121,29 @@ def begin(
         in_flight.staged()
         said = describer.describe(state, pickle=pickle)
         begun = _native.save(
-            session, place, said.native, said.values, said.owner, step=step, user=notes, timeout_s=timeout_s
+            session,
+            place,
+            said.native,
+            said.values,
+            said.owner,
+            step=step,
+            user=notes,
+            timeout_s=timeout_s,
+            streams=_streams(said.native.devices),
+            is_waited_for=is_waited_for,
         )
-        return Pending(place, begun, said.watched), begun if said.is_urgent else None
+        return Pending(place, begun, said.watched), begun
 
-    pending, urgent = prepared(session, prepare, timeout_s)
+    pending, begun = prepared(session, prepare, timeout_s)
     in_flight.add(pending)
-    if urgent is not None:
-        urgent.captured()
+    begun.captured()
     return pending
+
+
+def _streams(devices: Iterable[int]) -> dict[int, int]:
+    """The streams on which the program works now."""
+    found = ((device, adapter.stream(device)) for device in devices for adapter in frameworks.active())
+    return {device: stream for device, stream in found if stream is not None}
 
 
 def load(
@@ -212,7 +237,8 @@ def fill(
     matching.expect_no_problems()
     in_flight.staged()
     wants = prepared(session, matching.bind, timeout_s)
-    encoded = checkpoint.load(wants, matching.value_wants(), timeout_s)
+    streams = _streams({want[5] for want in wants if len(want) == 6})
+    encoded = checkpoint.load(wants, matching.value_wants(), timeout_s, streams)
     prepared(session, lambda: matching.install(encoded), timeout_s)
     # Values are made by each rank alone: a failure of one is the failure of all.
     checkpoint.agree([], [], timeout_s)

@@ -343,7 +343,6 @@ except sf.Error as error:
 """
 
 
-@pytest.mark.xfail(reason="the engine does not yet read memory that may vanish", strict=False)
 @pytest.mark.parametrize(
     "change",
     ["model[5].weight.untyped_storage().resize_(0)", "model[5].weight.data.resize_(4096, 4096)"],
@@ -355,7 +354,8 @@ def test_a_storage_that_is_resized_is_a_clear_error(tmp_path, change):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("Invalid ")
-    assert "model/5.weight was resized or moved while it was being captured" in ended.stdout
+    # Said by whoever found out first, the one who copies or the one who compares.
+    assert "model/5.weight" in ended.stdout and "resized" in ended.stdout
 
 
 # What the hooks leave behind

@@ -33,6 +33,11 @@ impl Checkpoint {
         self.manifest_bytes
     }
 
+    /// The engine that opened it.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// Where it is.
     pub fn url(&self) -> &str {
         &self.url

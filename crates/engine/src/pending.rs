@@ -70,10 +70,7 @@ impl Pending {
     /// # Errors
     /// What made the save fail; `Unavailable` when `timeout` passed first.
     pub fn captured(&self, timeout: Option<Duration>) -> Result<()> {
-        self.wait("captured", timeout, |state| match &state.outcome {
-            Some(ended) => Some(ended.clone()),
-            None => state.captured.then_some(Ok(())),
-        })
+        self.wait("captured", timeout, |state| if state.captured { Some(Ok(())) } else { state.outcome.clone() })
     }
 
     /// Says whether the memory that the save copied was left alone until the save was staged. Only the first word

@@ -117,7 +117,8 @@ fn run(
     let mine = values.mine.iter().map(|&leaf| (leaf, 0)).collect();
     let batch = Batch::bind(operation, &orders, &state, mine, &written.paths);
     written.extend(batch.write(operation, &*store, &Progress::unheard()));
-    if state.is_vouched_for {
+    // Of a save that has failed already nobody says anything: it was never staged.
+    if state.is_vouched_for && written.receipt.is_ok() {
         // Half the time: the other ranks are waiting for this one to say how it went.
         written.fail_unless(progress.vouched(operation.deadline() / 2));
     }

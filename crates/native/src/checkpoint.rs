@@ -6,7 +6,7 @@ use shardfast_engine::{Error, Kind, ValueRef, runs};
 use shardfast_format::{DType, LeafKind};
 
 use crate::errors::raise;
-use crate::leaves;
+use crate::leaves::{self, Streams};
 use crate::process::Own;
 use crate::session::{Session, seconds};
 
@@ -134,7 +134,7 @@ impl Checkpoint {
         values: Vec<(usize, usize)>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let checkpoint = self.checkpoint.get()?;
-        let wants = leaves::wants(checkpoint.manifest(), wants)?;
+        let wants = leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, &Streams::new())?;
         let values = refs(values);
         let forecast = py.detach(|| checkpoint.forecast(&wants, &values)).map_err(raise)?;
         let dict = PyDict::new(py);
@@ -146,17 +146,20 @@ impl Checkpoint {
     }
 
     /// Fills the wants' memory and returns the encoded values, in order. Every rank calls it, and every rank raises the
-    /// same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
+    /// same error. The caller keeps the memory allocated and lets nobody touch it meanwhile. `streams` are as in
+    /// `save`.
+    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new()))]
     fn load<'py>(
         &self,
         py: Python<'py>,
         wants: &Bound<'py, PyAny>,
         values: Vec<(usize, usize)>,
         timeout_s: f64,
+        streams: Streams,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let timeout = seconds(timeout_s)?;
         let checkpoint = self.checkpoint.get()?;
-        let wants = leaves::wants(checkpoint.manifest(), wants).map_err(|error| {
+        let wants = leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, &streams).map_err(|error| {
             // The other ranks are about to load: they must not wait for one that cannot.
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
             raise(py.detach(|| checkpoint.refuse(reason, timeout)))

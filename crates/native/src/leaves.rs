@@ -1,11 +1,13 @@
 //! Leaves and wants as Python gives them: tuples of plain values and addresses.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
-use shardfast_engine::{Fences, Memory, Provider, Sink, State, Strided, Want, row_major_strides};
+use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
+use shardfast_engine::{Engine, Fences, Memory, Provider, Sink, State, Strided, Want, row_major_strides};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
@@ -25,14 +27,17 @@ enum Capture {
     Whenever,
 }
 
+/// Runs from this length on are read by the kernel at nearly the speed of a copy.
+const GUARDED_RUN_BYTES_MIN: u64 = 4096;
+
 /// A tensor's memory and what keeps it allocated.
-struct Held {
-    memory: Memory,
+struct Held<P> {
+    memory: P,
     is_urgent: bool,
     _owner: Arc<Py<PyAny>>,
 }
 
-impl Provider for Held {
+impl<P: Provider> Provider for Held<P> {
     fn bytes(&self) -> u64 {
         self.memory.bytes()
     }
@@ -69,6 +74,46 @@ struct Block {
     region: Region,
     address: usize,
     strides_bytes: Vec<i64>,
+    /// The number of the CUDA device whose memory it is.
+    device: Option<u32>,
+}
+
+/// A part of a tensor in memory.
+struct Part {
+    block: Strided,
+    device: Option<u32>,
+}
+
+/// The streams on which the program works, by the number of the device.
+pub(crate) type Streams = BTreeMap<u32, u64>;
+
+/// Makes one copy stream for each device of a save or a load.
+struct CopyStreams<'a> {
+    engine: &'a Engine,
+    streams: &'a Streams,
+    made: BTreeMap<u32, Arc<CopyStream>>,
+}
+
+impl<'a> CopyStreams<'a> {
+    fn new(engine: &'a Engine, streams: &'a Streams) -> Self {
+        CopyStreams { engine, streams, made: BTreeMap::new() }
+    }
+
+    fn of(&mut self, device: u32) -> PyResult<&Arc<CopyStream>> {
+        use std::collections::btree_map::Entry;
+        match self.made.entry(device) {
+            Entry::Occupied(made) => Ok(made.into_mut()),
+            Entry::Vacant(place) => {
+                let stream = self.streams.get(&device);
+                let stream = stream.ok_or_else(|| invalid(format!("cuda:{device}: no stream was given for it")))?;
+                // SAFETY: Python's adapters give the handle of the framework's current stream on that device, which
+                // lives at least until this call returns.
+                #[allow(unsafe_code)]
+                let made = unsafe { self.engine.copies_after(device, *stream) };
+                Ok(place.insert(made.map_err(raise)?))
+            }
+        }
+    }
 }
 
 /// What a state holds and where its tensors lie, said once for all the saves during which both stay the same.
@@ -82,7 +127,7 @@ pub(crate) struct Described {
 
 /// Where a leaf's bytes come from.
 enum Body {
-    Tensor(Capture, Vec<Strided>),
+    Tensor(Capture, Vec<Part>),
     /// The number of the value among the objects, in the order given.
     Object(usize),
     Alias,
@@ -91,8 +136,8 @@ enum Body {
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when)` with parts `(offsets, lengths, pointer,
-    /// strides_bytes)` or `("flat", start, stop, pointer)` and `when` one of "now", "soon", "lazily" and
-    /// "whenever";
+    /// strides_bytes)` or `("flat", start, stop, pointer)`, the number of a CUDA device behind it if the memory is one's,
+    /// and `when` one of "now", "soon", "lazily" and "whenever";
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new(leaves: &Bound<'_, PyAny>) -> PyResult<Described> {
@@ -122,13 +167,31 @@ impl Described {
         let is_lazy = bodies.iter().any(|body| matches!(body, Body::Tensor(Capture::Lazily, _)));
         Ok(Described { catalog: Arc::new(Catalog { leaves }), bodies, is_lazy })
     }
+
+    /// The numbers of the devices on which tensors lie.
+    #[getter]
+    fn devices(&self) -> BTreeSet<u32> {
+        let parts = self.bodies.iter().flat_map(|body| match body {
+            Body::Tensor(_, parts) => parts.as_slice(),
+            _ => &[],
+        });
+        parts.filter_map(|part| part.device).collect()
+    }
 }
 
 impl Described {
     /// The state as it is now. `values` are those of the objects, in the order in which these were given; `owner` keeps
-    /// the memory of all tensors allocated that are not copied here.
-    pub(crate) fn state(&self, values: &[PyRef<'_, Value>], owner: Py<PyAny>) -> PyResult<State> {
+    /// the memory of all tensors allocated that are not copied here. `is_waited_for`: nothing else goes on meanwhile.
+    pub(crate) fn state(
+        &self,
+        engine: &Engine,
+        values: &[PyRef<'_, Value>],
+        owner: Py<PyAny>,
+        streams: &Streams,
+        is_waited_for: bool,
+    ) -> PyResult<State> {
         let owner = Arc::new(owner);
+        let mut copies = CopyStreams::new(engine, streams);
         let buffer = self.copied_now()?;
         let mut copied = 0;
         let mut providers = Vec::with_capacity(self.bodies.len());
@@ -142,18 +205,25 @@ impl Described {
                 Body::Tensor(Capture::Now, parts) => parts
                     .iter()
                     .map(|part| {
-                        let range = copied..copied + part.total_bytes() as usize;
+                        let range = copied..copied + part.block.total_bytes() as usize;
                         copied = range.end;
                         Arc::new(Copied { buffer: Arc::clone(&buffer), range }) as Arc<dyn Provider>
                     })
                     .collect(),
-                Body::Tensor(when, parts) => parts
-                    .iter()
-                    .map(|part| {
-                        let (memory, is_urgent) = (memory(part), *when == Capture::Soon);
-                        Arc::new(Held { memory, is_urgent, _owner: Arc::clone(&owner) }) as Arc<dyn Provider>
-                    })
-                    .collect(),
+                Body::Tensor(when, parts) => {
+                    let (is_urgent, is_lazy) = (*when == Capture::Soon, *when == Capture::Lazily && !is_waited_for);
+                    let provider = |part: &Part| -> PyResult<Arc<dyn Provider>> {
+                        let _owner = Arc::clone(&owner);
+                        Ok(match part.device {
+                            Some(device) => {
+                                let memory = device_memory(copies.of(device)?, &part.block);
+                                Arc::new(Held { memory, is_urgent, _owner })
+                            }
+                            None => Arc::new(Held { memory: memory(&part.block, is_lazy), is_urgent, _owner }),
+                        })
+                    };
+                    parts.iter().map(provider).collect::<PyResult<_>>()?
+                }
             });
         }
         Ok(State { catalog: Arc::clone(&self.catalog), providers, is_vouched_for: self.is_lazy })
@@ -162,36 +232,46 @@ impl Described {
     /// The bytes of all tensors that are copied in the call, in the catalog's order.
     fn copied_now(&self) -> PyResult<Arc<Vec<u8>>> {
         let now = || {
-            self.bodies.iter().flat_map(|body| match body {
+            let parts = self.bodies.iter().flat_map(|body| match body {
                 Body::Tensor(Capture::Now, parts) => parts.as_slice(),
                 _ => &[],
-            })
+            });
+            parts.map(|part| &part.block)
         };
         let mut buffer = vec![0; now().map(Strided::total_bytes).sum::<u64>() as usize];
         let mut rest = buffer.as_mut_slice();
         for part in now() {
             let (out, behind) = rest.split_at_mut(part.total_bytes() as usize);
-            memory(part).fill(0, out, &mut Fences::default()).map_err(raise)?;
+            memory(part, false).fill(0, out, &mut Fences::default()).map_err(raise)?;
             rest = behind;
         }
         Ok(Arc::new(buffer))
     }
 }
 
-fn memory(block: &Strided) -> Memory {
+/// `is_lazy`: as memory that may be gone when it is read.
+fn memory(block: &Strided, is_lazy: bool) -> Memory {
     // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was begun in
     // the same call, and that its `owner` keeps so; the caller of `save` does not write it before the save is staged,
     // or vouches for no save during which somebody did. The engine reads nothing after that.
     #[allow(unsafe_code)]
     unsafe {
-        Memory::new(block.clone())
+        if is_lazy { Memory::guarded(block.clone()) } else { Memory::new(block.clone()) }
+    }
+}
+
+fn device_memory(copies: &Arc<CopyStream>, block: &Strided) -> DeviceMemory {
+    // SAFETY: as in `memory`, of a device's memory.
+    #[allow(unsafe_code)]
+    unsafe {
+        DeviceMemory::new(copies, block.clone())
     }
 }
 
 fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Body)> {
     let (dtype, shape, given, when): (String, Vec<u64>, Vec<Bound<'_, PyTuple>>, String) = leaf.extract()?;
     let dtype = DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
-    let when = match when.as_str() {
+    let mut when = match when.as_str() {
         "now" => Capture::Now,
         "soon" => Capture::Soon,
         "lazily" => Capture::Lazily,
@@ -202,7 +282,15 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
     for part in given {
         for block in blocks(&part, &shape, dtype, name)? {
             let item_bytes = dtype.size_bytes();
-            memory.push(Strided::new(block.address, &block.region.lengths, &block.strides_bytes, item_bytes));
+            let strided = Strided::new(block.address, &block.region.lengths, &block.strides_bytes, item_bytes);
+            when = match when {
+                // In the call there is no time to wait for a device.
+                Capture::Now if block.device.is_some() => Capture::Soon,
+                // What is scattered is not read in the background: that would have to be done byte by byte.
+                Capture::Lazily if block.device.is_none() && !is_quick(&strided) => Capture::Soon,
+                when => when,
+            };
+            memory.push(Part { block: strided, device: block.device });
             parts.push(block.region);
         }
     }
@@ -210,8 +298,13 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
     Ok((body, Body::Tensor(when, memory)))
 }
 
+/// Whether the kernel reads it at nearly the speed of a copy.
+fn is_quick(block: &Strided) -> bool {
+    block.run_bytes() >= GUARDED_RUN_BYTES_MIN.min(block.total_bytes())
+}
+
 /// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or
-/// `("flat", start, stop, pointer)`.
+/// `("flat", start, stop, pointer)`, and behind it the number of a device if it is one's.
 fn blocks(
     part: &Bound<'_, PyTuple>,
     shape: &[u64],
@@ -219,6 +312,10 @@ fn blocks(
     name: &impl std::fmt::Display,
 ) -> PyResult<Vec<Block>> {
     let item = dtype.size_bytes();
+    let (part, device) = match part.len() {
+        5 => (&part.get_slice(0, 4), Some(part.get_item(4)?.extract::<u32>()?)),
+        _ => (part, None),
+    };
     if part.get_item(0)?.is_instance_of::<PyString>() {
         let (_, start, stop, mut pointer): (String, u64, u64, usize) = part.extract()?;
         let numel = checked_numel(shape);
@@ -229,7 +326,7 @@ fn blocks(
             let strides_bytes = row_major_strides(&region.lengths, item).iter().map(|&stride| stride as i64).collect();
             let address = pointer;
             pointer += (region.numel() * item) as usize;
-            Block { region, address, strides_bytes }
+            Block { region, address, strides_bytes, device }
         });
         return Ok(regions.collect());
     }
@@ -247,12 +344,18 @@ fn blocks(
     if !region.fits(shape) {
         return Err(invalid(format!("leaf {name}: the region {region} is outside of the shape {shape:?}")));
     }
-    Ok(vec![Block { region, address, strides_bytes }])
+    Ok(vec![Block { region, address, strides_bytes, device }])
 }
 
 /// What a load is to fill: `(leaf_index, offsets, lengths, pointer, strides_bytes)` or
-/// `(leaf_index, "flat", start, stop, pointer)`.
-pub(crate) fn wants(manifest: &Manifest, given: &Bound<'_, PyAny>) -> PyResult<Vec<Want>> {
+/// `(leaf_index, "flat", start, stop, pointer)`, and behind it the number of a device if it is one's.
+pub(crate) fn wants(
+    engine: &Engine,
+    manifest: &Manifest,
+    given: &Bound<'_, PyAny>,
+    streams: &Streams,
+) -> PyResult<Vec<Want>> {
+    let mut copies = CopyStreams::new(engine, streams);
     let mut out = Vec::new();
     for want in given.try_iter()? {
         let want = want?.cast_into::<PyTuple>()?;
@@ -266,11 +369,18 @@ pub(crate) fn wants(manifest: &Manifest, given: &Bound<'_, PyAny>) -> PyResult<V
             return Err(invalid(format!("leaf {name} is no tensor")));
         };
         let part = want.get_slice(1, want.len());
-        for Block { region, address, strides_bytes } in blocks(&part, shape, dtype, &name)? {
+        for Block { region, address, strides_bytes, device } in blocks(&part, shape, dtype, &name)? {
+            let (lengths, item_bytes) = (&region.lengths, dtype.size_bytes());
             // SAFETY: Python's adapters give the address of memory that they keep allocated and unshared while `load`
-            // runs; `Sink::new` refuses memory whose elements overlap.
+            // runs; sinks refuse memory whose elements overlap.
             #[allow(unsafe_code)]
-            let sink = unsafe { Sink::new(address, &region.lengths, &strides_bytes, dtype.size_bytes()) };
+            let sink = match device {
+                Some(device) => {
+                    let copies = copies.of(device)?;
+                    unsafe { DeviceSink::new(copies, address, lengths, &strides_bytes, item_bytes) }.map(Sink::Device)
+                }
+                None => unsafe { Sink::new(address, lengths, &strides_bytes, item_bytes) },
+            };
             let sink = sink.map_err(|error| raise(error.within(format!("leaf {name}"))))?;
             out.push(Want { leaf, region, sink });
         }

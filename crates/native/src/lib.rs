@@ -40,6 +40,11 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        #[cfg(feature = "ablation")]
+        module.add(
+            "ABLATIONS",
+            ("lazy-capture", "providers", "direct-io", "io-uring", "parallel-files", "checksum-overlap"),
+        )?;
         crate::errors::register(module)
     }
 }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use shardfast_engine::{Destination, Error};
 
 use crate::errors::{invalid, kind, raise};
-use crate::leaves::Described;
+use crate::leaves::{Described, Streams};
 use crate::process::Own;
 use crate::session::{Session, seconds};
 use crate::values::Value;
@@ -22,9 +22,12 @@ pub(crate) struct Pending {
 }
 
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
-/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory.
+/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams` are those on
+/// which the program works now, by device: copies begin behind what they were given.
+/// `is_waited_for`: the caller does nothing else until the save has ended.
 #[pyfunction]
-#[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s))]
+#[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
+                   is_waited_for=false))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -35,9 +38,11 @@ pub(crate) fn save(
     step: Option<u64>,
     user: BTreeMap<String, String>,
     timeout_s: f64,
+    streams: Streams,
+    is_waited_for: bool,
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
-    let state = described.state(&values, owner)?;
+    let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
     let destination = Destination { url, step, user };
     let timeout = seconds(timeout_s)?;
     let pending = shardfast_engine::save(engine, destination, state, timeout);

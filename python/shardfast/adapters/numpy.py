@@ -53,6 +53,9 @@ class NumpyAdapter:
         native = np.asarray(tensor, dtype=tensor.dtype.newbyteorder("="))
         return Source(_memory(native), native, is_copy=not tensor.dtype.isnative)
 
+    def stream(self, device: int) -> int | None:
+        return None
+
     def hold(self, tensors: Sequence[Array]) -> Hold:
         raise Refused("NumPy does not tell whether an array was written")
 

@@ -211,8 +211,20 @@ def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:
 
 def _memory(views: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
     return tuple(
-        Memory(view.data_ptr(), tuple(stride * view.element_size() for stride in view.stride())) for _, view in views
+        Memory(
+            view.data_ptr(),
+            tuple(stride * view.element_size() for stride in view.stride()),
+            view.device.index if view.device.type == "cuda" else None,
+        )
+        for _, view in views
     )
+
+
+def _is_direct(local: torch.Tensor) -> bool:
+    """Whether bytes can be copied from and to the tensor's own memory: the host's, or that of a CUDA device."""
+    kind = local.device.type
+    reached = kind == "cpu" or (kind == "cuda" and torch.version.cuda is not None)
+    return reached and not local.is_conj() and not local.is_neg()
 
 
 def _expect_storable(tensor: torch.Tensor) -> None:
@@ -543,8 +555,11 @@ class TorchAdapter:
         with torch.no_grad():
             local = _local(tensor)
             _expect_memory(local)
-            plain = local.resolve_conj().resolve_neg().cpu()
+            plain = local if _is_direct(local) else local.resolve_conj().resolve_neg().cpu()
             return Source(_memory(_views(tensor, plain)), plain, is_copy=plain is not local)
+
+    def stream(self, device: int) -> int | None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
         return TorchHold(tensors)
@@ -556,7 +571,7 @@ class TorchAdapter:
             if local.numel() and any(s == 0 < size - 1 for s, size in zip(local.stride(), local.shape, strict=True)):
                 raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
             wanted = _OF_NAME[dtype]
-            if local.dtype is wanted and local.device.type == "cpu" and not local.is_conj() and not local.is_neg():
+            if local.dtype is wanted and _is_direct(local):
                 return Target(_memory(_views(tensor, local)), local)
             staging = torch.empty(local.shape, dtype=wanted)
             return Target(_memory(_views(tensor, staging)), staging, lambda: _copy(local, staging))

@@ -151,6 +151,28 @@ fn a_save_commits_only_when_it_is_vouched_for() {
     assert!(!url.join("COMMIT").exists());
 }
 
+/// A source that fails before the save is staged.
+struct Gone;
+
+impl Provider for Gone {
+    fn bytes(&self) -> u64 {
+        100
+    }
+
+    fn fill(&self, _at: u64, _out: &mut [u8], _: &mut Fences) -> Result<()> {
+        Err(Error::new(Kind::Invalid, "its memory was freed"))
+    }
+}
+
+#[test]
+fn a_save_that_was_never_staged_waits_for_nobodys_word() {
+    let dir = tempfile::tempdir().unwrap();
+    let leaves = vec![(tensor("t", 100), Arc::new(Gone) as Arc<dyn Provider>)];
+    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, true), LONG);
+    let error = pending.staged(Some(LONG / 4)).unwrap_err();
+    assert_eq!(error, Error::new(Kind::Invalid, "model/t: its memory was freed"));
+}
+
 fn files_below(dir: &std::path::Path) -> usize {
     let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     entries.map(|path| if path.is_dir() { files_below(&path) } else { 1 }).sum()

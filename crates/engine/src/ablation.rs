@@ -1,4 +1,5 @@
-//! One optimization at a time left out, for the benchmark that tells what each is worth. Builds for users have none of it.
+//! One optimization at a time left out, for the benchmark that tells what each is worth. Builds for users have none of
+//! it.
 
 /// Whether `optimization` is left out: with the feature `ablation`, when `SHARDFAST_ABLATE` is its name.
 #[cfg(feature = "ablation")]

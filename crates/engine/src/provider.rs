@@ -30,7 +30,8 @@ pub trait Fence: Send + Sync {
     /// Waits until every copy that was begun before this call has arrived.
     ///
     /// # Errors
-    /// When the device is lost; what the copies' destinations hold is then arbitrary, and no copy is under way any more.
+    /// When the device is lost; what the copies' destinations hold is then arbitrary, and no copy is under way any
+    /// more.
     fn wait(&self) -> Result<()>;
 }
 

@@ -244,7 +244,8 @@ pub(crate) fn run(
 }
 
 /// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
-/// thread, well ahead. While announcing is of no use, which it says, there are as many threads as reads may be in flight.
+/// thread, well ahead. While announcing is of no use, which it says, there are as many threads as reads may be in
+/// flight.
 pub(crate) fn each_ahead<T: Send>(
     items: impl Iterator<Item = T>,
     announce: impl Fn(&T) -> bool,

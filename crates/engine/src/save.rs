@@ -94,7 +94,7 @@ fn run(
     progress: &Progress,
 ) -> Result<()> {
     if state.is_vouched_for {
-        // The program goes on meanwhile, and whatever it does goes first; while it waits for the save nothing else runs.
+        // The program goes on meanwhile, and whatever it does goes first; while it waits for us nothing else runs.
         let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());

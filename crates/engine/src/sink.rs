@@ -72,6 +72,9 @@ impl Sink {
 
 impl HostSink {
     /// As [`Sink::new`].
+    ///
+    /// # Safety
+    /// As for [`Sink::new`].
     #[allow(unsafe_code)]
     pub(crate) unsafe fn new(
         address: usize,

@@ -254,7 +254,8 @@ fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot) {
     }
 }
 
-/// Pads the slot's first `bytes` bytes with zeros to what the store's writes must be aligned to; how many they are then.
+/// Pads the slot's first `bytes` bytes with zeros to what the store's writes must be aligned to; how many they are
+/// then.
 fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     let padded = bytes.next_multiple_of(object.alignment());
     slot[bytes..padded].fill(0);

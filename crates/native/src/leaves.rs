@@ -136,8 +136,8 @@ enum Body {
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when)` with parts `(offsets, lengths, pointer,
-    /// strides_bytes)` or `("flat", start, stop, pointer)`, the number of a CUDA device behind it if the memory is one's,
-    /// and `when` one of "now", "soon", "lazily" and "whenever";
+    /// strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the memory is
+    /// one's, and `when` one of "now", "soon", "lazily" and "whenever";
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new(leaves: &Bound<'_, PyAny>) -> PyResult<Described> {
@@ -371,14 +371,15 @@ pub(crate) fn wants(
         let part = want.get_slice(1, want.len());
         for Block { region, address, strides_bytes, device } in blocks(&part, shape, dtype, &name)? {
             let (lengths, item_bytes) = (&region.lengths, dtype.size_bytes());
-            // SAFETY: Python's adapters give the address of memory that they keep allocated and unshared while `load`
-            // runs; sinks refuse memory whose elements overlap.
             #[allow(unsafe_code)]
             let sink = match device {
                 Some(device) => {
                     let copies = copies.of(device)?;
+                    // SAFETY: Python's adapters give the address of memory that they keep allocated and unshared while
+                    // `load` runs; sinks refuse memory whose elements overlap.
                     unsafe { DeviceSink::new(copies, address, lengths, &strides_bytes, item_bytes) }.map(Sink::Device)
                 }
+                // SAFETY: as above.
                 None => unsafe { Sink::new(address, lengths, &strides_bytes, item_bytes) },
             };
             let sink = sink.map_err(|error| raise(error.within(format!("leaf {name}"))))?;

@@ -50,7 +50,8 @@ pub enum Fault {
 /// A system call that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its name in [`Disk`]; `_direct` is appended to the three that `O_DIRECT` concerns, `create_new`, `pwrite` and `pread`.
+    /// Its name in [`Disk`]; `_direct` is appended to the three that `O_DIRECT` concerns, `create_new`, `pwrite` and
+    /// `pread`.
     pub name: &'static str,
     /// The path, the one given first or the one with which the file was opened.
     pub path: PathBuf,

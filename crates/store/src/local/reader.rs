@@ -10,8 +10,8 @@ use crate::disk::{Disk, Errno};
 use crate::error::too_short;
 use crate::{Kind, Mapping, ObjectReader, Result};
 
-/// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead guesses from the order in which
-/// it sees requests, and several ranges of one file read at a time make it guess wrong.
+/// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
+/// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
 const PREFETCH_BYTES_MIN: usize = 128 * 1024;
 
 /// An open file.

@@ -1,5 +1,5 @@
-//! Saving, loading, verifying, comparing and exporting a tensor that is ten times as large as the staging budget takes no
-//! more memory than that. Alone in its process, since it looks at the process's own peak.
+//! Saving, loading, verifying, comparing and exporting a tensor that is ten times as large as the staging budget takes
+//! no more memory than that. Alone in its process, since it looks at the process's own peak.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -22,8 +22,8 @@ pub(crate) struct Pending {
 }
 
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
-/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams` are
-/// those on which the program works now, by device: copies begin behind what they were given. `is_waited_for`: the
+/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams`
+/// are those on which the program works now, by device: copies begin behind what they were given. `is_waited_for`: the
 /// caller does nothing else until the save has ended.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),

@@ -184,8 +184,8 @@ pub trait ObjectReader: Send + Sync {
     }
 
     /// Says that a range will be read soon, so that the storage may begin to fetch it, and whether others of this
-    /// machine will read it too, so that it is kept for them. Returns at once; whether there is any use in that, so that
-    /// few threads suffice to read.
+    /// machine will read it too, so that it is kept for them. Returns at once; whether there is any use in that, so
+    /// that few threads suffice to read.
     fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool;
 
     /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage

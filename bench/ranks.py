@@ -281,6 +281,18 @@ def drop_page_cache(*folders: Path) -> None:
     on_rank_0(drop)
 
 
+def fill_page_cache(folder: Path) -> None:
+    """Reads all files in ``folder`` through the page cache: a cold load may have gone past it."""
+
+    def read() -> None:
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            with path.open("rb", buffering=0) as file:
+                while file.read(8 << 20):
+                    pass
+
+    on_rank_0(read)
+
+
 def remove(path: Path) -> None:
     """Deletes a checkpoint."""
     on_rank_0(lambda: shutil.rmtree(path, ignore_errors=True))

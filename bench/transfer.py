@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from ceiling import Disk, Memory, best, expect_room
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table, timeline
-from ranks import Cost, Costs, Settings, drop_page_cache, in_turn, of_all, remove, run, settle, timed
+from ranks import Cost, Costs, Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, settle, timed
 from states import State, bytes_of, expect_equal, sharded, zero
 from systems import NOT_MEASURED, Shardfast, System, systems
 
@@ -71,6 +71,7 @@ def _one(settings: Settings, system: System, path: Path, state: State, other: St
     drop_page_cache(path)
     cold = timed(lambda: system.load(path, other))
     expect_equal(other, state, system.name)
+    fill_page_cache(path)
     return [saved, cold, timed(lambda: system.load(path, other))]
 
 

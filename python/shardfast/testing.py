@@ -128,6 +128,9 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     assert assemble(gather(snapshot(adapter, tensor))) == other, "a save reads what a load wrote"
     restore(adapter, tensor, whole)
     assert snapshot(adapter, tensor) == before, "loading what was saved changes nothing"
+    if whole:
+        view = adapter.view(layout.dtype, layout.shape, bytearray(whole))
+        assert assemble([snapshot(adapter, view)]) == whole, "a view shows the elements of a buffer"
     return whole
 
 

@@ -13,9 +13,10 @@ import torch
 
 # One process imports everything; a fork of it then runs a script to its end, as an interpreter does.
 INTERPRETER = """
-import json, os, signal, sys, time
+import gc, json, os, signal, sys, time
 import torch, torch._dynamo, shardfast as sf, shardfast.verbs, shardfast.checkpointer
 torch.set_num_threads(1)
+gc.freeze()  # a fork that ends does not touch, and so copy, all that was imported
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
@@ -162,7 +163,7 @@ timer.start()
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(3))
 def test_a_save_that_fails_at_the_very_end_harms_nothing(run, tmp_path, attempt):
     """The thread that minds it comes back to an interpreter that is still there."""
     (tmp_path / "second").write_text("in the way")

@@ -333,7 +333,8 @@ RESIZES = {
 
 
 def check_resized(rank, world, directory, how):
-    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(6)))
+    # The last weight is so large that the allocator gives its memory back to the system at once.
+    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(5)), nn.Linear(3072, 3072))
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     sf.save(f"{directory}/first", state)
     pending = sf.save_async(f"{directory}/second", state)

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import logging
+import os
 import pickle
 import random
 import threading
@@ -333,6 +334,7 @@ RESIZES = {
 
 
 def check_resized(rank, world, directory, how):
+    os.environ[session.STAGING_BYTES] = "8MiB"
     # The last weight is so large that the allocator gives its memory back to the system at once.
     model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(5)), nn.Linear(3072, 3072))
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}

@@ -13,7 +13,9 @@ import torch
 
 # One process imports everything; a fork of it then runs a script to its end, as an interpreter does.
 INTERPRETER = """
-import gc, json, os, signal, sys, time
+import atexit, gc, json, os, signal, sys, time
+last = []
+atexit.register(lambda: [call() for call in last])  # first registered, last called
 import torch, torch._dynamo, shardfast as sf, shardfast.verbs, shardfast.checkpointer
 torch.set_num_threads(1)
 gc.freeze()  # a fork that ends does not touch, and so copy, all that was imported
@@ -24,7 +26,7 @@ for line in sys.stdin:
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(os.open(job[name], os.O_RDWR | os.O_CREAT), number)
         torch.set_num_threads(1)
-        exec(job["script"], {"__name__": "__main__", "run": job["run"]})
+        exec(job["script"], {"__name__": "__main__", "run": job["run"], "last": last})
         break
     until, status = time.monotonic() + job["deadline_s"], (0, 0)
     while not status[0] and time.monotonic() < until:
@@ -119,8 +121,13 @@ ENDINGS = {
 @pytest.mark.parametrize("how", ENDINGS)
 def test_what_is_in_flight_becomes_durable_when_the_interpreter(run, tmp_path, how):
     body, code = ENDINGS[how]
-    ended = run('sf.save_async(run + "/second", state)\noptimizer.step()\n' + body)
-    assert ended[0] == code, ended
+    begin = """
+last.append(lambda: print("committed" if os.path.exists(run + "/second/COMMIT") else "in flight"))
+sf.save_async(run + "/second", state)
+optimizer.step()
+"""
+    ended = run(begin + body)
+    assert ended[:2] == (code, "committed\n"), ended
     assert is_whole(tmp_path / "second")
 
 

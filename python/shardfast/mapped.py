@@ -44,7 +44,8 @@ class Mapped(Mapping[str, Any]):
     in several parts is assembled in new memory, each time; :meth:`parts` shows it without a copy. Nothing else is
     read: damage elsewhere does not matter.
 
-    Tensors stay after :meth:`close`, which the end of a ``with`` block calls: each keeps its file mapped. Writing into
+    Tensors stay after :meth:`close`, which the end of a ``with`` block calls, and after the checkpoint is deleted: each
+    keeps its file mapped. Only who cuts a file of a checkpoint short takes them away, and ends the process. Writing into
     one changes a copy of the page that is this process's own, seen by all tensors of this object that lie there, and
     never the file.
 

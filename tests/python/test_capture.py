@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import logging
-import os
 import pickle
 import random
 import threading
@@ -325,31 +324,6 @@ def test_other_memory_for_a_parameter_does_no_harm(tmp_path):
     gc.collect()
     pending.committed()
     load_again(tmp_path, expected)
-
-
-RESIZES = {
-    "freed": lambda weight: weight.untyped_storage().resize_(0),
-    "grown": lambda weight: weight.data.resize_(4096, 4096),
-}
-
-
-def check_resized(rank, world, directory, how):
-    os.environ[session.STAGING_BYTES] = "8MiB"
-    # The last weight is so large that the allocator gives its memory back to the system at once.
-    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(5)), nn.Linear(3072, 3072))
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    sf.save(f"{directory}/first", state)
-    pending = sf.save_async(f"{directory}/second", state)
-    RESIZES[how](model[5].weight)
-    with pytest.raises(sf.Invalid, match=r"model/5\.weight was resized or moved while it was being captured"):
-        pending.committed()
-
-
-@pytest.mark.xfail(reason="the engine does not yet read memory that may vanish", strict=False)
-@pytest.mark.parametrize("how", RESIZES)
-def test_a_storage_that_is_resized_is_a_clear_error(ranks, tmp_path, how):
-    """In a process of its own, which must not die of it."""
-    ranks(1)(check_resized, str(tmp_path), how)
 
 
 # What the hooks leave behind

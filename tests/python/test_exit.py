@@ -255,6 +255,32 @@ for number in range(3):
     assert code == 0, err
 
 
+RESIZES = {
+    "freed": "model[8].weight.untyped_storage().resize_(0)",
+    "grown": "model[8].weight.data.resize_(4096, 4096)",
+}
+
+
+@pytest.mark.xfail(reason="the engine does not yet read memory that may vanish", strict=False)
+@pytest.mark.parametrize("how", RESIZES)
+def test_a_storage_that_is_resized_is_a_clear_error_and_not_the_end(run, how):
+    """In a process whose allocator gives memory of that size back to the system at once."""
+    body = f"""
+model.append(torch.nn.Linear(3072, 3072))
+state = {{"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}}
+pending = sf.save_async(run + "/second", state)
+{RESIZES[how]}
+try:
+    pending.committed()
+except sf.Error as error:
+    print(type(error).__name__, error)
+"""
+    code, out, err = run(body)
+    assert code == 0, err
+    assert out.startswith("Invalid ")
+    assert "model/8.weight was resized or moved while it was being captured" in out
+
+
 def check_forked_rank(rank, world, directory):
     """A rank's child: the session of the job is not its own."""
     sf.save(f"{directory}/one", {"extra": {"x": 1}})

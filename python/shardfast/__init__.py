@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from .mapped import Mapped, mapped
+    from .inspection import Mapped, mapped
     from .matching import LoadPlan
     from .schedule import every, last, steps
     from .verbs import load, plan_load, save, save_async
@@ -71,13 +71,13 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadPlan": "matching",
-    "Mapped": "mapped",
+    "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "catalog",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",
-    "mapped": "mapped",
+    "mapped": "inspection",
     "plan_load": "verbs",
     "save": "verbs",
     "save_async": "verbs",

@@ -13,7 +13,11 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from layouts import same_bits
+from shardfast.adapters.numpy import DTYPES as NUMPY_DTYPES
+from shardfast.adapters.numpy import adapter as numpy_adapter
 from shardfast.adapters.torch import DTYPES
+from shardfast.adapters.torch import adapter as torch_adapter
+from shardfast.testing import check_view
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -42,6 +46,14 @@ def test_every_type_is_what_a_load_gives(tmp_path):
             assert same_bits(found, tensor), name
 
 
+def test_adapters_show_foreign_memory():
+    for tensor in every_type().values():
+        if tensor.numel():
+            check_view(torch_adapter(), tensor)
+    for name in NUMPY_DTYPES:
+        check_view(numpy_adapter(), np.ones((3, 4), name))
+
+
 def test_nothing_is_copied_and_nothing_is_written_to_the_file(tmp_path):
     sf.save(tmp_path / "one", {"model": {"w": torch.arange(64.0), "v": torch.arange(8.0)}})
     with sf.mapped(tmp_path / "one") as checkpoint, sf.mapped(tmp_path / "one") as other:
@@ -55,6 +67,11 @@ def test_nothing_is_copied_and_nothing_is_written_to_the_file(tmp_path):
     loaded = {"w": torch.zeros(64)}
     sf.load(tmp_path / "one", {"model": loaded}, strict=False)
     assert torch.equal(loaded["w"], torch.arange(64.0))
+
+
+def test_the_word_is_found_whatever_was_asked_for_before():
+    ask = "import shardfast as sf, shardfast.inspection; sf.Mapped; assert callable(sf.mapped)"
+    subprocess.run([sys.executable, "-c", ask], check=True)
 
 
 def address_is_of(address, suffix):

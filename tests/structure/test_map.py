@@ -14,7 +14,7 @@ NATIVE_CALLERS = {
     "checkpointer",
     "capture",
     "description",
-    "mapped",
+    "inspection",
     "session",
     "errors",
     "values",

@@ -55,8 +55,8 @@ impl Mapped {
     /// nobody looked at before.
     ///
     /// # Errors
-    /// `Invalid` when the leaf is no tensor; `Corrupt` as in [`Checkpoint::load`]; `Unsupported` when the storage cannot
-    /// map objects.
+    /// `Invalid` when the leaf is no tensor; `Corrupt` as in [`Checkpoint::load`]; `Unsupported` when the storage
+    /// cannot map objects.
     pub fn tensor(&self, leaf: usize) -> Result<Vec<View>> {
         let manifest = self.checkpoint.manifest();
         let is_tensor = leaf < manifest.len() && matches!(manifest.leaf(leaf).kind, LeafKind::Tensor { .. });

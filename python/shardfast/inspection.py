@@ -45,9 +45,9 @@ class Mapped(Mapping[str, Any]):
     read: damage elsewhere does not matter.
 
     Tensors stay after :meth:`close`, which the end of a ``with`` block calls, and after the checkpoint is deleted: each
-    keeps its file mapped. Only who cuts a file of a checkpoint short takes them away, and ends the process. Writing into
-    one changes a copy of the page that is this process's own, seen by all tensors of this object that lie there, and
-    never the file.
+    keeps its file mapped. Only who cuts a file of a checkpoint short takes them away, and ends the process. Writing
+    into one changes a copy of the page that is this process's own, seen by all tensors of this object that lie there,
+    and never the file.
 
     Lookups raise ``KeyError`` for a name that the checkpoint has not, :class:`Corrupt` for damage, :class:`Unsupported`
     for a storage whose objects cannot be mapped (``memory://``), and :class:`Invalid` for an element type that the

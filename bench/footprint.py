@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from figures import OURS, Figures, table
 from ranks import Settings, attempt, drop_page_cache, remove, run
-from shardfast import _native, session
+from shardfast import session
 from states import State, bytes_of, expect_equal, sharded, zero
 from systems import System, systems
 
@@ -46,7 +46,9 @@ def measure(settings: Settings) -> Figures:
 
 
 def _worker(settings: Settings, budget: int, total: int) -> dict[str, Any]:
-    _set_staging_bytes(budget)
+    os.environ[session.STAGING_BYTES] = str(budget)  # before the process's session is made
+    if session.current().staging_bytes != budget:
+        raise RuntimeError("the budget is not the one to be measured")
     state, other = sharded(total, seed=1), sharded(total, seed=1000)
     made, failed = systems()
     extra: dict[str, tuple[int, int]] = {}
@@ -85,10 +87,3 @@ def _resident(field: str) -> int:
         if name == field:
             return int(value.split()[0]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def _set_staging_bytes(staging_bytes: int) -> None:
-    """Gives the job's session this budget, before it is first used."""
-    session._sessions[dist.group.WORLD] = _native.Session.solo(staging_bytes=staging_bytes)
-    if session.current().staging_bytes != staging_bytes:
-        raise RuntimeError("this build takes its sessions from elsewhere: the budget is not the one to be measured")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
+    from .inspection import Mapped, mapped
     from .matching import LoadPlan
     from .schedule import every, last, steps
     from .verbs import load, plan_load, save, save_async
@@ -51,6 +52,7 @@ __all__ = [
     "Internal",
     "Invalid",
     "LoadPlan",
+    "Mapped",
     "NotFound",
     "Pending",
     "PerRank",
@@ -59,6 +61,7 @@ __all__ = [
     "every",
     "last",
     "load",
+    "mapped",
     "plan_load",
     "save",
     "save_async",
@@ -68,11 +71,13 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadPlan": "matching",
+    "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "catalog",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",
+    "mapped": "inspection",
     "plan_load": "verbs",
     "save": "verbs",
     "save_async": "verbs",

@@ -13,7 +13,9 @@ __all__ = [
     "Exhausted",
     "Internal",
     "Invalid",
+    "Mapped",
     "NotFound",
+    "Part",
     "Pending",
     "Session",
     "Tagged",
@@ -172,6 +174,34 @@ class Checkpoint:
         A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
         ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
         """
+
+@final
+class Mapped:
+    """A checkpoint whose data files are mapped into memory when they are first looked at."""
+
+    def __new__(cls, checkpoint: Checkpoint) -> Self: ...
+    def parts(self, leaf: int) -> list[Part]:
+        """The saved parts of the tensor that is leaf ``leaf``, proven. One rank alone calls it."""
+
+@final
+class Part:
+    """One saved part of a tensor. Its memory is there as long as this is, in forked processes too."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the part begins in the tensor's global shape."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Its shape, in elements."""
+
+    @property
+    def address(self) -> int:
+        """Address of its elements, row-major. Writing there changes this process's memory and no file."""
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
 
 @final
 class Tagged:

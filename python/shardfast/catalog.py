@@ -372,6 +372,14 @@ class Adapter(Protocol):
         """A new whole tensor in host memory, contents undefined."""
         ...
 
+    def view(self, dtype: str, shape: Ints, buffer: Any) -> Any:
+        """A whole tensor over the memory of ``buffer``, a writable one of its elements, row-major; keeps the buffer.
+
+        Raises:
+            Refused: If the framework has no such type.
+        """
+        ...
+
     def fill(self, tensor: Any, value: object) -> None:
         """Copies a loaded whole value into ``tensor``, each rank its part.
 

@@ -10,6 +10,7 @@ import datetime
 import functools
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import sys
@@ -18,13 +19,20 @@ import weakref
 from typing import Any
 
 from ._native import Session
-from .errors import Unavailable
+from .errors import Error, Invalid, Unavailable
 
 TIMEOUT_S = 600.0
 """How long ranks wait for each other by default: longer than one of them may compile or evaluate alone."""
 
-# A job's session lives as long as its default process group: torch says which that is now.
-_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+STAGING_BYTES = "SHARDFAST_STAGING_BYTES"
+"""The environment variable that bounds this process's staging memory: bytes, or a number of KiB, MiB or GiB.
+
+It is read when the process's session is made. By default the ranks on a machine share a quarter of its memory.
+"""
+
+# A job's session lives as long as its default process group: torch says which that is now. Beside it, what is wrong
+# with this rank's settings: the ranks have met, so that each operation can fail on all of them for that reason.
+_sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -44,27 +52,63 @@ def current(timeout_s: float = TIMEOUT_S) -> Session:
 
     Raises:
         Unavailable: If the ranks do not find each other within ``timeout_s``.
+        Invalid: If :data:`STAGING_BYTES` is no size, on every rank that begins an operation with this one.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return _solo(os.getpid())
+        return alone()
     group = distributed.group.WORLD
     with _lock:
-        session = _sessions.get(group)
-        if session is None:
-            session = _sessions[group] = _meet(distributed, timeout_s)
-        return session
+        known = _sessions.get(group)
+        if known is None:
+            try:
+                staging_bytes, problem = _staging_bytes(), None
+            except Invalid as error:
+                staging_bytes, problem = None, error
+            known = _sessions[group] = _meet(distributed, timeout_s, staging_bytes), problem
+    session, problem = known
+    if problem is not None:
+        session.refuse(Invalid.__name__, str(problem), timeout_s)
+    return session
+
+
+def alone() -> Session:
+    """The session of this process alone, whatever job it belongs to.
+
+    Raises:
+        Invalid: If :data:`STAGING_BYTES` is no size.
+    """
+    return _solo(os.getpid())
 
 
 @functools.cache
 def _solo(process: int) -> Session:
-    return Session.solo()
+    return Session.solo(staging_bytes=_staging_bytes())
 
 
-def _meet(distributed: Any, timeout_s: float) -> Session:
+def _staging_bytes() -> int | None:
+    """What the environment says about staging memory."""
+    text = os.environ.get(STAGING_BYTES)
+    if text is None:
+        return None
+    size = re.fullmatch(r"([0-9]+) ?([KMG]iB)?", text)
+    shift = {None: 0, "KiB": 10, "MiB": 20, "GiB": 30}[size[2]] if size else 0
+    staging_bytes = int(size[1]) << shift if size and len(size[1]) < 20 else -1
+    if not 0 <= staging_bytes < 1 << 63:
+        raise Invalid(
+            f"{STAGING_BYTES}={text!r}: expected a number of bytes, or one of KiB, MiB or GiB such as '512MiB'"
+        )
+    try:
+        Session.solo(staging_bytes=staging_bytes)  # takes no memory yet
+    except Error as error:
+        raise Invalid(f"{STAGING_BYTES}={text!r}: {error}") from None
+    return staging_bytes
+
+
+def _meet(distributed: Any, timeout_s: float, staging_bytes: int | None) -> Session:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return Session.solo()
+        return Session.solo(staging_bytes=staging_bytes)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     store = _store(distributed, timeout_s)
     # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
@@ -72,7 +116,7 @@ def _meet(distributed: Any, timeout_s: float) -> Session:
     key = f"meeting/{meeting}"
     if rank == 0:
         token = secrets.token_hex(16)
-        session = Session.serve(_host(world), world, token, local_world=local_world)
+        session = Session.serve(_host(world), world, token, local_world=local_world, staging_bytes=staging_bytes)
         store.set(key, f"{session.address} {token}")
         return session
     try:
@@ -82,7 +126,7 @@ def _meet(distributed: Any, timeout_s: float) -> Session:
             f"rank {rank} of {world}: rank 0 did not say within {timeout_s:g} s where it is: {error}"
         ) from error
     address, token = store.get(key).decode().split(" ")
-    return Session.join(address, rank, world, token, timeout_s, local_world=local_world)
+    return Session.join(address, rank, world, token, timeout_s, local_world=local_world, staging_bytes=staging_bytes)
 
 
 def _store(distributed: Any, timeout_s: float) -> Any:

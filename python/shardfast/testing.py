@@ -131,6 +131,22 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     return whole
 
 
+def check_view(adapter: Adapter, tensor: object) -> None:
+    """Checks that tensors like this one, which is whole and not empty, can be views of foreign memory.
+
+    Raises:
+        AssertionError: If the adapter breaks the contract.
+    """
+    layout, whole = adapter.layout(tensor), assemble([snapshot(adapter, tensor)])
+    buffer = bytearray(whole)
+    view = adapter.view(layout.dtype, layout.shape, buffer)
+    said = adapter.layout(view)
+    assert (said.dtype, said.shape) == (layout.dtype, layout.shape), "a view has the type and shape that it was given"
+    assert assemble([snapshot(adapter, view)]) == whole, "a view shows the elements of a buffer"
+    buffer[:1] = bytes([buffer[0] ^ 1])
+    assert assemble([snapshot(adapter, view)]) == bytes(buffer), "a view copies nothing"
+
+
 def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]) -> None:
     """Checks what a bundle says about its changes.
 

@@ -1,5 +1,6 @@
 """Ranks find each other through the job's rendezvous store, and never through its process groups."""
 
+import os
 import threading
 import time
 
@@ -12,6 +13,58 @@ from shardfast import session
 def test_one_process_needs_no_process_group():
     assert (session.current().rank, session.current().world) == (0, 1)
     assert session.current() is session.current()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("8388608", 8 << 20), ("12MiB", 12 << 20), ("5000 KiB", 4 << 20)])
+def test_the_environment_bounds_the_staging_memory(monkeypatch, text, expected):
+    monkeypatch.setenv(session.STAGING_BYTES, text)
+    session._solo.cache_clear()
+    assert session.current().staging_bytes == expected
+    monkeypatch.setenv(session.STAGING_BYTES, "1GiB")  # read once
+    assert session.current().staging_bytes == expected
+    session._solo.cache_clear()
+    assert session.current().staging_bytes == 1 << 30
+    session._solo.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("much", "expected a number of bytes, or one of KiB, MiB or GiB such as '512MiB'"),
+        ("", "expected a number of bytes"),
+        ("1.5GiB", "expected a number of bytes"),
+        ("-1", "expected a number of bytes"),
+        ("1GB", "expected a number of bytes"),
+        ("9999999999999999999", "expected a number of bytes"),
+        ("9" * 5000, "expected a number of bytes"),
+        ("1MiB", "staging_bytes=1048576: expected at least 4194304"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(monkeypatch, tmp_path, text, told):
+    monkeypatch.setenv(session.STAGING_BYTES, text)
+    session._solo.cache_clear()
+    for _ in range(2):
+        with pytest.raises(sf.Invalid) as raised:
+            sf.save(tmp_path / "one", {"extra": {"x": 1}})
+        assert str(raised.value).startswith(f"SHARDFAST_STAGING_BYTES={text!r}: ")
+        assert told in str(raised.value)
+
+
+def check_budgets(rank, world, directory):
+    """Each rank has its own; one that is none fails every operation on every rank, at once."""
+    os.environ[session.STAGING_BYTES] = f"{8 << rank}MiB"
+    assert session.current(30).staging_bytes == 8 << rank << 20
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ[session.STAGING_BYTES] = "8MiB" if rank == 0 else "lots"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=world)
+    for _ in range(2):
+        with pytest.raises(sf.Invalid, match="SHARDFAST_STAGING_BYTES='lots': expected a number of bytes"):
+            sf.save(f"{directory}/one", {"extra": {"x": 1}}, timeout_s=20)
+
+
+def test_each_rank_has_a_budget_and_a_wrong_one_is_told_to_all(ranks, tmp_path):
+    ranks(2)(check_budgets, str(tmp_path))
 
 
 def check_meeting(rank, world, directory):

@@ -9,7 +9,17 @@ from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rus
 
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
-NATIVE_CALLERS = {"verbs", "checkpointer", "capture", "description", "session", "errors", "values", "_command"}
+NATIVE_CALLERS = {
+    "verbs",
+    "checkpointer",
+    "capture",
+    "description",
+    "inspection",
+    "session",
+    "errors",
+    "values",
+    "_command",
+}
 
 # What a crate's charter forbids it to know, as far as code can show it (unit tests excepted).
 CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|\bInstant\b|\bSystemTime\b"

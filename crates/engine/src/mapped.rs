@@ -12,7 +12,7 @@ use crate::reader::{Damage, OpenFile};
 
 /// A checkpoint whose data files are mapped when they are first looked at. On one rank alone.
 pub struct Mapped {
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
     files: Vec<Mutex<Option<Arc<File>>>>,
 }
 
@@ -41,7 +41,7 @@ impl Deref for View {
 
 impl Mapped {
     /// Maps an open checkpoint.
-    pub fn new(checkpoint: Checkpoint) -> Mapped {
+    pub fn new(checkpoint: Arc<Checkpoint>) -> Mapped {
         let files = checkpoint.manifest().files().iter().map(|_| Mutex::default()).collect();
         Mapped { checkpoint, files }
     }

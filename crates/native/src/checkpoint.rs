@@ -1,5 +1,7 @@
 //! Committed checkpoints.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use shardfast_engine::{Error, Kind, ValueRef, runs};
@@ -13,12 +15,16 @@ use crate::session::{Session, seconds};
 /// A committed checkpoint whose manifest is proven.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Checkpoint {
-    checkpoint: Own<shardfast_engine::Checkpoint>,
+    checkpoint: Own<Arc<shardfast_engine::Checkpoint>>,
 }
 
 impl Checkpoint {
     fn new(checkpoint: shardfast_engine::Checkpoint) -> Checkpoint {
-        Checkpoint { checkpoint: Own::new("this checkpoint", checkpoint) }
+        Checkpoint { checkpoint: Own::new("this checkpoint", Arc::new(checkpoint)) }
+    }
+
+    pub(crate) fn engine(&self) -> PyResult<&Arc<shardfast_engine::Checkpoint>> {
+        self.checkpoint.get()
     }
 }
 

@@ -4,6 +4,7 @@ mod checkpoint;
 mod dlpack;
 mod errors;
 mod leaves;
+mod mapped;
 mod pending;
 mod process;
 mod session;
@@ -24,6 +25,8 @@ mod _native {
     use crate::dlpack::places;
     #[pymodule_export]
     use crate::leaves::Described;
+    #[pymodule_export]
+    use crate::mapped::{Mapped, Part};
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]

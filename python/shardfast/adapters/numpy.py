@@ -76,6 +76,11 @@ class NumpyAdapter:
             raise Refused(f"NumPy has no type for {dtype}")
         return np.empty(shape, dtype=_OF_NAME[dtype])
 
+    def view(self, dtype: str, shape: Ints, buffer: Any) -> Array:
+        if dtype not in _OF_NAME:
+            raise Refused(f"NumPy has no type for {dtype}")
+        return np.ndarray(shape, dtype=_OF_NAME[dtype], buffer=buffer)
+
     def fill(self, tensor: Array, value: object) -> None:
         if not isinstance(value, np.ndarray):
             raise Refused(f"the checkpoint holds a {type(value).__name__} where an array stands here")

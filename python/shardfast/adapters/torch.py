@@ -579,6 +579,11 @@ class TorchAdapter:
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
         return torch.empty(shape, dtype=_OF_NAME[dtype])
 
+    def view(self, dtype: str, shape: Ints, buffer: Any) -> torch.Tensor:
+        if dtype not in _OF_NAME:
+            raise Refused(f"PyTorch has no type for {dtype}")
+        return torch.frombuffer(buffer, dtype=_OF_NAME[dtype]).view(shape)
+
     def expect_fill(self, tensor: torch.Tensor, value: object) -> None:
         """Refuses a value that :meth:`fill` could not copy."""
         if tensor.ndim == 0 and isinstance(value, (bool, int, float)):

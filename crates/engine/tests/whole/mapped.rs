@@ -6,7 +6,7 @@ use shardfast_format::{LeafKind, LeafName};
 use crate::checkpoints::{opened, save_ranks, two_ranks};
 
 fn mapped(url: &str) -> Mapped {
-    Mapped::new(opened(url))
+    Mapped::new(opened(url).into())
 }
 
 #[test]

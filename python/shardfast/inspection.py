@@ -1,0 +1,169 @@
+"""Looking at a checkpoint on a host: its tensors where they lie in its files, mapped into memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from . import _native, session
+from . import adapters as frameworks
+from .catalog import Adapter, Ints, Refused
+from .errors import Invalid
+from .values import Raising, decode, raise_value
+from .verbs import Url, expect_url
+
+
+def mapped(url: Url) -> Mapped:
+    """Opens the checkpoint at ``url`` to look at it. Any process does so alone, whatever job it belongs to.
+
+    Reads the manifest only; of the data, what is looked at::
+
+        with sf.mapped("runs/gpt/step-00001000") as checkpoint:
+            print(checkpoint["model/layers.0.weight"].norm(), checkpoint.value("extra/args"))
+
+    Tensors are those of the framework that this process has imported, PyTorch's before NumPy's.
+
+    Raises:
+        NotFound: If no checkpoint is committed there.
+        Invalid: If it is a run of checkpoints, or no framework was imported.
+        Unsupported: If it is of a newer format.
+    """
+    active = frameworks.active()
+    place = expect_url(url)
+    if not active:
+        raise Invalid(f"{place}: import the framework that shall show the tensors before the checkpoint is mapped")
+    return Mapped(_native.open(session.alone(), place, timeout_s=session.TIMEOUT_S), active)
+
+
+class Mapped(Mapping[str, Any]):
+    """The tensors of a checkpoint, aliases too, by ``"key/name"``. Made by :func:`mapped`.
+
+    Looking a tensor up proves its bytes, the first time, and copies nothing when they lie in one piece. What was saved
+    in several parts is assembled in new memory, each time; :meth:`parts` shows it without a copy. Nothing else is
+    read: damage elsewhere does not matter.
+
+    Tensors stay after :meth:`close`, which the end of a ``with`` block calls, and after the checkpoint is deleted: each
+    keeps its file mapped. Only who cuts a file of a checkpoint short takes them away, and ends the process. Writing
+    into one changes a copy of the page that is this process's own, seen by all tensors of this object that lie there,
+    and never the file.
+
+    Lookups raise ``KeyError`` for a name that the checkpoint has not, :class:`Corrupt` for damage, :class:`Unsupported`
+    for a storage whose objects cannot be mapped (``memory://``), and :class:`Invalid` for an element type that the
+    framework has not, or after :meth:`close`.
+    """
+
+    def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter]) -> None:
+        self._url = checkpoint.url
+        self._open: tuple[_native.Checkpoint, _native.Mapped] | None = (checkpoint, _native.Mapped(checkpoint))
+        self._adapters = active
+        self._tensors: dict[str, tuple[int, str, Ints]] = {}
+        self._values: dict[str, tuple[int, list[list[tuple[int, int]]]]] = {}
+        aliases: dict[str, str] = {}
+        for index, (kind, key, name, _, *more) in enumerate(checkpoint.leaves()):
+            full = f"{key}/{name}"
+            if kind == "tensor":
+                self._tensors[full] = (index, more[0], tuple(more[1]))
+            elif kind == "alias":
+                aliases[full] = "/".join(more)
+            else:
+                self._values[full] = (index, [ranks for ranks, _ in more[0]])
+        self._tensors |= {name: self._tensors[of] for name, of in aliases.items()}
+
+    def __repr__(self) -> str:
+        is_closed = ", closed" if self._open is None else ""
+        return f"<mapped {self._url}: {len(self._tensors)} tensors, {len(self._values)} values{is_closed}>"
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Any:
+        parts = self.parts(name)
+        if len(parts) == 1:
+            return parts[0][1]
+        _, dtype, shape = self._tensors[name]
+        try:
+            tensor = self._adapters[0].allocate(dtype, shape)
+        except Refused as refused:  # of a tensor without elements, of which there is no part
+            raise self._has_no_type(name, refused) from refused
+        for offsets, part in parts:
+            box = zip(offsets, part.shape, strict=True)
+            tensor[tuple(slice(offset, offset + length) for offset, length in box)] = part
+        return tensor
+
+    def parts(self, name: str) -> list[tuple[Ints, Any]]:
+        """The tensor as it was saved, without a copy: where each part begins in the global shape, and the part."""
+        (index, dtype, _), (_, mapped) = self._tensor(name), self._opened()
+        view = self._adapters[0].view
+        try:
+            return [(part.offsets, view(dtype, part.lengths, _buffer(part))) for part in mapped.parts(index)]
+        except Refused as refused:
+            raise self._has_no_type(name, refused) from refused
+
+    def value_names(self) -> list[str]:
+        """The names of what is no tensor."""
+        return list(self._values)
+
+    def value(self, name: str, *, rank: int = 0, pickle: bool = False) -> Any:
+        """A Python value, the tensors in it as in the mapping.
+
+        Args:
+            name: Of the value: ``"key/name"``.
+            rank: Whose, of the ranks that saved; matters where their values differ.
+            pickle: Load pickles, which can run any code.
+        """
+        if name not in self._values:
+            hint = ", which is a tensor" if name in self._tensors else ""
+            raise KeyError(f"{self._url} has no value {name!r}{hint}")
+        index, copies = self._values[name]
+        held = [number for number, of in enumerate(copies) if any(start <= rank < stop for start, stop in of)]
+        if not held:
+            raise Invalid(f"rank={rank}: expected one that saved {name}: {_text(copies)}")
+        [data] = self._opened()[0].load([], [(index, held[0])], session.TIMEOUT_S)
+        how = Raising(name, self._adapters, lambda key, below: self[f"{key}/{below}"], pickle=pickle)
+        return raise_value(decode(data, name), how)
+
+    def close(self) -> None:
+        """Ends looking. Tensors that were looked up stay as they are."""
+        self._open = None
+
+    def __enter__(self) -> Mapped:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _opened(self) -> tuple[_native.Checkpoint, _native.Mapped]:
+        if self._open is None:
+            raise Invalid(f"{self._url}: this mapped checkpoint was closed: call sf.mapped again")
+        return self._open
+
+    def _tensor(self, name: str) -> tuple[int, str, Ints]:
+        if name not in self._tensors:
+            hint = ", which is a value: value() has it" if name in self._values else ""
+            raise KeyError(f"{self._url} has no tensor {name!r}{hint}")
+        return self._tensors[name]
+
+    def _has_no_type(self, name: str, refused: Refused) -> Invalid:
+        return Invalid(f"{self._url}: {name}: {refused}: import a framework that has before the checkpoint is mapped")
+
+
+def _buffer(part: _native.Part) -> Any:
+    """The memory of a part, which keeps it there."""
+    buffer = (ctypes.c_char * part.bytes).from_address(part.address)
+    buffer.part = part  # type: ignore[attr-defined]
+    return buffer
+
+
+def _text(copies: list[list[tuple[int, int]]]) -> str:
+    ranges = sorted(of for ranks in copies for of in ranks)
+    return ", ".join(str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in ranges)

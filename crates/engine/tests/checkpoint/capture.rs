@@ -76,7 +76,7 @@ fn what_may_change_at_any_time_is_copied_first_and_waited_for_alone() {
         vec![(tensor("a", patient.bytes), Arc::new(patient)), (tensor("b", urgent.bytes), Arc::new(urgent))];
     let dir = tempfile::tempdir().unwrap();
     let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, false), LONG);
-    pending.captured(None).unwrap();
+    pending.captured(Some(LONG)).unwrap();
     assert_eq!(pending.staged(Some(SHORT)).unwrap_err().kind, Kind::Unavailable);
     assert!(order.lock().unwrap().iter().all(|&is_urgent| is_urgent), "something else went first");
     gate.open();

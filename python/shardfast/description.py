@@ -198,11 +198,13 @@ class _Leaves:
         if is_kept(layout, keeps_random_states if entry.pure else keeps_values):
             self._value(entry.key, entry.name, entry.tensor, keeps_all, entry.place)
         else:
-            self._tensor(entry.key, entry.name, entry.adapter, entry.tensor, entry.place)
+            self._laid_out(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, layout)
 
     def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
+        self._laid_out(key, name, adapter, tensor, place, _layout(adapter, tensor, place))
+
+    def _laid_out(self, key: str, name: str, adapter: Adapter, tensor: object, place: str, layout: Layout) -> None:
         self._claim(key, name, place)
-        layout = _layout(adapter, tensor, place)
         self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor)))
 
     def _value(
@@ -520,7 +522,8 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
     if seen is None:
         return description, None
     extra = found.named[found.in_bundles :]
-    memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
+    memory_of = {number: leaf.source.memory for leaf in tensors for number in numbers[leaf.key, leaf.name]}
+    memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
     return description, _Known(

@@ -25,6 +25,8 @@ Notice = Callable[[], None]
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a ``DTensor``, without importing what defines it."""
+    if type(tensor) is torch.Tensor:
+        return False
     dtensor = sys.modules.get("torch.distributed.tensor")
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 

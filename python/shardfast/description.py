@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _native
 from . import adapters as frameworks
@@ -31,6 +31,7 @@ from .catalog import (
     When,
     item_bytes,
 )
+from .collection import paused
 from .errors import Invalid
 from .state import (
     BundleEntry,
@@ -134,19 +135,21 @@ class Describer:
         Raises:
             Invalid: Naming what cannot be stored, or two things of one name.
         """
-        known, units, adapters = self._known, list(units_of(state)), frameworks.active()
-        description = known.again(units, adapters, pickle) if known is not None else None
+        known, adapters = self._known, frameworks.active()
+        with paused():
+            units = list(units_of(state))
+            description = known.again(units, adapters, pickle) if known is not None else None
         if description is None:
-            found = _Found.of(units, adapters, pickle, self._notice)
-            description, self._known = _described(found, self._forget)
+            with paused():
+                found = _Found.of(units, adapters, pickle, self._notice)
+                description, self._known = _described(found, self._forget)
         return description
 
 
 # What there is in a state
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A tensor under one of its names."""
 
     key: str

@@ -334,13 +334,27 @@ def test_several_chunks_of_one_flat_local_tensor(monkeypatch):
         torch_placement.views(tensor, local[:15])
 
 
+def test_a_local_tensor_that_a_collective_still_fills_is_waited_for(monkeypatch):
+    class InFlight(torch.Tensor):
+        def trigger_wait(self):
+            raise AssertionError("not needed")
+
+        def wait(self):
+            return self.as_subclass(torch.Tensor)
+
+    local = torch.arange(4.0).as_subclass(InFlight)
+    tensor = types.SimpleNamespace(_local_tensor=local, to_local=lambda: local)
+    monkeypatch.setattr(torch_placement, "is_dtensor", lambda tensor: True)
+    assert type(torch_placement.local_of(tensor)) is torch.Tensor
+
+
 class ShardOrderEntry(NamedTuple):
     tensor_dim: int
     mesh_dims: tuple[int, ...]
 
 
 def test_another_order_of_sharding_is_honoured():
-    mesh = types.SimpleNamespace(shape=(2, 2), get_coordinate=lambda: [0, 1])
+    mesh = types.SimpleNamespace(shape=(2, 2), mesh_dim_names=None, get_coordinate=lambda: [0, 1])
     entry = ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))
     spec = types.SimpleNamespace(shard_order=(entry,))
     tensor = types.SimpleNamespace(device_mesh=mesh, placements=(Shard(0), Shard(0)), shape=(8,), _spec=spec)
@@ -356,14 +370,14 @@ def test_what_is_remembered_of_a_placement_is_not_taken_for_another():
             types.SimpleNamespace(device_mesh=mesh, placements=placements, shape=shape)
         ).regions
 
-    mesh = types.SimpleNamespace(shape=(2, 2))
+    mesh = types.SimpleNamespace(shape=(2, 2), mesh_dim_names=None)
     assert regions([0, 1], (8,), Shard(0), Shard(0)) == (Region((2,), (2,)),)
     assert regions([1, 1], (8,), Shard(0), Shard(0)) == (Region((6,), (2,)),)
     assert regions([1, 1], (12,), Shard(0), Shard(0)) == (Region((9,), (3,)),)
     assert regions([0, 1], (8,), Replicate(), Shard(0)) == (Region((4,), (4,)),)
     strided = _StridedShard(0, split_factor=2)
     assert regions([0, 1], (8,), strided, Shard(0)) == (Region((4,), (2,)),)
-    mesh = types.SimpleNamespace(shape=(1, 4))
+    mesh = types.SimpleNamespace(shape=(1, 4), mesh_dim_names=None)
     assert regions([0, 1], (8,), Replicate(), Shard(0)) == (Region((2,), (2,)),)
     assert regions(None, (8,), Replicate(), Shard(0)) == ()
 

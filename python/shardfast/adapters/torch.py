@@ -395,7 +395,7 @@ class TorchAdapter:
             return Layout(dtype, shape, tuple(region for region, _ in views(tensor, local)), text(tensor))
         there = placed(tensor)
         expect_shape(there, tensor, local)
-        return Layout(dtype, shape, there.regions, text(tensor))
+        return Layout(dtype, shape, there.regions, there.text)
 
     def source(self, tensor: torch.Tensor) -> Source:
         local = local_of(tensor)

@@ -98,11 +98,13 @@ class Placed:
         regions: Its regions.
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
+        text: The layout in words.
     """
 
     regions: tuple[Region, ...]
     starts: tuple[Ints, ...]
     local_shape: Ints
+    text: str
 
 
 class _Same:
@@ -148,24 +150,23 @@ def _placed(
     where = None if coordinate is None else tuple(map(int, coordinate))
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
-    return Placed(regions, starts, local_shape)
+    return Placed(regions, starts, local_shape, _text(same.mesh, placements))
 
 
 def text(tensor: Any) -> str:
     """The layout of a DTensor in words: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
-    return _text(_Same(tensor.device_mesh), tensor.placements, tuple(map(type, tensor.placements)))
+    return _text(tensor.device_mesh, tensor.placements)
 
 
-@functools.lru_cache(maxsize=1024)
-def _text(same: _Same, placements: tuple[Any, ...], kinds: tuple[type, ...]) -> str:
-    names, sizes = same.mesh.mesh_dim_names, tuple(same.mesh.shape)
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
+def _text(mesh: Any, placements: tuple[Any, ...]) -> str:
+    names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
+    axes = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
     words = []
     for placement in placements:
         kind = type(placement).__name__.lstrip("_")
         split = f", split_factor={placement.split_factor}" if hasattr(placement, "split_factor") else ""
         words.append(f"{kind}({placement.dim}{split})" if hasattr(placement, "dim") else f"{kind}()")
-    return f"mesh({mesh}) [{', '.join(words)}]"
+    return f"mesh({axes}) [{', '.join(words)}]"
 
 
 def chunks(tensor: Any) -> list[Region] | None:
@@ -185,7 +186,7 @@ def local_of(tensor: Any) -> torch.Tensor:
     if type(inside) is torch.Tensor:
         return inside  # as `to_local` gives it without autograd
     with torch.no_grad():
-        local = tensor.tolocal_of()
+        local = tensor.to_local()
     if hasattr(local, "trigger_wait"):  # a collective is still in flight
         local = local.wait()
     return local  # type: ignore[no-any-return]

@@ -363,6 +363,21 @@ def test_another_order_of_sharding_is_honoured():
     assert torch_placement.placed(tensor).regions == (Region((2,), (2,)),)
 
 
+def test_a_placement_of_a_subclass_is_not_taken_for_one_of_its_base():
+    class Interleaved(Shard):
+        def is_shard(self, dim=None):
+            return False
+
+    def of(placement):
+        return torch_placement.placed(types.SimpleNamespace(device_mesh=mesh, placements=(placement,), shape=(8,)))
+
+    mesh = types.SimpleNamespace(shape=(2,), mesh_dim_names=None, get_coordinate=lambda: [0])
+    assert Interleaved(0) == Shard(0)
+    assert of(Shard(0)).regions == (Region((0,), (4,)),)
+    with pytest.raises(Refused, match="of an unknown kind"):
+        of(Interleaved(0))
+
+
 def test_what_is_remembered_of_a_placement_is_not_taken_for_another():
     def regions(coordinate, shape, *placements):
         mesh.get_coordinate = lambda: coordinate

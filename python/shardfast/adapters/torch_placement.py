@@ -130,7 +130,7 @@ def placed(tensor: Any) -> Placed:
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     shard_order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
-    # A strided shard may equal a plain one.
+    # A placement of a subclass equals one of its base.
     kinds = tuple(map(type, placements))
     coordinate = mesh.get_coordinate()
     where = coordinate if coordinate is None else tuple(coordinate)

@@ -6,6 +6,7 @@ global shape that this rank holds and the *memory* in which they lie. Nothing he
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class Layout:
     text: str = ""
 
 
+@functools.cache
 def item_bytes(dtype: str) -> int:
     """Bytes of one element of a safetensors type (of a pair, for ``"F4"``)."""
     bits = re.search(r"[0-9]+", dtype)

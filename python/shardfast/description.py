@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _native
 from . import adapters as frameworks
@@ -31,6 +31,7 @@ from .catalog import (
     When,
     item_bytes,
 )
+from .collection import paused
 from .errors import Invalid
 from .state import (
     BundleEntry,
@@ -84,14 +85,12 @@ class Description:
         values: Those of its object leaves, in order.
         watched: What is copied later, and may not change before.
         owner: Keeps allocated what is not copied yet.
-        is_urgent: Whether something may change at any time that is not copied yet.
     """
 
     native: _native.Described
     values: Sequence[_native.Value]
     watched: Sequence[Watched]
     owner: object
-    is_urgent: bool
 
 
 def describe(state: object, *, pickle: bool = False, notice: Notice | None = None) -> list[Leaf]:
@@ -134,19 +133,21 @@ class Describer:
         Raises:
             Invalid: Naming what cannot be stored, or two things of one name.
         """
-        known, units, adapters = self._known, list(units_of(state)), frameworks.active()
-        description = known.again(units, adapters, pickle) if known is not None else None
+        known, adapters = self._known, frameworks.active()
+        with paused():
+            units = list(units_of(state))
+            description = known.again(units, adapters, pickle) if known is not None else None
         if description is None:
-            found = _Found.of(units, adapters, pickle, self._notice)
-            description, self._known = _described(found, self._forget)
+            with paused():
+                found = _Found.of(units, adapters, pickle, self._notice)
+                description, self._known = _described(found, self._forget)
         return description
 
 
 # What there is in a state
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A tensor under one of its names."""
 
     key: str
@@ -198,11 +199,13 @@ class _Leaves:
         if is_kept(layout, keeps_random_states if entry.pure else keeps_values):
             self._value(entry.key, entry.name, entry.tensor, keeps_all, entry.place)
         else:
-            self._tensor(entry.key, entry.name, entry.adapter, entry.tensor, entry.place)
+            self._laid_out(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, layout)
 
     def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
+        self._laid_out(key, name, adapter, tensor, place, _layout(adapter, tensor, place))
+
+    def _laid_out(self, key: str, name: str, adapter: Adapter, tensor: object, place: str, layout: Layout) -> None:
         self._claim(key, name, place)
-        layout = _layout(adapter, tensor, place)
         self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor)))
 
     def _value(
@@ -381,7 +384,6 @@ class _Known:
     lazy: Sequence[_Lazy]
     soon: Sequence[int]
     extras: Extras
-    is_urgent: bool
 
     def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
         """The state as it is now, if it is another only in its values."""
@@ -410,7 +412,7 @@ class _Known:
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
         owner = ([one.hold for one in watched], [tensors[number] for number in self.soon], sources)
-        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner, self.is_urgent)
+        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner)
 
     def _rest(
         self,
@@ -510,8 +512,7 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
         watched += [one for one in [lazy[-1].watched(own)] if one is not None]
     owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
-    is_urgent = any(leaf.when == "soon" for leaf in tensors)
-    description = Description(native, values, watched, owner, is_urgent)
+    description = Description(native, values, watched, owner)
     if any(leaf.source.is_copy for leaf in tensors):
         return description, None
     bundles = [_Bundle.of(entry, forget) for entry in found.bundles]
@@ -520,7 +521,8 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
     if seen is None:
         return description, None
     extra = found.named[found.in_bundles :]
-    memory: list[object] = [named.adapter.source(named.tensor).memory for named in extra]
+    memory_of = {number: leaf.source.memory for leaf in tensors for number in numbers[leaf.key, leaf.name]}
+    memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
     return description, _Known(

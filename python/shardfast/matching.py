@@ -9,9 +9,10 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .catalog import Adapter, Flat, Layout, Memory, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor, item_bytes
+from .collection import paused
 from .errors import Corrupt, Invalid
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
 from .values import Raising, Trail, decode, raise_value, tensors_in
@@ -114,8 +115,7 @@ class LoadPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Want:
+class _Want(NamedTuple):
     """A tensor to fill from a saved one."""
 
     leaf: SavedTensor
@@ -474,6 +474,10 @@ class Matching:
 
     def bind(self) -> list[NativeWant]:
         """The wants with their memory, which this object keeps allocated."""
+        with paused():
+            return self._bound()
+
+    def _bound(self) -> list[NativeWant]:
         out = []
         for want in self._wants:
             try:

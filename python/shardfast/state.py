@@ -140,7 +140,7 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     names: dict[int, str] = {}
     module_keys: list[str] = []
     for unit in units:
-        module = _module(unit, adapters)
+        module = _module(unit, adapters) if _owner(unit.value, adapters) is None else None
         if module is not None:
             modules[id(unit)] = module.bundle
             module_keys.append(unit.key)
@@ -157,7 +157,7 @@ def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[A
     rest = [unit for unit in units if not any(unit is bundle for bundle in bundles)]
     pure_keys = _pure_keys(units, adapters)
     try:
-        if any(_module(unit, adapters) is not None for unit in rest):
+        if any(_owner(unit.value, adapters) is None and _module(unit, adapters) is not None for unit in rest):
             return None
         entries = [_entry(unit, adapters, None, {}, unit.key in pure_keys) for unit in rest]
     except Invalid:  # a new optimizer, whose parameters have no names here
@@ -204,6 +204,14 @@ def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def _owner(value: object, adapters: Sequence[Adapter]) -> Adapter | None:
+    """The adapter of which ``value`` is a tensor."""
+    for adapter in adapters:
+        if adapter.is_tensor(value):
+            return adapter
+    return None
+
+
 def _module(unit: Unit, adapters: Sequence[Adapter]) -> Module | None:
     try:
         answers = (adapter.module(unit.value) for adapter in adapters)
@@ -226,7 +234,7 @@ def _tensors_of_tree(value: object, adapters: Sequence[Adapter]) -> bool:
         if not value or not _is_walked(value):
             return False
         return all(_tensors_of_tree(item, adapters) for item in value.values())
-    return any(adapter.is_tensor(value) for adapter in adapters)
+    return _owner(value, adapters) is not None
 
 
 def _pure_keys(units: Sequence[Unit], adapters: Sequence[Adapter]) -> set[str]:
@@ -241,14 +249,14 @@ def _entry(
     prefix = f"{unit.name}." if unit.name is not None else ""
     if module is not None:
         return BundleEntry(unit.key, prefix, module, unit.place, unit.name, value)
+    adapter = _owner(value, adapters)
+    if adapter is not None:
+        return TensorEntry(unit.key, name, adapter, value, unit.put, pure, unit.place)
     if isinstance(value, PerRank):
         return _per_rank(unit, name, value)
     optimizer = _optimizer(unit, adapters, names)
     if optimizer is not None:
         return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value)
-    for adapter in adapters:
-        if adapter.is_tensor(value):
-            return TensorEntry(unit.key, name, adapter, value, unit.put, pure, unit.place)
     if _is_stateful(value):
         return ValueEntry(unit.key, name, unit.state_dict, False, value, unit.put, unit.place)
     if isinstance(value, dict) and _tensors_of_tree(value, adapters):

@@ -11,6 +11,7 @@ from . import _native
 from . import adapters as frameworks
 from .capture import Pending, in_flight
 from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .collection import paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
 from .matching import LoadPlan, Matching, Options, Rename
@@ -255,20 +256,21 @@ def _matched(
 ) -> Matching:
     info = checkpoint.info()
     plan = LoadPlan(checkpoint.url, info["step"])
-    matching = prepared(
-        session,
-        lambda: Matching(
-            walk(state),
-            [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
-            plan,
-            options,
-            rank=session.rank,
-            world=session.world,
-            saved_world=info["world"],
-            dry=dry,
-        ),
-        timeout_s,
-    )
+
+    def prepare() -> Matching:
+        with paused():
+            return Matching(
+                walk(state),
+                [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
+                plan,
+                options,
+                rank=session.rank,
+                world=session.world,
+                saved_world=info["world"],
+                dry=dry,
+            )
+
+    matching = prepared(session, prepare, timeout_s)
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
     matching.conclude(untouched, problems)
     return matching

@@ -4,6 +4,7 @@ import itertools
 import math
 import types
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardfast.adapters import torch as torch_adapter
+from shardfast.adapters import torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
 from shardfast.catalog import Flat, Layout, Memory, Refused, Region, Source, Target
 from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
@@ -204,7 +205,7 @@ def shapes_and_cuts(draw):
 @given(shapes_and_cuts())
 def test_index_runs_are_those_of_torch_chunk(case):
     shape, cuts = case
-    regions, starts, local_shape = torch_adapter._cut(shape, cuts)
+    regions, starts, local_shape = torch_placement.cut(shape, cuts)
     indices = held(shape, cuts)
     assert local_shape == tuple(map(len, indices))
     whole = torch.arange(math.prod(shape)).reshape(shape)
@@ -219,7 +220,7 @@ def test_index_runs_are_those_of_torch_chunk(case):
 
 
 def test_index_runs_do_not_depend_on_size():
-    regions, _, _ = torch_adapter._cut((1 << 40, 8), ((0, 2, 1, 1), (0, 1 << 10, 3, 1), (1, 2, 0, 1)))
+    regions, _, _ = torch_placement.cut((1 << 40, 8), ((0, 2, 1, 1), (0, 1 << 10, 3, 1), (1, 2, 0, 1)))
     assert regions == (Region(((1 << 39) + 3 * (1 << 29), 0), (1 << 29, 4)),)
 
 
@@ -323,26 +324,77 @@ def test_several_chunks_of_one_flat_local_tensor(monkeypatch):
     chunks = [types.SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in boxes]
     local.__create_chunk_list__ = lambda: chunks
     tensor = types.SimpleNamespace(shape=whole.shape, _local_tensor=local)
-    monkeypatch.setattr(torch_adapter, "is_dtensor", lambda tensor: True)
-    found = torch_adapter._views(tensor, local)
+    monkeypatch.setattr(torch_placement, "is_dtensor", lambda tensor: True)
+    found = torch_placement.views(tensor, local)
     assert [(region.offsets, region.lengths) for region, _ in found] == boxes[:2]
     for region, view in found:
         there = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.lengths, strict=True))
         assert torch.equal(view, whole[there])
     with pytest.raises(Refused, match="has 15 elements, where the attached chunk list gives 16"):
-        torch_adapter._views(tensor, local[:15])
+        torch_placement.views(tensor, local[:15])
 
 
-def test_another_order_of_sharding_is_honoured(monkeypatch):
-    mesh = types.SimpleNamespace(shape=(2, 2), get_coordinate=lambda: [0, 1])
-    entry = types.SimpleNamespace(tensor_dim=0, mesh_dims=(1, 0))
+def test_a_local_tensor_that_a_collective_still_fills_is_waited_for(monkeypatch):
+    class InFlight(torch.Tensor):
+        def trigger_wait(self):
+            raise AssertionError("not needed")
+
+        def wait(self):
+            return self.as_subclass(torch.Tensor)
+
+    local = torch.arange(4.0).as_subclass(InFlight)
+    tensor = types.SimpleNamespace(_local_tensor=local, to_local=lambda: local)
+    monkeypatch.setattr(torch_placement, "is_dtensor", lambda tensor: True)
+    assert type(torch_placement.local_of(tensor)) is torch.Tensor
+
+
+class ShardOrderEntry(NamedTuple):
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+def test_another_order_of_sharding_is_honoured():
+    mesh = types.SimpleNamespace(shape=(2, 2), mesh_dim_names=None, get_coordinate=lambda: [0, 1])
+    entry = ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))
     spec = types.SimpleNamespace(shard_order=(entry,))
-    tensor = types.SimpleNamespace(device_mesh=mesh, placements=(Shard(0), Shard(0)), ndim=1, _spec=spec)
-    regions, _, _ = torch_adapter._cut((8,), torch_adapter._cuts(tensor))
-    assert regions == (Region((4,), (2,)),)  # second half first, of that the first half
+    tensor = types.SimpleNamespace(device_mesh=mesh, placements=(Shard(0), Shard(0)), shape=(8,), _spec=spec)
+    assert torch_placement.placed(tensor).regions == (Region((4,), (2,)),)  # second half first, of that the first half
     spec.shard_order = ()
-    regions, _, _ = torch_adapter._cut((8,), torch_adapter._cuts(tensor))
-    assert regions == (Region((2,), (2,)),)
+    assert torch_placement.placed(tensor).regions == (Region((2,), (2,)),)
+
+
+def test_a_placement_of_a_subclass_is_not_taken_for_one_of_its_base():
+    class Interleaved(Shard):
+        def is_shard(self, dim=None):
+            return False
+
+    def of(placement):
+        return torch_placement.placed(types.SimpleNamespace(device_mesh=mesh, placements=(placement,), shape=(8,)))
+
+    mesh = types.SimpleNamespace(shape=(2,), mesh_dim_names=None, get_coordinate=lambda: [0])
+    assert Interleaved(0) == Shard(0)
+    assert of(Shard(0)).regions == (Region((0,), (4,)),)
+    with pytest.raises(Refused, match="of an unknown kind"):
+        of(Interleaved(0))
+
+
+def test_what_is_remembered_of_a_placement_is_not_taken_for_another():
+    def regions(coordinate, shape, *placements):
+        mesh.get_coordinate = lambda: coordinate
+        return torch_placement.placed(
+            types.SimpleNamespace(device_mesh=mesh, placements=placements, shape=shape)
+        ).regions
+
+    mesh = types.SimpleNamespace(shape=(2, 2), mesh_dim_names=None)
+    assert regions([0, 1], (8,), Shard(0), Shard(0)) == (Region((2,), (2,)),)
+    assert regions([1, 1], (8,), Shard(0), Shard(0)) == (Region((6,), (2,)),)
+    assert regions([1, 1], (12,), Shard(0), Shard(0)) == (Region((9,), (3,)),)
+    assert regions([0, 1], (8,), Replicate(), Shard(0)) == (Region((4,), (4,)),)
+    strided = _StridedShard(0, split_factor=2)
+    assert regions([0, 1], (8,), strided, Shard(0)) == (Region((4,), (2,)),)
+    mesh = types.SimpleNamespace(shape=(1, 4), mesh_dim_names=None)
+    assert regions([0, 1], (8,), Replicate(), Shard(0)) == (Region((2,), (2,)),)
+    assert regions(None, (8,), Replicate(), Shard(0)) == ()
 
 
 # Modules

@@ -1,9 +1,4 @@
-"""PyTorch's tensors, modules and optimizers, said as regions, names and plain data.
-
-A ``DTensor``'s place follows from its mesh and placements: per tensor dimension, runs of indices are cut by the rule of
-``torch.chunk``, one mesh dimension after the other. That is exact for every placement that shards, ``_StridedShard``
-without its right-hand ``Shard`` included, where a rank holds several runs; no communication, no index vectors.
-"""
+"""PyTorch's tensors, modules and optimizers, said as regions, names and plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Flat, Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
+from ..catalog import Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
 from .torch_capture import (
     ModulesRecheck,
     OptimizersRecheck,
@@ -30,6 +25,7 @@ from .torch_capture import (
     is_dtensor,
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
+from .torch_placement import chunks, expect_shape, local_of, placed, text, views
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -66,158 +62,12 @@ _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state() in a state dict
 
 
-# Where a rank's part of a tensor lies
-
-Run = tuple[int, int]
-"""``(start, length)`` of consecutive indices of one dimension."""
-
-
-def _part(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Elements ``[start, stop)`` of the concatenated runs, as runs; neighbours are joined."""
-    out: list[Run] = []
-    for first, length in runs:
-        low, high = max(start, 0), min(stop, length)
-        if low < high:
-            if out and sum(out[-1]) == first + low:
-                out[-1] = (out[-1][0], out[-1][1] + high - low)
-            else:
-                out.append((first + low, high - low))
-        start, stop = start - length, stop - length
-    return out
-
-
-def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Part ``index`` of the runs cut by the rule of ``torch.chunk``, empty where that gives fewer parts."""
-    size = math.ceil(sum(length for _, length in runs) / parts)
-    return _part(runs, index * size, (index + 1) * size)
-
-
-Cut = tuple[int, int, int, int]
-"""Tensor dimension, size of the mesh dimension, this rank's coordinate there, split factor (1 for a plain Shard)."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut(shape: Ints, cuts: tuple[Cut, ...]) -> tuple[tuple[Region, ...], tuple[Ints, ...], Ints]:
-    """The regions of a tensor of ``shape`` cut in that order, where each begins in the local tensor, and its shape."""
-    dims: list[list[Run]] = [[(0, length)] if length else [] for length in shape]
-    for dim, parts, index, split in cuts:
-        groups = [_chunk(dims[dim], split, group) for group in range(split)] if split > 1 else [dims[dim]]
-        pieces = [run for group in groups for run in _chunk(group, parts, index)]
-        dims[dim] = _part(pieces, 0, shape[dim])
-    placed: list[list[tuple[int, Run]]] = []
-    for runs in dims:
-        starts = itertools.accumulate((length for _, length in runs), initial=0)
-        placed.append(list(zip(starts, runs, strict=False)))
-    regions, local = [], []
-    for combination in itertools.product(*placed):
-        regions.append(Region(tuple(r[0] for _, r in combination), tuple(r[1] for _, r in combination)))
-        local.append(tuple(start for start, _ in combination))
-    return tuple(regions), tuple(local), tuple(sum(length for _, length in runs) for runs in dims)
-
-
-def _cuts(tensor: Any) -> tuple[Cut, ...] | None:
-    """How a DTensor is cut, in the order of application; ``None`` on a rank outside its mesh."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    cuts: list[tuple[int, Cut]] = []
-    # A layout that was sharded in another order than from left to right says so in its spec.
-    shard_order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
-    turn = {axis: place for entry in shard_order for place, axis in enumerate(entry.mesh_dims)}
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_partial():
-            raise Refused(
-                f"a DTensor with placement {placement!r} on mesh dimension {axis} is a sum that was not yet made: "
-                "redistribute() it to Shard or Replicate first"
-            )
-        split = 1
-        if type(placement).__name__ == "_StridedShard":
-            split = int(placement.split_factor)
-        elif placement.is_replicate():
-            continue
-        elif not placement.is_shard():
-            raise Refused(f"a DTensor with placement {placement!r} on mesh dimension {axis} is of an unknown kind")
-        if coordinate is not None:
-            dim = placement.dim % tensor.ndim
-            cuts.append((turn.get(axis, axis), (dim, int(mesh.shape[axis]), int(coordinate[axis]), split)))
-    return None if coordinate is None else tuple(cut for _, cut in sorted(cuts, key=lambda item: item[0]))
-
-
-@functools.lru_cache(maxsize=1024)
-def _text(names: tuple[str, ...] | None, sizes: Ints, placements: tuple[Any, ...]) -> str:
-    """A layout in words: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
-    words = []
-    for placement in placements:
-        kind = type(placement).__name__.lstrip("_")
-        split = f", split_factor={placement.split_factor}" if hasattr(placement, "split_factor") else ""
-        words.append(f"{kind}({placement.dim}{split})" if hasattr(placement, "dim") else f"{kind}()")
-    return f"mesh({mesh}) [{', '.join(words)}]"
-
-
-def _chunks(tensor: Any) -> list[Region] | None:
-    """The regions that another library attached to the local tensor, because placements do not tell them truly."""
-    attached = getattr(getattr(tensor, "_local_tensor", None), "__create_chunk_list__", None)
-    if attached is None:
-        return None
-    chunks = [Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in attached()]
-    return [chunk for chunk in chunks if 0 not in chunk.lengths]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """The memory of this rank as a plain tensor: no autograd, no communication."""
-    if not is_dtensor(tensor):
-        return tensor  # type: ignore[no-any-return]
-    with torch.no_grad():
-        local = tensor.to_local()
-    if hasattr(local, "trigger_wait"):  # a collective is still in flight
-        local = local.wait()
-    return local  # type: ignore[no-any-return]
-
-
-def _views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
-    """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
-    shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
-        return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
-    chunks = _chunks(tensor)
-    if chunks is not None:
-        sizes = [math.prod(chunk.lengths) for chunk in chunks]
-        _expect_numel(sum(sizes), local, "the attached chunk list")
-        if len(chunks) == 1 and chunks[0].lengths == tuple(local.shape):
-            return [(chunks[0], local)]
-        if not local.is_contiguous():
-            raise Refused("a DTensor whose local tensor is not contiguous and holds several chunks: make it contiguous")
-        parts = torch.split(local.reshape(-1), sizes)
-        return [(chunk, part.view(chunk.lengths)) for chunk, part in zip(chunks, parts, strict=True)]
-    cuts = _cuts(tensor)
-    regions, starts, local_shape = _cut(shape, cuts) if cuts is not None else ((), (), (0,))
-    if local_shape != tuple(local.shape) and (regions or local.numel()):
-        raise Refused(
-            f"a DTensor whose local tensor has shape {tuple(local.shape)}, where its mesh and placements "
-            f"{tensor.placements!r} give {local_shape}: the library that made it says nowhere which part it holds"
-        )
-    if len(regions) == 1:
-        return [(regions[0], local)]
+def _memory(parts: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
     out = []
-    for region, start in zip(regions, starts, strict=True):
-        index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
-        out.append((region, local[index]))
-    return out
-
-
-def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:
-    if numel != local.numel():
-        raise Refused(f"a DTensor whose local tensor has {local.numel()} elements, where {who} gives {numel}")
-
-
-def _memory(views: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
-    return tuple(
-        Memory(
-            view.data_ptr(),
-            tuple(stride * view.element_size() for stride in view.stride()),
-            view.device.index if view.device.type == "cuda" else None,
-        )
-        for _, view in views
-    )
+    for _, view in parts:
+        item, device = view.element_size(), view.device.index if view.is_cuda else None
+        out.append(Memory(view.data_ptr(), tuple([stride * item for stride in view.stride()]), device))
+    return tuple(out)
 
 
 def _is_direct(local: torch.Tensor) -> bool:
@@ -228,6 +78,8 @@ def _is_direct(local: torch.Tensor) -> bool:
 
 
 def _expect_storable(tensor: torch.Tensor) -> None:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        return
     if isinstance(tensor, _LAZY):
         raise Refused(f"a {type(tensor).__name__} has no shape yet: run the module once (a dry run) first")
     if tensor.layout is not torch.strided:
@@ -302,7 +154,7 @@ class _Modules:
         return ()
 
     def recheck(self) -> Recheck | None:
-        if self._derived or self._values or any(_chunks(tensor) is not None for tensor in self._tensors.values()):
+        if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
         tensors = [(id(module), original) for module, original in map(self._places.__getitem__, self._tensors)]
         return ModulesRecheck.of(self._modules, tensors, self._of_parameters)
@@ -410,7 +262,7 @@ class _Optimizers:
     def recheck(self) -> Recheck | None:
         tensors = [place for _, value, place in self._entries() if isinstance(value, torch.Tensor)]
         values = {name: place for name, value, place in self._entries() if not isinstance(value, torch.Tensor)}
-        if any(isinstance(value, torch.Tensor) and _chunks(value) is not None for _, value, _ in self._entries()):
+        if any(isinstance(value, torch.Tensor) and chunks(value) is not None for _, value, _ in self._entries()):
             return None
         groups = functools.partial(groups_value, names=self._group_names)
         return OptimizersRecheck.of(self._optimizers, tensors, values, groups)
@@ -544,19 +396,22 @@ class TorchAdapter:
         if not is_dtensor(tensor):
             whole = (Region((0,) * len(shape), shape),) if tensor.numel() else ()
             return Layout(dtype, shape, whole)
-        sharded: Any = tensor
-        mesh, local = sharded.device_mesh, _local(tensor)
+        local = local_of(tensor)
         _expect_storable(local)
-        text = _text(mesh.mesh_dim_names, tuple(mesh.shape), tuple(sharded.placements))
-        regions: tuple[Region | Flat, ...] = tuple(region for region, _ in _views(tensor, local))
-        return Layout(dtype, shape, regions, text)
+        if chunks(tensor) is not None:
+            return Layout(dtype, shape, tuple(region for region, _ in views(tensor, local)), text(tensor))
+        there = placed(tensor)
+        expect_shape(there, tensor, local)
+        return Layout(dtype, shape, there.regions, there.text)
 
     def source(self, tensor: torch.Tensor) -> Source:
+        local = local_of(tensor)
+        if _is_direct(local):
+            return Source(_memory(views(tensor, local)), local)
         with torch.no_grad():
-            local = _local(tensor)
             _expect_memory(local)
-            plain = local if _is_direct(local) else local.resolve_conj().resolve_neg().cpu()
-            return Source(_memory(_views(tensor, plain)), plain, is_copy=plain is not local)
+            plain = local.resolve_conj().resolve_neg().cpu()
+            return Source(_memory(views(tensor, plain)), plain, is_copy=plain is not local)
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
@@ -565,16 +420,18 @@ class TorchAdapter:
         return TorchHold(tensors)
 
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
+        local = local_of(tensor)
+        wanted = _OF_NAME[dtype]
+        if local.dtype is wanted and _is_direct(local) and local.is_contiguous():
+            return Target(_memory(views(tensor, local)), local)
         with torch.no_grad():
-            local = _local(tensor)
             _expect_memory(local)
             if local.numel() and any(s == 0 < size - 1 for s, size in zip(local.stride(), local.shape, strict=True)):
                 raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
-            wanted = _OF_NAME[dtype]
             if local.dtype is wanted and _is_direct(local):
-                return Target(_memory(_views(tensor, local)), local)
+                return Target(_memory(views(tensor, local)), local)
             staging = torch.empty(local.shape, dtype=wanted)
-            return Target(_memory(_views(tensor, staging)), staging, lambda: _copy(local, staging))
+            return Target(_memory(views(tensor, staging)), staging, lambda: _copy(local, staging))
 
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
         return torch.empty(shape, dtype=_OF_NAME[dtype])
@@ -598,20 +455,21 @@ class TorchAdapter:
 
     def fill(self, tensor: torch.Tensor, value: object) -> None:
         self.expect_fill(tensor, value)
-        local = _local(tensor)
+        local = local_of(tensor)
         if not isinstance(value, torch.Tensor):
             _copy(local, torch.tensor(value, dtype=local.dtype))
             return
         with torch.no_grad():
-            for region, view in _views(tensor, local):
+            for region, view in views(tensor, local):
                 bounds = zip(region.offsets, region.lengths, strict=True)
                 _copy(view, value[tuple(slice(offset, offset + length) for offset, length in bounds)])
 
     def identity(self, tensor: torch.Tensor) -> Hashable:
         if isinstance(tensor, _LAZY):
             return id(tensor)
-        local = _local(tensor)
-        is_wrapper = hasattr(local, "__tensor_flatten__") or local.layout is not torch.strided
+        local = local_of(tensor)
+        is_inner = type(local) is torch.Tensor
+        is_wrapper = local.layout is not torch.strided or (not is_inner and hasattr(local, "__tensor_flatten__"))
         if is_wrapper or local.device.type == "meta" or local.numel() == 0:
             return id(tensor)
         return (local.device, local.data_ptr(), tuple(tensor.shape), local.shape, local.stride(), local.dtype)

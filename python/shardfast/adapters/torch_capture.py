@@ -25,6 +25,8 @@ Notice = Callable[[], None]
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a ``DTensor``, without importing what defines it."""
+    if type(tensor) is torch.Tensor:
+        return False
     dtensor = sys.modules.get("torch.distributed.tensor")
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
@@ -91,7 +93,7 @@ class TorchHold:
 
     def _now(self) -> list[int]:
         """A storage that is resized has new memory before it gives back the old."""
-        return [storage.data_ptr() for storage in self._storages]
+        return list(map(torch.UntypedStorage.data_ptr, self._storages))
 
     def stamp(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         return None if self._now() != self._pointers else self._versions(tensors)
@@ -199,7 +201,7 @@ class ModulesRecheck:
         self._modules = [weakref.ref(module) for module in modules]
         self._names, children, objects = self._slots_of(modules)
         number = {id(module): number for number, module in enumerate(modules)}
-        self._children = [None if child is None else number[id(child)] for child in children]
+        self._children = _getter([len(modules) if child is None else number[id(child)] for child in children])
         slots = ((id(module), name) for slot in _SLOTS for module in modules for name in getattr(module, slot))
         of_slot = {slot: number for number, slot in enumerate(slots)}
         place = {
@@ -224,10 +226,10 @@ class ModulesRecheck:
         """Names of all there is in the modules with how many each has, children, and what stands in the slots."""
         chained = itertools.chain.from_iterable
         containers = list(chained(map(_CONTAINERS, map(vars, modules))))
-        names: list[Any] = [*chained(containers), *map(len, containers)]
-        below, *slots = (containers[number :: len(_KINDS)] for number in range(1 + len(_SLOTS)))
-        children = [child for entries in below for child in entries.values()]
-        return names, children, [value for slot in slots for entries in slot for value in entries.values()]
+        names: list[Any] = [*map(len, containers), *chained(filter(None, containers))]
+        below, *slots = (filter(None, containers[number :: len(_KINDS)]) for number in range(1 + len(_SLOTS)))
+        children = list(chained(map(dict.values, below)))
+        return names, children, list(chained(map(dict.values, chained(slots))))
 
     def __call__(self) -> Again | None:
         modules: list[Any] = [module() for module in self._modules]
@@ -236,8 +238,7 @@ class ModulesRecheck:
         names, children, objects = self._slots_of(modules)
         if names != self._names:
             return None
-        expected = (None if number is None else modules[number] for number in self._children)
-        if not all(map(is_, children, expected)):
+        if not all(map(is_, children, self._children([*modules, None]))):
             return None
         tensors = self._entries.tensors(objects)
         return None if tensors is None else Again({}, tensors, self._parameters(objects))

@@ -1,0 +1,233 @@
+"""Where a rank's part of a tensor lies: regions of the global shape, and views of this rank's memory.
+
+A ``DTensor``'s place follows from its mesh and placements: per tensor dimension, runs of indices are cut by the rule of
+``torch.chunk``, one mesh dimension after the other. That is exact for every placement that shards, ``_StridedShard``
+without its right-hand ``Shard`` included, where a rank holds several runs; no communication, no index vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..catalog import Ints, Refused, Region
+from .torch_capture import is_dtensor
+
+Run = tuple[int, int]
+"""``(start, length)`` of consecutive indices of one dimension."""
+
+
+def _part(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Elements ``[start, stop)`` of the concatenated runs, as runs; neighbours are joined."""
+    out: list[Run] = []
+    for first, length in runs:
+        low, high = max(start, 0), min(stop, length)
+        if low < high:
+            if out and sum(out[-1]) == first + low:
+                out[-1] = (out[-1][0], out[-1][1] + high - low)
+            else:
+                out.append((first + low, high - low))
+        start, stop = start - length, stop - length
+    return out
+
+
+def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
+    """Part ``index`` of the runs cut by the rule of ``torch.chunk``, empty where that gives fewer parts."""
+    size = math.ceil(sum(length for _, length in runs) / parts)
+    return _part(runs, index * size, (index + 1) * size)
+
+
+Cut = tuple[int, int, int, int]
+"""Tensor dimension, size of the mesh dimension, this rank's coordinate there, split factor (1 for a plain Shard)."""
+
+
+def cut(shape: Ints, cuts: tuple[Cut, ...]) -> tuple[tuple[Region, ...], tuple[Ints, ...], Ints]:
+    """The regions of a tensor of ``shape`` cut in that order, where each begins in the local tensor, and its shape."""
+    dims: list[list[Run]] = [[(0, length)] if length else [] for length in shape]
+    for dim, parts, index, split in cuts:
+        groups = [_chunk(dims[dim], split, group) for group in range(split)] if split > 1 else [dims[dim]]
+        pieces = [run for group in groups for run in _chunk(group, parts, index)]
+        dims[dim] = _part(pieces, 0, shape[dim])
+    placed: list[list[tuple[int, Run]]] = []
+    for runs in dims:
+        starts = itertools.accumulate((length for _, length in runs), initial=0)
+        placed.append(list(zip(starts, runs, strict=False)))
+    regions, local = [], []
+    for combination in itertools.product(*placed):
+        regions.append(Region(tuple(r[0] for _, r in combination), tuple(r[1] for _, r in combination)))
+        local.append(tuple(start for start, _ in combination))
+    return tuple(regions), tuple(local), tuple(sum(length for _, length in runs) for runs in dims)
+
+
+def _cuts(
+    ndim: int, sizes: Ints, coordinate: Ints | None, placements: tuple[Any, ...], shard_order: tuple[Any, ...]
+) -> tuple[Cut, ...] | None:
+    """How a DTensor is cut, in the order of application; ``None`` on a rank outside its mesh."""
+    cuts: list[tuple[int, Cut]] = []
+    # A layout that was sharded in another order than from left to right says so in its spec.
+    turn = {axis: place for entry in shard_order for place, axis in enumerate(entry.mesh_dims)}
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise Refused(
+                f"a DTensor with placement {placement!r} on mesh dimension {axis} is a sum that was not yet made: "
+                "redistribute() it to Shard or Replicate first"
+            )
+        split = 1
+        if type(placement).__name__ == "_StridedShard":
+            split = int(placement.split_factor)
+        elif placement.is_replicate():
+            continue
+        elif not placement.is_shard():
+            raise Refused(f"a DTensor with placement {placement!r} on mesh dimension {axis} is of an unknown kind")
+        if coordinate is not None:
+            cuts.append((turn.get(axis, axis), (placement.dim % ndim, sizes[axis], coordinate[axis], split)))
+    return None if coordinate is None else tuple(cut for _, cut in sorted(cuts, key=lambda item: item[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where this rank's part of DTensors of one shape and placement lies.
+
+    Attributes:
+        regions: Its regions.
+        starts: Where each begins in the local tensor.
+        local_shape: That of the local tensor.
+        text: The layout in words.
+    """
+
+    regions: tuple[Region, ...]
+    starts: tuple[Ints, ...]
+    local_shape: Ints
+    text: str
+
+
+class _Same:
+    """A mesh as part of a key: equal to itself only, which is found out faster than whether two are alike."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.mesh is other.mesh
+
+
+def placed(tensor: Any) -> Placed:
+    """Where this rank's part of a DTensor lies by its mesh and placements.
+
+    Raises:
+        Refused: If its placements name no part of it.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shard_order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    # A placement of a subclass equals one of its base.
+    kinds = tuple(map(type, placements))
+    coordinate = mesh.get_coordinate()
+    where = coordinate if coordinate is None else tuple(coordinate)
+    return _placed(tensor.shape, _Same(mesh), where, placements, kinds, shard_order)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placed(
+    shape: Ints,
+    same: _Same,
+    coordinate: Ints | None,
+    placements: tuple[Any, ...],
+    kinds: tuple[type, ...],
+    shard_order: tuple[Any, ...],
+) -> Placed:
+    sizes = tuple(map(int, same.mesh.shape))
+    where = None if coordinate is None else tuple(map(int, coordinate))
+    cuts = _cuts(len(shape), sizes, where, placements, shard_order)
+    regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
+    return Placed(regions, starts, local_shape, _text(same.mesh, placements))
+
+
+def text(tensor: Any) -> str:
+    """The layout of a DTensor in words: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
+    return _text(tensor.device_mesh, tensor.placements)
+
+
+def _text(mesh: Any, placements: tuple[Any, ...]) -> str:
+    names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
+    axes = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
+    words = []
+    for placement in placements:
+        kind = type(placement).__name__.lstrip("_")
+        split = f", split_factor={placement.split_factor}" if hasattr(placement, "split_factor") else ""
+        words.append(f"{kind}({placement.dim}{split})" if hasattr(placement, "dim") else f"{kind}()")
+    return f"mesh({axes}) [{', '.join(words)}]"
+
+
+def chunks(tensor: Any) -> list[Region] | None:
+    """The regions that another library attached to the local tensor, because placements do not tell them truly."""
+    attached = getattr(getattr(tensor, "_local_tensor", None), "__create_chunk_list__", None)
+    if attached is None:
+        return None
+    chunks = [Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in attached()]
+    return [chunk for chunk in chunks if 0 not in chunk.lengths]
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """The memory of this rank as a plain tensor: no autograd, no communication."""
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    inside = getattr(tensor, "_local_tensor", None)
+    if type(inside) is torch.Tensor:
+        return inside  # as `to_local` gives it without autograd
+    with torch.no_grad():
+        local = tensor.to_local()
+    if hasattr(local, "trigger_wait"):  # a collective is still in flight
+        local = local.wait()
+    return local  # type: ignore[no-any-return]
+
+
+def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+    """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
+    shape = tuple(tensor.shape)
+    if not is_dtensor(tensor):
+        return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
+    attached = chunks(tensor)
+    if attached is not None:
+        sizes = [math.prod(chunk.lengths) for chunk in attached]
+        _expect_numel(sum(sizes), local, "the attached chunk list")
+        if len(attached) == 1 and attached[0].lengths == tuple(local.shape):
+            return [(attached[0], local)]
+        if not local.is_contiguous():
+            raise Refused("a DTensor whose local tensor is not contiguous and holds several chunks: make it contiguous")
+        parts = torch.split(local.reshape(-1), sizes)
+        return [(chunk, part.view(chunk.lengths)) for chunk, part in zip(attached, parts, strict=True)]
+    there = placed(tensor)
+    expect_shape(there, tensor, local)
+    if len(there.regions) == 1:
+        return [(there.regions[0], local)]
+    out = []
+    for region, start in zip(there.regions, there.starts, strict=True):
+        index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
+        out.append((region, local[index]))
+    return out
+
+
+def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:
+    if numel != local.numel():
+        raise Refused(f"a DTensor whose local tensor has {local.numel()} elements, where {who} gives {numel}")
+
+
+def expect_shape(there: Placed, tensor: Any, local: torch.Tensor) -> None:
+    """Refuses a local tensor of another shape than the placement gives."""
+    if local.shape != there.local_shape and (there.regions or local.numel()):
+        raise Refused(
+            f"a DTensor whose local tensor has shape {tuple(local.shape)}, where its mesh and placements "
+            f"{tensor.placements!r} give {there.local_shape}: the library that made it says nowhere which part it "
+            "holds"
+        )

@@ -525,9 +525,7 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(
-        native, kinds, remembered, seen.places, _Same.of(seen.parameters), lazy, soon, extras, is_urgent
-    )
+    return description, _Known(native, kinds, remembered, seen.places, _Same.of(seen.parameters), lazy, soon, extras)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:

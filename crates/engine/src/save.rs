@@ -24,8 +24,8 @@ use crate::planning::{self, Orders};
 use crate::provider::{Fences, Provider};
 use crate::writer::{self, FileJob};
 
-/// The priority of the threads that save while the program goes on: a tenth of an ordinary thread's share of a core.
-const BACKGROUND_NICE: i32 = 10;
+/// The priority of the threads that save while the program goes on: half of an ordinary thread's share of a core.
+const BACKGROUND_NICE: i32 = 3;
 
 /// What one rank gives to a save.
 pub struct State {

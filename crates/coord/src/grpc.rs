@@ -6,7 +6,8 @@
 //!    other ranks.
 //! 2. [`join`] connects and opens the one call of `proto/coord.proto`, which stays open for as long as the rank takes
 //!    part. Its headers carry the token, the protocol's version, the rank and the world's size. Rank 0 compares all
-//!    four before it reads anything else and refuses what differs, a rank that is taken, and one that was lost.
+//!    four before it reads anything else and refuses what differs, a rank that is taken, and one that was lost. Its
+//!    answer's headers name the meeting.
 //! 3. Contributions and answers travel on that call in any order, told apart by number. Rank 0 keeps the rounds and the
 //!    time.
 //! 4. Either end of a connection that breaks knows at once: a process that dies closes its sockets. Where nothing
@@ -54,6 +55,7 @@ const TOKEN_HEADER: &str = "authorization";
 const PROTOCOL_HEADER: &str = "shardfast-protocol";
 const RANK_HEADER: &str = "shardfast-rank";
 const WORLD_HEADER: &str = "shardfast-world";
+const MEETING_HEADER: &str = "shardfast-meeting-bin";
 
 /// When a silent peer counts as gone.
 #[derive(Clone, Copy)]

@@ -46,6 +46,23 @@ pub type Decide<'a> = &'a mut dyn FnMut(Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, St
 /// The largest contribution and the largest answer of one rank: 1 GiB. What is larger fails the round.
 pub const PAYLOAD_BYTES_MAX: usize = 1 << 30;
 
+/// Names one meeting of ranks: no other has the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Meeting(pub [u8; 16]);
+
+impl Meeting {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] when the system has no random numbers.
+    pub(crate) fn draw() -> Result<Meeting, Error> {
+        let mut name = [0; 16];
+        getrandom::fill(&mut name)
+            .map_err(|error| Error::Unavailable(format!("the system has no random numbers: {error}")))?;
+        Ok(Meeting(name))
+    }
+}
+
 /// One rank's place among the ranks that agree; see the [crate's contract](crate#contract).
 pub trait Coord: Send + Sync {
     /// This rank, below [`world`](Coord::world).
@@ -53,6 +70,9 @@ pub trait Coord: Send + Sync {
 
     /// The number of ranks that agree.
     fn world(&self) -> u32;
+
+    /// The name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
+    fn meeting(&self) -> Meeting;
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///

@@ -4,22 +4,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::hub::{Hub, LEFT};
-use crate::{Coord, Decide, Error};
+use crate::{Coord, Decide, Error, Meeting};
 
 struct Local {
     rank: u32,
+    meeting: Meeting,
     hub: Arc<Hub>,
 }
 
 /// The one rank of a world of one. It waits for nobody.
+///
+/// # Panics
+/// When the system has no random numbers.
 pub fn solo() -> Arc<dyn Coord> {
-    Arc::new(Local { rank: 0, hub: Arc::new(Hub::new(1)) })
+    local(1).remove(0)
 }
 
 /// The ranks of a world within this process, in their order; each is meant for threads of its own.
+///
+/// # Panics
+/// When the system has no random numbers.
 pub fn local(world: u32) -> Vec<Arc<dyn Coord>> {
+    let meeting = Meeting::draw().expect("random numbers");
     let hub = Arc::new(Hub::new(world));
-    (0..world).map(|rank| Arc::new(Local { rank, hub: Arc::clone(&hub) }) as Arc<dyn Coord>).collect()
+    (0..world).map(|rank| Arc::new(Local { rank, meeting, hub: Arc::clone(&hub) }) as Arc<dyn Coord>).collect()
 }
 
 impl Coord for Local {
@@ -29,6 +37,10 @@ impl Coord for Local {
 
     fn world(&self) -> u32 {
         self.hub.world()
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.meeting
     }
 
     fn agree(

@@ -13,10 +13,10 @@ use tonic::{Code, Request, Status, Streaming};
 
 use super::wire::{self, proto};
 use super::workers::Workers;
-use super::{BROKEN, KeepAlive, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
+use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
 use crate::hub::{self, GRACE, LEFT};
 use crate::round;
-use crate::{Coord, Decide, Error};
+use crate::{Coord, Decide, Error, Meeting};
 use proto::coordinator_client::CoordinatorClient;
 use proto::to_rank::Said;
 
@@ -29,6 +29,7 @@ const RETRY_LAST: Duration = Duration::from_secs(1);
 pub(super) struct Member {
     rank: u32,
     world: u32,
+    meeting: Meeting,
     link: Arc<Mutex<Link>>,
     /// Disconnected when the session has ended.
     session: Mutex<mpsc::Receiver<()>>,
@@ -77,15 +78,21 @@ impl Member {
             let left = timeout.saturating_sub(started.elapsed());
             let session = tokio::time::timeout(left, client.session(request)).await;
             let session = session.map_err(|_| late("it accepted the connection and says nothing".to_owned()))?;
-            session.map(|session| session.into_inner()).map_err(|status| refused(rank, &address, &status))
+            let session = session.map_err(|status| refused(rank, &address, &status))?;
+            let meeting = session.metadata().get_bin(MEETING_HEADER).and_then(|name| name.to_bytes().ok());
+            let meeting = meeting.and_then(|name| <[u8; 16]>::try_from(name.as_ref()).ok());
+            let meeting = meeting.ok_or_else(|| {
+                Error::Unavailable(format!("rank 0 at {address} lets in and does not name the meeting"))
+            })?;
+            Ok((session.into_inner(), Meeting(meeting)))
         });
-        let inbound = opened?;
+        let (inbound, meeting) = opened?;
 
         let link = Link { calls: HashMap::new(), calls_made: 0, state: State::Open(outbound) };
         let link = Arc::new(Mutex::new(link));
         let (ended, session) = mpsc::channel();
         workers.spawn(listen(inbound, Arc::clone(&link), ended));
-        Ok(Member { rank, world, link, session: Mutex::new(session), workers })
+        Ok(Member { rank, world, meeting, link, session: Mutex::new(session), workers })
     }
 }
 
@@ -178,6 +185,10 @@ impl Coord for Member {
 
     fn world(&self) -> u32 {
         self.world
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.meeting
     }
 
     fn agree(

@@ -9,16 +9,17 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, mpsc as channel, watch};
 use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::metadata::MetadataValue;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::wire::{self, proto};
 use super::workers::Workers;
-use super::{BROKEN, KeepAlive, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
+use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
 use crate::hub::{Hub, LEFT};
 use crate::round::Reply;
-use crate::{Coord, Decide, Error};
+use crate::{Coord, Decide, Error, Meeting};
 use proto::coordinator_server::{Coordinator, CoordinatorServer};
 use proto::from_rank::Said;
 
@@ -36,6 +37,7 @@ pub(super) struct Root {
 /// Where ranks come in. One for all connections.
 struct Door {
     pass: Pass,
+    meeting: Meeting,
     hub: Arc<Hub>,
     clock: Arc<Notify>,
     guests: Mutex<Guests>,
@@ -75,7 +77,14 @@ impl Root {
         let (session, sessions) = mpsc::channel();
         let guests = Mutex::new(Guests { joined: HashMap::new(), session: Some(session) });
         let (leaving, _) = watch::channel(false);
-        let door = Arc::new(Door { pass, hub: Arc::clone(&hub), clock: Arc::clone(&clock), guests, leaving });
+        let door = Arc::new(Door {
+            pass,
+            meeting: Meeting::draw()?,
+            hub: Arc::clone(&hub),
+            clock: Arc::clone(&clock),
+            guests,
+            leaving,
+        });
 
         workers.spawn(keep_time(Arc::clone(&hub), clock));
         let service = CoordinatorServer::new(Arc::clone(&door))
@@ -119,6 +128,10 @@ impl Coord for Root {
 
     fn world(&self) -> u32 {
         self.door.pass.world
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.door.meeting
     }
 
     fn agree(
@@ -194,7 +207,10 @@ impl Coordinator for Arc<Door> {
         let session = self.let_in(rank, from)?;
         let (outbound, answers) = channel::unbounded_channel();
         tokio::spawn(attend(Arc::clone(self), rank, request.into_inner(), outbound, session));
-        Ok(Response::new(UnboundedReceiverStream::new(answers)))
+        let mut response = Response::new(UnboundedReceiverStream::new(answers));
+        let meeting = MetadataValue::from_bytes(&self.meeting.0);
+        response.metadata_mut().insert_bin(MEETING_HEADER, meeting);
+        Ok(response)
     }
 }
 

@@ -23,6 +23,7 @@ macro_rules! contract {
 }
 
 contract! {
+    a_meeting_has_one_name_and_no_other_has_it(3);
     everyone_gets_its_own_answer(8);
     many_threads_agree_on_many_topics_at_once(4);
     a_thousand_rounds_on_one_topic(4);
@@ -47,6 +48,15 @@ fn one_rank_agrees_with_itself() {
     assert_eq!(solo.agree("plan", Ok(b"yes".to_vec()), decide, Duration::ZERO), Ok(b"yes!".to_vec()));
     let failed = solo.agree("plan", Err("disk full".into()), decide, LONG).unwrap_err();
     assert_eq!(failed.to_string(), r#"agreement on "plan" failed: rank 0: disk full"#);
+}
+
+fn a_meeting_has_one_name_and_no_other_has_it(ranks: Vec<Arc<dyn Coord>>) {
+    assert!(ranks.iter().all(|rank| rank.meeting() == ranks[0].meeting()));
+    assert!(
+        [local(2).remove(0).meeting(), connected(2)[1].meeting(), solo().meeting()]
+            .iter()
+            .all(|other| *other != ranks[0].meeting())
+    );
 }
 
 fn everyone_gets_its_own_answer(ranks: Vec<Arc<dyn Coord>>) {

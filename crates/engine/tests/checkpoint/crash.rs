@@ -284,6 +284,10 @@ impl Coord for Severed {
         self.coord.world()
     }
 
+    fn meeting(&self) -> shardfast_coord::Meeting {
+        self.coord.meeting()
+    }
+
     fn agree(
         &self,
         topic: &str,

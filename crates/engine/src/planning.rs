@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, sha256};
-use shardfast_plan::{ObjectWrite, PartRef, SavePlan};
+use shardfast_plan::{ObjectWrite, SavePlan, Write};
 
 use crate::agree::Operation;
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 pub(crate) struct Planned {
     /// Of the fingerprints of all ranks.
     id: [u8; 32],
-    writes: Arc<Vec<PartRef>>,
+    writes: Arc<Vec<Write>>,
     /// On rank 0.
     all: Option<Arc<PlannedAll>>,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Orders {
     /// Names the attempt: nothing that another attempt at the same checkpoint wrote has this name.
     pub(crate) attempt: String,
     /// The parts to write, of the rank's catalog.
-    pub(crate) writes: Arc<Vec<PartRef>>,
+    pub(crate) writes: Arc<Vec<Write>>,
     /// On rank 0.
     pub(crate) all: Option<Arc<PlannedAll>>,
 }
@@ -65,7 +65,7 @@ enum Answer {
         attempt: String,
         id: [u8; 32],
         /// `None`: as this rank remembers them.
-        writes: Option<Vec<PartRef>>,
+        writes: Option<Vec<Write>>,
     },
 }
 

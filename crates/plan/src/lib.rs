@@ -16,9 +16,11 @@ mod load;
 mod objects;
 mod ranks;
 mod save;
+mod write;
 
 pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
 pub use objects::{ObjectWrite, objects};
-pub use save::{PartRef, SavePlan, save};
+pub use save::{SavePlan, save};
+pub use write::{Rows, Write};

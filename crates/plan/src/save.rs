@@ -11,15 +11,7 @@ use crate::balance::{Item, writers};
 use crate::coverage::{Flaw, tiles};
 use crate::error::{Error, Problems};
 use crate::ranks::Ranks;
-
-/// A part in one rank's catalog.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PartRef {
-    /// Index of the leaf in that rank's catalog.
-    pub leaf: u32,
-    /// Index of the part in that leaf.
-    pub part: u32,
-}
+use crate::write::Write;
 
 /// What a checkpoint will hold and who writes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +22,7 @@ pub struct SavePlan {
     /// Per rank, for each leaf of its catalog, the index in `leaves`.
     pub merged: Vec<Vec<u32>>,
     /// Per rank, the parts that it writes, sorted. Every part of `leaves` is written by exactly one rank.
-    pub writes: Vec<Vec<PartRef>>,
+    pub writes: Vec<Vec<Write>>,
 }
 
 /// Plans a save of the catalogs of all ranks, by rank.
@@ -170,7 +162,7 @@ fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Hold
 struct Share {
     items: Vec<Item>,
     ranks: Vec<u32>,
-    parts: Vec<PartRef>,
+    parts: Vec<Write>,
 }
 
 impl Share {
@@ -189,7 +181,7 @@ impl Share {
             return Vec::new();
         }
 
-        let mut copies: Vec<(&Region, u32, PartRef)> = Vec::new();
+        let mut copies: Vec<(&Region, u32, Write)> = Vec::new();
         for &Holder { rank, index, leaf } in holders {
             let LeafBody::Tensor { parts, .. } = &leaf.body else { continue };
             for (part, region) in (0u32..).zip(parts) {
@@ -198,7 +190,7 @@ impl Share {
                 } else if region.is_empty() && !region.is_whole(shape) {
                     problems.push(format!("{name}: {region} on rank {rank} holds no element and must be left out"));
                 } else {
-                    copies.push((region, rank, PartRef { leaf: index, part }));
+                    copies.push((region, rank, Write::whole(index, part)));
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
-use shardfast_plan::{Error, PartRef, SavePlan, save};
+use shardfast_plan::{Error, SavePlan, Write, save};
 
 fn tensor(name: &str, dtype: DType, shape: &[u64], parts: &[Region]) -> Leaf {
     let body = LeafBody::Tensor { dtype, shape: shape.into(), parts: parts.to_vec() };
@@ -60,7 +60,7 @@ fn leaves_are_merged_by_name_and_regions_by_place() {
     );
     assert_eq!(plan.merged, [vec![2, 3], vec![0, 1, 2], vec![2]]);
     // Rank 1 writes `b` and the first half alone; the second half is on ranks 0 and 2.
-    let part = |leaf| PartRef { leaf, part: 0 };
+    let part = |leaf| Write::whole(leaf, 0);
     assert_eq!(plan.writes, [vec![part(0)], vec![part(0), part(2)], vec![]]);
 }
 
@@ -77,7 +77,7 @@ fn zero_size_tensors_need_no_part_and_may_have_the_whole() {
     assert_eq!(plan(&[vec![bare.clone()], vec![bare.clone()]]).unwrap().leaves, vec![bare.clone()]);
     let given = plan(&[vec![bare], vec![whole.clone()], vec![whole.clone()]]).unwrap();
     assert_eq!(given.leaves, [whole]);
-    assert_eq!(given.writes, [vec![], vec![PartRef { leaf: 0, part: 0 }], vec![]]);
+    assert_eq!(given.writes, [vec![], vec![Write::whole(0, 0)], vec![]]);
     // The product of all but the last dimension is beyond 2^64.
     let vast = tensor("v", DType::F32, &[1 << 63, 4, 0], &[r(&[0, 0, 0], &[1 << 63, 4, 0])]);
     assert!(plan(&[vec![vast]]).is_ok());

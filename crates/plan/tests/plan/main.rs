@@ -5,6 +5,7 @@
 
 mod coverage;
 mod load;
+mod local;
 mod objects;
 mod reshard;
 mod save;

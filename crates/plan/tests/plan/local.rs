@@ -13,7 +13,7 @@ const LEAVES: usize = 6;
 fn catalogs(job: &Job, shapes: &[Vec<u64>]) -> Vec<Catalog> {
     let leaf = |i: usize, shape: &Vec<u64>, rank| {
         let body = LeafBody::Tensor {
-            dtype: if i % 2 == 0 { DType::F32 } else { DType::U8 },
+            dtype: if i.is_multiple_of(2) { DType::F32 } else { DType::U8 },
             shape: shape.as_slice().into(),
             parts: job.parts(i, shape, rank),
         };

@@ -201,9 +201,9 @@ mod tests {
     #[test]
     fn many_dimensions_tile_unless_their_corners_outgrow_the_regions() {
         let shape = [2u64; 12];
-        assert_eq!(flaw(&shape, &Region::of_flat_run(&shape, 0, 1 << 12)), None);
+        assert_eq!(flaw(&shape, &Region::flat_run(&shape, 0, 1 << 12).collect::<Vec<_>>()), None);
         let runs: Vec<Region> =
-            [0, 1000, 2222, 4096].windows(2).flat_map(|w| Region::of_flat_run(&shape, w[0], w[1])).collect();
+            [0, 1000, 2222, 4096].windows(2).flat_map(|w| Region::flat_run(&shape, w[0], w[1])).collect();
         assert_eq!(flaw(&shape, &runs), None);
         let deep = r(&[0; 40], &[1; 40]);
         assert!(matches!(flaw(&[2; 40], &[deep]), Some(Flaw::Intricate { .. })));

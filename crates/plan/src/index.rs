@@ -126,8 +126,8 @@ mod tests {
     #[test]
     fn flat_runs_are_searched_too() {
         let shape = [300, 7, 11];
-        let saved: Vec<Region> = (0..1100).flat_map(|i| Region::of_flat_run(&shape, i * 21, (i + 1) * 21)).collect();
-        let wanted: Vec<Region> = (0..700).flat_map(|i| Region::of_flat_run(&shape, i * 33, (i + 1) * 33)).collect();
+        let saved: Vec<Region> = (0..1100).flat_map(|i| Region::flat_run(&shape, i * 21, (i + 1) * 21)).collect();
+        let wanted: Vec<Region> = (0..700).flat_map(|i| Region::flat_run(&shape, i * 33, (i + 1) * 33)).collect();
         let expected = |want: &Region| saved.iter().filter(|region| region.intersect(want).is_some()).count();
         assert!(mean_looked(&saved, &wanted, expected) < 64);
     }

@@ -5,6 +5,7 @@
 
 mod balance;
 mod coverage;
+mod flat;
 mod load;
 mod local;
 mod objects;

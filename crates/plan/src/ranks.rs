@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 /// Ascending, distinct ranks as the fewest ranges.
-pub(crate) fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
+pub fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     let mut out: Vec<Range<u32>> = Vec::new();
     for rank in ranks {
         match out.last_mut() {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use shardfast_format::{Catalog, LeafBody, LeafName, Region};
 
 use crate::error::{Error, Problems};
-use crate::ranks::Ranks;
+use crate::ranks::RankSet;
 use crate::save::save;
 use crate::write::{Rows, Write, row_dim};
 
@@ -52,7 +52,7 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
         match holders.gaps(region) {
             Err((a, b)) => {
                 let ranks = [a.min(b) as u32, a.max(b) as u32];
-                problems.push(format!("{name}: {} write the same of {region}", Ranks(&ranks)));
+                problems.push(format!("{name}: {} write the same of {region}", RankSet::new(ranks)));
             }
             Ok(gaps) if gaps.is_empty() => {}
             Ok(gaps) => match holders.free.iter().min_by_key(|(rank, _)| loads[*rank]) {

@@ -1,71 +1,217 @@
-//! Shares the writing of replicas among those who hold them.
+//! Shares the writing of replicas among those who hold them, and cuts what is too large to be shared whole.
+//!
+//! 1. **Worst-Fit decreasing**: each part, from the largest on, goes to the least loaded of its holders, on top of what
+//!    ranks must write anyway. Where that is within the tolerance of the best that any sharing could do, it is the
+//!    answer, and nothing is cut.
+//! 2. Else [`crate::levels`] says how much of each class (the parts of one set of holders) each holder would write if
+//!    parts were as fine as water. These are quotas: parts are laid whole while they fit under the tolerance, from
+//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut fills
+//!    a quota, so a class is cut no oftener than it has members, and mostly much less.
+//! 3. Parts of keys that consist of whole tensors open elsewhere as they are: they are cut only if cutting the others
+//!    does not bring the heaviest rank under the tolerance, and it does.
 
-use std::ops::Range;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
-/// Bytes that several ranks hold and one must write.
-#[derive(Debug, Clone, PartialEq, Eq)]
+use shardfast_format::{BLOCK_BYTES, DType, Region};
+
+use crate::levels::{Levels, levels};
+use crate::write::{Rows, row_dim};
+
+/// One part of this of the load is not worth a cut (2 %), nor is a block.
+const TOLERANCE: u64 = 50;
+
+/// Bytes up to which loads can be compared, and are worth it.
+const TOTAL_MAX: u128 = 1 << 62;
+
+/// A part that several ranks hold and one must write, or several together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Item {
     /// What the writing costs.
     pub(crate) bytes: u64,
-    /// The holders' places in the list of holders, by ascending rank; at least one.
-    pub(crate) holders: Range<usize>,
+    /// Rows of equal size into which it can be cut.
+    pub(crate) rows: u64,
+    /// Whether it should rather not be.
+    pub(crate) whole: bool,
+    /// Index of the class of its holders.
+    pub(crate) class: usize,
 }
 
-/// One holder per item, as its place in `holders` (ranks), so that the ranks' loads are even: what only one rank holds
-/// is that rank's in any case, and then, Worst-Fit decreasing, each item from the largest on goes to the least loaded
-/// of its holders. Ties go to the lowest rank and the earlier item, so equal input gives equal output everywhere.
-pub(crate) fn writers(world: usize, items: &[Item], holders: &[u32]) -> Vec<usize> {
-    let mut loads = vec![0u64; world];
-    let mut chosen: Vec<usize> = items.iter().map(|item| item.holders.start).collect();
-    let mut shared = Vec::new();
-    for (i, item) in items.iter().enumerate() {
-        if item.holders.len() == 1 {
-            let load = &mut loads[holders[item.holders.start] as usize];
-            *load = load.saturating_add(item.bytes);
-        } else {
-            shared.push(i);
+impl Item {
+    /// The part `region` of a tensor of `dtype`.
+    pub(crate) fn new(region: &Region, dtype: DType, whole: bool, class: usize) -> Item {
+        // Callers refuse tensors beyond 2^64 bytes, or know of none.
+        let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes())).unwrap_or(u64::MAX);
+        let rows = row_dim(region).map_or(1, |dim| region.lengths[dim]);
+        Item { bytes, rows: if bytes == 0 { 1 } else { rows }, whole, class }
+    }
+}
+
+/// What one rank writes of one item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Share {
+    /// Index of the item.
+    pub(crate) item: usize,
+    /// The rank that writes.
+    pub(crate) rank: u32,
+    /// `None` for all of the item.
+    pub(crate) rows: Option<Rows>,
+}
+
+/// Shares each item among the members of its class so that ranks' loads are even. `classes` are sets of ranks below
+/// `world`, ascending, none empty, each once. Equal input gives equal output everywhere: ties go to the earlier item
+/// and the lower rank.
+pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
+    let whole = worst_fit(world, classes, items);
+    let loads = loads(world, items, &whole);
+    let heaviest = |loads: &[u64]| loads.iter().copied().max().unwrap_or(0);
+    let mut best = (heaviest(&loads), whole);
+    let total: u128 = loads.iter().map(|&load| u128::from(load)).sum();
+    if best.0 <= tolerated((total / (world as u128).max(1)) as u64) || total > TOTAL_MAX {
+        return best.1;
+    }
+    let mut amounts = vec![0u64; classes.len()];
+    items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
+    let levels = levels(world, classes, &amounts);
+    let limit = tolerated(levels.least);
+    for spare_whole in [true, false] {
+        if best.0 <= limit {
+            break;
+        }
+        let shares = Cutting::new(classes, &levels, limit).run(items, spare_whole);
+        let heaviest = heaviest(&self::loads(world, items, &shares));
+        if heaviest < best.0 {
+            best = (heaviest, shares);
         }
     }
-    shared.sort_by_key(|&i| std::cmp::Reverse(items[i].bytes));
-    for i in shared {
-        let Item { bytes, holders: places } = items[i].clone();
-        chosen[i] = places.min_by_key(|&place| loads[holders[place] as usize]).expect("an item has a holder");
-        let load = &mut loads[holders[chosen[i]] as usize];
-        *load = load.saturating_add(bytes);
-    }
-    chosen
+    best.1
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The load up to which nothing is cut, where `least` cannot be beaten.
+fn tolerated(least: u64) -> u64 {
+    least.saturating_add((least / TOLERANCE).max(BLOCK_BYTES))
+}
 
-    #[test]
-    fn the_largest_item_goes_to_the_least_loaded_holder() {
-        // Rank 0 writes 5 alone; 4, 6 and 5 are on all three ranks; 1 on ranks 1 and 2.
-        let holders = [0, 0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 2];
-        let item = |bytes, holders| Item { bytes, holders };
-        let items = [item(5, 0..1), item(4, 1..4), item(6, 4..7), item(5, 7..10), item(1, 10..12)];
-        // 6 → rank 1; 5 → rank 2; 4 → the lowest of ranks 0 and 2, at 5 each; 1 → rank 2, at 5.
-        let ranks: Vec<u32> = writers(3, &items, &holders).into_iter().map(|place| holders[place]).collect();
-        assert_eq!(ranks, [0, 0, 1, 2, 2]);
+fn loads(world: usize, items: &[Item], shares: &[Share]) -> Vec<u64> {
+    let mut loads = vec![0u64; world];
+    for share in shares {
+        let item = items[share.item];
+        let bytes = share.rows.map_or(item.bytes, |rows| item.bytes / item.rows * rows.count);
+        loads[share.rank as usize] = loads[share.rank as usize].saturating_add(bytes);
+    }
+    loads
+}
+
+/// What only one rank holds is that rank's, and then each item from the largest on goes to the least loaded of its
+/// holders.
+fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
+    let mut loads = vec![0u64; world];
+    let mut shares = Vec::with_capacity(items.len());
+    let mut shared = Vec::new();
+    for (i, item) in items.iter().enumerate() {
+        match classes[item.class].as_slice() {
+            &[rank] => {
+                loads[rank as usize] = loads[rank as usize].saturating_add(item.bytes);
+                shares.push(Share { item: i, rank, rows: None });
+            }
+            _ => shared.push(i),
+        }
+    }
+    shared.sort_by_key(|&i| Reverse(items[i].bytes));
+    // Least loaded first. Loads only grow, so an entry that is out of date is found when it comes up.
+    let mut queues: Vec<BinaryHeap<Reverse<(u64, u32)>>> = vec![BinaryHeap::new(); classes.len()];
+    for i in shared {
+        let Item { bytes, class, .. } = items[i];
+        let queue = &mut queues[class];
+        if queue.is_empty() {
+            queue.extend(classes[class].iter().map(|&rank| Reverse((loads[rank as usize], rank))));
+        }
+        while let Some(mut first) = queue.peek_mut() {
+            let Reverse((known, rank)) = *first;
+            let load = &mut loads[rank as usize];
+            let current = known == *load;
+            if current {
+                *load = load.saturating_add(bytes);
+                shares.push(Share { item: i, rank, rows: None });
+            }
+            *first = Reverse((*load, rank));
+            if current {
+                break;
+            }
+        }
+    }
+    shares.sort_unstable();
+    shares
+}
+
+/// Lays items into quotas.
+struct Cutting<'a> {
+    classes: &'a [Vec<u32>],
+    levels: &'a Levels,
+    /// No rank should have more than this.
+    limit: u64,
+    /// Per rank, its load when all quotas that are still open are filled.
+    expected: Vec<u64>,
+    shares: Vec<Share>,
+}
+
+/// What is left of an item: its bytes, the item, its first row that is left.
+type Rest = (u64, Reverse<usize>, u64);
+
+impl<'a> Cutting<'a> {
+    fn new(classes: &'a [Vec<u32>], levels: &'a Levels, limit: u64) -> Cutting<'a> {
+        Cutting { classes, levels, limit, expected: levels.loads.clone(), shares: Vec::new() }
     }
 
-    #[test]
-    fn equal_items_go_round() {
-        let holders: Vec<u32> = (0..6).flat_map(|_| 0..3).collect();
-        let items: Vec<Item> = (0..6).map(|i| Item { bytes: 8, holders: 3 * i..3 * i + 3 }).collect();
-        let ranks: Vec<u32> = writers(3, &items, &holders).into_iter().map(|place| holders[place]).collect();
-        assert_eq!(ranks, [0, 1, 2, 0, 1, 2]);
+    /// Shares all items. With `spare_whole`, those that should stay whole do.
+    fn run(mut self, items: &[Item], spare_whole: bool) -> Vec<Share> {
+        let mut by_class: Vec<Vec<usize>> = vec![Vec::new(); self.classes.len()];
+        items.iter().enumerate().for_each(|(i, item)| by_class[item.class].push(i));
+        for (class, members) in by_class.into_iter().enumerate() {
+            if let &[rank] = self.classes[class].as_slice() {
+                self.shares.extend(members.into_iter().map(|item| Share { item, rank, rows: None }));
+                continue;
+            }
+            let rooms = self.classes[class].iter().zip(&self.levels.quotas[class]);
+            let mut rooms: BinaryHeap<(i64, Reverse<u32>)> =
+                rooms.map(|(&rank, &quota)| (quota as i64, Reverse(rank))).collect();
+            let (spared, cuttable): (Vec<usize>, Vec<usize>) =
+                members.into_iter().partition(|&i| spare_whole && items[i].whole);
+            for (members, may_cut) in [(spared, false), (cuttable, true)] {
+                let rest = members.into_iter().map(|i| (items[i].bytes, Reverse(i), 0));
+                self.lay(items, rest.collect(), &mut rooms, may_cut);
+            }
+        }
+        self.shares.sort_unstable();
+        self.shares
     }
 
-    #[test]
-    fn loads_beyond_u64_saturate() {
-        let items = [Item { bytes: u64::MAX, holders: 0..2 }, Item { bytes: u64::MAX, holders: 2..4 }];
-        assert_eq!(writers(2, &items, &[0, 1, 0, 1]), [0, 3]);
-        assert_eq!(
-            writers(1, &[Item { bytes: u64::MAX, holders: 0..1 }, Item { bytes: 9, holders: 1..2 }], &[0, 0]),
-            [0, 1]
-        );
+    /// Lays what is left, from the largest on, where there is most room.
+    fn lay(
+        &mut self,
+        items: &[Item],
+        mut rest: BinaryHeap<Rest>,
+        rooms: &mut BinaryHeap<(i64, Reverse<u32>)>,
+        may_cut: bool,
+    ) {
+        while let (Some((bytes, Reverse(i), first)), Some(mut roomiest)) = (rest.pop(), rooms.peek_mut()) {
+            let (room, Reverse(rank)) = *roomiest;
+            let item = items[i];
+            let row = item.bytes / item.rows;
+            let beyond = |bytes: u64| bytes.saturating_sub(room.max(0) as u64);
+            let expected = &mut self.expected[rank as usize];
+            let left = item.rows - first;
+            let count = match expected.saturating_add(beyond(bytes)) <= self.limit || !may_cut {
+                true => left,
+                false => (room.max(0) as u64).checked_div(row).unwrap_or(left).clamp(1, left),
+            };
+            let rows = (count < item.rows).then_some(Rows { first, count });
+            self.shares.push(Share { item: i, rank, rows });
+            *expected = expected.saturating_add(beyond(row * count));
+            *roomiest = (room - (row * count) as i64, Reverse(rank));
+            if count < left {
+                rest.push((bytes - row * count, Reverse(i), first + count));
+            }
+        }
     }
 }

@@ -5,6 +5,8 @@
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
 //! - [`amend`]: the same around writes that have begun.
+//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether such
+//!   plans fit together.
 //! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`tiles`]: whether regions cover a tensor exactly once.
@@ -14,7 +16,9 @@ mod balance;
 mod coverage;
 mod error;
 mod index;
+mod levels;
 mod load;
+mod local;
 mod objects;
 mod ranks;
 mod save;
@@ -24,7 +28,8 @@ pub use amend::amend;
 pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
+pub use local::{Claim, Local, Replicas, local, prove};
 pub use objects::{ObjectWrite, objects};
-pub use ranks::ranges;
+pub use ranks::{RankSet, ranges};
 pub use save::{SavePlan, save};
 pub use write::{Rows, Write};

@@ -1,7 +1,118 @@
-//! Sets of ranks as ranges.
+//! Sets of ranks, small for those that meshes make.
 
 use std::fmt;
 use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// A set of ranks. What a mesh makes of a job, every so-manieth rank of a stretch, takes the room of one run.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "Vec<Run>")]
+pub struct RankSet {
+    /// Ascending, and as [`RankSet::new`] makes them: equal sets have equal runs.
+    runs: Vec<Run>,
+}
+
+/// `first`, `first + step`, …: `count` ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+struct Run {
+    first: u32,
+    count: u32,
+    /// 1 for a single rank.
+    step: u32,
+}
+
+impl Run {
+    fn last(&self) -> u32 {
+        self.first + (self.count - 1) * self.step
+    }
+}
+
+impl RankSet {
+    /// The set of `ranks`, in any order; one that occurs twice counts once.
+    pub fn new(ranks: impl IntoIterator<Item = u32>) -> RankSet {
+        let mut ranks: Vec<u32> = ranks.into_iter().collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let mut runs: Vec<Run> = Vec::new();
+        for rank in ranks {
+            match runs.last_mut() {
+                Some(run) if run.count == 1 => (run.count, run.step) = (2, rank - run.first),
+                Some(run) if run.last().checked_add(run.step) == Some(rank) => run.count += 1,
+                _ => runs.push(Run { first: rank, count: 1, step: 1 }),
+            }
+        }
+        RankSet { runs }
+    }
+
+    /// Number of ranks.
+    pub fn len(&self) -> u64 {
+        self.runs.iter().map(|run| u64::from(run.count)).sum()
+    }
+
+    /// Whether there is no rank.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// The highest rank.
+    pub fn last(&self) -> Option<u32> {
+        self.runs.last().map(Run::last)
+    }
+
+    /// Whether `rank` is one of them.
+    pub fn contains(&self, rank: u32) -> bool {
+        let run = self.runs.partition_point(|run| run.first <= rank);
+        let Some(run) = run.checked_sub(1).map(|run| &self.runs[run]) else { return false };
+        rank <= run.last() && (rank - run.first).is_multiple_of(run.step)
+    }
+
+    /// The ranks, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.runs.iter().flat_map(|run| (0..run.count).map(|i| run.first + i * run.step))
+    }
+}
+
+impl TryFrom<Vec<Run>> for RankSet {
+    type Error = String;
+
+    /// Only what [`RankSet::new`] makes: another rank sent it.
+    fn try_from(runs: Vec<Run>) -> Result<RankSet, String> {
+        let mut before: Option<Run> = None;
+        for &run in &runs {
+            let Run { first, count, step } = run;
+            let last = u64::from(count).checked_sub(1).map(|steps| u64::from(first) + steps * u64::from(step));
+            let ends = last.is_some_and(|last| last <= u64::from(u32::MAX));
+            let plain = if count == 1 { step == 1 } else { step > 0 };
+            let apart = before.is_none_or(|before| {
+                before.count > 1 && first > before.last() && before.last().checked_add(before.step) != Some(first)
+            });
+            if !ends || !plain || !apart {
+                return Err(format!("a set of ranks: {count} ranks from {first} by {step} are out of place"));
+            }
+            before = Some(run);
+        }
+        Ok(RankSet { runs })
+    }
+}
+
+/// Writes `rank 3`, `ranks 0-2, 7`, `ranks 0-56 by 8`.
+impl fmt::Display for RankSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.len() == 1 { "rank " } else { "ranks " })?;
+        for (i, run) in self.runs.iter().enumerate() {
+            let comma = if i > 0 { ", " } else { "" };
+            let (first, last) = (run.first, run.last());
+            match (run.count, run.step) {
+                (1, _) => write!(f, "{comma}{first}")?,
+                (_, 1) => write!(f, "{comma}{first}-{last}")?,
+                (2, _) => write!(f, "{comma}{first}, {last}")?,
+                (_, step) => write!(f, "{comma}{first}-{last} by {step}")?,
+            }
+        }
+        Ok(())
+    }
+}
 
 /// Ascending, distinct ranks as the fewest ranges.
 pub fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
@@ -15,23 +126,6 @@ pub fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     out
 }
 
-/// Writes ascending, distinct ranks: `rank 3`, `ranks 0-2, 7`.
-pub(crate) struct Ranks<'a>(pub(crate) &'a [u32]);
-
-impl fmt::Display for Ranks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
-        for (i, range) in ranges(self.0.iter().copied()).into_iter().enumerate() {
-            let comma = if i > 0 { ", " } else { "" };
-            match range.end - range.start {
-                1 => write!(f, "{comma}{}", range.start)?,
-                _ => write!(f, "{comma}{}-{}", range.start, range.end - 1)?,
-            }
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,7 +134,54 @@ mod tests {
     fn runs_of_ranks_become_ranges() {
         assert_eq!(ranges([]), []);
         assert_eq!(ranges([0, 1, 2, 7, 9, 10]), [0..3, 7..8, 9..11]);
-        assert_eq!(Ranks(&[3]).to_string(), "rank 3");
-        assert_eq!(Ranks(&[0, 1, 2, 7]).to_string(), "ranks 0-2, 7");
+    }
+
+    #[test]
+    fn sets_are_what_they_were_made_of() {
+        let cases: [&[u32]; 8] = [
+            &[],
+            &[3],
+            &[0, 1, 2, 7],
+            &[0, 8, 16, 24],
+            &[0, 1, 8, 9],
+            &[0, 5, 6, 7, 8],
+            &[1, 2, 4, 8, 16],
+            &[0, u32::MAX - 1, u32::MAX],
+        ];
+        for ranks in cases {
+            let set = RankSet::new(ranks.iter().rev().chain(ranks).copied());
+            assert_eq!(set.iter().collect::<Vec<_>>(), ranks);
+            assert_eq!((set.len(), set.is_empty()), (ranks.len() as u64, ranks.is_empty()));
+            assert_eq!(set.last(), ranks.last().copied());
+            assert!((0..40).chain(u32::MAX - 9..=u32::MAX).all(|rank| set.contains(rank) == ranks.contains(&rank)));
+            assert_eq!(RankSet::try_from(set.runs.clone()), Ok(set));
+        }
+        assert_eq!(RankSet::new((0..70).map(|i| 3 + 8 * i)).runs.len(), 1);
+    }
+
+    #[test]
+    fn sets_are_written_shortly() {
+        assert_eq!(RankSet::new([3]).to_string(), "rank 3");
+        assert_eq!(RankSet::new([0, 1, 2, 7]).to_string(), "ranks 0-2, 7");
+        assert_eq!(RankSet::new([0, 2]).to_string(), "ranks 0, 2");
+        assert_eq!(RankSet::new([0, 8, 16, 17]).to_string(), "ranks 0-16 by 8, 17");
+    }
+
+    #[test]
+    fn only_one_spelling_of_a_set_is_read() {
+        let run = |first, count, step| Run { first, count, step };
+        let foreign = [
+            vec![run(0, 0, 1)],
+            vec![run(0, 1, 2)],
+            vec![run(0, 2, 0)],
+            vec![run(1, u32::MAX, 2)],
+            vec![run(0, 1, 1), run(1, 1, 1)],
+            vec![run(0, 2, 1), run(2, 1, 1)],
+            vec![run(0, 3, 4), run(6, 1, 1)],
+            vec![run(8, 2, 1), run(0, 2, 1)],
+        ];
+        for runs in foreign {
+            assert!(RankSet::try_from(runs.clone()).is_err(), "{runs:?}");
+        }
     }
 }

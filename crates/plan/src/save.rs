@@ -1,16 +1,16 @@
 //! Which rank writes which part.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
-use crate::balance::{Item, writers};
+use crate::balance::{Item, Share, divide};
 use crate::coverage::{Flaw, tiles};
 use crate::error::{Error, Problems};
-use crate::ranks::Ranks;
+use crate::ranks::RankSet;
 use crate::write::Write;
 
 /// What a checkpoint will hold and who writes it.
@@ -21,15 +21,17 @@ pub struct SavePlan {
     pub leaves: Vec<Leaf>,
     /// Per rank, for each leaf of its catalog, the index in `leaves`.
     pub merged: Vec<Vec<u32>>,
-    /// Per rank, the parts that it writes, sorted. Every part of `leaves` is written by exactly one rank.
+    /// Per rank, what it writes of the parts that it holds, sorted. Every element of `leaves` is written by exactly one
+    /// rank; a part that was cut, by several, some rows each.
     pub writes: Vec<Vec<Write>>,
 }
 
 /// Plans a save of the catalogs of all ranks, by rank.
 ///
 /// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on
-/// top of what each rank must write alone. A leaf may be absent on some ranks. The same catalogs give the same plan
-/// everywhere.
+/// top of what each rank must write alone. Where that leaves the heaviest rank more than 2 % and 64 KiB above what
+/// replicas make possible, regions are cut by rows, those of keys that consist of whole tensors last. A leaf may be
+/// absent on some ranks. The same catalogs give the same plan everywhere.
 ///
 /// # Errors
 /// [`Error::Invalid`] with every problem of every leaf: a name that occurs twice on a rank; ranks that disagree on what
@@ -39,7 +41,7 @@ pub struct SavePlan {
 pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
     let mut problems = Vec::new();
     let by_name = merge(catalogs, &mut problems);
-    let mut share = Share::default();
+    let mut share = Replicated::default();
     let mut leaves = Vec::with_capacity(by_name.len());
     let mut merged: Vec<Vec<u32>> = catalogs.iter().map(|catalog| vec![0; catalog.leaves.len()]).collect();
     for (index, (name, holders)) in by_name.iter().enumerate() {
@@ -67,12 +69,30 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
         return Err(Error::Invalid(Problems(problems)));
     }
 
+    let whole = whole_keys(&leaves);
+    for (item, leaf) in share.items.iter_mut().zip(&share.leaves) {
+        item.whole = whole.contains(leaf.key.as_str());
+    }
     let mut writes = vec![Vec::new(); catalogs.len()];
-    for place in writers(catalogs.len(), &share.items, &share.ranks) {
-        writes[share.ranks[place] as usize].push(share.parts[place]);
+    for Share { item, rank, rows } in divide(catalogs.len(), &share.classes, &share.items) {
+        let holders = &share.classes[share.items[item].class];
+        let place = holders.partition_point(|&holder| holder < rank);
+        writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });
     }
     writes.iter_mut().for_each(|parts| parts.sort_unstable());
     Ok(SavePlan { leaves, merged, writes })
+}
+
+/// The keys that consist of nothing but whole tensors (and values), as other programs like to open them.
+pub(crate) fn whole_keys<'a>(leaves: impl IntoIterator<Item = &'a Leaf>) -> HashSet<&'a str> {
+    let mut keys: HashMap<&str, bool> = HashMap::new();
+    for Leaf { name, body, .. } in leaves {
+        let whole = keys.entry(&name.key).or_insert(true);
+        if let LeafBody::Tensor { shape, parts, .. } = body {
+            *whole &= parts.iter().all(|part| part.is_whole(shape));
+        }
+    }
+    keys.into_iter().filter_map(|(key, whole)| whole.then_some(key)).collect()
 }
 
 /// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.
@@ -141,7 +161,8 @@ fn agreed<'a>(name: &LeafName, holders: &[Holder<'a>]) -> Result<Kind<'a>, Strin
     }
     let mut opinions: Vec<_> = opinions.into_iter().collect();
     opinions.sort_unstable_by_key(|(_, ranks)| ranks[0]);
-    let said: Vec<String> = opinions.iter().map(|(kind, ranks)| format!("{kind} on {}", Ranks(ranks))).collect();
+    let said: Vec<String> =
+        opinions.iter().map(|(kind, ranks)| format!("{kind} on {}", RankSet::new(ranks.iter().copied()))).collect();
     Err(format!("{name}: ranks must hold the same, and it is {}", said.join(", ")))
 }
 
@@ -159,17 +180,33 @@ fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Hold
 
 /// All parts of all ranks, those of one region side by side: what there is to share.
 #[derive(Default)]
-struct Share {
+struct Replicated<'a> {
+    /// The distinct sets of holders.
+    classes: Vec<Vec<u32>>,
+    class_ids: HashMap<Vec<u32>, usize>,
     items: Vec<Item>,
-    ranks: Vec<u32>,
-    parts: Vec<Write>,
+    /// Per item, its leaf.
+    leaves: Vec<&'a LeafName>,
+    /// Per item, where in `copies` those of its holders begin.
+    first: Vec<usize>,
+    copies: Vec<Write>,
 }
 
-impl Share {
+impl<'a> Replicated<'a> {
+    fn class(&mut self, holders: Vec<u32>) -> usize {
+        if let Some(&class) = self.class_ids.get(&holders) {
+            return class;
+        }
+        let class = self.classes.len();
+        self.classes.push(holders.clone());
+        self.class_ids.insert(holders, class);
+        class
+    }
+
     /// Adds a tensor's parts, and returns its distinct regions, sorted.
     fn tensor(
         &mut self,
-        name: &LeafName,
+        name: &'a LeafName,
         dtype: DType,
         shape: &[u64],
         holders: &[Holder],
@@ -202,22 +239,19 @@ impl Share {
             for twice in replicas.windows(2).filter(|pair| pair[0].1 == pair[1].1) {
                 problems.push(format!("{name}: rank {} holds {region} twice", twice[0].1));
             }
-            let first = self.ranks.len();
-            self.ranks.extend(replicas.iter().map(|&(_, rank, _)| rank));
-            self.parts.extend(replicas.iter().map(|&(_, _, part)| part));
-            let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes()));
-            // It fits a shape whose bytes do not overflow.
-            let bytes = bytes.unwrap_or(u64::MAX);
-            self.items.push(Item { bytes, holders: first..self.ranks.len() });
+            let class = self.class(replicas.iter().map(|&(_, rank, _)| rank).collect());
+            self.items.push(Item::new(region, dtype, false, class));
+            self.leaves.push(name);
+            self.first.push(self.copies.len());
+            self.copies.extend(replicas.iter().map(|&(_, _, part)| part));
             regions.push(region.clone());
         }
         if problems.len() == sound
             && let Err(flaw) = tiles(shape, &regions)
         {
             let on = |wanted: &Region| {
-                let ranks: Vec<u32> =
-                    copies.iter().filter(|(region, ..)| *region == wanted).map(|&(_, rank, _)| rank).collect();
-                format!("{wanted} on {}", Ranks(&ranks))
+                let ranks = copies.iter().filter(|(region, ..)| *region == wanted).map(|&(_, rank, _)| rank);
+                format!("{wanted} on {}", RankSet::new(ranks))
             };
             problems.push(match *flaw {
                 Flaw::Overlap(a, b) => format!("{name}: {} overlaps {}", on(&a), on(&b)),

@@ -6,6 +6,7 @@
 mod amend;
 mod coverage;
 mod load;
+mod local;
 mod objects;
 mod reshard;
 mod save;

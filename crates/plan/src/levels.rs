@@ -1,0 +1,101 @@
+//! How even loads could be if what ranks share were as fine as water.
+
+/// The sharing of classes of bytes among their holders with the lowest highest load, nearly.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Levels {
+    /// Per class, how much of it each of its members has.
+    pub(crate) quotas: Vec<Vec<u64>>,
+    /// Per rank, all its quotas.
+    pub(crate) loads: Vec<u64>,
+    /// No sharing whatever has a highest load below this.
+    pub(crate) least: u64,
+}
+
+/// Sweeps over all classes after which the levels are taken as they are.
+const SWEEPS_MAX: usize = 200;
+
+/// Work (members of classes poured over) after which they are, too.
+const STEPS_MAX: usize = 1 << 27;
+
+/// The gap to what is provably possible that ends the search: one part of this.
+const GAP: u64 = 400;
+
+/// Levels of classes of `amounts` bytes, each of which all of its members hold. All together are at most 2^62.
+///
+/// Each class in turn is poured over its members, on top of what these have of other classes, until nothing moves much.
+/// The smallest sets come first: where sets of holders are nested in each other or apart, as those of a mesh mostly
+/// are, one sweep is enough. In general the sweeps are a coordinate descent of the sum of squared loads, whose
+/// minimum also has the lowest highest load.
+pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Levels {
+    let mut levels = Levels {
+        quotas: classes.iter().map(|members| vec![0; members.len()]).collect(),
+        loads: vec![0; world],
+        least: 0,
+    };
+    let mut order: Vec<usize> = (0..classes.len()).collect();
+    order.sort_by_key(|&class| classes[class].len());
+    let members: usize = classes.iter().map(Vec::len).sum();
+    let sweeps = SWEEPS_MAX.min(STEPS_MAX / members.max(1)).max(1);
+    for _ in 0..sweeps {
+        for &class in &order {
+            pour(&mut levels.loads, &mut levels.quotas[class], &classes[class], amounts[class]);
+        }
+        levels.least = levels.least.max(provable(&levels.loads, classes, amounts));
+        let highest = levels.loads.iter().copied().max().unwrap_or(0);
+        if highest - levels.least.min(highest) <= levels.least / GAP {
+            break;
+        }
+    }
+    levels
+}
+
+/// Takes a class's quotas back and pours the class again, to one level over the loads of its members.
+fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
+    for (&rank, quota) in members.iter().zip(&mut *quotas) {
+        loads[rank as usize] -= std::mem::take(quota);
+    }
+    let mut order: Vec<(u64, usize)> = members.iter().map(|&rank| loads[rank as usize]).zip(0..).collect();
+    order.sort_unstable();
+    // The lowest `wet` members get something: the amount more than raises them to the next one's load, or there is none.
+    let (mut wet, mut below) = (0, 0u128);
+    while let Some(&(load, _)) = order.get(wet)
+        && u128::from(load) * (wet as u128) < below + u128::from(amount)
+    {
+        below += u128::from(load);
+        wet += 1;
+    }
+    if wet == 0 {
+        return;
+    }
+    let sum = below + u128::from(amount);
+    let (level, over) = ((sum / wet as u128) as u64, (sum % wet as u128) as usize);
+    for (i, &(load, member)) in order[..wet].iter().enumerate() {
+        quotas[member] = (level + u64::from(i < over)).saturating_sub(load);
+        loads[members[member] as usize] = load + quotas[member];
+    }
+}
+
+/// A highest load that cannot be beaten: ranks of high loads together have at least what only they hold. Which ranks to
+/// take together is read off the loads: at the best levels, what keeps the highest ones up is held by nobody below.
+fn provable(loads: &[u64], classes: &[Vec<u32>], amounts: &[u64]) -> u64 {
+    let mut confined: Vec<(u64, u64)> = classes
+        .iter()
+        .zip(amounts)
+        .filter_map(|(members, &amount)| Some((members.iter().map(|&rank| loads[rank as usize]).min()?, amount)))
+        .collect();
+    confined.sort_unstable_by(|a, b| b.cmp(a));
+    let mut sorted = loads.to_vec();
+    sorted.sort_unstable_by(|a, b| b.cmp(a));
+    let (mut least, mut held, mut next) = (0, 0u128, 0);
+    for (i, &load) in sorted.iter().enumerate() {
+        if sorted.get(i + 1) == Some(&load) {
+            continue;
+        }
+        while next < confined.len() && confined[next].0 >= load {
+            held += u128::from(confined[next].1);
+            next += 1;
+        }
+        least = least.max(held.div_ceil(i as u128 + 1) as u64);
+    }
+    least
+}

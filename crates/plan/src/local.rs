@@ -1,0 +1,187 @@
+//! Plans that every rank makes alone, and how it is proven afterwards that they fit together.
+//!
+//! Where a rank knows who else holds the very parts of a leaf that it holds, it needs no message to learn who writes
+//! them. All leaves that one set of ranks holds are a *class*. Each member of that set knows the class, and nobody
+//! knows more that all members know: so each class is divided among its members as if there were nothing else. Every
+//! share of every class is within 2 % (or a block) of even, and so are their sums.
+//!
+//! What a rank believes of others is proven when they meet for the commit: each names the classes that it divided, by
+//! their members and a digest of their leaves, and [`prove`] finds who believed otherwise.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+use shardfast_format::{Catalog, Leaf, LeafBody};
+
+use crate::balance::{Item, divide};
+use crate::error::{Error, Problems};
+use crate::ranks::RankSet;
+use crate::save::whole_keys;
+use crate::write::Write;
+
+/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks hold
+/// all the same parts of a leaf, or none in common.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Replicas {
+    /// The sets, each once.
+    pub groups: Vec<RankSet>,
+    /// For each leaf of the catalog, the index in `groups` of all ranks that hold it in exactly these parts, this rank
+    /// among them; `None` where that is not known. Nothing is asked of leaves without parts.
+    pub leaves: Vec<Option<u32>>,
+}
+
+/// What a rank does, by itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Local {
+    /// What it writes, sorted.
+    pub writes: Vec<Write>,
+    /// What that rests on, sorted: one claim for each set of ranks with which it shares the writing of something.
+    pub claims: Vec<Claim>,
+}
+
+/// What a rank believes of a class of leaves.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Claim {
+    /// All ranks that hold it.
+    pub ranks: RankSet,
+    /// The first half of the fingerprint of the class's leaves: names, dtypes, shapes and parts, in order.
+    pub digest: [u8; 16],
+}
+
+/// Plans a save of `catalog` on `rank` of `world`, without a word from the others; `None` when the holders of some leaf
+/// are not known, and ranks must exchange their catalogs ([`crate::save`]).
+///
+/// That all members of a set come to the same assignment rests on their claims being equal, which [`prove`] checks, and
+/// on leaves and their parts being in the same order everywhere. Coverage is for the commit to check, as always.
+///
+/// # Errors
+/// [`Error::Invalid`] naming each leaf of which `replicas` says what cannot be: a set that there is not, without this
+/// rank, or with ranks beyond the world.
+pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Result<Option<Local>, Error> {
+    let Some(classes) = classes(catalog, replicas, rank, world)? else { return Ok(None) };
+    let mut local = Local::default();
+    for (group, leaves) in classes.into_iter().enumerate().filter(|(_, leaves)| !leaves.is_empty()) {
+        let ranks = &replicas.groups[group];
+        let members: Vec<u32> = ranks.iter().collect();
+        if ranks.len() > 1 {
+            let class = Catalog { leaves: leaves.iter().map(|&leaf| catalog.leaves[leaf as usize].clone()).collect() };
+            let mut digest = [0; 16];
+            digest.copy_from_slice(&class.fingerprint()[..16]);
+            local.claims.push(Claim { ranks: ranks.clone(), digest });
+        }
+        let held = |&leaf: &u32| &catalog.leaves[leaf as usize];
+        let whole = whole_keys(leaves.iter().map(held));
+        let (mut items, mut parts) = (Vec::new(), Vec::new());
+        for leaf in leaves {
+            let Leaf { name, body: LeafBody::Tensor { dtype, parts: regions, .. }, .. } = held(&leaf) else { continue };
+            for (part, region) in (0u32..).zip(regions) {
+                items.push(Item::new(region, *dtype, whole.contains(name.key.as_str()), 0));
+                parts.push(Write::whole(leaf, part));
+            }
+        }
+        let mine = members.binary_search(&rank).unwrap_or_default() as u32;
+        let shares = divide(members.len(), &[(0..members.len() as u32).collect()], &items);
+        let shares = shares.into_iter().filter(|share| share.rank == mine);
+        local.writes.extend(shares.map(|share| Write { rows: share.rows, ..parts[share.item] }));
+    }
+    local.writes.sort_unstable();
+    local.claims.sort_unstable();
+    Ok(Some(local))
+}
+
+/// The leaves with parts of each group, in the catalog's order; `None` when one is in no group.
+fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Result<Option<Vec<Vec<u32>>>, Error> {
+    if replicas.leaves.len() != catalog.leaves.len() {
+        let (said, held) = (replicas.leaves.len(), catalog.leaves.len());
+        return Err(Error::Invalid(Problems(vec![format!(
+            "rank {rank}: the holders of {said} leaves are given, and the catalog has {held}"
+        )])));
+    }
+    let flaw = |set: &RankSet| match set.last() {
+        Some(last) if last >= world => Some(format!("of a world of {world}")),
+        _ if !set.contains(rank) => Some(format!("and rank {rank} holds it too")),
+        _ => None,
+    };
+    let flaws: Vec<Option<String>> = replicas.groups.iter().map(flaw).collect();
+    let mut problems = Vec::new();
+    let mut known = true;
+    let mut classes = vec![Vec::new(); replicas.groups.len()];
+    for ((index, leaf), group) in (0u32..).zip(&catalog.leaves).zip(&replicas.leaves) {
+        match (&leaf.body, *group) {
+            (LeafBody::Tensor { parts, .. }, _) if parts.is_empty() => {}
+            (LeafBody::Object { .. } | LeafBody::Alias { .. }, _) => {}
+            (LeafBody::Tensor { .. }, None) => known = false,
+            (LeafBody::Tensor { .. }, Some(group)) => match flaws.get(group as usize) {
+                Some(None) => classes[group as usize].push(index),
+                Some(Some(flaw)) => {
+                    let holders = &replicas.groups[group as usize];
+                    problems.push(format!("{}: its holders are said to be {holders}, {flaw}", leaf.name));
+                }
+                None => problems.push(format!(
+                    "{}: its holders are said to be set {group} of {}",
+                    leaf.name,
+                    replicas.groups.len()
+                )),
+            },
+        }
+    }
+    if !problems.is_empty() {
+        return Err(Error::Invalid(Problems(problems)));
+    }
+    Ok(known.then_some(classes))
+}
+
+/// Proves that local plans fit together: of every set that any rank claims to share with, each member claims the same
+/// digest, and nobody else claims it. `claims` is by rank.
+///
+/// # Errors
+/// [`Error::Invalid`] naming each set with the ranks that do not know of it, that are not of it or that differ.
+pub fn prove(claims: &[Vec<Claim>]) -> Result<(), Error> {
+    let mut by_set: HashMap<&RankSet, Vec<(u32, [u8; 16])>> = HashMap::new();
+    for (rank, claims) in (0u32..).zip(claims) {
+        for claim in claims {
+            by_set.entry(&claim.ranks).or_default().push((rank, claim.digest));
+        }
+    }
+    let mut problems: Vec<(&RankSet, String)> =
+        by_set.iter().filter_map(|(set, claimed)| Some((*set, disagreement(set, claimed, claims.len())?))).collect();
+    problems.sort_unstable();
+    if problems.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Invalid(Problems(problems.into_iter().map(|(_, problem)| problem).collect())))
+}
+
+/// What is wrong with the claims, by ascending rank, of one set.
+fn disagreement(set: &RankSet, claimed: &[(u32, [u8; 16])], world: usize) -> Option<String> {
+    let claimants = || RankSet::new(claimed.iter().map(|&(rank, _)| rank));
+    let said = || format!("{} planned with {set} as the holders of the same parts", claimants());
+    if set.last().is_none_or(|last| last as usize >= world) {
+        return Some(format!("{}, in a world of {world}", said()));
+    }
+    if set.len() != claimed.len() as u64 || !set.iter().eq(claimed.iter().map(|&(rank, _)| rank)) {
+        let silent = RankSet::new(set.iter().filter(|rank| claimed.binary_search_by_key(rank, |c| c.0).is_err()));
+        if !silent.is_empty() {
+            return Some(format!("{}, and {silent} did not", said()));
+        }
+        let foreign = RankSet::new(claimed.iter().map(|c| c.0).filter(|&rank| !set.contains(rank)));
+        return Some(match foreign.is_empty() {
+            true => format!("{}, and some of them twice", said()),
+            false => format!("{}, and {foreign} is not of them", said()),
+        });
+    }
+    let mut opinions: HashMap<[u8; 16], Vec<u32>> = HashMap::new();
+    for &(rank, digest) in claimed {
+        opinions.entry(digest).or_default().push(rank);
+    }
+    if opinions.len() == 1 {
+        return None;
+    }
+    let mut opinions: Vec<RankSet> = opinions.into_values().map(RankSet::new).collect();
+    opinions.sort_unstable();
+    let opinions: Vec<String> = opinions.iter().map(RankSet::to_string).collect();
+    Some(format!(
+        "{set}: they planned as holders of the same parts, and names, dtypes, shapes or parts differ between {}",
+        opinions.join(" and ")
+    ))
+}

@@ -157,7 +157,7 @@ impl Truth {
             leaves.push(Leaf { name: name.clone(), body, layout: "simulated".to_owned() });
             providers.push(bytes);
         }
-        State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
+        State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
@@ -388,7 +388,12 @@ impl Job {
 }
 
 pub(crate) fn destination(url: &str) -> Destination {
-    Destination { url: url.to_owned(), step: Some(7), user: BTreeMap::from([("note".to_owned(), "test".to_owned())]) }
+    Destination {
+        url: url.to_owned(),
+        step: Some(7),
+        user: BTreeMap::from([("note".to_owned(), "test".to_owned())]),
+        prove: false,
+    }
 }
 
 /// Waits for all.

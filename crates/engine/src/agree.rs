@@ -10,7 +10,7 @@ use shardfast_coord::{Coord, Failure};
 
 use crate::cuda;
 use crate::error::{Error, Kind, Result};
-use crate::planning::Planned;
+use crate::planning;
 use crate::staging::{PageLock, Staging};
 
 /// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
@@ -23,7 +23,7 @@ pub struct Engine {
     pub(crate) devices: Arc<shardfast_store::Devices>,
     accelerators: cuda::Devices,
     is_page_locked: AtomicBool,
-    pub(crate) planned: std::sync::Mutex<Option<Planned>>,
+    pub(crate) planned: std::sync::Mutex<planning::Memory>,
     operations: AtomicU64,
 }
 
@@ -69,6 +69,11 @@ impl Engine {
     /// This rank's number.
     pub fn rank(&self) -> u32 {
         self.coord.rank()
+    }
+
+    /// The name of this meeting of ranks.
+    pub(crate) fn meeting(&self) -> [u8; 16] {
+        self.coord.meeting().0
     }
 
     /// Number of ranks.
@@ -143,6 +148,10 @@ pub(crate) struct Operation {
 impl Operation {
     pub(crate) fn deadline(&self) -> Duration {
         self.deadline
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     pub(crate) fn is_root(&self) -> bool {

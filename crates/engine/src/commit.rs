@@ -14,20 +14,21 @@
 //! or rival attempt left behind is never read and never overwritten.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, Commit, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder,
-    Region, SaveInfo, hugging_face_index, manifest_name, sha256,
+    COMMIT, Commit, DType, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafName, Manifest, ManifestBuilder,
+    Region, SaveInfo, data_file, hugging_face_index, manifest_name, sha256,
 };
-use shardfast_plan::ObjectWrite;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
 use crate::error::{Error, Kind, Result};
-use crate::planning::{Orders, PlannedAll, ValueOrders};
+use crate::planning::{Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
 /// Longer than any `COMMIT` of this format.
@@ -36,31 +37,62 @@ const COMMIT_BYTES_MAX: u64 = 4096;
 /// What one rank wrote.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    pub(crate) files: Vec<WrittenFile>,
-    pub(crate) written: Vec<Written>,
+    pub(crate) tensors: Tensors,
+    pub(crate) values: Values,
 }
 
-/// A data file as its rank reports it.
+/// A rank's files of tensors.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct WrittenFile {
-    pub(crate) path: String,
+pub(crate) enum Tensors {
+    /// As in this rank's last receipt of the same plan, but for what is in them: the checksums of their headers.
+    Same {
+        header_crcs: Vec<u64>,
+    },
+    New {
+        structure: Structure,
+        header_crcs: Vec<u64>,
+    },
+}
+
+/// How a rank's files of tensors look, whatever is in them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Structure {
+    pub(crate) files: Vec<FileShape>,
+    /// Every tensor of which the rank wrote something, or holds nothing: that it exists is known then, even if nobody
+    /// has any of it.
+    pub(crate) leaves: Vec<WrittenLeaf>,
+    /// Each alias, and the leaf that holds its data.
+    pub(crate) aliases: Vec<(LeafName, LeafName)>,
+}
+
+/// A data file as its rank reports it: its key, its number among the rank's files of that key, its size, and where its
+/// data begin.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileShape {
+    pub(crate) key: String,
+    pub(crate) index: u32,
     pub(crate) bytes: u64,
     pub(crate) data_start: u64,
-    pub(crate) header_crc: u64,
 }
 
-/// Where one part, or one value, lies.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct Written {
-    /// Index in the rank's catalog.
-    pub(crate) leaf: u32,
-    /// Index of the part; 0 for a value.
-    pub(crate) part: u32,
-    /// Index in the rank's files.
-    pub(crate) file: u32,
-    /// Absolute in the file.
-    pub(crate) offset: u64,
-    pub(crate) bytes: u64,
+/// What a rank wrote of one tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct WrittenLeaf {
+    pub(crate) name: LeafName,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Dims,
+    pub(crate) layout: String,
+    /// Each region, the index of its file, and its offset there from the file's start.
+    pub(crate) regions: Vec<(Region, u32, u64)>,
+}
+
+/// A rank's files of values.
+#[derive(Default, Serialize, Deserialize)]
+pub(crate) struct Values {
+    pub(crate) files: Vec<(FileShape, u64)>,
+    /// For each value that the rank had to write, in the order of the names: the index of its file, its offset there
+    /// from the file's start, and its length, in bytes.
+    pub(crate) extents: Vec<(u32, u64, u64)>,
 }
 
 /// How a commit failed.
@@ -81,11 +113,14 @@ pub(crate) fn agree(
 ) -> std::result::Result<(), Failed> {
     let world = operation.engine.world();
     let mut published = false;
+    let attempt = operation.attempt();
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let all = orders.all.as_ref().ok_or_else(|| Error::internal("only rank 0 can commit"))?;
-        let manifest = assemble(all, &values.all, info(destination, &orders.attempt, world), &receipts)?;
+        let (Some(plan), Some(values)) = (&orders.all, &values.all) else {
+            return Err(Error::internal("only rank 0 can commit"));
+        };
+        let manifest = assemble(plan, &values.values, info(destination, &attempt, world), receipts)?;
         let manifest_bytes = manifest.encode();
-        let commit = prepare(store, &manifest, &manifest_bytes, &orders.attempt)?;
+        let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
         published = true;
         let outcome = store.publish(COMMIT, &commit.encode());
         if outcome.as_ref().is_err_and(|error| error.kind != shardfast_store::Kind::Unavailable) {
@@ -107,7 +142,7 @@ pub(crate) fn agree(
         }
         Err(failed) => match read_commit(store) {
             // Rank 0 may have gone before it could make the name durable.
-            Ok(commit) if commit.attempt == orders.attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
+            Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
             _ => Err(Failed { error: failed.error, nothing_published: false }),
         },
     }
@@ -176,59 +211,121 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 }
 
 /// Steps 1 and 2: the manifest of what all ranks wrote.
-fn assemble(all: &PlannedAll, stored: &[ObjectWrite], info: SaveInfo, receipts: &[Receipt]) -> Result<Manifest> {
+fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<Receipt>) -> Result<Manifest> {
+    let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
-    let mut regions: BTreeMap<&LeafName, Vec<(Region, Extent)>> = BTreeMap::new();
-    let mut values: BTreeMap<(u32, u32), Extent> = BTreeMap::new();
-    for (rank, receipt) in receipts.iter().enumerate() {
-        let unknown = |what: &str| Error::internal(format!("rank {rank} reports {what} that it does not have"));
-        let entry = |file: &WrittenFile| FileEntry {
-            path: file.path.clone(),
-            bytes: file.bytes,
-            data_start: file.data_start,
-            header_crc: file.header_crc,
+    let mut tensors: BTreeMap<&LeafName, Tensor> = BTreeMap::new();
+    let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
+    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
+    let mut structures = Vec::with_capacity(receipts.len());
+    for (rank, receipt) in (0u32..).zip(receipts) {
+        let mut add = |file: &FileShape, header_crc: u64| {
+            let path = data_file(&file.key, &attempt, rank, file.index)?;
+            Ok::<u32, Error>(builder.file(FileEntry {
+                path,
+                bytes: file.bytes,
+                data_start: file.data_start,
+                header_crc,
+            }))
         };
-        let files: Vec<u32> = receipt.files.iter().map(|file| builder.file(entry(file))).collect();
-        for written in &receipt.written {
-            let leaf = all.catalogs[rank].leaves.get(written.leaf as usize).ok_or_else(|| unknown("a leaf"))?;
-            let file = *files.get(written.file as usize).ok_or_else(|| unknown("a file"))?;
-            let extent = Extent { file, offset: written.offset, bytes: written.bytes };
-            match &leaf.body {
-                LeafBody::Tensor { parts, .. } => {
-                    let region = parts.get(written.part as usize).ok_or_else(|| unknown("a part"))?;
-                    regions.entry(&leaf.name).or_default().push((region.clone(), extent));
-                }
-                LeafBody::Object { .. } => {
-                    let merged = all.plan.merged[rank][written.leaf as usize];
-                    values.insert((merged, rank as u32), extent);
-                }
-                LeafBody::Alias { .. } => return Err(unknown("an alias's bytes")),
-            }
-        }
+        let (structure, header_crcs) = plan.structure(rank, receipt.tensors)?;
+        let files = structure.files.iter().zip(header_crcs).map(|(file, crc)| add(file, crc));
+        let files = files.collect::<Result<Vec<u32>>>()?;
+        let value_files =
+            receipt.values.files.iter().map(|(file, crc)| add(file, *crc)).collect::<Result<Vec<u32>>>()?;
+        let extent = |&(file, offset, bytes): &(u32, u64, u64)| {
+            let file = value_files.get(file as usize).copied();
+            file.map(|file| Extent { file, offset, bytes }).ok_or_else(|| unknown_file(rank))
+        };
+        extents.push(receipt.values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
+        structures.push((rank, structure, files));
     }
-    for (merged, leaf) in all.plan.leaves.iter().enumerate() {
-        match &leaf.body {
-            LeafBody::Tensor { dtype, shape, .. } => {
-                let mut regions = regions.remove(&leaf.name).unwrap_or_default();
-                regions.sort_by(|a, b| a.0.cmp(&b.0));
-                prove_coverage(&leaf.name, shape, &regions)?;
-                builder.tensor(&leaf.name, *dtype, shape, &leaf.layout, &regions);
-            }
-            LeafBody::Object { .. } => {
-                let mut extents = Vec::new();
-                let first = stored.partition_point(|value| (value.leaf as usize) < merged);
-                for value in stored[first..].iter().take_while(|value| value.leaf as usize == merged) {
-                    let extent = values.remove(&(value.leaf, value.writer)).ok_or_else(|| {
-                        Error::internal(format!("rank {} did not write its value of {}", value.writer, leaf.name))
-                    })?;
-                    extents.push((value.ranks.clone(), extent));
-                }
-                builder.object(&leaf.name, &leaf.layout, &extents);
-            }
-            LeafBody::Alias { of } => builder.alias(&leaf.name, of),
+    for (rank, structure, files) in &structures {
+        for leaf in &structure.leaves {
+            let tensor = tensors.entry(&leaf.name).or_insert_with(|| Tensor::new(*rank, leaf));
+            tensor.add(*rank, leaf, files)?;
         }
+        aliases.extend(structure.aliases.iter().map(|(name, of)| (name, of)));
+    }
+    for (name, tensor) in &mut tensors {
+        tensor.regions.sort_by(|a, b| a.0.cmp(&b.0));
+        prove_coverage(name, &tensor.leaf.shape, &tensor.regions)?;
+        builder.tensor(name, tensor.leaf.dtype, &tensor.leaf.shape, &tensor.leaf.layout, &tensor.regions);
+    }
+    for value in values {
+        let of = |(writer, ranks): (&u32, &Vec<Range<u32>>)| {
+            let extent = extents.get_mut(*writer as usize).and_then(Iterator::next);
+            extent
+                .map(|extent| (ranks.clone(), extent))
+                .ok_or_else(|| Error::internal(format!("rank {writer} did not write its value of {}", value.name)))
+        };
+        let copies = value.writers.iter().map(of).collect::<Result<Vec<_>>>()?;
+        builder.object(&value.name, &value.layout, &copies);
+    }
+    for (name, of) in aliases {
+        builder.alias(name, of);
     }
     Ok(builder.finish()?)
+}
+
+fn unknown_file(rank: u32) -> Error {
+    Error::internal(format!("rank {rank} reports a file that it does not have"))
+}
+
+/// One tensor as the ranks wrote it.
+struct Tensor<'a> {
+    rank: u32,
+    leaf: &'a WrittenLeaf,
+    regions: Vec<(Region, Extent)>,
+}
+
+impl<'a> Tensor<'a> {
+    fn new(rank: u32, leaf: &'a WrittenLeaf) -> Tensor<'a> {
+        Tensor { rank, leaf, regions: Vec::new() }
+    }
+
+    fn add(&mut self, rank: u32, leaf: &WrittenLeaf, files: &[u32]) -> Result<()> {
+        if (leaf.dtype, &leaf.shape) != (self.leaf.dtype, &self.leaf.shape) {
+            return Err(Error::invalid(format!(
+                "{}: ranks must hold the same, and it is a tensor {} {:?} on rank {}, a tensor {} {:?} on rank {rank}",
+                leaf.name, self.leaf.dtype, self.leaf.shape, self.rank, leaf.dtype, leaf.shape
+            )));
+        }
+        for (region, file, offset) in &leaf.regions {
+            let file = *files.get(*file as usize).ok_or_else(|| unknown_file(rank))?;
+            let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(leaf.dtype.size_bytes()));
+            let bytes =
+                bytes.ok_or_else(|| Error::internal(format!("rank {rank} reports 2^64 bytes of {}", leaf.name)))?;
+            self.regions.push((region.clone(), Extent { file, offset: *offset, bytes }));
+        }
+        Ok(())
+    }
+}
+
+impl PlannedAll {
+    /// How the rank's files look and their headers' checksums.
+    fn structure(&self, rank: u32, tensors: Tensors) -> Result<(Arc<Structure>, Vec<u64>)> {
+        let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = structures
+            .get_mut(rank as usize)
+            .ok_or_else(|| Error::internal(format!("rank {rank} is none of this plan's")))?;
+        let header_crcs = match tensors {
+            Tensors::Same { header_crcs } => header_crcs,
+            Tensors::New { structure, header_crcs } => {
+                *known = Some(Arc::new(structure));
+                header_crcs
+            }
+        };
+        match known {
+            Some(structure) if structure.files.len() == header_crcs.len() => Ok((Arc::clone(structure), header_crcs)),
+            Some(structure) => Err(Error::internal(format!(
+                "rank {rank} reports {} files of tensors, expected {}",
+                header_crcs.len(),
+                structure.files.len()
+            ))),
+            None => Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember"))),
+        }
+    }
 }
 
 fn prove_coverage(name: &LeafName, shape: &Dims, regions: &[(Region, Extent)]) -> Result<()> {

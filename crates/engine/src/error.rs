@@ -106,6 +106,26 @@ impl Error {
     }
 }
 
+/// Pauses before what a store could not do just now is tried again: a second in all.
+const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
+
+/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` may have been done
+/// although it failed, and must bear to be done again.
+///
+/// # Errors
+/// The last failure.
+pub(crate) fn retry<T>(mut act: impl FnMut() -> Result<T>) -> Result<T> {
+    for pause in PAUSES_MS {
+        match act() {
+            Err(error) if error.kind == Kind::Unavailable => {
+                std::thread::sleep(std::time::Duration::from_millis(pause));
+            }
+            ended => return ended,
+        }
+    }
+    act()
+}
+
 impl From<shardfast_format::Error> for Error {
     fn from(error: shardfast_format::Error) -> Error {
         let kind = match &error {

@@ -19,6 +19,7 @@ pub mod pending;
 mod planning;
 pub mod provider;
 pub mod reader;
+mod replicas;
 mod repr;
 pub mod runs;
 pub mod save;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use crate::ablation;
+use crate::commit::FileShape;
 use crate::error::{Error, Kind, Result};
 
 /// The handle of a save that runs in the background.
@@ -37,6 +38,7 @@ struct State {
     captured: bool,
     staged: bool,
     vouched: Option<Result<()>>,
+    cancelled: Option<Error>,
     outcome: Option<Result<()>>,
     report: Report,
 }
@@ -123,7 +125,8 @@ impl Pending {
 
 impl Shared {
     fn new(captured: bool) -> Shared {
-        let state = State { captured, staged: false, vouched: None, outcome: None, report: Report::default() };
+        let report = Report::default();
+        let state = State { captured, staged: false, vouched: None, cancelled: None, outcome: None, report };
         Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
     }
 
@@ -191,11 +194,33 @@ impl Progress {
         self.shared.lock().report.phases_ms.insert(phase, ms);
     }
 
-    /// This rank wrote a data file.
-    pub(crate) fn wrote(&self, files: u64, bytes: u64) {
+    /// This rank wrote these data files.
+    pub(crate) fn wrote(&self, files: &[FileShape]) {
         let mut state = self.shared.lock();
-        state.report.files_written += files;
-        state.report.bytes_written += bytes;
+        state.report.files_written += files.len() as u64;
+        state.report.bytes_written += files.iter().map(|file| file.bytes).sum::<u64>();
+    }
+
+    /// The save has failed elsewhere: nothing more needs to be written.
+    pub(crate) fn cancel(&self, error: &Error) {
+        self.shared.lock().cancelled.get_or_insert_with(|| error.clone());
+    }
+
+    /// Why the save has failed elsewhere.
+    pub(crate) fn cancelled(&self) -> Option<Error> {
+        self.shared.lock().cancelled.clone()
+    }
+
+    /// This rank's failure, told with how far its part of the save had come.
+    pub(crate) fn told(&self, error: Error) -> Error {
+        let state = self.shared.lock();
+        let reached = |phase: &&&str| state.report.phases_ms.contains_key(**phase);
+        let stage = match ["staged", "captured", "planned"].iter().find(reached) {
+            Some(&"staged") => "staged, not yet durable",
+            Some(&"captured") => "captured, not yet staged",
+            _ => "planned, not yet captured",
+        };
+        Error { message: format!("{} (its part was {stage})", error.message), ..error }
     }
 }
 

@@ -1,193 +1,184 @@
-//! Who writes what: agreed once, then remembered as long as every rank holds what it held.
+//! Who writes what: planned by each rank alone where it can, agreed once otherwise, then remembered.
 //!
-//! A rank opens with the fingerprint of its catalog. While rank 0 remembers a plan for exactly these fingerprints of
-//! all ranks, 32 bytes a rank are all that travels; otherwise catalogs are sent, and rank 0 plans anew. Values are
-//! compared apart from that, by their digests, while tensors are being written already: encoding them takes its time.
+//! A rank that remembers a plan for what it holds, or that knows who holds what it holds, *drafts* its writes and begins
+//! with them at once: no message stands in front of the first byte. Meanwhile it opens the operation with what its
+//! draft rests on, and rank 0 finds whether all drafts are one plan. A rank without a draft opens with its catalog and
+//! waits for its orders. What was drafted is binding: the others' orders are planned around it, and where that is
+//! impossible the save fails on every rank.
+//!
+//! Nothing here is proof that a checkpoint is whole. That is the commit's, which counts what was written.
 
-use std::sync::{Arc, PoisonError};
+mod opening;
+mod values;
 
-use serde::{Deserialize, Serialize};
-use shardfast_format::{Catalog, LeafBody, sha256};
-use shardfast_plan::{ObjectWrite, SavePlan, Write};
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use shardfast_format::{Catalog, sha256};
+use shardfast_plan::{RankSet, Replicas, Write};
 
 use crate::agree::Operation;
 use crate::error::{Error, Result};
 
-/// The plan as a rank remembers it.
+pub(crate) use opening::PlannedAll;
+pub(crate) use values::{Value, ValueOrders, agree_values};
+
+use opening::{Answer, Opening, Told};
+
+/// Names a plan of all ranks among those of this job. Drawn at random by rank 0.
+pub(crate) type PlanId = u64;
+
+/// Plans that rank 0 remembers: those of the saves in flight, and the one before.
+const PLANS_MAX: usize = 4;
+
+/// What an engine remembers from one save to the next.
+#[derive(Default)]
+pub(crate) struct Memory {
+    mine: Option<Planned>,
+    /// On rank 0, the latest last.
+    all: Vec<Arc<PlannedAll>>,
+}
+
+/// The last plan, as one rank remembers it.
 #[derive(Clone)]
-pub(crate) struct Planned {
-    /// Of the fingerprints of all ranks.
-    id: [u8; 32],
+struct Planned {
+    id: PlanId,
+    catalog: Arc<Catalog>,
+    replicas: Option<Arc<Replicas>>,
     writes: Arc<Vec<Write>>,
-    /// On rank 0.
-    all: Option<Arc<PlannedAll>>,
+    /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
+    is_known: bool,
+    values: Option<Arc<values::Remembered>>,
 }
 
-/// What rank 0 remembers of the plan of all ranks.
-pub(crate) struct PlannedAll {
-    id: [u8; 32],
-    pub(crate) catalogs: Vec<Catalog>,
-    pub(crate) plan: SavePlan,
-}
-
-/// What one rank has to do.
+/// What a rank has to do in one save.
+#[derive(Clone)]
 pub(crate) struct Orders {
-    /// Names the attempt: nothing that another attempt at the same checkpoint wrote has this name.
-    pub(crate) attempt: String,
+    pub(crate) id: PlanId,
     /// The parts to write, of the rank's catalog.
     pub(crate) writes: Arc<Vec<Write>>,
+    /// Whether rank 0 remembers how this plan's files look.
+    pub(crate) is_known: bool,
+    values: Option<Arc<values::Remembered>>,
     /// On rank 0.
     pub(crate) all: Option<Arc<PlannedAll>>,
 }
 
-/// Which values one rank has to write.
-pub(crate) struct ValueOrders {
-    /// As indices of the rank's catalog.
-    pub(crate) mine: Vec<u32>,
-    /// On rank 0, for each value that is stored: its leaf in the merged order, who holds it, who writes it.
-    pub(crate) all: Vec<ObjectWrite>,
+/// The writes that a rank begins with, and what they rest on.
+pub(crate) struct Draft {
+    pub(crate) writes: Arc<Vec<Write>>,
+    opening: Opening,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Opening {
-    fingerprint: [u8; 32],
-    /// The plan that this rank remembers, if any.
-    known: Option<[u8; 32]>,
-    /// When this rank remembers no plan for its catalog, or was asked.
-    catalog: Option<Catalog>,
-}
-
-#[derive(Serialize, Deserialize)]
-enum Answer {
-    /// Rank 0 knows no plan for these fingerprints: everyone sends its catalog.
-    Replan,
-    Go {
-        attempt: String,
-        id: [u8; 32],
-        /// `None`: as this rank remembers them.
-        writes: Option<Vec<Write>>,
-    },
-}
-
-/// Agrees with all ranks on who writes which parts. `ready` is whether this rank can save at all, `admit` rank 0's last
-/// word before anything is planned.
+/// The writes of this rank as far as it can know them alone: those of the remembered plan when it holds what it held
+/// then, or those that follow from who holds what. `None` when it must ask.
 ///
 /// # Errors
-/// The same on every rank: what any of them brought, what `admit` said, or how their catalogs contradict each other.
+/// `Invalid` when `replicas` contradict themselves or the catalog.
+pub(crate) fn draft(
+    operation: &Operation,
+    catalog: &Arc<Catalog>,
+    replicas: Option<&Arc<Replicas>>,
+) -> Result<Option<Draft>> {
+    if let Some(planned) = operation.memory().mine.clone()
+        && planned.is_of(catalog, replicas)
+    {
+        return Ok(Some(Draft { writes: planned.writes, opening: Opening::Same { id: planned.id } }));
+    }
+    let (rank, world) = (operation.engine.rank(), operation.engine.world());
+    let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
+    let local = match replicas {
+        _ if world == 1 => shardfast_plan::local(catalog, &alone(), rank, world)?,
+        Some(replicas) => shardfast_plan::local(catalog, replicas, rank, world)?,
+        None => None,
+    };
+    Ok(local.map(|local| Draft { writes: Arc::new(local.writes), opening: Opening::Local { claims: local.claims } }))
+}
+
+/// Agrees with all ranks on who writes which parts. `draft` is what this rank begins with, or its failure; `admit` rank
+/// 0's last word before anything is agreed.
+///
+/// # Errors
+/// The same on every rank: what any of them brought, what `admit` said, or how their catalogs or drafts contradict each
+/// other.
 pub(crate) fn agree(
     operation: &Operation,
-    catalog: &Catalog,
-    ready: Result<()>,
-    admit: impl Fn() -> Result<()>,
+    catalog: &Arc<Catalog>,
+    replicas: Option<&Arc<Replicas>>,
+    draft: Result<Option<Draft>>,
+    admit: impl FnOnce() -> Result<()>,
 ) -> Result<Orders> {
-    let lock = || operation.engine.planned.lock().unwrap_or_else(PoisonError::into_inner);
-    let remembered = lock().clone();
-    let fingerprint = catalog.fingerprint();
-    let mut all = remembered.as_ref().and_then(|planned| planned.all.clone());
-    for (stage, send) in [("open", remembered.is_none()), ("plan", true)] {
-        let opening = ready.clone().map(|()| Opening {
-            fingerprint,
-            known: remembered.as_ref().map(|planned| planned.id),
-            catalog: send.then(|| catalog.clone()),
-        });
-        let answer = operation.agree(stage, opening, |openings| {
-            admit()?;
-            let Some(planned) = plan(all.take(), &openings)? else {
-                return Ok(openings.iter().map(|_| Answer::Replan).collect());
-            };
-            let answers = answers(&planned, openings)?;
-            all = Some(planned);
-            Ok(answers)
-        })?;
-        let Answer::Go { attempt, id, writes } = answer else { continue };
-        let writes = match (writes, remembered) {
-            (Some(writes), _) => Arc::new(writes),
-            (None, Some(planned)) if planned.id == id => planned.writes,
-            _ => return Err(Error::internal("rank 0 refers to a plan that this rank does not remember")),
-        };
-        *lock() = Some(Planned { id, writes: Arc::clone(&writes), all: all.clone() });
-        return Ok(Orders { attempt, writes, all });
-    }
-    Err(Error::internal("rank 0 asked twice for the same catalogs"))
-}
-
-/// Agrees with all ranks on who writes which values. `digests` are the SHA-256 of this rank's encoded values in the
-/// catalog's order.
-///
-/// # Errors
-/// The same on every rank: what any of them brought.
-pub(crate) fn agree_values(
-    operation: &Operation,
-    orders: &Orders,
-    digests: Result<Vec<[u8; 32]>>,
-) -> Result<ValueOrders> {
-    let mut writes = Vec::new();
-    let mine = operation.agree("values", digests, |digests: Vec<Vec<[u8; 32]>>| {
-        let all = orders.all.as_ref().ok_or_else(|| Error::internal("only rank 0 can compare values"))?;
-        writes = values(all, &digests)?;
-        let mut to_write = vec![std::collections::HashSet::new(); digests.len()];
-        for value in &writes {
-            to_write[value.writer as usize].insert(value.leaf);
-        }
-        let answers = all.catalogs.iter().enumerate().map(|(rank, catalog)| {
-            let is_mine = |&leaf: &u32| to_write[rank].contains(&all.plan.merged[rank][leaf as usize]);
-            objects(catalog).filter(is_mine).collect::<Vec<u32>>()
-        });
-        Ok(answers.collect())
+    let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
+    let first = draft.map(|draft| draft.map_or_else(|| Opening::Ask { catalog: (**catalog).clone() }, |d| d.opening));
+    let mut admit = Some(admit);
+    let mut all = None;
+    let mut answer = operation.agree("open", first, |openings| {
+        admit.take().map_or(Ok(()), |admit| admit())?;
+        opening::decide(operation, &openings, &mut all)
     })?;
-    Ok(ValueOrders { mine, all: writes })
+    if let Answer::Tell = answer {
+        let told = Told { catalog: (**catalog).clone(), writes: drafted.as_deref().cloned() };
+        answer = operation.agree("plan", Ok(told), |told| opening::decide_told(told, &mut all))?;
+    }
+    let Answer::Go { id, writes } = answer else {
+        return Err(Error::internal("rank 0 asked twice for the same catalogs"));
+    };
+    let writes = match (writes.map(Arc::new), drafted) {
+        (None, Some(drafted)) => drafted,
+        (Some(writes), None) => writes,
+        (Some(writes), Some(drafted)) if writes == drafted => drafted,
+        _ => return Err(Error::internal("rank 0 orders something else than this rank has drafted, or nothing")),
+    };
+    let mut memory = operation.memory();
+    if let Some(all) = &all {
+        memory.all.retain(|known| known.id != all.id);
+        memory.all.push(Arc::clone(all));
+        let surplus = memory.all.len().saturating_sub(PLANS_MAX);
+        memory.all.drain(..surplus);
+    }
+    if memory.mine.as_ref().is_none_or(|planned| planned.id != id) {
+        let (catalog, writes) = (Arc::clone(catalog), Arc::clone(&writes));
+        memory.mine = Some(Planned { id, catalog, replicas: replicas.cloned(), writes, is_known: false, values: None });
+    }
+    let (is_known, values) =
+        memory.mine.as_ref().map_or((false, None), |planned| (planned.is_known, planned.values.clone()));
+    Ok(Orders { id, writes, is_known, values, all })
 }
 
-/// The plan for these catalogs: the remembered one, or a new one; `None` when it must see catalogs first.
-fn plan(remembered: Option<Arc<PlannedAll>>, openings: &[Opening]) -> Result<Option<Arc<PlannedAll>>> {
-    let fingerprints: Vec<u8> = openings.iter().flat_map(|opening| opening.fingerprint).collect();
-    let id = sha256(&fingerprints);
-    if let Some(all) = remembered.filter(|all| all.id == id) {
-        return Ok(Some(all));
+/// Remembers that a save of these orders was committed: rank 0 knows how this rank's files look.
+pub(crate) fn committed(operation: &Operation, orders: &Orders) {
+    operation.remember(orders.id, |planned| planned.is_known = true);
+}
+
+impl Planned {
+    fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>) -> bool {
+        (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
+            && self.replicas.as_ref() == replicas
     }
-    let mut catalogs = Vec::with_capacity(openings.len());
-    for (rank, opening) in openings.iter().enumerate() {
-        let Some(catalog) = &opening.catalog else { return Ok(None) };
-        catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
-        if catalog.fingerprint() != opening.fingerprint {
-            return Err(Error::internal(format!("rank {rank}: its catalog is not that of its fingerprint")));
+}
+
+impl Operation {
+    /// The name of this attempt, which every rank knows without a message: nothing that another attempt wrote has it.
+    pub(crate) fn attempt(&self) -> String {
+        let mut seed = self.engine.meeting().to_vec();
+        seed.extend(self.number().to_le_bytes());
+        sha256(&seed)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.engine.planned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what this rank remembers of a plan, if it still does.
+    fn remember(&self, id: PlanId, change: impl FnOnce(&mut Planned)) {
+        if let Some(planned) = self.memory().mine.as_mut().filter(|planned| planned.id == id) {
+            change(planned);
         }
-        catalogs.push(catalog.clone());
     }
-    let plan = shardfast_plan::save(&catalogs)?;
-    Ok(Some(Arc::new(PlannedAll { id, catalogs, plan })))
 }
 
-fn values(all: &PlannedAll, found: &[Vec<[u8; 32]>]) -> Result<Vec<ObjectWrite>> {
-    let mut digests = Vec::with_capacity(found.len());
-    for (rank, (found, catalog)) in found.iter().zip(&all.catalogs).enumerate() {
-        let objects: Vec<_> = objects(catalog).collect();
-        if objects.len() != found.len() {
-            return Err(Error::internal(format!(
-                "rank {rank}: expected the digests of {} values, found {}",
-                objects.len(),
-                found.len()
-            )));
-        }
-        let merged = objects.iter().map(|&leaf| all.plan.merged[rank][leaf as usize]);
-        digests.push(merged.zip(found.iter().copied()).collect());
-    }
-    Ok(shardfast_plan::objects(&all.plan, &digests)?)
-}
-
-fn answers(all: &PlannedAll, openings: Vec<Opening>) -> Result<Vec<Answer>> {
+/// A number that names something new.
+fn draw() -> Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).map_err(|error| Error::internal(format!("no random number for a name: {error}")))?;
-    let attempt = format!("{:016x}", u64::from_le_bytes(bytes));
-    let answers = openings.into_iter().zip(&all.plan.writes).map(|(opening, writes)| Answer::Go {
-        attempt: attempt.clone(),
-        id: all.id,
-        writes: (opening.known != Some(all.id)).then(|| writes.clone()),
-    });
-    Ok(answers.collect())
-}
-
-fn objects(catalog: &Catalog) -> impl Iterator<Item = u32> + '_ {
-    let leaves = catalog.leaves.iter().enumerate();
-    leaves.filter(|(_, leaf)| matches!(leaf.body, LeafBody::Object { .. })).map(|(i, _)| i as u32)
+    Ok(u64::from_le_bytes(bytes))
 }

@@ -69,6 +69,34 @@ impl Drop for Fences {
     }
 }
 
+/// A run of another provider's bytes.
+pub(crate) struct Run {
+    of: Arc<dyn Provider>,
+    at: u64,
+    bytes: u64,
+}
+
+impl Run {
+    /// `bytes` bytes of the stream from `at` on; they lie inside it.
+    pub(crate) fn new(of: Arc<dyn Provider>, at: u64, bytes: u64) -> Run {
+        Run { of, at, bytes }
+    }
+}
+
+impl Provider for Run {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.of.fill(self.at + at, out, fences)
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.of.is_urgent()
+    }
+}
+
 /// Bytes held by the save itself: an encoded value.
 impl Provider for Vec<u8> {
     fn bytes(&self) -> u64 {

@@ -1,27 +1,34 @@
 //! A save, from the state that a rank holds to the commit that all ranks share.
 //!
 //! ```text
-//! agree on a plan → bind providers to files → fill, write, make durable → commit
+//! draft a plan → bind providers to files → fill, write, make durable → commit
+//!        ↘ agree on the plan, then on the values ↗
 //! ```
-//! Ranks first agree who writes what, then each writes its own files, and the commit publishes all of them or none.
-//! Tensors flow first: values are encoded meanwhile, compared between ranks, and follow in files of their own.
+//! Each rank drafts what it writes and begins at once; meanwhile the ranks find whether their drafts are one plan. Only
+//! a rank that cannot know alone what to write waits for its orders. Then each rank has written its own files, and the
+//! commit publishes all of them or none. Tensors flow first: values are encoded meanwhile, compared between ranks, and
+//! follow in files of their own.
 
 use std::collections::{BTreeMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use shardfast_format::{Catalog, EntrySpec, FileLayout, Leaf, LeafBody, data_file, part_name, sha256, value_name};
+use shardfast_format::{
+    Catalog, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, sha256, value_name,
+};
+use shardfast_plan::{Replicas, Write};
 use shardfast_store::Store;
 use smallvec::smallvec;
 
 use crate::ablation;
 use crate::agree::{Engine, Operation};
-use crate::commit::{self, Receipt, Written};
-use crate::error::{Error, Result};
+use crate::commit::{self, FileShape, Receipt, Structure, Tensors, Values, WrittenLeaf};
+use crate::error::{Error, Result, retry};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders};
-use crate::provider::{Fences, Provider};
+use crate::provider::{Fences, Provider, Run};
+use crate::replicas;
 use crate::writer::{self, FileJob};
 
 /// The priority of the threads that save while the program goes on: half of an ordinary thread's share of a core.
@@ -33,6 +40,8 @@ pub struct State {
     pub catalog: Arc<Catalog>,
     /// For each leaf of the catalog its parts' bytes, in order: one provider for an object, none for an alias.
     pub providers: Vec<Vec<Arc<dyn Provider>>>,
+    /// Which ranks hold the same parts of each leaf; `None` when that is not known.
+    pub replicas: Option<Arc<Replicas>>,
     /// Whether the caller lets the providers' memory be written only after the save is staged, and looks afterwards
     /// whether everybody kept to it: the save commits only after it has said so with [`Pending::vouch`].
     pub is_vouched_for: bool,
@@ -47,6 +56,8 @@ pub struct Destination {
     pub step: Option<u64>,
     /// Whatever the user wants noted.
     pub user: BTreeMap<String, String>,
+    /// Whether replicas are compared: ranks that hold the same region with different bytes fail the save.
+    pub prove: bool,
 }
 
 /// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
@@ -81,7 +92,8 @@ fn begin(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    let operation = engine.begin(format!("save {}", destination.url), deadline);
+    let how = if destination.prove { ", replicas proven" } else { "" };
+    let operation = engine.begin(format!("save {}{how}", destination.url), deadline);
     let captured = !state.providers.iter().flatten().any(|provider| provider.is_urgent());
     Pending::spawn(captured, move |progress| run(&operation, open(), &destination, state, progress))
 }
@@ -99,106 +111,176 @@ fn run(
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
     let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
-    let orders = planning::agree(operation, &state.catalog, ready, admit)?;
-    let store = store?;
-    progress.mark("planned");
+    let draft = ready.and_then(|()| planning::draft(operation, &state.catalog, state.replicas.as_ref()));
+    let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
 
-    let (values, mut written) = std::thread::scope(|scope| {
-        let values = scope.spawn(|| planning::agree_values(operation, &orders, state.digests()));
-        while ablation::is_off("providers") && !values.is_finished() {
-            std::thread::yield_now();
-        }
-        let parts = orders.writes.iter().map(|write| (write.leaf, write.part)).collect();
-        let written = Batch::bind(operation, &orders, &state, parts, &[]).write(operation, &*store, progress);
-        (values.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
+    let (agreed, written) = std::thread::scope(|scope| {
+        let (orders, planned) = mpsc::channel();
+        let agreement = scope.spawn(|| {
+            let agreed = planning::agree(operation, &state.catalog, state.replicas.as_ref(), draft, admit);
+            let _ = orders.send(agreed.as_ref().map(|orders| Arc::clone(&orders.writes)).map_err(Error::clone));
+            drop(orders);
+            let agreed = agreed.and_then(|orders| {
+                let values = planning::agree_values(operation, &orders, &state.catalog, state.digests())?;
+                Ok((orders, values))
+            });
+            agreed.inspect_err(|error| progress.cancel(error))
+        });
+        // Without a draft nothing can be written before the others were heard.
+        let writes = drafted.map_or_else(|| planned.recv().unwrap_or_else(|_| Err(unheard())), Ok);
+        let written = writes.and_then(|writes| {
+            progress.mark("planned");
+            while ablation::is_off("providers") && !agreement.is_finished() {
+                std::thread::yield_now();
+            }
+            let store = store.as_deref().map_err(Error::clone)?;
+            let checksums = destination.prove.then(|| replicas::checksums(&state, &operation.engine.staging, progress));
+            let written = Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress);
+            Ok((written, checksums))
+        });
+        (agreement.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
     });
     // Whatever became of the tensors here: the other ranks know no more of this save either.
-    let values = values.inspect_err(|_| written.discard(&*store))?;
-    let mine = values.mine.iter().map(|&leaf| (leaf, 0)).collect();
-    let batch = Batch::bind(operation, &orders, &state, mine, &written.paths);
-    written.extend(batch.write(operation, &*store, &Progress::unheard()));
+    let (orders, values) = agreed.inspect_err(|_| {
+        if let (Ok(store), Ok((written, _))) = (&store, &written) {
+            written.discard(&**store);
+        }
+    })?;
+    let store = store?;
+    let (mut written, checksums) = written?;
+    if let Some(checksums) = checksums {
+        replicas::prove(operation, &state.catalog, checksums).inspect_err(|_| written.discard(&*store))?;
+    }
+    let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
+    let values_written =
+        Batch::bind(operation, &state, &mine, &written.shapes).write(operation, &*store, &Progress::unheard());
     // Of a save that has failed already nobody says anything: it was never staged.
-    if state.is_vouched_for && written.receipt.is_ok() {
+    if state.is_vouched_for && written.failure.is_none() {
         // Half the time: the other ranks are waiting for this one to say how it went.
         written.fail_unless(progress.vouched(operation.deadline() / 2));
     }
     progress.mark("durable");
+    progress.wrote(&written.shapes);
+    progress.wrote(&values_written.shapes);
 
-    let Writing { receipt, paths } = written;
-    if let Ok(receipt) = &receipt {
-        progress.wrote(receipt.files.len() as u64, receipt.files.iter().map(|file| file.bytes).sum());
-    }
+    let paths = [written.paths.as_slice(), values_written.paths.as_slice()].concat();
+    let receipt = receipt(&state, &orders, written, values_written).map_err(|error| progress.told(error));
     commit::agree(operation, &*store, destination, &orders, &values, receipt).map_err(|failed| {
         if failed.nothing_published {
             discard(&*store, &paths);
         }
         failed.error
     })?;
+    planning::committed(operation, &orders);
     progress.mark("committed");
     Ok(())
+}
+
+fn unheard() -> Error {
+    Error::internal("the agreement between ranks ended without a word")
 }
 
 /// Files of this rank that are written together.
 struct Batch {
     jobs: Result<Vec<FileJob>>,
-    written: Vec<Written>,
+    shapes: Vec<FileShape>,
+    placed: Vec<Placed>,
+}
+
+/// Where a part, some rows of one, or a value lies.
+struct Placed {
+    write: Write,
+    /// Index in the batch's files.
+    file: u32,
+    /// From the file's start.
+    offset: u64,
+    bytes: u64,
 }
 
 impl Batch {
     /// Lays out the files for these parts and values, one for each key of the state, and says where each will lie.
     /// `earlier` are this rank's files before these.
-    fn bind(
+    fn bind(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Batch {
+        let mut batch = Batch { jobs: Ok(Vec::new()), shapes: Vec::new(), placed: Vec::with_capacity(writes.len()) };
+        batch.jobs = batch.laid_out(operation, state, writes, earlier);
+        batch
+    }
+
+    fn laid_out(
+        &mut self,
         operation: &Operation,
-        orders: &Orders,
         state: &State,
-        parts: Vec<(u32, u32)>,
-        earlier: &[String],
-    ) -> Batch {
-        let mut written = Vec::with_capacity(parts.len());
-        let jobs = bind(operation, orders, state, parts, earlier, &mut written);
-        Batch { jobs, written }
+        writes: &[Write],
+        earlier: &[FileShape],
+    ) -> Result<Vec<FileJob>> {
+        let (rank, attempt) = (operation.engine.rank(), operation.attempt());
+        let leaves = &state.catalog.leaves;
+        let mut by_key: BTreeMap<&str, Vec<Write>> = BTreeMap::new();
+        for write in writes {
+            by_key.entry(&leaves[write.leaf as usize].name.key).or_default().push(*write);
+        }
+        let mut jobs: Vec<FileJob> = Vec::new();
+        for (key, mut writes) in by_key {
+            // The widest elements first, so that each tensor is aligned to its element.
+            writes.sort_by_key(|write| (std::cmp::Reverse(item_bytes(&leaves[write.leaf as usize])), *write));
+            let first = earlier.iter().filter(|file| file.key == key).count() as u32;
+            for (index, writes) in (first..).zip(without_namesakes(rank, state, writes)?) {
+                let (writes, entries): (Vec<_>, Vec<_>) = writes.into_iter().unzip();
+                let layout = FileLayout::new(&entries, &BTreeMap::new())?;
+                let providers = writes.iter().map(|write| state.provider(write)).collect::<Result<Vec<_>>>()?;
+                let file = jobs.len() as u32;
+                let placed = writes.iter().zip(&layout.offsets).zip(&providers);
+                self.placed.extend(placed.map(|((&write, &offset), of)| Placed {
+                    write,
+                    file,
+                    offset,
+                    bytes: of.bytes(),
+                }));
+                let (bytes, data_start) = (layout.file_bytes(), layout.data_start);
+                self.shapes.push(FileShape { key: key.to_owned(), index, bytes, data_start });
+                let path = data_file(key, &attempt, rank, index)?;
+                let names = writes.iter().map(|write| leaves[write.leaf as usize].name.to_string()).collect();
+                jobs.push(FileJob { path, layout, providers, names });
+            }
+        }
+        Ok(jobs)
     }
 
     /// Writes the files and makes them durable, contents first, then names.
     fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress) -> Writing {
         let paths = self.jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
-        let receipt = self.jobs.and_then(|jobs| {
+        let header_crcs = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let files = writer::run(store, &jobs, &operation.engine.staging, progress)?;
+                let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress)?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
-                store.sync(&names)?;
-                Ok(files)
+                retry(|| Ok(store.sync(&names)?))?;
+                Ok(header_crcs)
             }));
-            Ok(Receipt { files: files.unwrap_or_else(|panic| Err(panicked(&*panic)))?, written: self.written })
+            files.unwrap_or_else(|panic| Err(panicked(&*panic)))
         });
-        Writing { receipt, paths }
+        let (header_crcs, failure) = match header_crcs {
+            Ok(header_crcs) => (header_crcs, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        Writing { shapes: self.shapes, placed: self.placed, header_crcs, failure, paths }
     }
 }
 
-/// What became of one or more batches.
+/// What became of a batch.
 struct Writing {
-    receipt: Result<Receipt>,
+    shapes: Vec<FileShape>,
+    placed: Vec<Placed>,
+    header_crcs: Vec<u64>,
+    failure: Option<Error>,
     /// Files that may be there.
     paths: Vec<String>,
 }
 
 impl Writing {
-    fn extend(&mut self, other: Writing) {
-        self.paths.extend(other.paths);
-        match (&mut self.receipt, other.receipt) {
-            (Ok(receipt), Ok(more)) => {
-                receipt.files.extend(more.files);
-                receipt.written.extend(more.written);
-            }
-            (Ok(_), Err(error)) => self.receipt = Err(error),
-            (Err(_), _) => {}
-        }
-    }
-
     fn fail_unless(&mut self, kept: Result<()>) {
-        if let (Ok(_), Err(error)) = (&self.receipt, kept) {
-            self.receipt = Err(error);
+        if let Err(error) = kept {
+            self.failure.get_or_insert(error);
         }
     }
 
@@ -207,57 +289,73 @@ impl Writing {
     }
 }
 
-fn bind(
-    operation: &Operation,
-    orders: &Orders,
-    state: &State,
-    parts: Vec<(u32, u32)>,
-    earlier: &[String],
-    written: &mut Vec<Written>,
-) -> Result<Vec<FileJob>> {
-    let rank = operation.engine.rank();
-    let leaves = &state.catalog.leaves;
-    let mut by_key: BTreeMap<&str, Vec<(u32, u32)>> = BTreeMap::new();
-    for (leaf, part) in parts {
-        by_key.entry(&leaves[leaf as usize].name.key).or_default().push((leaf, part));
+/// What this rank tells rank 0 of what it wrote.
+fn receipt(state: &State, orders: &Orders, tensors: Writing, values: Writing) -> Result<Receipt> {
+    if let Some(error) = tensors.failure.or(values.failure) {
+        return Err(error);
     }
-    let mut jobs: Vec<FileJob> = Vec::new();
-    for (key, mut parts) in by_key {
-        // The widest elements first, so that each tensor is aligned to its element.
-        parts.sort_by_key(|&(leaf, part)| (std::cmp::Reverse(item_bytes(&leaves[leaf as usize])), leaf, part));
-        let index =
-            earlier.iter().filter(|path| path.strip_prefix(key).is_some_and(|rest| rest.starts_with('/'))).count();
-        for (index, parts) in (index as u32..).zip(without_namesakes(rank, state, parts)) {
-            let (parts, entries): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-            let layout = FileLayout::new(&entries, &BTreeMap::new())?;
-            let provider = |&(leaf, part): &(u32, u32)| &state.providers[leaf as usize][part as usize];
-            let file = (earlier.len() + jobs.len()) as u32;
-            for (of, &offset) in parts.iter().zip(&layout.offsets) {
-                written.push(Written { leaf: of.0, part: of.1, file, offset, bytes: provider(of).bytes() });
+    let mut placed = values.placed;
+    placed.sort_by_key(|placed| placed.write);
+    let values = Values {
+        files: values.shapes.into_iter().zip(values.header_crcs).collect(),
+        extents: placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect(),
+    };
+    let header_crcs = tensors.header_crcs;
+    let tensors = if orders.is_known {
+        Tensors::Same { header_crcs }
+    } else {
+        Tensors::New { structure: structure(&state.catalog, tensors.shapes, tensors.placed)?, header_crcs }
+    };
+    Ok(Receipt { tensors, values })
+}
+
+fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {
+    placed.sort_by_key(|placed| placed.write);
+    let mut placed = placed.into_iter().peekable();
+    let mut structure = Structure { files, ..Structure::default() };
+    for (index, leaf) in (0u32..).zip(&catalog.leaves) {
+        match &leaf.body {
+            LeafBody::Tensor { dtype, shape, parts } => {
+                let mut regions = Vec::new();
+                while let Some(Placed { write, file, offset, .. }) = placed.next_if(|placed| placed.write.leaf == index)
+                {
+                    regions.push((region(leaf, &write)?, file, offset));
+                }
+                if !regions.is_empty() || parts.is_empty() {
+                    let (name, layout, shape) = (leaf.name.clone(), leaf.layout.clone(), shape.clone());
+                    structure.leaves.push(WrittenLeaf { name, dtype: *dtype, shape, layout, regions });
+                }
             }
-            let path = data_file(key, &orders.attempt, rank, index)?;
-            let providers = parts.iter().map(|of| Arc::clone(provider(of))).collect();
-            let names = parts.iter().map(|&(leaf, _)| leaves[leaf as usize].name.to_string()).collect();
-            jobs.push(FileJob { path, layout, providers, names });
+            LeafBody::Alias { of } => structure.aliases.push((leaf.name.clone(), of.clone())),
+            LeafBody::Object { .. } => {}
         }
     }
-    Ok(jobs)
+    Ok(structure)
+}
+
+/// The region of a tensor's part that is to be written.
+fn region(leaf: &Leaf, write: &Write) -> Result<Region> {
+    let LeafBody::Tensor { parts, .. } = &leaf.body else {
+        return Err(Error::internal(format!("{}: it is no tensor and has no part {}", leaf.name, write.part)));
+    };
+    let region = parts.get(write.part as usize).and_then(|part| write.region(part));
+    region.ok_or_else(|| Error::internal(format!("{}: it has no {write:?}", leaf.name)))
 }
 
 /// Parts and values with their entries, spread over as few files as it takes that no file has two entries of one name:
 /// a leaf may really be called `w[0:4]` or `rng@rank3`, as a part or a value of another one is in its file.
-fn without_namesakes(rank: u32, state: &State, parts: Vec<(u32, u32)>) -> Vec<Vec<((u32, u32), EntrySpec)>> {
+fn without_namesakes(rank: u32, state: &State, writes: Vec<Write>) -> Result<Vec<Vec<(Write, EntrySpec)>>> {
     let mut files: Vec<(HashSet<String>, Vec<_>)> = Vec::new();
-    for (leaf, part) in parts {
-        let entry = entry(rank, state, leaf as usize, part as usize);
+    for write in writes {
+        let entry = entry(rank, state, &write)?;
         let free = files.iter().position(|(names, _)| !names.contains(&entry.name)).unwrap_or(files.len());
         if free == files.len() {
             files.push(Default::default());
         }
         files[free].0.insert(entry.name.clone());
-        files[free].1.push(((leaf, part), entry));
+        files[free].1.push((write, entry));
     }
-    files.into_iter().map(|(_, parts)| parts).collect()
+    Ok(files.into_iter().map(|(_, writes)| writes).collect())
 }
 
 fn item_bytes(leaf: &Leaf) -> u64 {
@@ -267,17 +365,19 @@ fn item_bytes(leaf: &Leaf) -> u64 {
     }
 }
 
-fn entry(rank: u32, state: &State, leaf: usize, part: usize) -> EntrySpec {
-    let name = &state.catalog.leaves[leaf].name.name;
-    match &state.catalog.leaves[leaf].body {
-        LeafBody::Tensor { dtype, shape, parts } => {
-            EntrySpec { name: part_name(name, &parts[part], shape), dtype: *dtype, shape: parts[part].lengths.clone() }
+fn entry(rank: u32, state: &State, write: &Write) -> Result<EntrySpec> {
+    let leaf = &state.catalog.leaves[write.leaf as usize];
+    let name = &leaf.name.name;
+    match &leaf.body {
+        LeafBody::Tensor { dtype, shape, .. } => {
+            let region = region(leaf, write)?;
+            Ok(EntrySpec { name: part_name(name, &region, shape), dtype: *dtype, shape: region.lengths })
         }
-        LeafBody::Object { .. } | LeafBody::Alias { .. } => EntrySpec {
+        LeafBody::Object { .. } | LeafBody::Alias { .. } => Ok(EntrySpec {
             name: if rank == 0 { name.clone() } else { value_name(name, rank) },
             dtype: shardfast_format::DType::U8,
-            shape: smallvec![state.providers[leaf][part].bytes()],
-        },
+            shape: smallvec![state.provider(write)?.bytes()],
+        }),
     }
 }
 
@@ -290,6 +390,21 @@ fn discard(store: &dyn Store, paths: &[String]) {
 }
 
 impl State {
+    /// The bytes of what is to be written.
+    fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
+        let leaf = &self.catalog.leaves[write.leaf as usize];
+        let of = self.providers[write.leaf as usize].get(write.part as usize);
+        let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
+        match &leaf.body {
+            LeafBody::Tensor { dtype, parts, .. } if write.rows.is_some() => {
+                let (part, item) = (&parts[write.part as usize], dtype.size_bytes());
+                let (at, bytes) = (write.skipped(part) * item, region(leaf, write)?.numel() * item);
+                Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
+            }
+            _ => Ok(Arc::clone(of)),
+        }
+    }
+
     fn check(&self) -> Result<()> {
         self.catalog.validate()?;
         if self.providers.len() != self.catalog.leaves.len() {

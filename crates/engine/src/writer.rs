@@ -14,7 +14,6 @@ use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
 use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
 
 use crate::ablation;
-use crate::commit::WrittenFile;
 use crate::error::{Error, Result};
 use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
@@ -33,7 +32,7 @@ pub(crate) struct FileJob {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none at all will.
+/// when no urgent provider will be asked again, and when none at all will. Gives the checksum of each file's header.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -42,7 +41,7 @@ pub(crate) fn run(
     jobs: &[FileJob],
     staging: &Arc<Staging>,
     progress: &Progress,
-) -> Result<Vec<WrittenFile>> {
+) -> Result<Vec<u64>> {
     let mut files = Vec::with_capacity(jobs.len());
     for job in jobs {
         let object = store.create(&job.path, job.layout.file_bytes())?;
@@ -172,6 +171,9 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                     if run.failure.is_set() {
                         return;
                     }
+                    if let Some(error) = progress.cancelled() {
+                        return run.failure.set(error);
+                    }
                     let filled = staging.acquire().and_then(|mut slot| {
                         fill(&run.files[chunk.file], chunk, &mut slot)?;
                         Ok(slot)
@@ -263,7 +265,7 @@ fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
 }
 
 /// Writes the headers and makes every file durable, all files at once: flushes wait for the device, not for us.
-fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<WrittenFile>> {
+fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<u64>> {
     std::thread::scope(|scope| {
         let running: Vec<_> = files.into_iter().map(|file| scope.spawn(|| finish_one(file, staging))).collect();
         running
@@ -275,7 +277,7 @@ fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<WrittenFil
     })
 }
 
-fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<WrittenFile> {
+fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<u64> {
     let layout = &file.job.layout;
     let crcs: Vec<u64> = file.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
     let header = layout.header(&crcs)?;
@@ -287,10 +289,5 @@ fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<WrittenFile> {
     }
     drop(slot);
     file.object.finish()?;
-    Ok(WrittenFile {
-        path: file.job.path.clone(),
-        bytes: layout.file_bytes(),
-        data_start: layout.data_start,
-        header_crc: crc64(&header),
-    })
+    Ok(crc64(&header))
 }

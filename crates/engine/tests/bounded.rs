@@ -48,9 +48,10 @@ fn memory_is_bounded_by_the_budget() {
     let state = State {
         catalog: Arc::new(Catalog { leaves: vec![leaf] }),
         providers: vec![vec![Arc::new(Made)]],
+        replicas: None,
         is_vouched_for: false,
     };
-    let destination = Destination { url: place("a"), step: None, user: BTreeMap::new() };
+    let destination = Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: false };
     // What a load fills is the program's own memory.
     let mut loaded = vec![1u8; TENSOR_BYTES as usize];
     let before = peak_bytes();

@@ -43,7 +43,7 @@ pub(crate) fn save(
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
-    let destination = Destination { url, step, user };
+    let destination = Destination { url, step, user, prove: false };
     let timeout = seconds(timeout_s)?;
     let pending = shardfast_engine::save(engine, destination, state, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })

@@ -4,12 +4,14 @@
 //! call one with equal arguments get equal answers, so a plan needs no message of its own.
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
+//! - [`amend`]: the same around writes that have begun.
 //! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether such
 //!   plans fit together.
 //! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`tiles`]: whether regions cover a tensor exactly once.
 
+mod amend;
 mod balance;
 mod coverage;
 mod error;
@@ -22,11 +24,12 @@ mod ranks;
 mod save;
 mod write;
 
+pub use amend::amend;
 pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
 pub use local::{Claim, Local, Replicas, local, prove};
 pub use objects::{ObjectWrite, objects};
-pub use ranks::RankSet;
+pub use ranks::{RankSet, ranges};
 pub use save::{SavePlan, save};
 pub use write::{Rows, Write};

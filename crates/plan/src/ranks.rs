@@ -115,7 +115,7 @@ impl fmt::Display for RankSet {
 }
 
 /// Ascending, distinct ranks as the fewest ranges.
-pub(crate) fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
+pub fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     let mut out: Vec<Range<u32>> = Vec::new();
     for rank in ranks {
         match out.last_mut() {

@@ -268,7 +268,7 @@ fn state(leaves: Vec<Leaf>) -> State {
         }
     };
     let providers = leaves.iter().map(bytes).collect();
-    State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
+    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for: false }
 }
 
 /// Saves a state per rank and gives what every rank failed with; nothing is visible then.
@@ -473,7 +473,10 @@ fn a_source_that_fails_fails_the_save_on_every_rank() {
     let states = [failing, state(other)];
     let begin = |(engine, state)| save(engine, destination(dir.path().to_str().unwrap()), state, LONG);
     let error = alike(outcomes(job.engines.iter().zip(states).map(begin).collect())).unwrap_err();
-    assert_eq!(error, Error::new(Kind::Unavailable, "rank 0: model/w: the device is lost"));
+    assert_eq!(
+        error,
+        Error::new(Kind::Unavailable, "rank 0: model/w: the device is lost (its part was captured, not yet staged)")
+    );
 }
 
 /// A want that does not fit on one rank is told to all before a byte is read anywhere.
@@ -673,6 +676,7 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                 let state = State {
                     catalog: Arc::new(Catalog { leaves: vec![leaf] }),
                     providers: vec![vec![provider]],
+                    replicas: None,
                     is_vouched_for: false,
                 };
                 save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)

@@ -64,7 +64,7 @@ fn tensor(name: &str, bytes: u64) -> Leaf {
 
 fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>, is_vouched_for: bool) -> State {
     let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
-    State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for }
+    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for }
 }
 
 #[test]
@@ -140,7 +140,13 @@ fn a_save_commits_only_when_it_is_vouched_for() {
     pendings[1].vouch(Err(Error::new(Kind::Invalid, "model/t was written while it was being captured")));
     pendings[1].vouch(Ok(()));
     let error = alike(outcomes(pendings)).unwrap_err();
-    assert_eq!(error, Error::new(Kind::Invalid, "rank 1: model/t was written while it was being captured"));
+    assert_eq!(
+        error,
+        Error::new(
+            Kind::Invalid,
+            "rank 1: model/t was written while it was being captured (its part was staged, not yet durable)"
+        )
+    );
     assert_eq!(files_below(&url), 0);
 
     // Nobody says anything.
@@ -170,7 +176,10 @@ fn a_save_that_was_never_staged_waits_for_nobodys_word() {
     let leaves = vec![(tensor("t", 100), Arc::new(Gone) as Arc<dyn Provider>)];
     let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, true), LONG);
     let error = pending.staged(Some(LONG / 4)).unwrap_err();
-    assert_eq!(error, Error::new(Kind::Invalid, "model/t: its memory was freed"));
+    assert_eq!(
+        error,
+        Error::new(Kind::Invalid, "model/t: its memory was freed (its part was captured, not yet staged)")
+    );
 }
 
 fn files_below(dir: &std::path::Path) -> usize {
@@ -253,5 +262,5 @@ fn what_a_device_copies_is_waited_for_once_per_slot() {
 
     device.is_lost.store(true, Ordering::SeqCst);
     let error = save(&engine, destination(&url(2)), state(leaves(), false), LONG).committed(None).unwrap_err();
-    assert_eq!(error, Error::new(Kind::Unavailable, "the device is lost"));
+    assert_eq!(error, Error::new(Kind::Unavailable, "the device is lost (its part was captured, not yet staged)"));
 }

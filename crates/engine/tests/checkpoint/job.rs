@@ -10,6 +10,7 @@ use shardfast_engine::{
     Checkpoint, Destination, Engine, Error, Pending, Provider, Result, State, ValueRef, Want, save, save_to,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
+use shardfast_plan::Replicas;
 use shardfast_store::Store;
 
 use crate::block::{Block, Held};
@@ -135,14 +136,22 @@ impl Truth {
             }
         }
         let mut index = 0;
+        let mut replicas = Some(Replicas::default());
         for (name, content) in &self.leaves {
+            let mut holders = None;
             let (body, bytes) = match content {
                 Content::Tensor(whole) => {
                     index += 1;
                     if absent.contains(name) {
                         continue;
                     }
+                    holders = layout.holders(index - 1, &whole.shape, rank);
                     let (parts, blocks) = whole.hold(layout.parts(index - 1, &whole.shape, rank), dice);
+                    // A tensor of no element, which a rank may hold or not as it likes.
+                    holders = holders.filter(|_| !whole.shape.contains(&0) || parts.is_empty());
+                    if holders.is_none() {
+                        replicas = None;
+                    }
                     let held = blocks.into_iter().map(|block| Arc::new(Held::new(block)) as Arc<dyn Provider>);
                     let shape = whole.shape.as_slice().into();
                     (LeafBody::Tensor { dtype: whole.dtype, shape, parts }, held.collect())
@@ -156,8 +165,19 @@ impl Truth {
             };
             leaves.push(Leaf { name: name.clone(), body, layout: "simulated".to_owned() });
             providers.push(bytes);
+            if let Some(replicas) = &mut replicas {
+                let known = holders.map(|holders| {
+                    let group = replicas.groups.iter().position(|group| *group == holders);
+                    group.unwrap_or_else(|| {
+                        replicas.groups.push(holders);
+                        replicas.groups.len() - 1
+                    }) as u32
+                });
+                replicas.leaves.push(known);
+            }
         }
-        State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
+        let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
+        State { catalog, providers, replicas, is_vouched_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
@@ -388,7 +408,12 @@ impl Job {
 }
 
 pub(crate) fn destination(url: &str) -> Destination {
-    Destination { url: url.to_owned(), step: Some(7), user: BTreeMap::from([("note".to_owned(), "test".to_owned())]) }
+    Destination {
+        url: url.to_owned(),
+        step: Some(7),
+        user: BTreeMap::from([("note".to_owned(), "test".to_owned())]),
+        prove: false,
+    }
 }
 
 /// Waits for all.

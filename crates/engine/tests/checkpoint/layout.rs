@@ -1,6 +1,7 @@
 //! How the tensors of a job are spread over its ranks, said on whole tensors, and how to draw that at random.
 
 use shardfast_format::Region;
+use shardfast_plan::RankSet;
 
 /// Repeatable chance: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 #[derive(Clone)]
@@ -57,17 +58,29 @@ enum Spread {
 pub(crate) struct Layout {
     mesh: Vec<u64>,
     spreads: Vec<Spread>,
+    /// The ranks that know who holds what they hold, as a bit mask.
+    knowing: u64,
 }
 
 impl Layout {
     /// Every tensor sharded by its first dimension.
     pub(crate) fn rows(world: u32) -> Layout {
-        Layout { mesh: vec![u64::from(world)], spreads: vec![Spread::Mesh(vec![Placement::Shard(0)])] }
+        Layout::even(world, Placement::Shard(0))
     }
 
     /// Every tensor whole on every rank.
     pub(crate) fn replicas(world: u32) -> Layout {
-        Layout { mesh: vec![u64::from(world)], spreads: vec![Spread::Mesh(vec![Placement::Replicate])] }
+        Layout::even(world, Placement::Replicate)
+    }
+
+    fn even(world: u32, placement: Placement) -> Layout {
+        let mesh = vec![u64::from(world)];
+        Layout { mesh, spreads: vec![Spread::Mesh(vec![placement])], knowing: u64::MAX }
+    }
+
+    /// The same, but nobody knows who holds what it holds.
+    pub(crate) fn ignorant(self) -> Layout {
+        Layout { knowing: 0, ..self }
     }
 
     /// One to three mesh dimensions, up to 16 ranks; placements of every kind, flat runs one time in five.
@@ -90,11 +103,19 @@ impl Layout {
                 _ => Spread::Mesh(mesh.iter().map(|_| placement(dice)).collect()),
             })
             .collect();
-        Layout { mesh, spreads }
+        let knowing = *dice.pick(&[0, u64::MAX, dice.clone().next()]);
+        Layout { mesh, spreads, knowing }
     }
 
     pub(crate) fn world(&self) -> u32 {
         self.mesh.iter().product::<u64>() as u32
+    }
+
+    /// The ranks that hold exactly what `rank` holds of the job's `index`-th tensor; `None` when `rank` does not know.
+    pub(crate) fn holders(&self, index: usize, shape: &[u64], rank: u32) -> Option<RankSet> {
+        let mine = self.parts(index, shape, rank).0;
+        let holders = (0..self.world()).filter(|&other| self.parts(index, shape, other).0 == mine);
+        (self.knowing >> rank & 1 == 1).then(|| RankSet::new(holders))
     }
 
     /// The parts that `rank` holds of the job's `index`-th tensor, none of them empty; and where they are cut out of

@@ -83,13 +83,14 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
     State {
         catalog: Arc::new(Catalog { leaves: tensors.iter().enumerate().map(leaf).collect() }),
         providers: tensors.iter().map(provider).collect(),
+        replicas: None,
         is_vouched_for: false,
     }
 }
 
 fn begin(engine: &Arc<Engine>, place: &Path, state: State) -> Pending {
     let url = place.to_str().unwrap().to_owned();
-    save(engine, Destination { url, step: None, user: BTreeMap::new() }, state, LONG)
+    save(engine, Destination { url, step: None, user: BTreeMap::new(), prove: false }, state, LONG)
 }
 
 /// A tensor's bytes as the checkpoint has them.
@@ -233,7 +234,12 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
         let host: Vec<Vec<Arc<dyn Provider>>> = vec![vec![Arc::new(vec![1u8; 9 << 20])]];
         let body = LeafBody::Object { per_rank: false };
         let leaf = Leaf { name: name(0), body, layout: String::new() };
-        let alive = State { catalog: Arc::new(Catalog { leaves: vec![leaf] }), providers: host, is_vouched_for: false };
+        let alive = State {
+            catalog: Arc::new(Catalog { leaves: vec![leaf] }),
+            providers: host,
+            replicas: None,
+            is_vouched_for: false,
+        };
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));
         saved.unwrap();
     }

@@ -3,6 +3,7 @@
 // Ranks are said as ranges, and often one is enough.
 #![allow(clippy::single_range_in_vec_init)]
 
+mod amend;
 mod balance;
 mod coverage;
 mod flat;

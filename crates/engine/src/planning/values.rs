@@ -1,0 +1,237 @@
+//! Which rank writes which value: compared by their digests, while tensors are being written already.
+//!
+//! The first time ranks say which values they hold and what is in them. Values that were equal on several ranks form a
+//! *class* with all others that were equal on exactly these ranks: the lowest of them writes, and from then on 16 bytes
+//! for each class tell whether they are still equal. Whatever a rank has alone it writes without a word.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use shardfast_format::{Catalog, LeafBody, LeafName, sha256};
+
+use super::{Orders, PlanId, draw};
+use crate::agree::Operation;
+use crate::error::{Error, Result};
+
+/// Which values one rank has to write.
+pub(crate) struct ValueOrders {
+    /// As indices of the rank's catalog.
+    pub(crate) mine: Vec<u32>,
+    /// On rank 0.
+    pub(crate) all: Option<Arc<RememberedAll>>,
+}
+
+/// What a rank remembers of the values that were compared.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct Remembered {
+    id: PlanId,
+    /// As positions among this rank's values: what belongs to each of its classes, in the order of the names.
+    classes: Vec<Vec<u32>>,
+    /// As positions among this rank's values: what it writes.
+    mine: Vec<u32>,
+}
+
+/// What rank 0 remembers of the values that were compared.
+pub(crate) struct RememberedAll {
+    id: PlanId,
+    /// Per rank, its classes.
+    classes: Vec<Vec<u32>>,
+    /// Every value, sorted by name.
+    pub(crate) values: Vec<Value>,
+}
+
+/// A value and who writes it.
+pub(crate) struct Value {
+    pub(crate) name: LeafName,
+    pub(crate) layout: String,
+    /// Per distinct content, by its writer, the lowest of those who have it.
+    pub(crate) writers: BTreeMap<u32, Vec<Range<u32>>>,
+}
+
+#[derive(Serialize, Deserialize)]
+enum Said {
+    /// One digest for each of this rank's classes.
+    Same {
+        id: PlanId,
+        digests: Vec<[u8; 16]>,
+    },
+    All(Vec<Held>),
+}
+
+/// A value as one rank holds it.
+#[derive(Serialize, Deserialize)]
+struct Held {
+    name: LeafName,
+    layout: String,
+    per_rank: bool,
+    digest: [u8; 32],
+}
+
+#[derive(Serialize, Deserialize)]
+enum Answer {
+    /// The values are no longer alike as they were: everyone says what it holds.
+    Tell,
+    /// As remembered.
+    Same,
+    New(Remembered),
+}
+
+/// Agrees with all ranks on who writes which values. `digests` are the SHA-256 of this rank's encoded values in the
+/// catalog's order.
+///
+/// # Errors
+/// The same on every rank: what any of them brought.
+pub(crate) fn agree_values(
+    operation: &Operation,
+    orders: &Orders,
+    catalog: &Catalog,
+    digests: Result<Vec<[u8; 32]>>,
+) -> Result<ValueOrders> {
+    let objects: Vec<u32> = objects(catalog).collect();
+    let all = |digests: &[[u8; 32]]| {
+        let held = objects.iter().zip(digests).filter_map(|(&leaf, &digest)| {
+            let leaf = &catalog.leaves[leaf as usize];
+            let LeafBody::Object { per_rank } = leaf.body else { return None };
+            Some(Held { name: leaf.name.clone(), layout: leaf.layout.clone(), per_rank, digest })
+        });
+        Said::All(held.collect())
+    };
+    let said = digests.clone().map(|digests| match &orders.values {
+        Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
+        None => all(&digests),
+    });
+    let mut found = None;
+    let mut decide = |said: Vec<Said>| match &orders.all {
+        Some(plan) => {
+            let mut known = plan.values.lock().unwrap_or_else(PoisonError::into_inner);
+            let answers = decide(said, known.as_ref())?;
+            if let Some(renewed) = answers.1 {
+                *known = Some(renewed);
+            }
+            found.clone_from(&*known);
+            Ok(answers.0)
+        }
+        None => Err(Error::internal("only rank 0 can compare values")),
+    };
+    let mut answer = operation.agree("values", said, &mut decide)?;
+    if let Answer::Tell = answer {
+        answer = operation.agree("values told", digests.map(|digests| all(&digests)), &mut decide)?;
+    }
+    let remembered = match (answer, &orders.values) {
+        (Answer::Same, Some(known)) => Arc::clone(known),
+        (Answer::New(known), _) => Arc::new(known),
+        _ => return Err(Error::internal("rank 0 refers to values that this rank does not remember")),
+    };
+    operation.remember(orders.id, |planned| planned.values = Some(Arc::clone(&remembered)));
+    let mine = remembered.mine.iter().map(|&position| objects.get(position as usize).copied());
+    let mine = mine.collect::<Option<_>>();
+    let mine = mine.ok_or_else(|| Error::internal("rank 0 orders a value that this rank does not have"))?;
+    Ok(ValueOrders { mine, all: found })
+}
+
+impl Remembered {
+    fn digests(&self, values: &[[u8; 32]]) -> Vec<[u8; 16]> {
+        let class = |class: &Vec<u32>| {
+            let of = |&position: &u32| values.get(position as usize).copied().unwrap_or_default();
+            let digest = sha256(&class.iter().flat_map(of).collect::<Vec<u8>>());
+            digest[..16].try_into().unwrap_or_default()
+        };
+        self.classes.iter().map(class).collect()
+    }
+}
+
+/// The answers, and what is to be remembered if it is new.
+fn decide(said: Vec<Said>, known: Option<&Arc<RememberedAll>>) -> Result<(Vec<Answer>, Option<Arc<RememberedAll>>)> {
+    let world = said.len();
+    if let Some(known) = known
+        && known.still_holds(&said)
+    {
+        return Ok(((0..world).map(|_| Answer::Same).collect(), None));
+    }
+    let held = said.into_iter().map(|said| match said {
+        Said::All(held) => Some(held),
+        Said::Same { .. } => None,
+    });
+    match held.collect::<Option<Vec<_>>>() {
+        None => Ok(((0..world).map(|_| Answer::Tell).collect(), None)),
+        Some(held) => {
+            let (all, remembered) = compared(held)?;
+            Ok((remembered.into_iter().map(Answer::New).collect(), Some(Arc::new(all))))
+        }
+    }
+}
+
+impl RememberedAll {
+    fn still_holds(&self, said: &[Said]) -> bool {
+        let mut digests: BTreeMap<u32, &[u8; 16]> = BTreeMap::new();
+        said.len() == self.classes.len()
+            && said.iter().zip(&self.classes).all(|(said, classes)| match said {
+                Said::Same { id, digests: found } if *id == self.id && found.len() == classes.len() => {
+                    classes.iter().zip(found).all(|(class, found)| *digests.entry(*class).or_insert(found) == found)
+                }
+                _ => false,
+            })
+    }
+}
+
+/// Groups equal values, and says for all and for each rank what follows.
+fn compared(held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
+    let id = draw()?;
+    let mut all = RememberedAll { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
+    let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
+    for (rank, held) in (0u32..).zip(held) {
+        for (position, Held { name, layout, per_rank, digest }) in (0u32..).zip(held) {
+            if by_name.get(&name).is_some_and(|copies| copies.per_rank != per_rank) {
+                return Err(Error::invalid(format!(
+                    "{name}: ranks must hold the same, and it is a value of each rank's own on some and of all on \
+                     others, rank {rank} among them"
+                )));
+            }
+            let copies = by_name.entry(name).or_insert_with(|| Copies { layout, per_rank, by_digest: BTreeMap::new() });
+            let of_rank = if per_rank { Some(rank) } else { None };
+            copies.by_digest.entry((of_rank, digest)).or_default().push((rank, position));
+        }
+    }
+    let mut each = vec![Remembered { id, classes: Vec::new(), mine: Vec::new() }; all.classes.len()];
+    let mut numbers: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
+    for (name, Copies { layout, by_digest, .. }) in by_name {
+        let mut writers = BTreeMap::new();
+        for copies in by_digest.into_values() {
+            let ranks: Vec<u32> = copies.iter().map(|copy| copy.0).collect();
+            let (writer, position) = copies[0];
+            each[writer as usize].mine.push(position);
+            writers.insert(writer, shardfast_plan::ranges(ranks.iter().copied()));
+            if copies.len() == 1 {
+                continue;
+            }
+            let next = numbers.len() as u32;
+            let class = *numbers.entry(ranks).or_insert(next);
+            for (rank, position) in copies {
+                let (known, mine) = (&mut all.classes[rank as usize], &mut each[rank as usize].classes);
+                let at = known.iter().position(|&known| known == class).unwrap_or_else(|| {
+                    known.push(class);
+                    mine.push(Vec::new());
+                    known.len() - 1
+                });
+                mine[at].push(position);
+            }
+        }
+        all.values.push(Value { name, layout, writers });
+    }
+    each.iter_mut().for_each(|rank| rank.mine.sort_unstable());
+    Ok((all, each))
+}
+
+/// One value on all ranks.
+struct Copies {
+    layout: String,
+    per_rank: bool,
+    by_digest: BTreeMap<(Option<u32>, [u8; 32]), Vec<(u32, u32)>>,
+}
+
+fn objects(catalog: &Catalog) -> impl Iterator<Item = u32> + '_ {
+    let leaves = catalog.leaves.iter().enumerate();
+    leaves.filter(|(_, leaf)| matches!(leaf.body, LeafBody::Object { .. })).map(|(i, _)| i as u32)
+}

@@ -1,0 +1,116 @@
+//! A plan around writes that have begun.
+
+use std::collections::BTreeMap;
+
+use shardfast_format::{Catalog, LeafBody, LeafName, Region};
+
+use crate::error::{Error, Problems};
+use crate::ranks::RankSet;
+use crate::save::save;
+use crate::write::{Rows, Write, row_dim};
+
+/// Plans a save of the catalogs of all ranks around what some of them have begun: `drafted` has, per rank, the writes
+/// that stand, or `None` for a rank that writes nothing yet and takes what is left. The same catalogs and drafts give
+/// the same plan everywhere.
+///
+/// # Errors
+/// As [`save`]; and [`Error::Invalid`] naming every region that two ranks have begun, and every region that nobody has
+/// and nobody who could is free to.
+pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec<Vec<Write>>, Error> {
+    save(catalogs)?;
+    let mut problems = Vec::new();
+    let mut loads = vec![0u64; catalogs.len()];
+    let mut writes: Vec<Vec<Write>> = vec![Vec::new(); catalogs.len()];
+    let mut regions: BTreeMap<(&LeafName, &Region), Holders> = BTreeMap::new();
+    for (rank, catalog) in catalogs.iter().enumerate() {
+        let drafted = drafted.get(rank).and_then(Option::as_ref);
+        for (index, leaf) in (0u32..).zip(&catalog.leaves) {
+            let LeafBody::Tensor { dtype, parts, .. } = &leaf.body else { continue };
+            for (part, region) in (0u32..).zip(parts) {
+                let holders = regions.entry((&leaf.name, region)).or_insert_with(|| Holders {
+                    bytes: region.numel().saturating_mul(dtype.size_bytes()),
+                    ..Holders::default()
+                });
+                match drafted {
+                    None => holders.free.push((rank, Write::whole(index, part))),
+                    Some(drafted) => {
+                        let first = drafted.partition_point(|write| (write.leaf, write.part) < (index, part));
+                        let mine =
+                            drafted[first..].iter().take_while(|write| (write.leaf, write.part) == (index, part));
+                        holders.begun.extend(mine.map(|&write| (rank, write)));
+                    }
+                }
+            }
+        }
+    }
+    for (rank, drafted) in drafted.iter().enumerate() {
+        writes[rank] = drafted.clone().unwrap_or_default();
+    }
+    let mut largest_first: Vec<_> = regions.into_iter().collect();
+    largest_first.sort_by_key(|(_, holders)| std::cmp::Reverse(holders.bytes));
+    for ((name, region), mut holders) in largest_first {
+        match holders.gaps(region) {
+            Err((a, b)) => {
+                let ranks = [a.min(b) as u32, a.max(b) as u32];
+                problems.push(format!("{name}: {} write the same of {region}", RankSet::new(ranks)));
+            }
+            Ok(gaps) if gaps.is_empty() => {}
+            Ok(gaps) => match holders.free.iter().min_by_key(|(rank, _)| loads[*rank]) {
+                Some(&(rank, write)) => {
+                    loads[rank] = loads[rank].saturating_add(holders.bytes);
+                    writes[rank].extend(gaps.into_iter().map(|rows| Write { rows, ..write }));
+                }
+                None => problems.push(format!(
+                    "{name}: nobody writes {region}: what other ranks hold has changed, and those that hold it have begun \
+                     to write without it; the next save is planned anew"
+                )),
+            },
+        }
+    }
+    if !problems.is_empty() {
+        return Err(Error::Invalid(Problems(problems)));
+    }
+    writes.iter_mut().for_each(|writes| writes.sort_unstable());
+    Ok(writes)
+}
+
+/// Who has a region.
+#[derive(Default)]
+struct Holders {
+    bytes: u64,
+    begun: Vec<(usize, Write)>,
+    free: Vec<(usize, Write)>,
+}
+
+impl Holders {
+    /// The rows that nobody has begun, `None` for all of the region; or two ranks that have begun the same.
+    fn gaps(&mut self, region: &Region) -> Result<Vec<Option<Rows>>, (usize, usize)> {
+        if self.begun.is_empty() {
+            return Ok(vec![None]);
+        }
+        let height = row_dim(region).map_or(1, |dim| region.lengths[dim]);
+        let mut runs: Vec<(u64, u64, usize)> = self
+            .begun
+            .iter()
+            .map(|&(rank, write)| {
+                let rows = write.rows.unwrap_or(Rows { first: 0, count: height });
+                (rows.first, rows.first.saturating_add(rows.count), rank)
+            })
+            .collect();
+        runs.sort_unstable();
+        let (mut gaps, mut end, mut before) = (Vec::new(), 0, 0);
+        for (first, stop, rank) in runs {
+            if first < end {
+                return Err((before, rank));
+            }
+            if first > end {
+                gaps.push(Some(Rows { first: end, count: first - end }));
+            }
+            (end, before) = (stop, rank);
+        }
+        if end < height {
+            gaps.push(Some(Rows { first: end, count: height - end }));
+        }
+        Ok(gaps)
+    }
+}

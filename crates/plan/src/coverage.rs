@@ -63,13 +63,23 @@ impl fmt::Display for Flaw {
 /// # Errors
 /// One [`Flaw`]; which one depends on the set of regions alone, but for the order in which an overlap names its two.
 pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
-    if let Some(region) = regions.iter().find(|region| !region.fits(shape)) {
+    tile(shape, regions.iter())
+}
+
+/// [`tiles`], for regions that lie anywhere.
+pub(crate) fn tile<'a>(
+    shape: &[u64],
+    mut regions: impl ExactSizeIterator<Item = &'a Region> + Clone,
+) -> Result<(), Box<Flaw>> {
+    let count = regions.len() as u64;
+    let all = regions.clone();
+    if let Some(region) = regions.find(|region| !region.fits(shape)) {
         return Err(Box::new(Flaw::Outside(region.clone())));
     }
     if shape.contains(&0) {
         return Ok(());
     }
-    let solid = || regions.iter().filter(|region| !region.is_empty());
+    let solid = || all.clone().filter(|region| !region.is_empty());
     let cut: SmallVec<[usize; 4]> =
         (0..shape.len()).filter(|&d| solid().any(|region| region.lengths[d] != shape[d])).collect();
     let inner_ends = |region: &Region| -> SmallVec<[usize; 4]> {
@@ -79,7 +89,7 @@ pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
     let corners = solid().fold(0u64, |sum, region| {
         sum.saturating_add(1u64.checked_shl(inner_ends(region).len() as u32).unwrap_or(u64::MAX))
     });
-    let corners_max = CORNERS_FREE.saturating_add(CORNERS_PER_REGION.saturating_mul(regions.len() as u64));
+    let corners_max = CORNERS_FREE.saturating_add(CORNERS_PER_REGION.saturating_mul(count));
     if corners > corners_max {
         return Err(Box::new(Flaw::Intricate { corners, corners_max }));
     }

@@ -63,25 +63,28 @@ fn manifest(plan: &SavePlan) -> Manifest {
     builder.finish().expect("a sound manifest")
 }
 
-pub(crate) fn measure() {
-    println!("\nplans of all ranks' catalogs, ms");
-    let (catalogs, world) = (|job: Job| (0..job.world()).map(|rank| job.describe(rank).0).collect::<Vec<_>>(), 70);
-    let job = catalogs(Job { dp: world });
-    let (plan, ms) = timed(|| save(&job));
+/// What is to be done, and the milliseconds that it took.
+pub(crate) type Figures = Vec<(String, f64)>;
+
+pub(crate) fn measure() -> Figures {
+    let mut figures = Figures::new();
+    let job = Job { dp: 70 };
+    let catalogs: Vec<Catalog> = (0..job.world()).map(|rank| job.describe(rank).0).collect();
+    let (plan, ms) = timed(|| save(&catalogs));
     plan.expect("catalogs that agree");
-    println!("  the job of {} ranks{:>24}{ms:10.0}", job.len(), "");
-    drop(job);
+    figures.push((format!("plan from the catalogs of {} ranks", catalogs.len()), ms));
+    drop(catalogs);
 
     let replicated: Vec<Catalog> = (0..RANKS).map(|rank| catalog(rank, |_| None)).collect();
     let (plan, ms) = timed(|| save(&replicated));
     plan.expect("catalogs that agree");
-    println!("  {TENSORS} tensors on each of {RANKS} ranks{ms:21.0}");
+    figures.push((format!("plan of {TENSORS} tensors, all on each of {RANKS} ranks"), ms));
     drop(replicated);
 
     let sharded: Vec<Catalog> = (0..RANKS).map(|rank| catalog(rank, any_dimension)).collect();
     let (plan, ms) = timed(|| save(&sharded));
     let plan = plan.expect("catalogs that agree");
-    println!("  {TENSORS} tensors sharded over {RANKS} ranks{ms:19.0}");
+    figures.push((format!("plan of {TENSORS} tensors, sharded over {RANKS} ranks"), ms));
     drop(sharded);
 
     let parts = |leaf: &Leaf| match &leaf.body {
@@ -91,7 +94,7 @@ pub(crate) fn measure() {
     let all: Vec<Vec<Region>> = plan.leaves.iter().map(parts).collect();
     let (sound, ms) = timed(|| all.iter().all(|parts| tiles(&SHAPE, parts).is_ok()));
     assert!(sound, "every tensor is held once");
-    println!("of these, {} regions:\n  coverage{ms:45.0}", TENSORS * RANKS);
+    figures.push((format!("coverage of their {} regions", TENSORS * RANKS), ms));
 
     let manifest = manifest(&plan);
     for (what, turn) in [("the same shards", 0), ("shards of another dimension", 1)] {
@@ -99,6 +102,23 @@ pub(crate) fn measure() {
         let wants: Vec<Want> = (0..TENSORS).map(want).collect();
         let (reads, ms) = timed(|| load(&manifest, &wants, LIMITS).map(Iterator::count));
         let reads = reads.expect("wants that fit");
-        println!("  one rank's load of {what:<28}{ms:6.0}  ({reads} reads)");
+        figures.push((format!("one rank's load of {what}, {reads} reads"), ms));
     }
+    figures
+}
+
+/// Nanoseconds for each region of flat runs, by the number of dimensions.
+pub(crate) fn measure_flat_runs() -> Figures {
+    let shapes: [&[u64]; 3] = [&[53_248, 16_384], &[4096, 512, 512], &[256, 256, 128, 128]];
+    let of = |shape: &[u64]| {
+        let numel: u64 = shape.iter().product();
+        let run = |i: u64| (numel / 7 * (i % 7) + i, numel / 7 * (i % 7 + 1) - i);
+        let count = |i: u64| {
+            let (start, stop) = run(i);
+            Region::flat_run(shape, start, stop).map(|region| region.lengths[0].min(1)).sum::<u64>()
+        };
+        let (regions, ms) = timed(|| (1..200_000).map(count).sum::<u64>());
+        (format!("{} dimensions", shape.len()), ms * 1e6 / regions as f64)
+    };
+    shapes.into_iter().map(of).collect()
 }

@@ -15,7 +15,7 @@ pub(crate) struct Levels {
 const SWEEPS_MAX: usize = 200;
 
 /// Work (members of classes poured over) after which they are, too.
-const STEPS_MAX: usize = 1 << 27;
+const STEPS_MAX: usize = 1 << 25;
 
 /// The gap to what is provably possible that ends the search: one part of this.
 const GAP: u64 = 400;

@@ -4,6 +4,7 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 mod amend;
+mod assembly;
 mod balance;
 mod coverage;
 mod flat;

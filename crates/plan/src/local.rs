@@ -13,10 +13,9 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, Leaf, LeafBody};
 
-use crate::balance::{Item, divide};
+use crate::balance::{Item, Spared, divide};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
-use crate::save::whole_keys;
 use crate::write::Write;
 
 /// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks hold
@@ -70,12 +69,12 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
             local.claims.push(Claim { ranks: ranks.clone(), digest });
         }
         let held = |&leaf: &u32| &catalog.leaves[leaf as usize];
-        let whole = whole_keys(leaves.iter().map(held));
+        let spared = Spared::new(leaves.iter().map(held));
         let (mut items, mut parts) = (Vec::new(), Vec::new());
         for leaf in leaves {
             let Leaf { name, body: LeafBody::Tensor { dtype, parts: regions, .. }, .. } = held(&leaf) else { continue };
             for (part, region) in (0u32..).zip(regions) {
-                items.push(Item::new(region, *dtype, whole.contains(name.key.as_str()), 0));
+                items.push(Item::new(region, *dtype, spared.of(&name.key), 0));
                 parts.push(Write::whole(leaf, part));
             }
         }

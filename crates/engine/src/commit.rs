@@ -27,7 +27,7 @@ use shardfast_format::{
 use shardfast_store::Store;
 
 use crate::agree::Operation;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::planning::{Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
@@ -122,8 +122,8 @@ pub(crate) fn agree(
         let manifest_bytes = manifest.encode();
         let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
         published = true;
-        let outcome = store.publish(COMMIT, &commit.encode());
-        if outcome.as_ref().is_err_and(|error| error.kind != shardfast_store::Kind::Unavailable) {
+        let outcome = publish(store, &commit);
+        if outcome.as_ref().is_err_and(|error| error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
         outcome?;
@@ -245,7 +245,14 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
             let tensor = tensors.entry(&leaf.name).or_insert_with(|| Tensor::new(*rank, leaf));
             tensor.add(*rank, leaf, files)?;
         }
-        aliases.extend(structure.aliases.iter().map(|(name, of)| (name, of)));
+        for (name, of) in &structure.aliases {
+            let known = *aliases.entry(name).or_insert(of);
+            if known != of {
+                return Err(Error::invalid(format!(
+                    "{name}: ranks must hold the same, and it is an alias of {known}, on rank {rank} of {of}"
+                )));
+            }
+        }
     }
     for (name, tensor) in &mut tensors {
         tensor.regions.sort_by(|a, b| a.0.cmp(&b.0));
@@ -261,6 +268,9 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
         };
         let copies = value.writers.iter().map(of).collect::<Result<Vec<_>>>()?;
         builder.object(&value.name, &value.layout, &copies);
+    }
+    if let Some(writer) = extents.iter_mut().position(|extents| extents.next().is_some()) {
+        return Err(Error::internal(format!("rank {writer} wrote more values than it was to")));
     }
     for (name, of) in aliases {
         builder.alias(name, of);
@@ -336,9 +346,11 @@ fn prove_coverage(name: &LeafName, shape: &Dims, regions: &[(Region, Extent)]) -
 
 /// Step 3.
 fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) -> Result<Commit> {
-    put_indexes(store, manifest)?;
     let name = manifest_name(attempt);
-    store.put(&name, bytes)?;
+    retry(|| {
+        put_indexes(store, manifest)?;
+        Ok(store.put(&name, bytes)?)
+    })?;
     Ok(Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
@@ -347,6 +359,20 @@ fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) 
         manifest_bytes: bytes.len() as u64,
         manifest_sha256: sha256(bytes),
     })
+}
+
+/// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot be
+/// made so by asking twice, for the system may have forgotten by then what it could not write.
+fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
+    let mut outcome = Ok(());
+    retry(|| {
+        outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
+        match (&outcome, store.open(COMMIT)) {
+            (Err(error), Err(found)) if found.kind == shardfast_store::Kind::NotFound => Err(error.clone()),
+            _ => Ok(()),
+        }
+    })
+    .and(outcome)
 }
 
 /// Puts the index of every key that has one. Removes what another attempt left where there is none, for an index's name

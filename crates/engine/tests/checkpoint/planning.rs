@@ -199,6 +199,23 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     assert_eq!(flaw, Ok(None));
 }
 
+/// Ranks that know who holds what they hold claim nothing of what each holds alone, and it may change all the same.
+#[test]
+fn what_is_held_alone_is_planned_anew_when_it_changes() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let mut other = Truth::small(1, 7);
+    other.leaves.retain(|name, _| name.key == "optimizer");
+    let truths = [Truth::small(1, 7), other];
+    for layout in [Layout::rows(1), Layout::rows(3)] {
+        let (job, said, _) = counted(layout, false);
+        for (number, truth) in [0, 1, 0, 0].into_iter().enumerate() {
+            save_and_compare(&job, &url(&format!("{} {number}", job.layout.world())), &truths[truth]);
+        }
+        assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    }
+}
+
 #[test]
 fn a_rank_that_does_not_know_makes_all_tell() {
     let place = scratch();

@@ -22,6 +22,7 @@ def show(results: dict[str, Any]) -> None:
         "resharding": _resharding,
         "small": _small,
         "footprint": _footprint,
+        "planning": _planning,
     }
     rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
     table("goals", ("", "goal", "found", ""), [[*row[:3], "reached" if row[3] else "MISSED"] for row in rows])
@@ -118,3 +119,19 @@ def _footprint(found: dict[str, Any]) -> list[Row]:
         for name, value in found.items()
         if name.startswith(prefix)
     ]
+
+
+def _planning(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for job in found["commit"]:
+        ranks, plan, root = job["ranks"], job["plan_ms"], (job["prove_ms"] + job["assemble_ms"]) / 1e3
+        goal = 1 if ranks < 10_000 else 15
+        rows.append((f"plan of one of {ranks:,} ranks", "10 ms", f"{plan:.2f} ms", plan <= 10))
+        rows.append((f"coverage and manifest of {ranks:,} ranks", f"{goal} s", f"{root:.2f} s", root <= goal))
+        if ranks < 10_000:
+            size, opening = job["manifest_bytes"] / 1e6, job["open_ms"]
+            text = f"{size:.1f} MB, {opening:.1f} ms"
+            rows.append((f"manifest of {ranks:,} ranks", "16 MB, 50 ms", text, size <= 16 and opening <= 50))
+    slowest = max(nanoseconds for _, nanoseconds in found["flat_run_ns"])
+    rows.append(("a region of a flat run", "1 µs", f"{slowest:.0f} ns", slowest <= 1000))
+    return rows

@@ -20,6 +20,7 @@ import ablation
 import footprint
 import goals
 import machine
+import planning
 import resharding
 import small
 import stall
@@ -35,6 +36,7 @@ MEASURES = {
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),
+    "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
     "ablation": (ablation.measure, "each optimization off in turn"),
 }
 RESULTS = Path(__file__).parent / "results"

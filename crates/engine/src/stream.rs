@@ -32,7 +32,7 @@ impl Checkpoint {
             let LeafKind::Tensor { dtype, shape } = found.kind else {
                 return Err(Error::internal(format!("{}/{} is no tensor", found.key, found.name)));
             };
-            for region in Region::of_flat_run(shape, elements.start, elements.end) {
+            for region in Region::flat_run(shape, elements.start, elements.end) {
                 let strides = row_major_strides(&region.lengths, dtype.size_bytes());
                 let strides: Vec<i64> = strides.iter().map(|&stride| stride as i64).collect();
                 let bytes = usize::try_from(region.numel() * dtype.size_bytes()).unwrap_or(usize::MAX);

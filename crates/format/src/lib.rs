@@ -29,5 +29,5 @@ pub use index::hugging_face_index;
 pub use manifest::{Extent, FileEntry, LeafKind, LeafRef, Manifest, ManifestBuilder, SaveInfo};
 pub use name::{COMMIT, data_file, manifest_name, parse_step_dir, part_name, step_dir, value_name};
 pub use object::{Int, Tag, Value};
-pub use region::{Dims, Region};
+pub use region::{Dims, FlatRun, Region};
 pub use version::{FORMAT_MAJOR, FORMAT_MINOR};

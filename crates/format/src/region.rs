@@ -77,16 +77,52 @@ impl Region {
     }
 
     /// The flat run `[start, stop)` of a row-major tensor of `shape` as at most `2 * ndim - 1` boxes, in the run's own
-    /// order, so that the run's memory can be cut into them front to back. Nothing is gathered and no data are touched.
+    /// order, so that the run's memory can be cut into them front to back. Nothing is gathered and no data are touched;
+    /// the boxes are made as they are taken, in constant memory.
     ///
     /// # Panics
     /// In debug builds when `stop` is beyond the tensor.
-    pub fn of_flat_run(shape: &[u64], start: u64, stop: u64) -> Vec<Region> {
-        debug_assert!(stop <= shape.iter().product::<u64>());
-        let mut out = Vec::new();
-        let mut prefix = Dims::new();
-        flat_run(shape, &mut prefix, start, stop, &mut out);
-        out
+    pub fn flat_run(shape: &[u64], start: u64, stop: u64) -> FlatRun<'_> {
+        debug_assert!(stop <= checked_numel(shape).unwrap_or(u64::MAX));
+        FlatRun { shape, at: start, stop }
+    }
+}
+
+/// The boxes of a flat run, from its front to its back: [`Region::flat_run`].
+#[derive(Debug, Clone)]
+pub struct FlatRun<'a> {
+    shape: &'a [u64],
+    /// The next element, as its flat index.
+    at: u64,
+    stop: u64,
+}
+
+impl Iterator for FlatRun<'_> {
+    type Item = Region;
+
+    /// The largest box that begins at the next element: indices of the outermost dimension of which the run has one
+    /// whole from here on, up to the end of that dimension.
+    fn next(&mut self) -> Option<Region> {
+        if self.at >= self.stop {
+            return None;
+        }
+        let left = self.stop - self.at;
+        let mut offsets: Dims = SmallVec::from_elem(0, self.shape.len());
+        let mut lengths: Dims = SmallVec::from_elem(1, self.shape.len());
+        // Elements under one index of dimension `d`; the box has `elements` of them.
+        let (mut row, mut elements, mut outer) = (1, 1, self.at);
+        for d in (0..self.shape.len()).rev() {
+            let length = self.shape[d];
+            (outer, offsets[d]) = (outer / length, outer % length);
+            if self.at.is_multiple_of(row) && row <= left {
+                lengths[d] = (length - offsets[d]).min(left / row);
+                lengths[d + 1..].copy_from_slice(&self.shape[d + 1..]);
+                elements = lengths[d] * row;
+            }
+            row *= length;
+        }
+        self.at += elements;
+        Some(Region { offsets, lengths })
     }
 }
 
@@ -112,53 +148,6 @@ pub fn checked_numel(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1u64, |product, &n| product.checked_mul(n))
 }
 
-fn flat_run(shape: &[u64], prefix: &mut Dims, start: u64, stop: u64, out: &mut Vec<Region>) {
-    if start >= stop {
-        return;
-    }
-    let boxed = |prefix: &Dims, offset: u64, length: u64, rest: &[u64]| {
-        let mut offsets = prefix.clone();
-        let mut lengths: Dims = SmallVec::from_elem(1, prefix.len());
-        offsets.push(offset);
-        lengths.push(length);
-        offsets.extend(rest.iter().map(|_| 0));
-        lengths.extend_from_slice(rest);
-        Region { offsets, lengths }
-    };
-    match shape {
-        [] => out.push(Region { offsets: prefix.clone(), lengths: SmallVec::from_elem(1, prefix.len()) }),
-        [_] => out.push(boxed(prefix, start, stop - start, &[])),
-        [_, rest @ ..] => {
-            let row = rest.iter().product::<u64>();
-            let (mut first, head) = (start / row, start % row);
-            let (last, tail) = (stop / row, stop % row);
-            let mut within = |index: u64, from: u64, to: u64, out: &mut Vec<Region>| {
-                prefix.push(index);
-                flat_run(rest, prefix, from, to, out);
-                prefix.pop();
-            };
-            if first == last {
-                return within(first, head, tail, out);
-            }
-            if head > 0 {
-                within(first, head, row, out);
-                first += 1;
-            }
-            if last > first {
-                out.push(boxed(prefix, first, last - first, rest));
-            }
-            if tail > 0 {
-                let mut within = |index: u64, from: u64, to: u64, out: &mut Vec<Region>| {
-                    prefix.push(index);
-                    flat_run(rest, prefix, from, to, out);
-                    prefix.pop();
-                };
-                within(last, 0, tail, out);
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -179,7 +168,7 @@ mod tests {
             let numel: u64 = shape.iter().product();
             for start in 0..=numel {
                 for stop in start..=numel {
-                    let regions = Region::of_flat_run(shape, start, stop);
+                    let regions: Vec<Region> = Region::flat_run(shape, start, stop).collect();
                     assert!(regions.len() < (2 * shape.len()).max(2), "{shape:?} [{start}, {stop}): {regions:?}");
                     let found: Vec<u64> = regions.iter().flat_map(|region| indices(region, shape)).collect();
                     assert_eq!(found, (start..stop).collect::<Vec<_>>(), "{shape:?} [{start}, {stop})");

@@ -322,7 +322,7 @@ fn blocks(
         if start > stop || numel.is_none_or(|numel| stop > numel) {
             return Err(invalid(format!("leaf {name}: the run {start}..{stop} is outside of the shape {shape:?}")));
         }
-        let regions = Region::of_flat_run(shape, start, stop).into_iter().map(|region| {
+        let regions = Region::flat_run(shape, start, stop).map(|region| {
             let strides_bytes = row_major_strides(&region.lengths, item).iter().map(|&stride| stride as i64).collect();
             let address = pointer;
             pointer += (region.numel() * item) as usize;

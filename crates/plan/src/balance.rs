@@ -215,3 +215,95 @@ impl<'a> Cutting<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn item(bytes: u64, class: usize) -> Item {
+        Item { bytes, rows: 1, whole: false, class }
+    }
+
+    fn rows(bytes: u64, rows: u64, class: usize) -> Item {
+        Item { bytes, rows, whole: false, class }
+    }
+
+    fn all(world: u32) -> Vec<Vec<u32>> {
+        vec![(0..world).collect()]
+    }
+
+    /// The rank of each item, none of which is cut.
+    fn ranks(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<u32> {
+        let shares = divide(world, classes, items);
+        assert!(shares.iter().map(|share| (share.item, share.rows)).eq((0..items.len()).map(|i| (i, None))));
+        shares.into_iter().map(|share| share.rank).collect()
+    }
+
+    #[test]
+    fn the_largest_item_goes_to_the_least_loaded_holder() {
+        let classes = [vec![0], vec![0, 1, 2], vec![1, 2]];
+        // Rank 0 writes 5 alone. 6 → rank 1; 5 → rank 2; 4 → the lowest of ranks 0 and 2, at 5 each; 1 → rank 2, at 5.
+        let items = [item(5, 0), item(4, 1), item(6, 1), item(5, 1), item(1, 2)];
+        assert_eq!(ranks(3, &classes, &items), [0, 0, 1, 2, 2]);
+    }
+
+    #[test]
+    fn equal_items_go_round() {
+        assert_eq!(ranks(3, &all(3), &[item(8, 0); 6]), [0, 1, 2, 0, 1, 2]);
+    }
+
+    #[test]
+    fn loads_beyond_u64_saturate() {
+        assert_eq!(ranks(2, &all(2), &[rows(u64::MAX, 5, 0), rows(u64::MAX, 5, 0)]), [0, 1]);
+        assert_eq!(ranks(1, &all(1), &[item(u64::MAX, 0), item(9, 0)]), [0, 0]);
+    }
+
+    /// Per share: item, rank, first row, number of rows.
+    fn pieces(shares: &[Share]) -> Vec<(usize, u32, u64, u64)> {
+        let piece = |share: &Share| share.rows.map(|rows| (share.item, share.rank, rows.first, rows.count));
+        shares.iter().filter_map(piece).collect()
+    }
+
+    #[test]
+    fn one_large_item_is_cut_into_as_many_pieces_as_it_needs() {
+        let found = divide(4, &all(4), &[rows(1000 * MIB, 1000, 0)]);
+        assert_eq!(pieces(&found), [(0, 0, 0, 250), (0, 1, 250, 250), (0, 2, 500, 250), (0, 3, 750, 250)]);
+        // With something small beside it, only what must be is cut.
+        let items = [rows(300 * MIB, 300, 0), rows(60 * MIB, 60, 0), rows(40 * MIB, 40, 0)];
+        assert_eq!(pieces(&divide(2, &all(2), &items)), [(0, 0, 0, 200), (0, 1, 200, 100)]);
+    }
+
+    #[test]
+    fn what_is_nearly_even_is_not_cut() {
+        let uneven = |more: u64| [rows(100 * MIB, 100, 0), rows(100 * MIB + more * MIB, 100 + more, 0)];
+        assert_eq!(pieces(&divide(2, &all(2), &uneven(4))), []);
+        assert_ne!(pieces(&divide(2, &all(2), &uneven(5))), []);
+        let small = [rows(BLOCK_BYTES, BLOCK_BYTES, 0)];
+        assert_eq!(pieces(&divide(2, &all(2), &small)), []);
+    }
+
+    #[test]
+    fn whole_tensors_are_cut_last() {
+        let whole = |bytes| Item { whole: true, ..rows(bytes * MIB, bytes, 0) };
+        let other = |bytes| rows(bytes * MIB, bytes, 0);
+        // By size alone, the last one would be cut.
+        let found = divide(2, &all(2), &[whole(190), other(200), other(300)]);
+        assert_eq!(pieces(&found), [(1, 0, 0, 155), (1, 1, 155, 45)]);
+        let found = divide(2, &all(2), &[other(190), other(200), other(300)]);
+        assert_eq!(pieces(&found), [(0, 0, 145, 45), (0, 1, 0, 145)]);
+        let found = divide(2, &all(2), &[whole(500), other(100)]);
+        assert_eq!(pieces(&found), [(0, 0, 0, 300), (0, 1, 300, 200)]);
+        // Nothing can be done about an item that has no rows.
+        let found = divide(2, &all(2), &[Item { rows: 1, ..whole(500) }, whole(100)]);
+        assert_eq!(pieces(&found), []);
+    }
+
+    #[test]
+    fn a_cut_counts_what_its_holders_write_anyway() {
+        let classes = [vec![0], vec![0, 1]];
+        let found = divide(2, &classes, &[rows(60 * MIB, 60, 0), rows(100 * MIB, 100, 1)]);
+        assert_eq!(pieces(&found), [(1, 0, 80, 20), (1, 1, 0, 80)]);
+    }
+}

@@ -63,23 +63,27 @@ impl fmt::Display for Flaw {
 /// # Errors
 /// One [`Flaw`]; which one depends on the set of regions alone, but for the order in which an overlap names its two.
 pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
-    if let Some(region) = regions.iter().find(|region| !region.fits(shape)) {
+    tile(shape, regions.iter())
+}
+
+/// [`tiles`], for regions that lie anywhere.
+pub(crate) fn tile<'a>(
+    shape: &[u64],
+    mut regions: impl ExactSizeIterator<Item = &'a Region> + Clone,
+) -> Result<(), Box<Flaw>> {
+    let count = regions.len() as u64;
+    let all = regions.clone();
+    if let Some(region) = regions.find(|region| !region.fits(shape)) {
         return Err(Box::new(Flaw::Outside(region.clone())));
     }
     if shape.contains(&0) {
         return Ok(());
     }
-    let solid = || regions.iter().filter(|region| !region.is_empty());
+    let solid = || all.clone().filter(|region| !region.is_empty());
     let cut: SmallVec<[usize; 4]> =
         (0..shape.len()).filter(|&d| solid().any(|region| region.lengths[d] != shape[d])).collect();
-    let inner_ends = |region: &Region| -> SmallVec<[usize; 4]> {
-        (0..cut.len()).filter(|&i| region.offsets[cut[i]] + region.lengths[cut[i]] < shape[cut[i]]).collect()
-    };
-
-    let corners = solid().fold(0u64, |sum, region| {
-        sum.saturating_add(1u64.checked_shl(inner_ends(region).len() as u32).unwrap_or(u64::MAX))
-    });
-    let corners_max = CORNERS_FREE.saturating_add(CORNERS_PER_REGION.saturating_mul(regions.len() as u64));
+    let corners = corners(shape, &cut, solid());
+    let corners_max = CORNERS_FREE.saturating_add(CORNERS_PER_REGION.saturating_mul(count));
     if corners > corners_max {
         return Err(Box::new(Flaw::Intricate { corners, corners_max }));
     }
@@ -87,7 +91,7 @@ pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
     let origin: Dims = SmallVec::from_elem(0, cut.len());
     let mut surplus: HashMap<Dims, i64> = HashMap::from([(origin, -1)]);
     for region in solid() {
-        let ends = inner_ends(region);
+        let ends: SmallVec<[usize; 4]> = inner_ends(shape, &cut, region).collect();
         let start: Dims = cut.iter().map(|&d| region.offsets[d]).collect();
         for chosen in 0..1u64 << ends.len() {
             let mut corner = start.clone();
@@ -125,6 +129,19 @@ pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
         (Some(a), Some(b)) => Err(Box::new(Flaw::Overlap(a.clone(), b.clone()))),
         _ => unreachable!("a positive count at {at} is that of at least two regions"),
     }
+}
+
+/// The dimensions of `cut`, as places in it, in which the region ends inside the tensor.
+fn inner_ends(shape: &[u64], cut: &[usize], region: &Region) -> impl Iterator<Item = usize> {
+    (0..cut.len()).filter(|&i| region.offsets[cut[i]] + region.lengths[cut[i]] < shape[cut[i]])
+}
+
+/// Corners that the regions have inside the tensor: what [`tile`] goes through.
+fn corners<'a>(shape: &[u64], cut: &[usize], solid: impl Iterator<Item = &'a Region>) -> u64 {
+    solid.fold(0u64, |sum, region| {
+        let corners = 1u64.checked_shl(inner_ends(shape, cut, region).count() as u32);
+        sum.saturating_add(corners.unwrap_or(u64::MAX))
+    })
 }
 
 /// The one-element box `hole`, which no region holds, grown towards the end of the tensor until it meets a region.
@@ -201,14 +218,45 @@ mod tests {
     #[test]
     fn many_dimensions_tile_unless_their_corners_outgrow_the_regions() {
         let shape = [2u64; 12];
-        assert_eq!(flaw(&shape, &Region::of_flat_run(&shape, 0, 1 << 12)), None);
+        assert_eq!(flaw(&shape, &Region::flat_run(&shape, 0, 1 << 12).collect::<Vec<_>>()), None);
         let runs: Vec<Region> =
-            [0, 1000, 2222, 4096].windows(2).flat_map(|w| Region::of_flat_run(&shape, w[0], w[1])).collect();
+            [0, 1000, 2222, 4096].windows(2).flat_map(|w| Region::flat_run(&shape, w[0], w[1])).collect();
         assert_eq!(flaw(&shape, &runs), None);
         let deep = r(&[0; 40], &[1; 40]);
         assert!(matches!(flaw(&[2; 40], &[deep]), Some(Flaw::Intricate { .. })));
         let deeper = r(&[0; 64], &[1; 64]);
         assert!(matches!(flaw(&[2; 64], &[deeper]), Some(Flaw::Intricate { .. })));
+    }
+
+    /// A sweep along one dimension compares every pair of shards of another one.
+    #[test]
+    fn shards_of_any_dimension_are_checked_in_linear_steps() {
+        for (along, each) in [
+            ([true, false, false], 2),
+            ([false, true, false], 2),
+            ([false, false, true], 2),
+            ([true, true, false], 4),
+            ([true, true, true], 8),
+        ] {
+            let pieces = |d: usize| if along[d] { 16 } else { 1 };
+            let mut shards = vec![Region::whole(&[])];
+            for d in 0..3 {
+                let length = 1024 / pieces(d);
+                let cut = |shard: &Region| {
+                    let shard = shard.clone();
+                    (0..pieces(d)).map(move |i| {
+                        let mut shard = shard.clone();
+                        shard.offsets.push(i * length);
+                        shard.lengths.push(length);
+                        shard
+                    })
+                };
+                shards = shards.iter().flat_map(cut).collect();
+            }
+            let cut: Vec<usize> = (0..3).filter(|&d| along[d]).collect();
+            assert_eq!(flaw(&[1024; 3], &shards), None);
+            assert!(corners(&[1024; 3], &cut, shards.iter()) <= each * shards.len() as u64);
+        }
     }
 
     /// 22,500 regions: a pairwise check would make 250 million comparisons.

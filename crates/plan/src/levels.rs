@@ -15,7 +15,7 @@ pub(crate) struct Levels {
 const SWEEPS_MAX: usize = 200;
 
 /// Work (members of classes poured over) after which they are, too.
-const STEPS_MAX: usize = 1 << 27;
+const STEPS_MAX: usize = 1 << 25;
 
 /// The gap to what is provably possible that ends the search: one part of this.
 const GAP: u64 = 400;
@@ -98,4 +98,40 @@ fn provable(loads: &[u64], classes: &[Vec<u32>], amounts: &[u64]) -> u64 {
         least = least.max(held.div_ceil(i as u128 + 1) as u64);
     }
     least
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nested_and_separate_sets_level_out_at_once() {
+        let classes = [vec![0, 1, 2, 3], vec![0, 1], vec![0], vec![2, 3]];
+        let found = levels(4, &classes, &[100, 10, 30, 200]);
+        assert_eq!(found.loads, [70, 70, 100, 100]);
+        assert_eq!((found.quotas[2].clone(), found.quotas[3].clone(), found.least), (vec![30], vec![100, 100], 100));
+        assert_eq!(
+            found.quotas.iter().map(|quotas| quotas.iter().sum::<u64>()).collect::<Vec<_>>(),
+            [100, 10, 30, 200]
+        );
+    }
+
+    #[test]
+    fn sets_that_cross_level_out_too() {
+        // Poured once and one after the other: 500, 750, 750.
+        let found = levels(3, &[vec![0, 1], vec![1, 2]], &[1000, 1000]);
+        assert!(found.loads.iter().all(|load| (660..=670).contains(load)), "{found:?}");
+        assert!((664..=667).contains(&found.least), "{found:?}");
+        // What two of them hold cannot be taken from them by those who hold nothing of it.
+        let found = levels(5, &[vec![0, 1], vec![1, 2], vec![2, 3], vec![4]], &[4000, 0, 9, 7]);
+        assert_eq!((found.loads, found.least), (vec![2000, 2000, 5, 4, 7], 2000));
+    }
+
+    #[test]
+    fn a_remainder_goes_to_the_first() {
+        let found = levels(3, &[vec![0, 1, 2]], &[11]);
+        assert_eq!((found.loads, found.least), (vec![4, 4, 3], 4));
+        assert_eq!(levels(2, &[vec![0, 1]], &[0]).loads, [0, 0]);
+        assert_eq!(levels(0, &[], &[]), Levels { quotas: vec![], loads: vec![], least: 0 });
+    }
 }

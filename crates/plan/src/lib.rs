@@ -9,9 +9,11 @@
 //!   plans fit together.
 //! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
+//! - [`Assembly`]: what each rank wrote → the tensors of a manifest, each whole.
 //! - [`tiles`]: whether regions cover a tensor exactly once.
 
 mod amend;
+mod assembly;
 mod balance;
 mod coverage;
 mod error;
@@ -25,6 +27,7 @@ mod save;
 mod write;
 
 pub use amend::amend;
+pub use assembly::Assembly;
 pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};

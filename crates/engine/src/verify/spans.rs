@@ -104,7 +104,8 @@ impl Span {
         let saved = self.region(manifest);
         let Some(bytes) = bytes else { return vec![saved] };
         let item = dtype.size_bytes();
-        let mut boxes = Region::of_flat_run(&saved.lengths, bytes.start / item, bytes.end.div_ceil(item));
+        let mut boxes: Vec<Region> =
+            Region::flat_run(&saved.lengths, bytes.start / item, bytes.end.div_ceil(item)).collect();
         for part in &mut boxes {
             part.offsets.iter_mut().zip(&saved.offsets).for_each(|(offset, origin)| *offset += origin);
         }

@@ -134,7 +134,7 @@ impl Layout {
                 borders.insert(0, 0);
                 borders.push(numel);
                 let (start, stop) = (borders[rank as usize], borders[rank as usize + 1]);
-                (Region::of_flat_run(shape, start, stop), Some(start))
+                (Region::flat_run(shape, start, stop).collect(), Some(start))
             }
         }
     }

@@ -158,7 +158,11 @@ pub(crate) fn two_ranks_of(seed: u64) -> Vec<Vec<Held>> {
                 norm.whole("model", "norm"),
                 empty.whole("model", "empty"),
                 alias("model", "tied", ("model", "embed")),
-                moment.held("optimizer", "moment", &Region::of_flat_run(&moment.shape, rank * 333, 333 + rank * 717)),
+                moment.held(
+                    "optimizer",
+                    "moment",
+                    &Region::flat_run(&moment.shape, rank * 333, 333 + rank * 717).collect::<Vec<_>>(),
+                ),
                 step.whole("optimizer", "step"),
                 object("extra", "args", &args),
                 object("extra", "rng", &Value::Bytes(vec![(seed + rank) as u8; 5000])),

@@ -28,7 +28,7 @@ fn layouts_do_not_matter() {
         let held = |rank| vec![tensor.held("model", "w", &parts(rank)), object("extra", "args", &args)];
         (0..2).map(held).collect()
     };
-    let flat = ranks(&|rank| Region::of_flat_run(&tensor.shape, rank * 777, 777 + rank * 1258));
+    let flat = ranks(&|rank| Region::flat_run(&tensor.shape, rank * 777, 777 + rank * 1258).collect());
     let jobs = [whole, ranks(&|rank| vec![rows(rank)]), ranks(&|rank| vec![columns(rank)]), flat];
     let urls: Vec<String> =
         (0..).zip(jobs).map(|(i, job)| save_ranks(&format!("memory://diff-layouts/{i}"), None, job)).collect();

@@ -169,7 +169,7 @@ fn the_smallest_staging_budget_is_enough_for_a_tensor_that_is_larger() {
     let w = Tensor::random(1, DType::F32, &[1_000_001, 5]);
     let ranks = (0..2).map(|rank| {
         let run = if rank == 0 { 0..1_999_999 } else { 1_999_999..5_000_005 };
-        vec![w.held("model", "w", &Region::of_flat_run(&w.shape, run.start, run.end))]
+        vec![w.held("model", "w", &Region::flat_run(&w.shape, run.start, run.end).collect::<Vec<_>>())]
     });
     let url = save_ranks("memory://export-budget", None, ranks.collect());
     let exported = export(

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
-use shardfast_plan::{Claim, Error, Local, RankSet, Replicas, Write, local, prove, tiles};
+use shardfast_plan::{Claim, Error, Local, RankSet, Replicas, Rows, Write, local, prove, tiles};
 
 use crate::spread::{Job, job, shape};
 
@@ -13,7 +13,7 @@ const LEAVES: usize = 6;
 fn catalogs(job: &Job, shapes: &[Vec<u64>]) -> Vec<Catalog> {
     let leaf = |i: usize, shape: &Vec<u64>, rank| {
         let body = LeafBody::Tensor {
-            dtype: if i % 2 == 0 { DType::F32 } else { DType::U8 },
+            dtype: if i.is_multiple_of(2) { DType::F32 } else { DType::U8 },
             shape: shape.as_slice().into(),
             parts: job.parts(i, shape, rank),
         };
@@ -138,6 +138,22 @@ proptest! {
 fn tensor(name: &str, parts: &[Region]) -> Leaf {
     let body = LeafBody::Tensor { dtype: DType::U8, shape: [8].as_slice().into(), parts: parts.to_vec() };
     Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+}
+
+/// A class is cut as a plan of all ranks cuts, and not as if its members were the whole job.
+#[test]
+fn a_large_tensor_is_cut_among_its_holders() {
+    let shape = [300, 1024, 1024];
+    let body =
+        LeafBody::Tensor { dtype: DType::BF16, shape: shape.as_slice().into(), parts: vec![Region::whole(&shape)] };
+    let leaf = Leaf { name: LeafName::new("model", "embedding"), body, layout: String::new() };
+    let catalog = Catalog { leaves: vec![leaf] };
+    let known = Replicas { groups: vec![RankSet::new([5, 1, 3])], leaves: vec![Some(0)] };
+    let plan = |rank| local(&catalog, &known, rank, 6).unwrap().unwrap();
+    let write = |first| Write { leaf: 0, part: 0, rows: Some(Rows { first, count: 100 }) };
+    let plans = [plan(1), plan(3), plan(5)];
+    assert_eq!(plans.each_ref().map(|plan| plan.writes.as_slice()), [[write(0)], [write(100)], [write(200)]]);
+    assert!(all_tile(&vec![catalog.clone(); 3], &plans));
 }
 
 fn problems<T: std::fmt::Debug>(found: Result<T, Error>) -> Vec<String> {

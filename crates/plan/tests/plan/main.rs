@@ -4,7 +4,10 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 mod amend;
+mod assembly;
+mod balance;
 mod coverage;
+mod flat;
 mod load;
 mod local;
 mod objects;

@@ -49,7 +49,7 @@ impl Job {
                     borders.iter().take(self.world() as usize - 1).map(|&b| part(b, numel)).collect();
                 borders.sort_unstable();
                 let border = |i: u64| *borders.get(i as usize).unwrap_or(&numel);
-                Region::of_flat_run(shape, if rank == 0 { 0 } else { border(rank - 1) }, border(rank))
+                Region::flat_run(shape, if rank == 0 { 0 } else { border(rank - 1) }, border(rank)).collect()
             }
             Spread::Boxes { cuts, holders } => {
                 let boxes = boxes(shape, cuts);

@@ -1,0 +1,167 @@
+//! One save, from what a rank holds to the manifest at the root.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use shardfast_format::{
+    Catalog, DType, Dims, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file,
+};
+use shardfast_plan::{Assembly, Claim, Local, local, prove};
+
+use crate::layout::Job;
+use crate::timed;
+
+const ATTEMPT: &str = "0123456789abcdef";
+const DATA_START: u64 = 4096;
+
+/// What a rank tells the root of its files when the root does not remember them; its parts are those of the engine's.
+#[derive(Serialize)]
+struct Receipt {
+    files: Vec<(String, u32, u64, u64)>,
+    leaves: Vec<Written>,
+    header_crcs: Vec<u64>,
+}
+
+#[derive(Serialize)]
+struct Written {
+    name: LeafName,
+    dtype: DType,
+    shape: Dims,
+    layout: String,
+    regions: Vec<(Region, u32, u64)>,
+}
+
+impl Receipt {
+    /// One file for each key, everything behind each other.
+    fn new(catalog: &Catalog, local: &Local) -> Receipt {
+        let mut receipt = Receipt { files: Vec::new(), leaves: Vec::new(), header_crcs: Vec::new() };
+        for writes in local.writes.chunk_by(|a, b| a.leaf == b.leaf) {
+            let leaf = &catalog.leaves[writes[0].leaf as usize];
+            let LeafBody::Tensor { dtype, shape, parts } = &leaf.body else { continue };
+            if receipt.files.last().is_none_or(|file| file.0 != leaf.name.key) {
+                receipt.files.push((leaf.name.key.clone(), 0, DATA_START, DATA_START));
+                receipt.header_crcs.push(0x9AE8_51C5_7A1B_0000 + receipt.files.len() as u64);
+            }
+            let file = receipt.files.len() - 1;
+            let mut regions = Vec::with_capacity(writes.len());
+            for write in writes {
+                let region = write.region(&parts[write.part as usize]).expect("rows that the part has");
+                let bytes = region.numel() * dtype.size_bytes();
+                regions.push((region, file as u32, receipt.files[file].2));
+                receipt.files[file].2 += bytes;
+            }
+            let (name, layout) = (leaf.name.clone(), leaf.layout.clone());
+            receipt.leaves.push(Written { name, dtype: *dtype, shape: shape.clone(), layout, regions });
+        }
+        receipt
+    }
+}
+
+/// Everything there is to say of one size of job.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Row {
+    ranks: u32,
+    regions: usize,
+    files: usize,
+    /// The slowest rank's.
+    plan_ms: f64,
+    /// Of what ranks write, the heaviest one's over the mean.
+    imbalance: f64,
+    claim_bytes: usize,
+    prove_ms: f64,
+    receipt_bytes: usize,
+    assemble_ms: f64,
+    encode_ms: f64,
+    manifest_bytes: usize,
+    open_ms: f64,
+}
+
+/// Runs all ranks' parts of a save one after the other, and the root's.
+pub(crate) fn measure(job: Job) -> Row {
+    let world = job.world();
+    let mut row = Row { ranks: world, ..Row::default() };
+    let mut receipts = Vec::with_capacity(world as usize);
+    let mut claims: Vec<Vec<Claim>> = Vec::with_capacity(world as usize);
+    let mut loads = Vec::with_capacity(world as usize);
+    for rank in 0..world {
+        let (catalog, replicas) = job.describe(rank);
+        let (plan, ms) = timed(|| local(&catalog, &replicas, rank, world));
+        let plan = plan.expect("a sound description").expect("all holders are known");
+        if ms > row.plan_ms {
+            // Somebody else's turn on the core is no part of it.
+            let again = (0..4).map(|_| timed(|| local(&catalog, &replicas, rank, world)).1);
+            row.plan_ms = row.plan_ms.max(again.fold(ms, f64::min));
+        }
+        let receipt = Receipt::new(&catalog, &plan);
+        loads.push(receipt.files.iter().map(|file| file.2 - DATA_START).sum::<u64>());
+        row.receipt_bytes += postcard::to_stdvec(&receipt).expect("plain data").len();
+        row.claim_bytes += postcard::to_stdvec(&plan.claims).expect("plain data").len();
+        claims.push(plan.claims);
+        receipts.push(receipt);
+    }
+    let mean = loads.iter().sum::<u64>() as f64 / f64::from(world);
+    row.imbalance = loads.into_iter().max().unwrap_or(0) as f64 / mean;
+    let (proof, ms) = timed(|| prove(&claims));
+    proof.expect("claims that agree");
+    row.prove_ms = ms;
+    let (manifest, ms) = timed(|| assemble(world, &receipts));
+    row.assemble_ms = ms;
+    let (encoded, ms) = timed(|| manifest.encode());
+    (row.encode_ms, row.manifest_bytes) = (ms, encoded.len());
+    let (opened, ms) = timed(|| Manifest::decode(&encoded));
+    row.open_ms = ms;
+    let opened = opened.expect("a sound manifest");
+    row.files = opened.files().len();
+    row.regions = (0..opened.len()).map(|leaf| opened.regions(leaf).len()).sum();
+    row
+}
+
+/// One line a figure: each size of job, and how many times the smallest one's figure the largest one's is.
+pub(crate) fn print(rows: &[Row]) {
+    let line = |what: &str, digits: usize, figure: &dyn Fn(&Row) -> f64| {
+        let figures: Vec<f64> = rows.iter().map(figure).collect();
+        let cells: String = figures.iter().map(|figure| format!("{figure:>11.digits$}")).collect();
+        let growth = figures.last().zip(figures.first()).map_or(1.0, |(last, first)| last / first);
+        println!("{what:<42}{cells}{growth:>8.1}x");
+    };
+    let a_rank = |bytes: usize, row: &Row| bytes as f64 / f64::from(row.ranks);
+    line("ranks", 0, &|row| f64::from(row.ranks));
+    line("regions", 0, &|row| row.regions as f64);
+    line("files", 0, &|row| row.files as f64);
+    line("heaviest rank / mean, bytes written", 4, &|row| row.imbalance);
+    line("plan of one rank, the slowest, ms", 3, &|row| row.plan_ms);
+    line("claims, bytes a rank", 0, &|row| a_rank(row.claim_bytes, row));
+    line("receipts, bytes a rank", 0, &|row| a_rank(row.receipt_bytes, row));
+    line("root: proof of claims, ms", 1, &|row| row.prove_ms);
+    line("root: coverage and manifest, ms", 0, &|row| row.assemble_ms);
+    line("root: encoding of the manifest, ms", 0, &|row| row.encode_ms);
+    line("manifest, MB", 2, &|row| row.manifest_bytes as f64 / 1e6);
+    line("opening the manifest, checked, ms", 1, &|row| row.open_ms);
+}
+
+/// The root's work: the proof that everything was written once, and the manifest.
+fn assemble(world: u32, receipts: &[Receipt]) -> Manifest {
+    let info = SaveInfo {
+        attempt: ATTEMPT.to_owned(),
+        step: Some(1000),
+        world,
+        created_unix_ms: 1_700_000_000_000,
+        writer: "shardfast".to_owned(),
+        user: BTreeMap::new(),
+    };
+    let mut builder = ManifestBuilder::new(info);
+    let mut assembly = Assembly::default();
+    for (rank, receipt) in (0u32..).zip(receipts) {
+        let entry = |((key, index, bytes, data_start), crc): (&(String, u32, u64, u64), &u64)| {
+            let path = data_file(key, ATTEMPT, rank, *index).expect("a sound key");
+            builder.file(FileEntry { path, bytes: *bytes, data_start: *data_start, header_crc: *crc })
+        };
+        let files: Vec<u32> = receipt.files.iter().zip(&receipt.header_crcs).map(entry).collect();
+        for leaf in &receipt.leaves {
+            let regions = leaf.regions.iter().map(|(region, file, at)| (region.clone(), files[*file as usize], *at));
+            assembly.tensor(rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
+        }
+    }
+    assembly.finish(&mut builder).expect("everything is written once");
+    builder.finish().expect("a sound manifest")
+}

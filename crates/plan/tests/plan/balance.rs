@@ -1,0 +1,171 @@
+//! How even the writing is, held against what no plan can beat.
+
+use std::collections::BTreeMap;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+use shardfast_plan::{SavePlan, Write, save, tiles};
+
+const BLOCK: u64 = 64 << 10;
+
+/// A tensor of `rows` rows of `row` bytes on the ranks of a bit mask, under a key of its own kind.
+#[derive(Debug, Clone)]
+struct Tensor {
+    rows: u64,
+    row: u64,
+    mask: u32,
+    /// Whether it is the lower half of a tensor, of which each rank by itself holds the upper half's single row.
+    whole: bool,
+}
+
+impl Tensor {
+    fn bytes(&self) -> u64 {
+        self.rows * self.row
+    }
+
+    fn shape(&self) -> [u64; 2] {
+        [self.rows + u64::from(!self.whole), self.row]
+    }
+
+    fn leaf(&self, index: usize, rank: u32) -> Leaf {
+        let mut parts = vec![Region::new(&[0, 0], &[self.rows, self.row])];
+        if !self.whole && rank == self.mask.trailing_zeros() {
+            parts.push(Region::new(&[self.rows, 0], &[1, self.row]));
+        }
+        let body = LeafBody::Tensor { dtype: DType::U8, shape: self.shape().as_slice().into(), parts };
+        let key = if self.whole { "model" } else { "optimizer" };
+        Leaf { name: LeafName::new(key, format!("t{index}")), body, layout: String::new() }
+    }
+}
+
+fn job() -> impl Strategy<Value = (u32, Vec<Tensor>)> {
+    let tensor = |world: u32| {
+        ((0..22u32, 1..100u64), 0..10u32, 0..1u32 << world, any::<bool>()).prop_map(
+            |((scale, rows), row, mask, whole)| Tensor {
+                rows: (rows << scale) / 16 + 1,
+                row: 1 << row,
+                mask: mask.max(1),
+                whole,
+            },
+        )
+    };
+    // Few sets of holders, as in real jobs, or one for each tensor.
+    (1..9u32).prop_flat_map(move |world| {
+        let masks = vec(0..1u32 << world, 1..4);
+        (Just(world), vec(tensor(world), 1..24), masks, any::<bool>()).prop_map(|(world, mut tensors, masks, few)| {
+            for (tensor, mask) in tensors.iter_mut().zip(masks.iter().cycle()).filter(|_| few) {
+                tensor.mask = (*mask).max(1);
+            }
+            (world, tensors)
+        })
+    })
+}
+
+fn catalogs(world: u32, tensors: &[Tensor]) -> Vec<Catalog> {
+    let leaves = |rank: u32| {
+        let held = tensors.iter().enumerate().filter(move |(_, tensor)| tensor.mask >> rank & 1 == 1);
+        held.map(|(i, tensor)| tensor.leaf(i, rank)).collect()
+    };
+    (0..world).map(|rank| Catalog { leaves: leaves(rank) }).collect()
+}
+
+fn region(catalog: &Catalog, write: &Write) -> Region {
+    match &catalog.leaves[write.leaf as usize].body {
+        LeafBody::Tensor { parts, .. } => write.region(&parts[write.part as usize]).unwrap(),
+        body => panic!("{body:?}"),
+    }
+}
+
+fn heaviest(catalogs: &[Catalog], plan: &SavePlan) -> u64 {
+    let load = |rank: usize| plan.writes[rank].iter().map(|write| region(&catalogs[rank], write).numel()).sum::<u64>();
+    (0..catalogs.len()).map(load).max().unwrap()
+}
+
+/// What each rank writes alone, and what it shares, as (bytes, mask).
+fn pieces(tensors: &[Tensor]) -> Vec<(u64, u32)> {
+    let lone = |tensor: &Tensor| (!tensor.whole).then(|| (tensor.row, 1 << tensor.mask.trailing_zeros()));
+    tensors.iter().flat_map(|tensor| [Some((tensor.bytes(), tensor.mask)), lone(tensor)]).flatten().collect()
+}
+
+/// The lowest highest load of any sharing, however fine: ranks together cannot have less than what only they hold.
+fn least(world: u32, tensors: &[Tensor]) -> u64 {
+    let within =
+        |set: u32| -> u64 { pieces(tensors).iter().filter(|(_, mask)| mask & !set == 0).map(|(n, _)| n).sum() };
+    (1..1u32 << world).map(|set| within(set).div_ceil(u64::from(set.count_ones()))).max().unwrap()
+}
+
+/// Worst-Fit decreasing in so many words.
+fn worst_fit(world: u32, tensors: &[Tensor]) -> u64 {
+    let mut loads = vec![0u64; world as usize];
+    let (lone, mut shared): (Vec<_>, Vec<_>) =
+        pieces(tensors).into_iter().partition(|(_, mask)| mask.count_ones() == 1);
+    lone.iter().for_each(|(bytes, mask)| loads[mask.trailing_zeros() as usize] += bytes);
+    // Of equal size, the order of the plan: by key and name, the first part first.
+    shared.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+    for (bytes, mask) in shared {
+        let holders = (0..world as usize).filter(|rank| mask >> rank & 1 == 1);
+        let rank = holders.min_by_key(|&rank| loads[rank]).unwrap();
+        loads[rank] += bytes;
+    }
+    loads.into_iter().max().unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_heaviest_rank_is_as_light_as_replicas_allow((world, mut tensors) in job()) {
+        tensors.sort_by_key(|tensor| !tensor.whole);
+        let catalogs = catalogs(world, &tensors);
+        let plan = save(&catalogs).unwrap();
+        prop_assert_eq!(&plan, &save(&catalogs).unwrap());
+
+        let mut written: BTreeMap<&LeafName, Vec<Region>> = BTreeMap::new();
+        let mut cuts = 0;
+        for (catalog, writes) in catalogs.iter().zip(&plan.writes) {
+            for write in writes {
+                let name = &catalog.leaves[write.leaf as usize].name;
+                written.entry(name).or_default().push(region(catalog, write));
+                cuts += usize::from(write.rows.is_some());
+            }
+        }
+        for leaf in catalogs.iter().flat_map(|catalog| &catalog.leaves) {
+            let LeafBody::Tensor { shape, .. } = &leaf.body else { continue };
+            prop_assert_eq!(tiles(shape, &written[&leaf.name]), Ok(()));
+        }
+
+        let found = heaviest(&catalogs, &plan);
+        let (least, uncut) = (least(world, &tensors), worst_fit(world, &tensors));
+        let row = tensors.iter().map(|tensor| tensor.row).max().unwrap();
+        let near = least + (least / 50).max(BLOCK);
+        prop_assert!(found >= least && found <= uncut, "{found} where {least} can be had, and {uncut} uncut");
+        prop_assert!(found <= near + row, "{found} where {least} can be had, and {uncut} uncut");
+        if uncut <= near {
+            prop_assert_eq!(cuts, 0);
+        }
+        prop_assert!(cuts <= 2 * tensors.len() + world as usize * 4, "{cuts} pieces");
+    }
+}
+
+/// Any sharing is even where everybody holds everything: the DDP of a large model, and of a larger job.
+#[test]
+fn replicas_on_every_rank_are_cut_little_and_level() {
+    let tensors: Vec<Tensor> = (0..1024u64)
+        .map(|i| Tensor { rows: 64 + i * 7 % 4096, row: 4096 << (i % 3), mask: u32::MAX, whole: i % 2 == 0 })
+        .collect();
+    const WORLD: u32 = 1024;
+    let catalogs: Vec<Catalog> = (0..WORLD)
+        .map(|rank| {
+            let leaf = |(i, tensor): (usize, &Tensor)| tensor.leaf(i, rank);
+            Catalog { leaves: tensors.iter().enumerate().map(leaf).collect() }
+        })
+        .collect();
+    let plan = save(&catalogs).unwrap();
+    let total: u64 = tensors.iter().map(|tensor| tensor.shape()[0] * tensor.row).sum();
+    let mean = total / u64::from(WORLD);
+    let found = heaviest(&catalogs, &plan);
+    assert!(found <= mean + mean / 50 + 16384, "{found} of {mean}");
+    let pieces = plan.writes.iter().flatten().filter(|write| write.rows.is_some()).count();
+    assert!(pieces <= 2 * WORLD as usize, "{pieces} pieces");
+}

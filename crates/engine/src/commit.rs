@@ -24,6 +24,7 @@ use shardfast_format::{
     COMMIT, Commit, DType, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafName, Manifest, ManifestBuilder,
     Region, SaveInfo, data_file, hugging_face_index, manifest_name, sha256,
 };
+use shardfast_plan::Assembly;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
@@ -214,7 +215,6 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<Receipt>) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
-    let mut tensors: BTreeMap<&LeafName, Tensor> = BTreeMap::new();
     let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
     let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
     let mut structures = Vec::with_capacity(receipts.len());
@@ -240,10 +240,15 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
         extents.push(receipt.values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
         structures.push((rank, structure, files));
     }
+    let mut tensors = Assembly::default();
     for (rank, structure, files) in &structures {
         for leaf in &structure.leaves {
-            let tensor = tensors.entry(&leaf.name).or_insert_with(|| Tensor::new(*rank, leaf));
-            tensor.add(*rank, leaf, files)?;
+            let place = |(region, file, offset): &(Region, u32, u64)| {
+                let file = files.get(*file as usize).ok_or_else(|| unknown_file(*rank))?;
+                Ok((region.clone(), *file, *offset))
+            };
+            let regions = leaf.regions.iter().map(place).collect::<Result<Vec<_>>>()?;
+            tensors.tensor(*rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
         }
         for (name, of) in &structure.aliases {
             let known = *aliases.entry(name).or_insert(of);
@@ -254,11 +259,7 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
             }
         }
     }
-    for (name, tensor) in &mut tensors {
-        tensor.regions.sort_by(|a, b| a.0.cmp(&b.0));
-        prove_coverage(name, &tensor.leaf.shape, &tensor.regions)?;
-        builder.tensor(name, tensor.leaf.dtype, &tensor.leaf.shape, &tensor.leaf.layout, &tensor.regions);
-    }
+    tensors.finish(&mut builder)?;
     for value in values {
         let of = |(writer, ranks): (&u32, &Vec<Range<u32>>)| {
             let extent = extents.get_mut(*writer as usize).and_then(Iterator::next);
@@ -280,36 +281,6 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
 
 fn unknown_file(rank: u32) -> Error {
     Error::internal(format!("rank {rank} reports a file that it does not have"))
-}
-
-/// One tensor as the ranks wrote it.
-struct Tensor<'a> {
-    rank: u32,
-    leaf: &'a WrittenLeaf,
-    regions: Vec<(Region, Extent)>,
-}
-
-impl<'a> Tensor<'a> {
-    fn new(rank: u32, leaf: &'a WrittenLeaf) -> Tensor<'a> {
-        Tensor { rank, leaf, regions: Vec::new() }
-    }
-
-    fn add(&mut self, rank: u32, leaf: &WrittenLeaf, files: &[u32]) -> Result<()> {
-        if (leaf.dtype, &leaf.shape) != (self.leaf.dtype, &self.leaf.shape) {
-            return Err(Error::invalid(format!(
-                "{}: ranks must hold the same, and it is a tensor {} {:?} on rank {}, a tensor {} {:?} on rank {rank}",
-                leaf.name, self.leaf.dtype, self.leaf.shape, self.rank, leaf.dtype, leaf.shape
-            )));
-        }
-        for (region, file, offset) in &leaf.regions {
-            let file = *files.get(*file as usize).ok_or_else(|| unknown_file(rank))?;
-            let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(leaf.dtype.size_bytes()));
-            let bytes =
-                bytes.ok_or_else(|| Error::internal(format!("rank {rank} reports 2^64 bytes of {}", leaf.name)))?;
-            self.regions.push((region.clone(), Extent { file, offset: *offset, bytes }));
-        }
-        Ok(())
-    }
 }
 
 impl PlannedAll {
@@ -336,12 +307,6 @@ impl PlannedAll {
             None => Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember"))),
         }
     }
-}
-
-fn prove_coverage(name: &LeafName, shape: &Dims, regions: &[(Region, Extent)]) -> Result<()> {
-    let boxes: Vec<Region> = regions.iter().map(|(region, _)| region.clone()).collect();
-    shardfast_plan::tiles(shape, &boxes)
-        .map_err(|flaw| Error::internal(format!("leaf {name}: what the ranks wrote is not all of it once: {flaw}")))
 }
 
 /// Step 3.

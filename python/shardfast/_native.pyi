@@ -255,6 +255,7 @@ def save(
     timeout_s: float,
     streams: Mapping[int, int] = ...,
     is_waited_for: bool = False,
+    prove: bool = False,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 

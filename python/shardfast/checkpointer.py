@@ -42,6 +42,7 @@ class Checkpointer:
         keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; all of them without it. Others are
             deleted after the next save is durable, never before.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
+        prove: As in :func:`shardfast.save`.
         timeout_s: How long ranks wait for each other.
 
     Attributes:
@@ -58,6 +59,7 @@ class Checkpointer:
         every: Steps | None = None,
         keep: Keep | None = None,
         pickle: bool = False,
+        prove: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if every is not None and not isinstance(every, Steps):
@@ -71,6 +73,7 @@ class Checkpointer:
         self._every = every
         self._keep = keep
         self._pickle = pickle
+        self._prove = prove
         self._timeout_s = timeout_s
         self._closed = False
         self._describer = Describer(in_flight.staged)
@@ -161,7 +164,16 @@ class Checkpointer:
     def _begin(self, step: int, state: dict[str, Any]) -> None:
         url = f"{self.url}/step-{step:08d}"
         session = current(self._timeout_s)
-        pending = begin(session, self._describer, url, state, step=step, pickle=self._pickle, timeout_s=self._timeout_s)
+        pending = begin(
+            session,
+            self._describer,
+            url,
+            state,
+            step=step,
+            pickle=self._pickle,
+            prove=self._prove,
+            timeout_s=self._timeout_s,
+        )
         self.newest = step
         concluding = self._background.submit(self._conclude, step, pending, session.rank == 0)
         self._running.append((pending, concluding))

@@ -29,6 +29,7 @@ def save(
     step: int | None = None,
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
+    prove: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
@@ -44,6 +45,9 @@ def save(
         user: Anything else to be noted, shown by ``shardfast inspect``.
         pickle: Pickle Python values that cannot be said as data. Such a checkpoint runs code when it is loaded, and
             loads only with ``pickle=True``.
+        prove: Compare what ranks hold in common. Ranks that hold the same part of a tensor are taken for replicas, and
+            one of them writes it; with ``prove`` each checksums its copy, and a save of copies that differ fails and
+            names them. It costs one more pass over the state's memory, before it is staged.
         timeout_s: How long ranks wait for each other.
 
     Raises:
@@ -54,7 +58,16 @@ def save(
     """
     session, describer = _describer(timeout_s)
     pending = begin(
-        session, describer, url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s, is_waited_for=True
+        session,
+        describer,
+        url,
+        state,
+        step=step,
+        user=user,
+        pickle=pickle,
+        prove=prove,
+        timeout_s=timeout_s,
+        is_waited_for=True,
     )
     pending.committed()
 
@@ -66,6 +79,7 @@ def save_async(
     step: int | None = None,
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
+    prove: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Begins to save ``state`` and returns. Every rank of the job calls it.
@@ -81,7 +95,7 @@ def save_async(
     everything else by the :class:`Pending`.
     """
     session, describer = _describer(timeout_s)
-    return begin(session, describer, url, state, step=step, user=user, pickle=pickle, timeout_s=timeout_s)
+    return begin(session, describer, url, state, step=step, user=user, pickle=pickle, prove=prove, timeout_s=timeout_s)
 
 
 # Each session's last state, as it was described for the plain verbs.
@@ -105,6 +119,7 @@ def begin(
     step: int | None,
     user: Mapping[str, str] | None = None,
     pickle: bool,
+    prove: bool,
     timeout_s: float,
     is_waited_for: bool = False,
 ) -> Pending:
@@ -132,6 +147,7 @@ def begin(
             timeout_s=timeout_s,
             streams=_streams(said.native.devices),
             is_waited_for=is_waited_for,
+            prove=prove,
         )
         return Pending(place, begun, said.watched), begun
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shardfast_coord::{Coord, Failure};
+use shardfast_coord::{Coord as Ranks, Error as Coord, Failure};
+use shardfast_format::sha256;
 
 use crate::cuda;
 use crate::error::{Error, Kind, Result};
@@ -16,9 +17,15 @@ use crate::staging::{PageLock, Staging};
 /// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
 const DECISION: &str = "=";
 
+/// The first exchange of every operation, in which ranks find whether it is the same for all of them.
+const OPEN: &str = "open";
+
+/// What rank 0 decides when it is not: everyone then says what it is.
+const ASTRAY: &str = "?";
+
 /// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
 pub struct Engine {
-    pub(crate) coord: Arc<dyn Coord>,
+    pub(crate) coord: Arc<dyn Ranks>,
     pub(crate) staging: Arc<Staging>,
     pub(crate) devices: Arc<shardfast_store::Devices>,
     accelerators: cuda::Devices,
@@ -32,7 +39,7 @@ impl Engine {
     ///
     /// # Errors
     /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](crate::staging::STAGING_BYTES_MIN).
-    pub fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> Result<Arc<Engine>> {
+    pub fn new(coord: Arc<dyn Ranks>, staging_bytes: u64) -> Result<Arc<Engine>> {
         Ok(Engine::with(coord, Staging::new(staging_bytes)?))
     }
 
@@ -41,7 +48,7 @@ impl Engine {
         Engine::with(shardfast_coord::solo(), Staging::at_least(staging_bytes_default(1)))
     }
 
-    pub(crate) fn with(coord: Arc<dyn Coord>, staging: Arc<Staging>) -> Arc<Engine> {
+    pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
         Engine::on(coord, staging, cuda::Devices::default())
     }
 
@@ -54,7 +61,7 @@ impl Engine {
         Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators))
     }
 
-    fn on(coord: Arc<dyn Coord>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
+    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
         Arc::new(Engine {
             coord,
             staging,
@@ -123,7 +130,7 @@ impl Engine {
     /// Takes part in the next operation with a failure: it fails on every rank with this rank's reason.
     pub fn refuse(self: &Arc<Engine>, error: Error, deadline: Duration) -> Error {
         let operation = self.begin(String::new(), deadline);
-        match operation.agree::<(), ()>("open", Err(error.clone()), |_| Err(error.clone())) {
+        match operation.agree::<(), ()>(OPEN, Err(error.clone()), |_| Err(error.clone())) {
             Ok(()) => error,
             Err(failed) => failed,
         }
@@ -184,50 +191,65 @@ impl Operation {
         M: Serialize + DeserializeOwned,
         A: Serialize + DeserializeOwned,
     {
-        let topic = format!("{} {stage}", self.number);
+        let prefix = if stage == OPEN { self.digest().to_vec() } else { Vec::new() };
+        let contribution = contribution.and_then(|message| encode(&message));
         let contribution =
-            contribution.and_then(|message| encode(&(&self.what, message))).map_err(|error| error.to_wire());
-        let answer = self.engine.coord.agree(
-            &topic,
-            contribution,
-            &mut |messages| {
-                self.decide(messages, &mut decide).map_err(|error| format!("{DECISION}{}", error.to_wire()))
-            },
-            self.deadline,
-        );
+            contribution.map(|message| [prefix.clone(), message].concat()).map_err(|error| error.to_wire());
+        let answer = self.exchange(stage, contribution, &mut |messages| {
+            let strayed = |message: &Vec<u8>| !message.starts_with(&prefix);
+            if messages.iter().any(strayed) {
+                return Err(ASTRAY.to_owned());
+            }
+            let messages = messages.iter().map(|message| &message[prefix.len()..]);
+            decided(messages, &mut decide).map_err(|error| format!("{DECISION}{}", error.to_wire()))
+        });
         match answer {
             Ok(bytes) => match decode(&bytes) {
                 Ok((answer, _)) => Ok(answer),
                 Err(error) => Err(Failed { error, decided: true }),
             },
+            Err(Coord::Failed { failures, .. }) if failures.iter().any(|failure| failure.reason == ASTRAY) => {
+                Err(Failed { error: self.astray(), decided: true })
+            }
             Err(error) => Err(self.failed(error)),
         }
     }
 
-    fn decide<M: DeserializeOwned, A: Serialize>(
+    fn exchange(
         &self,
-        messages: Vec<Vec<u8>>,
-        decide: &mut impl FnMut(Vec<M>) -> Result<Vec<A>>,
-    ) -> Result<Vec<Vec<u8>>> {
-        let mut contributions = Vec::with_capacity(messages.len());
-        for (rank, bytes) in messages.iter().enumerate() {
-            let within = |error: Error| error.within(format!("rank {rank}"));
-            // What follows can be read only if it belongs to the same operation.
-            let (what, message) = decode::<String>(bytes).map_err(within)?;
-            if what != self.what {
-                return Err(Error::invalid(format!(
-                    "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {rank} calls \
-                     `{what}`",
-                    self.what
-                )));
-            }
-            contributions.push(decode(message).map_err(within)?.0);
+        stage: &str,
+        contribution: std::result::Result<Vec<u8>, String>,
+        decide: shardfast_coord::Decide<'_>,
+    ) -> std::result::Result<Vec<u8>, Coord> {
+        self.engine.coord.agree(&format!("{} {stage}", self.number), contribution, decide, self.deadline)
+    }
+
+    /// What this operation is, in as few bytes as tell it from any other.
+    fn digest(&self) -> [u8; 8] {
+        let mut digest = [0; 8];
+        digest.copy_from_slice(&sha256(self.what.as_bytes())[..8]);
+        digest
+    }
+
+    /// The failure of ranks that called different operations.
+    fn astray(&self) -> Error {
+        let different = |calls: Vec<Vec<u8>>| {
+            let calls: Vec<_> = calls.iter().map(|call| String::from_utf8_lossy(call)).collect();
+            let other = calls.iter().enumerate().find(|(_, call)| **call != calls[0]);
+            let (rank, call) = other.map_or((0, &calls[0]), |(rank, call)| (rank, call));
+            let error = Error::invalid(format!(
+                "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {rank} calls `{call}`",
+                calls[0]
+            ));
+            Err(format!("{DECISION}{}", error.to_wire()))
+        };
+        match self.exchange("astray", Ok(self.what.clone().into_bytes()), &mut { different }) {
+            Ok(_) => Error::internal("ranks called different operations, and then the same"),
+            Err(error) => self.failed(error).error,
         }
-        decide(contributions)?.iter().map(encode).collect()
     }
 
     fn failed(&self, error: shardfast_coord::Error) -> Failed {
-        use shardfast_coord::Error as Coord;
         match error {
             Coord::Failed { failures, .. } => Failed { error: self.merged(&failures), decided: true },
             other => {
@@ -263,6 +285,19 @@ pub(crate) struct Failed {
     pub(crate) error: Error,
     /// Whether every rank knows that it failed; otherwise this rank does not know what the others heard.
     pub(crate) decided: bool,
+}
+
+/// The answers to these messages, by rank.
+fn decided<'a, M: DeserializeOwned, A: Serialize>(
+    messages: impl Iterator<Item = &'a [u8]>,
+    decide: &mut impl FnMut(Vec<M>) -> Result<Vec<A>>,
+) -> Result<Vec<Vec<u8>>> {
+    let message = |(rank, bytes)| match decode(bytes) {
+        Ok((message, _)) => Ok(message),
+        Err(error) => Err(error.within(format!("rank {rank}"))),
+    };
+    let messages = messages.enumerate().map(message).collect::<Result<Vec<M>>>()?;
+    decide(messages)?.iter().map(encode).collect()
 }
 
 fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>> {

@@ -24,10 +24,11 @@ use shardfast_format::{
     COMMIT, Commit, DType, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafName, Manifest, ManifestBuilder,
     Region, SaveInfo, data_file, hugging_face_index, manifest_name, sha256,
 };
+use shardfast_plan::Assembly;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::planning::{Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
@@ -122,8 +123,8 @@ pub(crate) fn agree(
         let manifest_bytes = manifest.encode();
         let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
         published = true;
-        let outcome = store.publish(COMMIT, &commit.encode());
-        if outcome.as_ref().is_err_and(|error| error.kind != shardfast_store::Kind::Unavailable) {
+        let outcome = publish(store, &commit);
+        if outcome.as_ref().is_err_and(|error| error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
         outcome?;
@@ -214,7 +215,6 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<Receipt>) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
-    let mut tensors: BTreeMap<&LeafName, Tensor> = BTreeMap::new();
     let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
     let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
     let mut structures = Vec::with_capacity(receipts.len());
@@ -240,18 +240,26 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
         extents.push(receipt.values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
         structures.push((rank, structure, files));
     }
+    let mut tensors = Assembly::default();
     for (rank, structure, files) in &structures {
         for leaf in &structure.leaves {
-            let tensor = tensors.entry(&leaf.name).or_insert_with(|| Tensor::new(*rank, leaf));
-            tensor.add(*rank, leaf, files)?;
+            let place = |(region, file, offset): &(Region, u32, u64)| {
+                let file = files.get(*file as usize).ok_or_else(|| unknown_file(*rank))?;
+                Ok((region.clone(), *file, *offset))
+            };
+            let regions = leaf.regions.iter().map(place).collect::<Result<Vec<_>>>()?;
+            tensors.tensor(*rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
         }
-        aliases.extend(structure.aliases.iter().map(|(name, of)| (name, of)));
+        for (name, of) in &structure.aliases {
+            let known = *aliases.entry(name).or_insert(of);
+            if known != of {
+                return Err(Error::invalid(format!(
+                    "{name}: ranks must hold the same, and it is an alias of {known}, on rank {rank} of {of}"
+                )));
+            }
+        }
     }
-    for (name, tensor) in &mut tensors {
-        tensor.regions.sort_by(|a, b| a.0.cmp(&b.0));
-        prove_coverage(name, &tensor.leaf.shape, &tensor.regions)?;
-        builder.tensor(name, tensor.leaf.dtype, &tensor.leaf.shape, &tensor.leaf.layout, &tensor.regions);
-    }
+    tensors.finish(&mut builder)?;
     for value in values {
         let of = |(writer, ranks): (&u32, &Vec<Range<u32>>)| {
             let extent = extents.get_mut(*writer as usize).and_then(Iterator::next);
@@ -262,6 +270,9 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
         let copies = value.writers.iter().map(of).collect::<Result<Vec<_>>>()?;
         builder.object(&value.name, &value.layout, &copies);
     }
+    if let Some(writer) = extents.iter_mut().position(|extents| extents.next().is_some()) {
+        return Err(Error::internal(format!("rank {writer} wrote more values than it was to")));
+    }
     for (name, of) in aliases {
         builder.alias(name, of);
     }
@@ -270,36 +281,6 @@ fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<R
 
 fn unknown_file(rank: u32) -> Error {
     Error::internal(format!("rank {rank} reports a file that it does not have"))
-}
-
-/// One tensor as the ranks wrote it.
-struct Tensor<'a> {
-    rank: u32,
-    leaf: &'a WrittenLeaf,
-    regions: Vec<(Region, Extent)>,
-}
-
-impl<'a> Tensor<'a> {
-    fn new(rank: u32, leaf: &'a WrittenLeaf) -> Tensor<'a> {
-        Tensor { rank, leaf, regions: Vec::new() }
-    }
-
-    fn add(&mut self, rank: u32, leaf: &WrittenLeaf, files: &[u32]) -> Result<()> {
-        if (leaf.dtype, &leaf.shape) != (self.leaf.dtype, &self.leaf.shape) {
-            return Err(Error::invalid(format!(
-                "{}: ranks must hold the same, and it is a tensor {} {:?} on rank {}, a tensor {} {:?} on rank {rank}",
-                leaf.name, self.leaf.dtype, self.leaf.shape, self.rank, leaf.dtype, leaf.shape
-            )));
-        }
-        for (region, file, offset) in &leaf.regions {
-            let file = *files.get(*file as usize).ok_or_else(|| unknown_file(rank))?;
-            let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(leaf.dtype.size_bytes()));
-            let bytes =
-                bytes.ok_or_else(|| Error::internal(format!("rank {rank} reports 2^64 bytes of {}", leaf.name)))?;
-            self.regions.push((region.clone(), Extent { file, offset: *offset, bytes }));
-        }
-        Ok(())
-    }
 }
 
 impl PlannedAll {
@@ -328,17 +309,13 @@ impl PlannedAll {
     }
 }
 
-fn prove_coverage(name: &LeafName, shape: &Dims, regions: &[(Region, Extent)]) -> Result<()> {
-    let boxes: Vec<Region> = regions.iter().map(|(region, _)| region.clone()).collect();
-    shardfast_plan::tiles(shape, &boxes)
-        .map_err(|flaw| Error::internal(format!("leaf {name}: what the ranks wrote is not all of it once: {flaw}")))
-}
-
 /// Step 3.
 fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) -> Result<Commit> {
-    put_indexes(store, manifest)?;
     let name = manifest_name(attempt);
-    store.put(&name, bytes)?;
+    retry(|| {
+        put_indexes(store, manifest)?;
+        Ok(store.put(&name, bytes)?)
+    })?;
     Ok(Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
@@ -347,6 +324,20 @@ fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) 
         manifest_bytes: bytes.len() as u64,
         manifest_sha256: sha256(bytes),
     })
+}
+
+/// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot be
+/// made so by asking twice, for the system may have forgotten by then what it could not write.
+fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
+    let mut outcome = Ok(());
+    retry(|| {
+        outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
+        match (&outcome, store.open(COMMIT)) {
+            (Err(error), Err(found)) if found.kind == shardfast_store::Kind::NotFound => Err(error.clone()),
+            _ => Ok(()),
+        }
+    })
+    .and(outcome)
 }
 
 /// Puts the index of every key that has one. Removes what another attempt left where there is none, for an index's name

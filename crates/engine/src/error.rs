@@ -109,8 +109,8 @@ impl Error {
 /// Pauses before what a store could not do just now is tried again: a second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
 
-/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` may have been done
-/// although it failed, and must bear to be done again.
+/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` does all of its work anew
+/// each time: to flush again what could not be flushed once proves nothing.
 ///
 /// # Errors
 /// The last failure.

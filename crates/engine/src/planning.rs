@@ -107,6 +107,17 @@ pub(crate) fn agree(
     draft: Result<Option<Draft>>,
     admit: impl FnOnce() -> Result<()>,
 ) -> Result<Orders> {
+    // What was no plan of all ranks once is none the next time either.
+    open(operation, catalog, replicas, draft, admit).inspect_err(|_| operation.memory().mine = None)
+}
+
+fn open(
+    operation: &Operation,
+    catalog: &Arc<Catalog>,
+    replicas: Option<&Arc<Replicas>>,
+    draft: Result<Option<Draft>>,
+    admit: impl FnOnce() -> Result<()>,
+) -> Result<Orders> {
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
     let first = draft.map(|draft| draft.map_or_else(|| Opening::Ask { catalog: (**catalog).clone() }, |d| d.opening));
     let mut admit = Some(admit);

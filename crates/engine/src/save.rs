@@ -70,7 +70,7 @@ pub struct Destination {
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
     let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
     // Not here: even to look at a place can take long where it is far away.
-    let open = move || shardfast_store::open_on(&url, &devices).map_err(Error::from);
+    let open = move || retry(|| Ok(shardfast_store::open_on(&url, &devices)?));
     begin(engine, open, destination, state, deadline)
 }
 
@@ -254,7 +254,7 @@ impl Batch {
             let files = catch_unwind(AssertUnwindSafe(|| {
                 let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress)?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
-                retry(|| Ok(store.sync(&names)?))?;
+                store.sync(&names)?;
                 Ok(header_crcs)
             }));
             files.unwrap_or_else(|panic| Err(panicked(&*panic)))

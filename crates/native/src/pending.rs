@@ -24,10 +24,10 @@ pub(crate) struct Pending {
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
 /// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams`
 /// are those on which the program works now, by device: copies begin behind what they were given. `is_waited_for`: the
-/// caller does nothing else until the save has ended.
+/// caller does nothing else until the save has ended. `prove`: replicas are compared.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   is_waited_for=false))]
+                   is_waited_for=false, prove=false))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -40,10 +40,11 @@ pub(crate) fn save(
     timeout_s: f64,
     streams: Streams,
     is_waited_for: bool,
+    prove: bool,
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
-    let destination = Destination { url, step, user, prove: false };
+    let destination = Destination { url, step, user, prove };
     let timeout = seconds(timeout_s)?;
     let pending = shardfast_engine::save(engine, destination, state, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })

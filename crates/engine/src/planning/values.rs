@@ -224,12 +224,15 @@ fn compared(held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
     Ok((all, each))
 }
 
-/// One value on all ranks.
+/// One value on all ranks: who has each content, and at which position.
 struct Copies {
     layout: String,
     per_rank: bool,
-    by_digest: BTreeMap<(Option<u32>, [u8; 32]), Vec<(u32, u32)>>,
+    by_digest: BTreeMap<Content, Vec<(u32, u32)>>,
 }
+
+/// The rank, of a value that is each rank's own, and the digest.
+type Content = (Option<u32>, [u8; 32]);
 
 fn objects(catalog: &Catalog) -> impl Iterator<Item = u32> + '_ {
     let leaves = catalog.leaves.iter().enumerate();

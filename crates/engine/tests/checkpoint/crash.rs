@@ -247,6 +247,36 @@ fn a_system_call_that_fails_fails_the_save_alike_on_every_rank_or_not_at_all() {
     }
 }
 
+/// What nothing is to be seen of is tried again; what is there and was not made durable is not: to ask twice would
+/// prove nothing.
+#[test]
+fn a_publish_is_tried_again_only_while_nothing_came_of_it() {
+    let (job, begun) = begun();
+    for (call, failures, succeeds) in
+        [("rename_noreplace", 2, true), ("rename_noreplace", 99, false), ("fsync_dir", 1, false)]
+    {
+        let disk = begun.crash(1);
+        let (seen, commit, left) = (disk.clone(), Path::new(NEW).join("COMMIT"), Mutex::new(failures));
+        let hook = move |called: &'static str, path: &Path| {
+            let here = called == call && (path == commit || (path == Path::new(NEW) && seen.stat(&commit).is_ok()));
+            let mut left = left.lock().unwrap();
+            if !here || *left == 0 {
+                return None;
+            }
+            *left -= 1;
+            Some(Err(Errno::IO))
+        };
+        let hooked = Hooked::new(&disk, hook);
+        let place = |rank: u32| if rank == 0 { store(hooked.clone(), NEW) } else { store(disk.clone(), NEW) };
+        let saved = alike(job.save_to(place, &truth(2), LONG));
+        assert_eq!(saved.is_ok(), succeeds, "{call}, {failures} times: {saved:?}");
+        assert_eq!(survey(&disk), Ok(succeeds || call == "fsync_dir"), "{call}, {failures} times");
+        if succeeds {
+            assert_eq!(violation(&disk.crash(1), true), None);
+        }
+    }
+}
+
 /// What a save that failed on one rank had written on any is deleted again.
 #[test]
 fn a_failed_save_gives_its_space_back() {

@@ -9,5 +9,6 @@ mod job;
 mod kill;
 mod large;
 mod layout;
+mod planning;
 mod reshard;
 mod runs;

@@ -1,0 +1,337 @@
+//! What ranks say to each other before and while they save, counted: nothing that they can know alone.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use shardfast_coord::{Coord, Decide, Meeting};
+use shardfast_engine::{Engine, Error, Kind, Pending, State, checkpoint, save};
+use shardfast_format::{Catalog, DType, LeafName};
+use shardfast_plan::{RankSet, Replicas};
+
+use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes};
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+/// The bytes that each rank sent in each exchange, in order.
+type Said = Arc<Mutex<Vec<(u32, String, usize)>>>;
+
+/// Ranks whose words are counted.
+struct Counted {
+    coord: Arc<dyn Coord>,
+    said: Said,
+    /// Where rank 0 waits before it decides on the opening, if it does.
+    gate: Option<Mutex<Receiver<()>>>,
+}
+
+impl Coord for Counted {
+    fn rank(&self) -> u32 {
+        self.coord.rank()
+    }
+
+    fn world(&self) -> u32 {
+        self.coord.world()
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.coord.meeting()
+    }
+
+    fn agree(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, shardfast_coord::Error> {
+        let bytes = contribution.as_ref().map_or(0, Vec::len);
+        self.said.lock().unwrap().push((self.rank(), topic.to_owned(), bytes));
+        let mut gated = |contributions| {
+            if let (Some(gate), true) = (&self.gate, topic.ends_with("open")) {
+                gate.lock().unwrap().recv().unwrap();
+            }
+            decide(contributions)
+        };
+        self.coord.agree(topic, contribution, &mut gated, deadline)
+    }
+}
+
+/// A job whose words are counted, and where rank 0 waits before it decides, if `gated`.
+fn counted(layout: Layout, gated: bool) -> (Job, Said, Sender<()>) {
+    let said = Said::default();
+    let (open, gate) = channel();
+    let mut gate = gated.then(|| Mutex::new(gate));
+    let engine = |coord: Arc<dyn Coord>| {
+        let gate = if coord.rank() == 0 { gate.take() } else { None };
+        let coord = Counted { coord, said: Arc::clone(&said), gate };
+        Engine::new(Arc::new(coord), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap()
+    };
+    let engines = shardfast_coord::local(layout.world()).into_iter().map(engine).collect();
+    (Job { engines, layout }, said, open)
+}
+
+/// The most that a rank said in each exchange since the last call.
+fn most(said: &Said) -> BTreeMap<String, usize> {
+    let mut most = BTreeMap::new();
+    for (_, topic, bytes) in said.lock().unwrap().drain(..) {
+        let stage = topic.split_once(' ').unwrap().1.to_owned();
+        let known = most.entry(stage).or_insert(0);
+        *known = bytes.max(*known);
+    }
+    most
+}
+
+fn stages(most: &BTreeMap<String, usize>) -> Vec<&str> {
+    most.keys().map(String::as_str).collect()
+}
+
+fn save_and_compare(job: &Job, url: &str, truth: &Truth) {
+    job.save(url, truth, &mut Dice(1)).unwrap();
+    let loading = Job::new(Layout::rows(2));
+    assert_eq!(loading.compare(|engine| checkpoint::open(engine, url, LONG), truth, &mut Dice(2)), Ok(None));
+}
+
+#[test]
+fn ranks_that_know_who_holds_what_say_little_and_then_less() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let truth = Truth::small(1, 7);
+    for (name, layout, first_open) in
+        [("known", Layout::replicas(4), 48), ("asked", Layout::replicas(4).ignorant(), 999)]
+    {
+        let (job, said, _) = counted(layout, false);
+        save_and_compare(&job, &url(&format!("{name} 1")), &truth);
+        let first = most(&said);
+        assert_eq!(stages(&first), ["commit", "open", "values"], "{name}");
+        assert!(first["open"] <= first_open, "{name}: {first:?}");
+
+        save_and_compare(&job, &url(&format!("{name} 2")), &truth);
+        let cached = most(&said);
+        assert_eq!(stages(&cached), ["commit", "open", "values"], "{name}");
+        assert!(cached["open"] <= 32 && cached["values"] <= 32, "{name}: {cached:?}");
+        assert!(cached["commit"] < first["commit"] / 2, "{name}: {cached:?}, first {first:?}");
+    }
+}
+
+/// Rank 0 has not yet decided on the opening when everything is staged.
+#[test]
+fn ranks_that_know_what_to_write_wait_for_nobody() {
+    let place = scratch();
+    let truth = Truth::small(1, 7);
+    let begin = |job: &Job, name: &str| -> Vec<Pending> {
+        let url = place.path().join(name);
+        let ranks = job.engines.iter();
+        let state = |engine: &Arc<Engine>| truth.state(&job.layout, engine.rank(), &mut Dice(1));
+        ranks.map(|engine| save(engine, destination(url.to_str().unwrap()), state(engine), LONG)).collect()
+    };
+    for layout in [Layout::replicas(3), Layout::rows(3), Layout::rows(3).ignorant()] {
+        let knows = truth.state(&layout, 1, &mut Dice(1)).replicas.is_some();
+        let (job, _, open) = counted(layout.clone(), true);
+        let name = |save| format!("{layout:?} {save}").replace(['/', ' '], "");
+        let pendings = begin(&job, &name(1));
+        match knows {
+            true => pendings.iter().for_each(|pending| pending.staged(Some(LONG)).unwrap()),
+            false => {
+                let waited = pendings[1].staged(Some(Duration::from_millis(50))).unwrap_err();
+                assert_eq!(waited.kind, Kind::Unavailable, "{waited}");
+            }
+        }
+        open.send(()).unwrap();
+        alike(outcomes(pendings)).unwrap();
+        // The second time nobody has to ask.
+        let pendings = begin(&job, &name(2));
+        pendings.iter().for_each(|pending| pending.staged(Some(LONG)).unwrap());
+        assert!(pendings.iter().all(|pending| !pending.done()));
+        open.send(()).unwrap();
+        alike(outcomes(pendings)).unwrap();
+    }
+}
+
+/// The state of a rank of a job in which all hold all.
+fn state(truth: &Truth, layout: &Layout, rank: u32) -> State {
+    truth.state(layout, rank, &mut Dice(1))
+}
+
+fn save_states(job: &Job, url: &str, states: Vec<State>) -> Result<(), Error> {
+    let begun = job.engines.iter().zip(states).map(|(engine, state)| save(engine, destination(url), state, LONG));
+    alike(outcomes(begun.collect())).map(drop)
+}
+
+#[test]
+fn what_changed_on_one_rank_is_planned_around_the_others() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let small = Truth::small(1, 7);
+    let mut large = Truth::small(1, 7);
+    large
+        .leaves
+        .insert(LeafName::new("model", "late"), Content::Tensor(Whole::random(&mut Dice(3), DType::F16, &[5, 3])));
+    let layout = Layout::replicas(3).ignorant();
+    let (job, said, _) = counted(layout.clone(), false);
+    save_and_compare(&job, &url("before"), &small);
+    most(&said);
+    // Rank 2 alone has something new; ranks 0 and 1 have begun with what they remember.
+    let states = vec![state(&small, &layout, 0), state(&small, &layout, 1), state(&large, &layout, 2)];
+    save_states(&job, &url("one"), states).unwrap();
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    let loading = Job::new(Layout::rows(2));
+    let flaw = loading.compare(|engine| checkpoint::open(engine, &url("one"), LONG), &large, &mut Dice(2));
+    assert_eq!(flaw, Ok(None));
+
+    // What rank 2 was to write is gone there, and the others have begun without it: nothing is published, all are told
+    // alike, and the next save is planned anew.
+    let mut without = state(&small, &layout, 2);
+    let kept: Vec<bool> = without.catalog.leaves.iter().map(|leaf| leaf.name.key != "model").collect();
+    let mut keep = kept.iter();
+    without.providers.retain(|_| *keep.next().unwrap());
+    let mut keep = kept.iter();
+    let mut leaves = without.catalog.leaves.clone();
+    leaves.retain(|_| *keep.next().unwrap());
+    without.catalog = Arc::new(Catalog { leaves });
+    let states = |without| vec![state(&small, &layout, 0), state(&small, &layout, 1), without];
+    let gone = State { catalog: Arc::clone(&without.catalog), providers: without.providers.clone(), ..without };
+    let error = save_states(&job, &url("gone"), states(gone)).unwrap_err();
+    assert!(error.message.contains("the next save is planned anew"), "{error}");
+    let again = State { catalog: without.catalog, providers: without.providers, replicas: None, is_vouched_for: false };
+    save_states(&job, &url("again"), states(again)).unwrap();
+    let flaw = loading.compare(|engine| checkpoint::open(engine, &url("again"), LONG), &small, &mut Dice(2));
+    assert_eq!(flaw, Ok(None));
+}
+
+/// Ranks that know who holds what they hold claim nothing of what each holds alone, and it may change all the same.
+#[test]
+fn what_is_held_alone_is_planned_anew_when_it_changes() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let mut other = Truth::small(1, 7);
+    other.leaves.retain(|name, _| name.key == "optimizer");
+    let truths = [Truth::small(1, 7), other];
+    for layout in [Layout::rows(1), Layout::rows(3)] {
+        let (job, said, _) = counted(layout, false);
+        for (number, truth) in [0, 1, 0, 0].into_iter().enumerate() {
+            save_and_compare(&job, &url(&format!("{} {number}", job.layout.world())), &truths[truth]);
+        }
+        assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_know_makes_all_tell() {
+    let place = scratch();
+    let url = place.path().join("mixed");
+    let truth = Truth::small(1, 7);
+    let (knowing, layout) = (Layout::replicas(3), Layout::replicas(3).ignorant());
+    let (job, said, _) = counted(layout.clone(), false);
+    let states = vec![state(&truth, &knowing, 0), state(&truth, &layout, 1), state(&truth, &knowing, 2)];
+    save_states(&job, url.to_str().unwrap(), states).unwrap();
+    assert_eq!(stages(&most(&said)), ["commit", "open", "plan", "values"]);
+    let loading = Job::new(Layout::rows(2));
+    let flaw = loading.compare(|engine| checkpoint::open(engine, url.to_str().unwrap(), LONG), &truth, &mut Dice(2));
+    assert_eq!(flaw, Ok(None));
+}
+
+#[test]
+fn ranks_that_believe_different_things_are_told_who_and_what() {
+    let place = scratch();
+    let truth = Truth::small(1, 7);
+    let layout = Layout::replicas(3);
+    let job = Job::new(layout.clone());
+    let mut states: Vec<State> = (0..3).map(|rank| state(&truth, &layout, rank)).collect();
+    // Rank 1 takes itself and rank 2 for the only holders.
+    let leaves = states[1].replicas.as_ref().unwrap().leaves.clone();
+    states[1].replicas = Some(Arc::new(Replicas { groups: vec![RankSet::new([1, 2])], leaves }));
+    let error = save_states(&job, place.path().join("a").to_str().unwrap(), states).unwrap_err();
+    assert_eq!(error.kind, Kind::Invalid);
+    assert!(error.message.contains("ranks 1-2") && error.message.contains("ranks 0-2"), "{error}");
+
+    // Rank 1 is not among those that it takes for the holders.
+    let mut states: Vec<State> = (0..3).map(|rank| state(&truth, &layout, rank)).collect();
+    let leaves = states[1].replicas.as_ref().unwrap().leaves.clone();
+    states[1].replicas = Some(Arc::new(Replicas { groups: vec![RankSet::new([0, 2])], leaves }));
+    let error = save_states(&job, place.path().join("b").to_str().unwrap(), states).unwrap_err();
+    assert!(error.message.contains("rank 1"), "{error}");
+    assert_eq!(
+        std::fs::read_dir(place.path()).unwrap().flatten().filter(|at| at.path().join("COMMIT").exists()).count(),
+        0
+    );
+}
+
+#[test]
+fn values_that_differ_from_now_on_are_written_by_each_from_now_on() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let with = |values: Vec<Vec<u8>>| {
+        let mut truth = Truth::small(1, 7);
+        let object = Content::Object { per_rank: false, values };
+        truth.leaves.insert(LeafName::new("optimizer", "rng"), object);
+        truth
+    };
+    let (job, said, _) = counted(Layout::replicas(2), false);
+    save_and_compare(&job, &url("equal"), &with(vec![vec![1; 20]]));
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    save_and_compare(&job, &url("apart"), &with(vec![vec![2; 20], vec![3; 30]]));
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values", "values told"]);
+    save_and_compare(&job, &url("still apart"), &with(vec![vec![4; 10], vec![5; 40]]));
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    save_and_compare(&job, &url("equal again"), &with(vec![vec![6; 20]]));
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+}
+
+#[test]
+fn replicas_are_written_in_even_shares() {
+    let place = scratch();
+    let mut truth = Truth { leaves: BTreeMap::new() };
+    // Three ranks, one tensor of 3 MB and one of 0.6 MB: no rank may write a whole one.
+    for (name, rows) in [("large", 1001), ("small", 200)] {
+        let whole = Whole::random(&mut Dice(5), DType::F32, &[rows, 750]);
+        truth.leaves.insert(LeafName::new("model", name), Content::Tensor(whole));
+    }
+    for layout in [Layout::replicas(3), Layout::replicas(3).ignorant()] {
+        let job = Job::new(layout.clone());
+        let url = place.path().join(format!("{}", layout.holders(0, &[1], 0).is_some()));
+        let url = url.to_str().unwrap();
+        let begin = |engine: &Arc<Engine>| {
+            save(engine, destination(url), truth.state(&layout, engine.rank(), &mut Dice(1)), LONG)
+        };
+        let pendings: Vec<Pending> = job.engines.iter().map(begin).collect();
+        alike(outcomes(pendings.clone())).unwrap();
+        let written: Vec<u64> = pendings.iter().map(|pending| pending.report().bytes_written).collect();
+        let mean = written.iter().sum::<u64>() / 3;
+        assert!(*written.iter().max().unwrap() <= mean + mean / 50 + (64 << 10), "{written:?}");
+        let loading = Job::new(Layout::rows(2));
+        let flaw = loading.compare(|engine| checkpoint::open(engine, url, LONG), &truth, &mut Dice(2));
+        assert_eq!(flaw, Ok(None));
+    }
+}
+
+#[test]
+fn replicas_are_compared_when_that_is_asked_for() {
+    let place = scratch();
+    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    let (truth, other) = (Truth::small(1, 7), Truth::small(2, 7));
+    let layout = Layout::replicas(3);
+    let states = |odd: bool| {
+        let state = |rank| state(if odd && rank == 2 { &other } else { &truth }, &layout, rank);
+        (0..3).map(state).collect::<Vec<State>>()
+    };
+    let proven = |job: &Job, url: String, states: Vec<State>| {
+        let mut destination = destination(&url);
+        destination.prove = true;
+        let begun =
+            job.engines.iter().zip(states).map(|(engine, state)| save(engine, destination.clone(), state, LONG));
+        alike(outcomes(begun.collect())).map(drop)
+    };
+    let job = Job::new(layout.clone());
+    proven(&job, url("alike"), states(false)).unwrap();
+    // Unasked nobody looks.
+    save_states(&job, &url("unasked"), states(true)).unwrap();
+    let error = proven(&job, url("odd"), states(true)).unwrap_err();
+    assert_eq!(error.kind, Kind::Invalid);
+    for part in ["model/weight: its replicas of [0:6, 0:9] differ", "on ranks 0-1", "on rank 2"] {
+        assert!(error.message.contains(part), "{error}");
+    }
+    assert!(!place.path().join("odd/COMMIT").exists());
+    let left = |key: &str| std::fs::read_dir(place.path().join("odd").join(key)).map_or(0, Iterator::count);
+    assert_eq!((left("model"), left("optimizer")), (0, 0));
+}

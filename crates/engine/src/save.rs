@@ -36,6 +36,8 @@ pub struct State {
     /// Whether the caller lets the providers' memory be written only after the save is staged, and looks afterwards
     /// whether everybody kept to it: the save commits only after it has said so with [`Pending::vouch`].
     pub is_vouched_for: bool,
+    /// Whether the caller does nothing else until the save has ended.
+    pub is_waited_for: bool,
 }
 
 /// Where a save goes, and what is noted about it.
@@ -93,7 +95,7 @@ fn run(
     state: State,
     progress: &Progress,
 ) -> Result<()> {
-    if state.is_vouched_for {
+    if state.is_vouched_for && !state.is_waited_for {
         // The program goes on meanwhile, and whatever it does goes first; while it waits for us nothing else runs.
         let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
     }
@@ -102,6 +104,7 @@ fn run(
     let orders = planning::agree(operation, &state.catalog, ready, admit)?;
     let store = store?;
     progress.mark("planned");
+    let waited = state.is_waited_for;
 
     let (values, mut written) = std::thread::scope(|scope| {
         let values = scope.spawn(|| planning::agree_values(operation, &orders, state.digests()));
@@ -109,14 +112,14 @@ fn run(
             std::thread::yield_now();
         }
         let parts = orders.writes.iter().map(|write| (write.leaf, write.part)).collect();
-        let written = Batch::bind(operation, &orders, &state, parts, &[]).write(operation, &*store, progress);
+        let written = Batch::bind(operation, &orders, &state, parts, &[]).write(operation, &*store, progress, waited);
         (values.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
     });
     // Whatever became of the tensors here: the other ranks know no more of this save either.
     let values = values.inspect_err(|_| written.discard(&*store))?;
     let mine = values.mine.iter().map(|&leaf| (leaf, 0)).collect();
     let batch = Batch::bind(operation, &orders, &state, mine, &written.paths);
-    written.extend(batch.write(operation, &*store, &Progress::unheard()));
+    written.extend(batch.write(operation, &*store, &Progress::unheard(), waited));
     // Of a save that has failed already nobody says anything: it was never staged.
     if state.is_vouched_for && written.receipt.is_ok() {
         // Half the time: the other ranks are waiting for this one to say how it went.
@@ -160,12 +163,12 @@ impl Batch {
     }
 
     /// Writes the files and makes them durable, contents first, then names.
-    fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress) -> Writing {
+    fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress, is_waited_for: bool) -> Writing {
         let paths = self.jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
         let receipt = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let files = writer::run(store, &jobs, &operation.engine.staging, progress)?;
+                let files = writer::run(store, &jobs, &operation.engine.staging, progress, is_waited_for)?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
                 Ok(files)

@@ -49,6 +49,7 @@ fn memory_is_bounded_by_the_budget() {
         catalog: Arc::new(Catalog { leaves: vec![leaf] }),
         providers: vec![vec![Arc::new(Made)]],
         is_vouched_for: false,
+        is_waited_for: false,
     };
     let destination = Destination { url: place("a"), step: None, user: BTreeMap::new() };
     // What a load fills is the program's own memory.

@@ -157,7 +157,7 @@ impl Truth {
             leaves.push(Leaf { name: name.clone(), body, layout: "simulated".to_owned() });
             providers.push(bytes);
         }
-        State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false }
+        State { catalog: Arc::new(Catalog { leaves }), providers, is_vouched_for: false, is_waited_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.

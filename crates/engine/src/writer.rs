@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossbeam_channel::{Receiver, TryRecvError};
+use crossbeam_channel::{Receiver, TryRecvError, bounded, unbounded};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
 use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
 
@@ -18,6 +18,10 @@ use crate::error::{Error, Result};
 use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
+
+/// Filled slots that wait for the store while somebody waits for the save: running further ahead brings its end no
+/// nearer, and touches memory that is in no cache or was never used.
+const AHEAD: usize = 4;
 
 /// One data file to be written.
 pub(crate) struct FileJob {
@@ -32,7 +36,9 @@ pub(crate) struct FileJob {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none at all will. Gives the checksum of each file's header.
+/// when no urgent provider will be asked again, and when none at all will. While the program goes on it copies as fast
+/// as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as the store.
+/// Gives the checksum of each file's header.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -41,6 +47,7 @@ pub(crate) fn run(
     jobs: &[FileJob],
     staging: &Arc<Staging>,
     progress: &Progress,
+    is_waited_for: bool,
 ) -> Result<Vec<u64>> {
     let mut files = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -56,7 +63,8 @@ pub(crate) fn run(
         files.push(File { job, object, crcs });
     }
     let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
-    fill_and_write(store, &run, staging, progress);
+    fill_and_write(store, &run, staging, progress, is_waited_for);
+    progress.staged_in(staging);
     run.failure.into_result()?;
     finish(files, staging)
 }
@@ -156,9 +164,9 @@ impl<F: Fn()> Countdown<F> {
     }
 }
 
-fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
+fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress, is_waited_for: bool) {
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = crossbeam_channel::unbounded::<(Chunk, Slot)>();
+    let (sender, receiver) = if is_waited_for { bounded::<(Chunk, Slot)>(AHEAD) } else { unbounded() };
     let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
     let captured = Countdown::new(urgent, || progress.captured());
     let staged = Countdown::new(run.chunks.len(), || progress.staged());
@@ -184,8 +192,9 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                                 captured.one();
                             }
                             staged.one();
-                            // The receiver lives as long as the scope.
-                            let _ = sender.send((chunk, slot));
+                            if sender.send((chunk, slot)).is_err() {
+                                return;
+                            }
                         }
                         Err(error) => return run.failure.set(error),
                     }
@@ -193,6 +202,8 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
             });
         }
         drop(sender);
+        // Ends with this closure, even in a panic of the store: nobody waits for ever to hand over a slot.
+        let receiver = receiver;
         if let Err(error) = store.write_all(&Filled { run, receiver: &receiver }) {
             run.failure.set(error.into());
         }

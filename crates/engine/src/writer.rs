@@ -192,9 +192,8 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                                 captured.one();
                             }
                             staged.one();
-                            if sender.send((chunk, slot)).is_err() {
-                                return;
-                            }
+                            // The receiver lives until the last sender is gone.
+                            let _ = sender.send((chunk, slot));
                         }
                         Err(error) => return run.failure.set(error),
                     }
@@ -202,20 +201,27 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
             });
         }
         drop(sender);
-        // Ends with this closure, even in a panic of the store: nobody waits for ever to hand over a slot.
-        let receiver = receiver;
-        if let Err(error) = store.write_all(&Filled { run, receiver: &receiver }) {
+        let filled = Filled { run, receiver };
+        if let Err(error) = store.write_all(&filled) {
             run.failure.set(error.into());
         }
-        // After a failure whoever still waits for a slot gets one, and sees it.
-        receiver.iter().for_each(drop);
     });
 }
 
 /// The filled slots, as writes.
 struct Filled<'a> {
     run: &'a Run<'a>,
-    receiver: &'a Receiver<(Chunk, Slot)>,
+    receiver: Receiver<(Chunk, Slot)>,
+}
+
+impl Drop for Filled<'_> {
+    /// After a failure, or a panic of the store, whoever waits to fill or to hand over a slot goes on, and sees it.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.run.failure.set(Error::internal("the store panicked"));
+        }
+        self.receiver.iter().for_each(drop);
+    }
 }
 
 impl<'a> Writes<'a> for Filled<'a> {

@@ -5,11 +5,11 @@
 //!    answer, and nothing is cut.
 //! 2. Else [`crate::levels`] says how much of each class (the parts of one set of holders) each holder would write if
 //!    parts were as fine as water. These are quotas: parts are laid whole while they fit under the tolerance, from
-//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut fills
-//!    a quota, so a class is cut no oftener than it has members, and mostly much less.
-//! 3. Keys that consist of whole tensors open elsewhere as they are. Their parts are cut only if cutting the others does
-//!    not bring the heaviest rank under the tolerance, and then those of the largest such key first: optimizer states go
-//!    before weights.
+//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut
+//!    fills a quota, so a class is cut no oftener than it has members, and mostly much less.
+//! 3. Keys that consist of whole tensors open elsewhere as they are. Their parts are cut only if cutting the others
+//!    does not bring the heaviest rank under the tolerance, and then those of the largest such key first: optimizer
+//!    states go before weights.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};

@@ -5,8 +5,8 @@
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
 //! - [`amend`]: the same around writes that have begun.
-//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether such
-//!   plans fit together.
+//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether
+//!   such plans fit together.
 //! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`Assembly`]: what each rank wrote → the tensors of a manifest, each whole.

@@ -18,8 +18,8 @@ use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
 use crate::write::Write;
 
-/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks hold
-/// all the same parts of a leaf, or none in common.
+/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks
+/// hold all the same parts of a leaf, or none in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replicas {
     /// The sets, each once.

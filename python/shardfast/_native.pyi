@@ -215,7 +215,7 @@ class Tagged:
 
 @final
 class Value:
-    """A Python value as it was when this was made, encoded when that is first needed.
+    """The encoding of a Python value as it was when this was made.
 
     ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
     these types. What is none of these goes, with the keys and indices that lead to it, through ``lower``, which says it

@@ -1,5 +1,6 @@
 //! `shardfast._native`: one crossing per verb. It knows no framework, and while the engine works it never calls Python.
 
+mod borrowed;
 mod checkpoint;
 mod dlpack;
 mod errors;

@@ -222,36 +222,64 @@ class SavedAlias:
 SavedLeaf = SavedTensor | SavedObject | SavedAlias
 
 
-class Hold(Protocol):
-    """Keeps the memory of tensors allocated, and notices what is done to it. Keeps no tensor alive beyond that."""
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """How a framework keeps the memory of tensors allocated, and how it tells what was done to it.
 
-    def stamp(self, tensors: Sequence[Any]) -> object:
-        """How the tensors, those of the hold, are now; ``None`` when what is held is not their memory any more."""
-        ...
+    Attributes:
+        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive.
+        address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
+        version: The name of a tensor's attribute that counts writes.
+    """
 
-    def changes(self, tensors: Sequence[Any], stamp: Any) -> Sequence[tuple[int, str]]:
-        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
-        ...
+    memory: Sequence[Any]
+    address: Callable[[Any], int]
+    version: str
+
+
+Kind = Literal["names", "objects", "object", "entries", "groups", "state"]
+"""What stands in an attribute: a dict or a set of which the names count; a dict of objects of the bundle or ``None``;
+one such object; a dict of entries by name; a list of dicts, each with a list of *members* under ``"params"``; or a dict
+by member of dicts of entries, and by name of an entry. Names are texts or whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """A bundle that is what it was.
+class Wrapper:
+    """How tensors that wrap this rank's memory tell of it.
 
     Attributes:
-        values: What :meth:`Bundle.values` would give now.
-        tensors: For each of :meth:`Bundle.tensors`, in order, the tensor of this rank's memory: whole, no sharding.
-        parameters: A module's parameters by name, or those of which an optimizer speaks by number.
+        layout: Name of the attribute that says how a tensor is sharded: an object that is replaced, never changed.
+        inner: Name of the attribute that is the memory.
+        kind: The memory's exact type.
     """
 
-    values: Mapping[str, object]
-    tensors: Sequence[Any]
-    parameters: Sequence[Any]
+    layout: str
+    inner: str
+    kind: type
 
 
-Recheck = Callable[[], Again | None]
-"""Looks whether a bundle that was described is still the same: its names, which of its entries are tensors, and how
-they are sharded; ``None`` when it may be another now. Where tensors lie is not its affair. Keeps nothing alive."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Where in its objects a bundle's leaves stand. While it stays so, the bundle need not be described again.
+
+    Attributes:
+        objects: All objects that count, with those of their attributes that do. What is met in these, in this order,
+            numbers the entries.
+        tensors: For each of :meth:`Bundle.tensors`, in order, the number of its entry.
+        parameters: The numbers of a module's parameters; an optimizer's are all members.
+        others: Numbers of the entries that ``values`` needs.
+        sharded: Numbers, among the tensors, of those that wrap this rank's memory, with their layouts.
+        wrapper: How these tell of it.
+        values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
+    """
+
+    objects: Sequence[tuple[Any, Sequence[tuple[str, Kind]]]]
+    tensors: Sequence[int]
+    parameters: Sequence[int]
+    others: Sequence[int]
+    sharded: Sequence[tuple[int, Any]]
+    wrapper: Wrapper | None
+    values: Callable[[Sequence[Any]], Mapping[str, object]]
 
 
 class Bundle(Protocol):
@@ -271,7 +299,7 @@ class Bundle(Protocol):
         """
         ...
 
-    def recheck(self) -> Recheck | None:
+    def outline(self) -> Outline | None:
         """What tells later, without describing it again, that the bundle is the same; ``None`` where nothing can."""
         ...
 

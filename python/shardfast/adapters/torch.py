@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
+from ..catalog import Hold, Ints, Layout, Memory, Module, Outline, Refused, Region, Source, Target
 from .torch_capture import (
-    ModulesRecheck,
-    OptimizersRecheck,
     Place,
-    TorchHold,
     announce_loads,
     announce_steps,
     announces_steps,
+    hold_of,
     is_dtensor,
+    outline_of_modules,
+    outline_of_optimizers,
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 from .torch_placement import chunks, expect_shape, local_of, placed, text, views
@@ -153,11 +153,11 @@ class _Modules:
             announce_loads(module, notice)
         return ()
 
-    def recheck(self) -> Recheck | None:
+    def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
-        tensors = [(id(module), original) for module, original in map(self._places.__getitem__, self._tensors)]
-        return ModulesRecheck.of(self._modules, tensors, self._of_parameters)
+        tensors = {(id(self._places[name][0]), self._places[name][1]): own for name, own in self._tensors.items()}
+        return outline_of_modules(self._modules, tensors, self._of_parameters)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
@@ -259,13 +259,18 @@ class _Optimizers:
                     announced += entries.values() if isinstance(entries, dict) else ()
         return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
 
-    def recheck(self) -> Recheck | None:
-        tensors = [place for _, value, place in self._entries() if isinstance(value, torch.Tensor)]
-        values = {name: place for name, value, place in self._entries() if not isinstance(value, torch.Tensor)}
-        if any(isinstance(value, torch.Tensor) and chunks(value) is not None for _, value, _ in self._entries()):
-            return None
+    def outline(self) -> Outline | None:
+        tensors: dict[Place, torch.Tensor] = {}
+        values: dict[str, Place] = {}
+        for name, value, place in self._entries():
+            if not isinstance(value, torch.Tensor):
+                values[name] = place
+            elif chunks(value) is None:
+                tensors[place] = value
+            else:
+                return None
         groups = functools.partial(groups_value, names=self._group_names)
-        return OptimizersRecheck.of(self._optimizers, tensors, values, groups)
+        return outline_of_optimizers(self._optimizers, tensors, values, groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: value for name, value, _ in self._entries() if isinstance(value, torch.Tensor)}
@@ -417,7 +422,7 @@ class TorchAdapter:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
-        return TorchHold(tensors)
+        return hold_of(tensors)
 
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         local = local_of(tensor)

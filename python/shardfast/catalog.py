@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Ints = tuple[int, ...]
 
@@ -44,24 +44,21 @@ class Refused(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """An n-d box in a tensor's global shape, in elements. Never empty."""
 
     offsets: Ints
     lengths: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(NamedTuple):
     """The run ``[start, stop)`` of the row-major flattened global tensor, in elements. Never empty."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """Where a region's elements lie in this process.
 
     Attributes:
@@ -81,8 +78,7 @@ class Memory:
         return () if self.device is None else (self.device,)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Which parts of a tensor this rank holds.
 
     Attributes:
@@ -105,8 +101,7 @@ def item_bytes(dtype: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Memory to save from, for each region of the layout, and the object that keeps it allocated.
 
     Attributes:
@@ -119,8 +114,7 @@ class Source:
     is_copy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Memory to load into, for each region of the layout.
 
     Attributes:
@@ -140,8 +134,7 @@ When = Literal["now", "soon", "lazily", "whenever"]
 change, which is announced; or at any time, since it is a copy already."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
+class TensorLeaf(NamedTuple):
     """A tensor as this rank gives it to a save."""
 
     key: str
@@ -179,7 +172,7 @@ class AliasLeaf:
 Leaf = TensorLeaf | ObjectLeaf | AliasLeaf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedTensor:
     """A tensor of a checkpoint; ``index`` is its place in the manifest."""
 
@@ -192,7 +185,7 @@ class SavedTensor:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedObject:
     """A Python value of a checkpoint.
 
@@ -207,7 +200,7 @@ class SavedObject:
     copies: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedAlias:
     """A second name of a tensor of a checkpoint."""
 

@@ -95,6 +95,10 @@ impl Pending {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>, wait: Wait) -> PyResult<()> {
         let pending = self.pending.get()?;
         let until = timeout_s.map(seconds).transpose()?.map(|timeout| Instant::now() + timeout);
+        // For what has happened already the interpreter is kept: others would take it, and give it back in milliseconds.
+        if wait(pending, Some(Duration::ZERO)).is_ok() {
+            return Ok(());
+        }
         loop {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let slice = left.map_or(SIGNALS_EVERY, |left| left.min(SIGNALS_EVERY));

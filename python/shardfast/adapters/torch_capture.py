@@ -24,10 +24,13 @@ Notice = Callable[[], None]
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a ``DTensor``, without importing what defines it."""
-    if type(tensor) is torch.Tensor:
-        return False
+    return _is_kind_of_dtensor(type(tensor))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=64)
+def _is_kind_of_dtensor(kind: type) -> bool:
     dtensor = sys.modules.get("torch.distributed.tensor")
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+    return dtensor is not None and issubclass(kind, dtensor.DTensor)
 
 
 # Before a change

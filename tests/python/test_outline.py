@@ -147,6 +147,19 @@ def test_two_parameters_that_were_one_are_noticed_between_bundles():
     assert native.again() is not None, "which one it is does not count"
 
 
+def test_it_counts_which_parameters_are_the_same():
+    one = torch.ones(3)
+    other = one.detach()  # where it is
+    boxes = [Box(entries={"w": of}) for of in (one, one, other)]
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict) for box in boxes])
+    assert native.again() is not None
+    boxes[1].entries["w"] = other
+    assert native.again() is None
+    boxes[0].entries["w"] = other
+    boxes[2].entries["w"] = one
+    assert native.again() is not None
+
+
 class Odd(str):
     __slots__ = ()
 

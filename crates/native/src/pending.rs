@@ -95,7 +95,7 @@ impl Pending {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>, wait: Wait) -> PyResult<()> {
         let pending = self.pending.get()?;
         let until = timeout_s.map(seconds).transpose()?.map(|timeout| Instant::now() + timeout);
-        // For what has happened already the interpreter is kept: others would take it, and give it back in milliseconds.
+        // What has happened already is told without letting go of the interpreter, which others would keep for a while.
         if wait(pending, Some(Duration::ZERO)).is_ok() {
             return Ok(());
         }

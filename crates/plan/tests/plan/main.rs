@@ -8,4 +8,5 @@ mod load;
 mod objects;
 mod reshard;
 mod save;
+mod share;
 mod spread;

@@ -32,6 +32,7 @@ mod error;
 pub mod grpc;
 mod hub;
 mod local;
+pub mod peers;
 mod round;
 
 use std::time::Duration;

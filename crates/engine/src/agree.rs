@@ -145,6 +145,11 @@ impl Operation {
         self.deadline
     }
 
+    /// What it is and its number: no other operation of these ranks is called so.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.number, self.what)
+    }
+
     pub(crate) fn is_root(&self) -> bool {
         self.engine.rank() == 0
     }

@@ -97,6 +97,16 @@ impl Sharing {
         Ok(Sharing { rank, items, parts, reach, own, sets, chunk_bytes, files })
     }
 
+    /// The rank whose plan this is.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Bytes of all that this rank wants, each want counted by itself.
+    pub fn bytes(&self) -> u64 {
+        self.own.iter().map(|&own| self.parts[own as usize].bytes()).sum()
+    }
+
     /// Every rank with which this one has something in common, ascending.
     pub fn peers(&self) -> Vec<u32> {
         let sets = self.items.iter().map(|item| item.set).collect::<BTreeSet<u32>>();

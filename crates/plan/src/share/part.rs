@@ -96,6 +96,11 @@ impl Part {
         part
     }
 
+    /// Bytes of its elements.
+    pub(super) fn bytes(&self) -> u64 {
+        self.common.numel() * self.item_bytes
+    }
+
     /// Distance from one element of the saved region to the next, per dimension, in bytes.
     fn strides(&self) -> Dims {
         let mut strides = Dims::from_elem(self.item_bytes, self.saved_lengths.len());

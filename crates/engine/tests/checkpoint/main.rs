@@ -11,3 +11,4 @@ mod large;
 mod layout;
 mod reshard;
 mod runs;
+mod share;

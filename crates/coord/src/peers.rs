@@ -2,7 +2,7 @@
 //!
 //! # Protocol
 //!
-//! 1. Every rank [`listen`](Listener::listen)s on a free port at [`Coord::host`], and the ranks tell each other where,
+//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`], and the ranks tell each other where,
 //!    by agreeing. Of two ranks the higher one connects.
 //! 2. Who was connected to sends 16 random bytes. The other side answers with [`MAGIC`], its rank, 16 random bytes of
 //!    its own and a proof: a keyed SHA-256 of all that was said, of both ranks and of what the connection is for. The
@@ -13,7 +13,7 @@
 //! There is one round at a time, in which one message goes to each peer and one comes from each. All of it happens on
 //! the calling thread: nothing is left to a `fork`. What is said is not encrypted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,12 +38,16 @@ const RETRY: Duration = Duration::from_millis(50);
 /// A message, in pieces that follow each other: several peers may be sent the same ones.
 pub type Message = Vec<Arc<Vec<u8>>>;
 
-/// This rank, ready for its peers to connect.
-pub struct Listener {
+/// This rank, connecting with its peers.
+pub struct Joining {
     runtime: Runtime,
     socket: TcpListener,
     address: String,
     this: This,
+    expected: BTreeSet<u32>,
+    links: BTreeMap<u32, TcpStream>,
+    connecting: JoinSet<Result<(u32, TcpStream), Error>>,
+    answering: JoinSet<Option<(u32, TcpStream)>>,
 }
 
 /// Who this is, and what connections are for.
@@ -62,27 +66,30 @@ pub struct Peers {
     deadline: Duration,
 }
 
-impl Listener {
+impl Joining {
     /// Listens on a free port at the coordinator's host. `purpose` is the same on all ranks that are to be connected,
     /// and another one each time.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the host cannot be listened on.
-    pub fn listen(coord: &dyn Coord, purpose: &str) -> Result<Listener, Error> {
+    pub fn listen(coord: &dyn Coord, purpose: &str) -> Result<Joining, Error> {
+        let (rank, host) = (coord.rank(), coord.host());
         let fail = |error: std::io::Error| {
-            Error::Unavailable(format!(
-                "rank {} cannot listen for its peers at {}: {error}",
-                coord.rank(),
-                coord.host()
-            ))
+            Error::Unavailable(format!("rank {rank} cannot listen for its peers at {host}: {error}"))
         };
         let runtime = Builder::new_current_thread().enable_io().enable_time().build().map_err(fail)?;
-        let socket = runtime.block_on(TcpListener::bind((coord.host(), 0))).map_err(fail)?;
+        let socket = runtime.block_on(TcpListener::bind((host, 0))).map_err(fail)?;
         let port = socket.local_addr().map_err(fail)?.port();
-        let host = coord.host();
-        let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-        let this = This { rank: coord.rank(), meeting: coord.meeting(), purpose: purpose.to_owned() };
-        Ok(Listener { runtime, socket, address, this })
+        Ok(Joining {
+            runtime,
+            socket,
+            address: if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") },
+            this: This { rank, meeting: coord.meeting(), purpose: purpose.to_owned() },
+            expected: BTreeSet::new(),
+            links: BTreeMap::new(),
+            connecting: JoinSet::new(),
+            answering: JoinSet::new(),
+        })
     }
 
     /// Where peers connect: `host:port`.
@@ -90,15 +97,55 @@ impl Listener {
         &self.address
     }
 
-    /// Connects with all peers, given with their addresses, each of which must give this rank too. `deadline` bounds
-    /// this, and every round later; no message is longer than `message_bytes_max`.
+    /// Begins to connect with these peers, given with their addresses; each of them must give this rank, too.
+    pub fn begin(&mut self, peers: &[(u32, String)]) {
+        let _runtime = self.runtime.enter();
+        for (rank, address) in peers {
+            self.expected.insert(*rank);
+            if *rank < self.this.rank {
+                self.connecting.spawn(connect(self.this.clone(), *rank, address.clone()));
+            }
+        }
+    }
+
+    /// Goes on until there is a connection with every peer, or for that time. Returns the peers that are missing.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] naming a peer that cannot be reached in time.
-    pub fn connect(self, peers: &[(u32, String)], deadline: Duration, message_bytes_max: u64) -> Result<Peers, Error> {
-        let Listener { runtime, socket, this, .. } = self;
-        let links = runtime.block_on(meet(socket, &this, peers, deadline))?;
-        Ok(Peers { runtime, links, message_bytes_max, deadline })
+    /// [`Error::Unavailable`] naming a peer that cannot be connected with.
+    pub fn go_on(&mut self, time: Duration) -> Result<Vec<u32>, Error> {
+        let Joining { runtime, socket, this, expected, links, connecting, answering, .. } = self;
+        let all = async {
+            while links.len() < expected.len() {
+                tokio::select! {
+                    Some(connected) = connecting.join_next() => {
+                        let (rank, link) = connected.map_err(|error| Error::Unavailable(error.to_string()))??;
+                        links.insert(rank, link);
+                    }
+                    Some(answered) = answering.join_next() => {
+                        if let Ok(Some((rank, link))) = answered
+                            && expected.contains(&rank)
+                            && rank > this.rank
+                        {
+                            links.entry(rank).or_insert(link);
+                        }
+                    }
+                    accepted = socket.accept() => match accepted {
+                        Ok((link, _)) => _ = answering.spawn(answer(this.clone(), link)),
+                        // A lack of descriptors may pass; the time does in any case.
+                        Err(_) => tokio::time::sleep(RETRY).await,
+                    }
+                }
+            }
+            Ok(())
+        };
+        runtime.block_on(async { timeout(time, all).await }).unwrap_or(Ok(()))?;
+        Ok(self.expected.iter().copied().filter(|rank| !self.links.contains_key(rank)).collect())
+    }
+
+    /// The connections, when every peer has one. `deadline` bounds every round; no message is longer than
+    /// `message_bytes_max`.
+    pub fn joined(self, deadline: Duration, message_bytes_max: u64) -> Peers {
+        Peers { runtime: self.runtime, links: self.links, message_bytes_max, deadline }
     }
 }
 
@@ -177,56 +224,6 @@ async fn swap_one(
     let ((), message) = swapped.map_err(|_| gone(rank, format!("no message within {deadline:?}")))??;
     let link = from.reunite(to).map_err(|error| gone(rank, error))?;
     Ok((rank, link, message))
-}
-
-/// Connects with lower peers and is connected to by higher ones.
-async fn meet(
-    socket: TcpListener,
-    this: &This,
-    peers: &[(u32, String)],
-    deadline: Duration,
-) -> Result<BTreeMap<u32, TcpStream>, Error> {
-    let mut connecting = JoinSet::new();
-    for (rank, address) in peers.iter().filter(|(rank, _)| *rank < this.rank) {
-        connecting.spawn(connect(this.clone(), *rank, address.clone()));
-    }
-    let mut links = BTreeMap::new();
-    let mut answering: JoinSet<Option<(u32, TcpStream)>> = JoinSet::new();
-    let all = async {
-        while links.len() < peers.len() {
-            tokio::select! {
-                Some(connected) = connecting.join_next() => {
-                    let (rank, link) = connected.map_err(|error| Error::Unavailable(error.to_string()))??;
-                    links.insert(rank, link);
-                }
-                Some(answered) = answering.join_next() => {
-                    let expected = |rank: u32| rank > this.rank && peers.iter().any(|(peer, _)| *peer == rank);
-                    if let Ok(Some((rank, link))) = answered && expected(rank) {
-                        links.entry(rank).or_insert(link);
-                    }
-                }
-                accepted = socket.accept() => match accepted {
-                    Ok((link, _)) => _ = answering.spawn(answer(this.clone(), link)),
-                    // A lack of descriptors may pass; the deadline does in any case.
-                    Err(_) => tokio::time::sleep(RETRY).await,
-                }
-            }
-        }
-        Ok(())
-    };
-    let met = timeout(deadline, all).await;
-    match met {
-        Ok(met) => met.map(|()| links),
-        Err(_) => {
-            let missing: Vec<String> =
-                peers.iter().filter(|(rank, _)| !links.contains_key(rank)).map(|(rank, _)| rank.to_string()).collect();
-            Err(Error::Unavailable(format!(
-                "rank {} has no connection with rank {} within {deadline:?}, with which bytes are to be shared",
-                this.rank,
-                missing.join(", ")
-            )))
-        }
-    }
 }
 
 /// The side that connects.

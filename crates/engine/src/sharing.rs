@@ -1,16 +1,17 @@
 //! Whether ranks share the reads of a load, and on which terms: decided once, by rank 0, for all.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use shardfast_coord::peers::{Listener, Peers};
+use shardfast_coord::peers::{Joining, Peers};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
 
 use crate::agree::Operation;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::load::{ValueRef, Way};
-use crate::shared::Trouble;
+use crate::shared::{AGAIN_BYTES, Trouble};
 use crate::sink::Want;
 
 /// The most wants that all ranks together hear of others; each takes about 20 bytes.
@@ -28,7 +29,11 @@ const ROUND_BYTES_MAX: u64 = 512 << 20;
 /// Descriptors that are left for data files and everything else in the process.
 const DESCRIPTORS_KEPT: u64 = 512;
 
-/// What ranks must read more than once, on average, before it is worth while to find out which way is faster.
+/// How long ranks wait for connections before they ask whether all are still there.
+const JOINING: Duration = Duration::from_secs(1);
+
+/// What each rank, on average, must read that another one reads, too, before it is worth while to find out which way is
+/// faster. It must also be a part of the whole that one notices, and what is read to find out one that one does not.
 const REPEATED_BYTES_MIN: u64 = 32 << 20;
 
 /// What a rank says at the beginning of a load.
@@ -108,7 +113,9 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Resu
     let Some(matching) = share(manifest, &wants, TOLD_MAX)? else { return plain() };
     let peers = u64::from(matching.peers_max);
     let repeated = matching.bytes_for_each - matching.bytes_for_all;
-    let is_little = repeated < REPEATED_BYTES_MIN * world as u64 || repeated < matching.bytes_for_all / 100;
+    let is_little = repeated < REPEATED_BYTES_MIN * world as u64
+        || repeated < matching.bytes_for_all / 100
+        || AGAIN_BYTES * world as u64 > matching.bytes_for_all / 100;
     if peers == 0 || way == Way::Measured && is_little || !by_rounds && peers > links_max {
         return plain();
     }
@@ -133,9 +140,9 @@ pub(crate) fn connect(
     peers: Result<Vec<u32>>,
     message_bytes_max: u64,
 ) -> std::result::Result<Peers, Trouble> {
-    let listener = Listener::listen(&*operation.engine.coord, &operation.name()).map_err(Error::from);
+    let joining = Joining::listen(&*operation.engine.coord, &operation.name()).map_err(Error::from);
     let opening = peers.and_then(|peers| {
-        let address = listener.as_ref().map(|listener| listener.address().to_owned());
+        let address = joining.as_ref().map(|joining| joining.address().to_owned());
         Ok((address.map_err(Error::clone)?, peers))
     });
     let peers = operation.agree("peers", opening, |ranks: Vec<(String, Vec<u32>)>| {
@@ -143,5 +150,25 @@ pub(crate) fn connect(
         Ok(ranks.iter().map(|(_, peers)| peers.iter().filter_map(address).collect()).collect::<Vec<Vec<_>>>())
     });
     let peers = peers.map_err(Trouble::Everywhere)?;
-    Ok(listener?.connect(&peers, operation.deadline(), message_bytes_max).map_err(Error::from)?)
+    let mut joining = joining?;
+    joining.begin(&peers);
+    let began = Instant::now();
+    loop {
+        // Who waits for a peer that died would not know; who agrees does at once.
+        let missing = joining.go_on(JOINING).map_err(Error::from).and_then(|missing| match missing[..] {
+            [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
+                Kind::Unavailable,
+                format!(
+                    "no connection with rank {peer}, with which bytes are to be shared, within {:?}",
+                    began.elapsed()
+                ),
+            )),
+            _ => Ok(missing.len()),
+        });
+        let missing =
+            operation.agree("joined", missing, |ranks: Vec<usize>| Ok(vec![ranks.iter().sum::<usize>(); ranks.len()]));
+        if missing.map_err(Trouble::Everywhere)? == 0 {
+            return Ok(joining.joined(operation.deadline(), message_bytes_max));
+        }
+    }
 }

@@ -4,6 +4,7 @@ mod checkpoint;
 mod dlpack;
 mod errors;
 mod leaves;
+mod loading;
 mod mapped;
 mod pending;
 mod process;
@@ -25,6 +26,8 @@ mod _native {
     use crate::dlpack::places;
     #[pymodule_export]
     use crate::leaves::Described;
+    #[pymodule_export]
+    use crate::loading::Loading;
     #[pymodule_export]
     use crate::mapped::{Mapped, Part};
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 mod contract;
 mod joining;
+mod peers;
 mod processes;
 
 use std::sync::Arc;

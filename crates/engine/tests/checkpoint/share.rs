@@ -22,7 +22,7 @@ const STAGING_BYTES: u64 = 32 << 20;
 
 /// One matrix of `rows` times 4 KiB.
 fn matrix(rows: u64) -> Truth {
-    let whole = Whole::random(&mut Dice(rows), DType::F32, &[rows, 1024]);
+    let whole = Whole::random(&mut Dice(rows), DType::C64, &[rows, 512]);
     Truth { leaves: BTreeMap::from([(LeafName::new("model", "w"), Content::Tensor(whole))]) }
 }
 
@@ -45,7 +45,7 @@ fn total(traffic: &[Traffic], of: fn(&Traffic) -> u64) -> u64 {
 fn random_pairs_of_layouts_share() {
     let place = scratch();
     let mut shared = 0;
-    for seed in 0..120 {
+    for seed in 0..80 {
         let _seed = Seed(seed);
         let mut dice = Dice(seed);
         let url = place.path().join(format!("{seed}"));
@@ -58,14 +58,14 @@ fn random_pairs_of_layouts_share() {
         assert_eq!(flaw, None);
         shared += u32::from(traffic.iter().any(|traffic| traffic.bytes_received > 0));
     }
-    assert!(shared > 80, "only {shared} loads shared anything");
+    assert!(shared > 50, "only {shared} loads shared anything");
 }
 
 #[test]
 fn each_block_is_read_once_by_turns() {
-    let (place, truth) = (scratch(), matrix(4096));
+    let (place, truth) = (scratch(), matrix(2048));
     let url = saved(place.path(), &truth);
-    let unique = 4096 * 4096;
+    let unique = 2048 * 4096;
     for (layout, plain) in
         [(Layout::columns(2), 2.0), (Layout::replicas(4), 4.0), (Layout::columns_of_replicas(2, 2), 4.0)]
     {
@@ -102,7 +102,7 @@ fn ranks_with_nothing_in_common_send_nothing() {
 
 #[test]
 fn damage_that_one_rank_reads_is_everybodys_failure() {
-    let (place, truth) = (scratch(), matrix(2048));
+    let (place, truth) = (scratch(), matrix(1024));
     let url = saved(place.path(), &truth);
     let engine = Engine::solo();
     let files = checkpoint::open(&engine, &url, LONG).unwrap().manifest().files().to_vec();
@@ -156,29 +156,25 @@ fn carry(ranks: Vec<Rounds>, alter: impl Fn(u32, &mut BTreeMap<u32, Vec<u8>>) ->
     }
 }
 
+/// A load of replicas whose rounds are carried so; what each rank found wrong, and what it moved.
 fn carried(
-    truth: &Truth,
-    url: &str,
+    way: Way,
+    (truth, url): (&Truth, &str),
+    world: u32,
     alter: impl Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()>,
-) -> Vec<Result<Option<String>>> {
-    let job = Job::staged(Layout::replicas(3), STAGING_BYTES);
+) -> Vec<Result<(Option<String>, Traffic)>> {
+    let job = Job::staged(Layout::replicas(world), STAGING_BYTES);
     let (handoffs, rounds): (Vec<_>, Vec<_>) = job.engines.iter().map(|_| handoff()).unzip();
+    let load = |engine: &Arc<Engine>, handoff| {
+        let mut places: Vec<Place> = truth.places(&job.layout, engine.rank(), &mut Dice(2));
+        let opened = checkpoint::open(engine, url, LONG)?;
+        let (wants, values) = wants(opened.manifest(), &mut places);
+        let loaded = opened.load_by(way, Some(handoff), &wants, &values, LONG)?;
+        Ok((truth.flaw(opened.manifest(), &places, &loaded.values), loaded.traffic))
+    };
     thread::scope(|threads| {
-        let ranks: Vec<_> = job
-            .engines
-            .iter()
-            .zip(handoffs)
-            .map(|(engine, handoff)| {
-                let layout = &job.layout;
-                threads.spawn(move || {
-                    let mut places: Vec<Place> = truth.places(layout, engine.rank(), &mut Dice(2));
-                    let opened = checkpoint::open(engine, url, LONG)?;
-                    let (wants, values) = wants(opened.manifest(), &mut places);
-                    let loaded = opened.load_by(Way::Shared, Some(handoff), &wants, &values, LONG)?;
-                    Ok(truth.flaw(opened.manifest(), &places, &loaded.values))
-                })
-            })
-            .collect();
+        let ranks = job.engines.iter().zip(handoffs);
+        let ranks: Vec<_> = ranks.map(|(engine, handoff)| threads.spawn(|| load(engine, handoff))).collect();
         carry(rounds, alter);
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
@@ -186,36 +182,34 @@ fn carried(
 
 #[test]
 fn rounds_can_be_carried_by_the_program() {
-    let (place, truth) = (scratch(), matrix(4096));
+    let (place, truth) = (scratch(), matrix(1024));
     let url = saved(place.path(), &truth);
-    assert_eq!(carried(&truth, &url, |_, _| Ok(())), vec![Ok(None); 3]);
+    let carried = |alter: &dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()>| {
+        carried(Way::Shared, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
+    };
+    assert!(carried(&|_, _| Ok(())).all(|found| found == Ok(None)));
 
     // A bit that turns over on the way is found, and told with the rank that had sent it.
-    let found = carried(&truth, &url, |round, received| {
+    for found in carried(&|round, received| {
         if let Some(message) = received.get_mut(&1).filter(|message| round == 0 && message.len() > 1000) {
             message[900] ^= 1;
         }
         Ok(())
-    });
-    for found in &found {
-        let error = found.as_ref().unwrap_err();
-        assert_eq!((error, error.kind), (found.as_ref().unwrap_err(), Kind::Corrupt));
+    }) {
+        let error = found.unwrap_err();
+        assert!(error.kind == Kind::Corrupt, "{error}");
         assert!(error.message.contains(&format!("{url}: tensor model/w: file model/")), "{error}");
         assert!(error.message.contains("as rank 1 sent them: expected CRC-64"), "{error}");
     }
     for cut in [3, 100, 5000] {
-        for found in carried(&truth, &url, |_, received| {
+        for found in carried(&|_, received| {
             received.values_mut().for_each(|message| message.truncate(cut));
             Ok(())
         }) {
             assert_eq!(found.unwrap_err().kind, Kind::Corrupt, "cut at {cut}");
         }
     }
-    let broken = carried(&truth, &url, |round, _| match round {
-        1 => Err(Error::new(Kind::Unavailable, "the ring broke")),
-        _ => Ok(()),
-    });
-    for found in broken {
+    for found in carried(&|_, _| Err(Error::new(Kind::Unavailable, "the ring broke"))) {
         let error = found.unwrap_err();
         assert!(error.kind == Kind::Unavailable && error.message.contains("rank 2: the ring broke"), "{error}");
     }
@@ -285,30 +279,33 @@ impl Store for Slow {
     }
 }
 
-/// 48 MiB for each of three ranks, which is enough to try; a round takes 4 MiB from each of them.
+/// As much for each of two ranks as is worth a trial; a round takes 4 MiB from each of them.
 #[test]
-fn slow_storage_is_shared_and_memory_is_read_again() {
-    let (place, truth) = (scratch(), matrix(12 << 10));
+fn what_is_slower_is_left() {
+    let (place, truth) = (scratch(), matrix(17 << 10));
     let url = saved(place.path(), &truth);
-    let load = |open: &(dyn Fn(&Arc<Engine>) -> Result<shardfast_engine::Checkpoint> + Sync)| {
-        let job = Job::staged(Layout::replicas(3), 32 << 20);
-        let (flaw, traffic) = job.compare_by(Way::Measured, open, &truth, &mut Dice(3)).unwrap();
-        assert_eq!(flaw, None);
-        traffic
-    };
-    let (unique, turn) = ((12 << 10) * 4096, Arc::default());
-    let slow = load(&|engine| {
+    let (unique, turn) = ((17 << 10) * 4096, Arc::default());
+    // Storage, beside which messages take no time.
+    let slow = |engine: &Arc<Engine>| {
         let store: Arc<dyn Store> = Arc::new(Slow(shardfast_store::open(&url)?, Arc::clone(&turn)));
         checkpoint::open_from(engine, Ok(store), &url, LONG)
+    };
+    let job = Job::staged(Layout::replicas(2), STAGING_BYTES);
+    let (flaw, traffic) = job.compare_by(Way::Measured, slow, &truth, &mut Dice(3)).unwrap();
+    assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+    let read = total(&traffic, |traffic| traffic.bytes_read);
+    assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
+
+    // Messages, beside which storage takes no time.
+    let carried = carried(Way::Measured, (&truth, &url), 2, |_, _| {
+        thread::sleep(Duration::from_millis(250));
+        Ok(())
     });
-    assert!(slow.iter().all(|traffic| traffic.is_shared), "{slow:?}");
-    // What was read again to compare is not nothing.
-    let read = total(&slow, |traffic| traffic.bytes_read);
-    assert!((unique..unique + 3 * (2 << 20)).contains(&read), "{slow:?}");
-    let fast = load(&open(&url));
-    assert!(fast.iter().all(|traffic| !traffic.is_shared && traffic.bytes_received > 0), "{fast:?}");
-    let read = total(&fast, |traffic| traffic.bytes_read);
-    assert!(read > 2 * unique && read < 3 * unique + 3 * (2 << 20), "{fast:?}");
+    for loaded in carried {
+        let (flaw, traffic) = loaded.unwrap();
+        assert!(flaw.is_none() && !traffic.is_shared && traffic.bytes_received > 0, "{traffic:?}");
+        assert!((unique * 3 / 4..unique).contains(&traffic.bytes_read), "{traffic:?}");
+    }
 }
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
@@ -338,9 +335,9 @@ fn load_whole(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Tra
     let opened = checkpoint::open(engine, url, deadline)?;
     let truth = matrix(8);
     let rows = opened.manifest().files().iter().map(|file| file.bytes - file.data_start).sum::<u64>() / 4096;
-    let shape = [rows, 1024];
+    let shape = [rows, 512];
     let name = truth.leaves.keys().next().unwrap().clone();
-    let block = crate::block::Block::dense(&shape, 4);
+    let block = crate::block::Block::dense(&shape, 8);
     let mut places = [Place { name, region: shardfast_format::Region::whole(&shape), block }];
     let (wants, values) = wants(opened.manifest(), &mut places);
     opened.load_by(Way::Shared, None, &wants, &values, deadline).map(|loaded| loaded.traffic)
@@ -399,7 +396,7 @@ fn lost(url: &str, after: Duration, signal: &str, deadline: Duration) -> (Durati
 
 #[test]
 fn a_killed_peer_is_named_at_once() {
-    let (place, truth) = (scratch(), matrix(8192));
+    let (place, truth) = (scratch(), matrix(4096));
     let url = saved(place.path(), &truth);
     for kill in 0..8 {
         let after = Duration::from_millis(7 * kill);
@@ -411,7 +408,7 @@ fn a_killed_peer_is_named_at_once() {
 
 #[test]
 fn a_stopped_peer_is_named_within_the_deadline() {
-    let (place, truth) = (scratch(), matrix(8192));
+    let (place, truth) = (scratch(), matrix(4096));
     let url = saved(place.path(), &truth);
     let deadline = Duration::from_secs(2);
     let (waited, error) = lost(&url, Duration::from_millis(20), "-STOP", deadline);

@@ -608,3 +608,47 @@ fn segment_crc(head: &[u8], bytes: &[u8]) -> u64 {
     crc.update(bytes);
     crc.finish()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank that read 1 GB in a second, and as much came from others.
+    const EVEN: Trial = Trial {
+        read_s: 1.0,
+        pass_on_s: 0.2,
+        swap_s: 1.0,
+        swapped_bytes: 2 << 30,
+        passed_on_bytes: 1 << 30,
+        again_s: 1.0,
+        again_bytes: 1 << 30,
+    };
+
+    #[test]
+    fn sharing_is_worth_it_where_reading_again_takes_longer_than_passing_on() {
+        assert!(Trial::is_worth_it(&[EVEN; 2]));
+        // The page cache has it.
+        assert!(!Trial::is_worth_it(&[Trial { again_s: 0.1, ..EVEN }; 2]));
+        // The network is slower than the storage.
+        assert!(!Trial::is_worth_it(&[Trial { swap_s: 2.5, ..EVEN }; 2]));
+        // A rank that waited in its rounds for a slow reader says nothing about the network.
+        let (fast, slow) = (Trial { read_s: 0.1, swap_s: 2.9, ..EVEN }, Trial { read_s: 3.0, swap_s: 0.1, ..EVEN });
+        assert!(Trial::is_worth_it(&[fast, slow]));
+        // Processors that are busy with packing and proving.
+        assert!(!Trial::is_worth_it(&[Trial { pass_on_s: 1.1, ..EVEN }; 2]));
+        // A rank that has nothing in common with others.
+        assert!(Trial::is_worth_it(&[EVEN, EVEN, Trial::default()]));
+        assert!(!Trial::is_worth_it(&[Trial::default(); 2]));
+    }
+
+    #[test]
+    fn pieces_are_packed_in_row_major_order() {
+        let source: Vec<u8> = (0..48).collect();
+        let mut out = vec![99];
+        // A box [2, 3] of two-byte elements out of rows of eight.
+        pack(&[2, 3], &[16, 2], 2, &source[4..], &mut out);
+        assert_eq!(out, [99, 4, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 25]);
+        pack(&[], &[], 2, &source[6..8], &mut out);
+        assert_eq!(out[13..], [6, 7]);
+    }
+}

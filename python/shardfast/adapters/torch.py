@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
+from ..catalog import Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Rounds, Source, Target
 from .torch_capture import (
     ModulesRecheck,
     OptimizersRecheck,
@@ -26,6 +26,7 @@ from .torch_capture import (
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 from .torch_placement import chunks, expect_shape, local_of, placed, text, views
+from .torch_rounds import carries, carry
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -415,6 +416,9 @@ class TorchAdapter:
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
+        return carry if carries(world) else None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
         return TorchHold(tensors)

@@ -81,6 +81,7 @@ class Session:
     @staticmethod
     def join(
         address: str,
+        host: str,
         rank: int,
         world: int,
         token: str,
@@ -89,7 +90,7 @@ class Session:
         local_world: int = 1,
         staging_bytes: int | None = None,
     ) -> Session:
-        """Rank ``rank`` of ``world``, which joins rank 0 at ``address``."""
+        """Rank ``rank`` of ``world``, which joins rank 0 at ``address`` and can itself be reached at ``host``."""
 
     @property
     def rank(self) -> int: ...
@@ -170,12 +171,45 @@ class Checkpoint:
         values: Sequence[tuple[int, int]],
         timeout_s: float,
         streams: Mapping[int, int] = ...,
-    ) -> list[bytes]:
-        """Fills the wants' memory and returns the encoded values, in order. Every rank calls it.
+        way: str = "measured",
+    ) -> tuple[list[bytes], dict[str, int]]:
+        """Fills the wants' memory. Every rank calls it, in the same way: ``"measured"``, ``"shared"`` or ``"plain"``.
+
+        Returns the encoded values, in order, and what was moved: bytes_read, bytes_received, bytes_sent, is_shared.
 
         A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
         ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
         """
+
+    def begin_load(
+        self,
+        wants: Sequence[tuple[Any, ...]],
+        values: Sequence[tuple[int, int]],
+        timeout_s: float,
+        streams: Mapping[int, int] = ...,
+        way: str = "measured",
+    ) -> Loading:
+        """Begins :meth:`load` on a thread of its own; the caller carries what ranks send each other."""
+
+@final
+class Loading:
+    """A load under way, which asks for rounds. The memory is the load's until ``finish`` has returned."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks swap bytes at all; known when ``next`` has returned."""
+
+    def next(self) -> tuple[list[int], bytearray] | None:
+        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
+
+    def received(self, sizes: list[int], data: bytearray, /) -> None:
+        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+
+    def broken(self, reason: str) -> None:
+        """Says that the round could not be carried out: the load fails on all ranks."""
+
+    def finish(self) -> tuple[list[bytes], dict[str, int]]:
+        """Waits for the end of the load; as :meth:`Checkpoint.load`."""
 
 @final
 class Mapped:

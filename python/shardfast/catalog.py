@@ -350,6 +350,23 @@ class Module:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Rounds(Protocol):
+    """A load under way that asks for rounds of messages between all ranks."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are any, on all ranks alike; known when ``next`` has returned."""
+        ...
+
+    def next(self) -> tuple[list[int], bytearray] | None:
+        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
+        ...
+
+    def received(self, sizes: list[int], data: bytearray, /) -> None:
+        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+        ...
+
+
 class Adapter(Protocol):
     """One framework's tensors, said as regions. ``shardfast.testing`` holds the contract as checks.
 
@@ -377,6 +394,10 @@ class Adapter(Protocol):
 
     def stream(self, device: int) -> int | None:
         """The handle of the stream on which the program works now on that CUDA device, if it is this framework's."""
+        ...
+
+    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
+        """What carries rounds between all ``world`` ranks of the job, each of which calls it, if this framework can."""
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:

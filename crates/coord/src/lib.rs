@@ -32,6 +32,7 @@ mod error;
 pub mod grpc;
 mod hub;
 mod local;
+pub mod peers;
 mod round;
 
 use std::time::Duration;
@@ -73,6 +74,9 @@ pub trait Coord: Send + Sync {
 
     /// The name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
     fn meeting(&self) -> Meeting;
+
+    /// The name or address, without a port, at which the other ranks can reach this process.
+    fn host(&self) -> &str;
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///

@@ -161,6 +161,11 @@ impl Operation {
         self.number
     }
 
+    /// What it is and its number: no other operation of these ranks is called so.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.number, self.what)
+    }
+
     pub(crate) fn is_root(&self) -> bool {
         self.engine.rank() == 0
     }

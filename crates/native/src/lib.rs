@@ -6,6 +6,7 @@ mod dlpack;
 mod errors;
 mod hold;
 mod leaves;
+mod loading;
 mod mapped;
 mod outline;
 mod pending;
@@ -28,6 +29,8 @@ mod _native {
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]
     use crate::leaves::Described;
+    #[pymodule_export]
+    use crate::loading::Loading;
     #[pymodule_export]
     use crate::mapped::{Mapped, Part};
     #[pymodule_export]

@@ -10,6 +10,7 @@
 //! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`Assembly`]: what each rank wrote → the tensors of a manifest, each whole.
+//! - [`share`](fn@share): the regions that each rank wants → which rank reads what for which others.
 //! - [`tiles`]: whether regions cover a tensor exactly once.
 
 mod amend;
@@ -24,6 +25,7 @@ mod local;
 mod objects;
 mod ranks;
 mod save;
+mod share;
 mod write;
 
 pub use amend::amend;
@@ -35,4 +37,5 @@ pub use local::{Claim, Local, Replicas, local, prove};
 pub use objects::{ObjectWrite, objects};
 pub use ranks::{RankSet, ranges};
 pub use save::{SavePlan, save};
+pub use share::{CHUNK_BLOCKS_MAX, Chunk, Chunks, Common, Matching, Sharing, Wanted, share};
 pub use write::{Rows, Write};

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Hold, Ints, Layout, Memory, Module, Outline, Refused, Region, Source, Target
+from ..catalog import Hold, Ints, Layout, Memory, Module, Outline, Refused, Region, Rounds, Source, Target
 from .torch_capture import (
     Place,
     announce_loads,
@@ -26,6 +26,7 @@ from .torch_capture import (
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 from .torch_placement import chunks, expect_shape, local_of, parts, placed, text, views
+from .torch_rounds import carries, carry
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -425,6 +426,9 @@ class TorchAdapter:
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
+        return carry if carries(world) else None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
         return hold_of(tensors)

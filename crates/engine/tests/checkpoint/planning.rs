@@ -38,6 +38,10 @@ impl Coord for Counted {
         self.coord.meeting()
     }
 
+    fn host(&self) -> &str {
+        self.coord.host()
+    }
+
     fn agree(
         &self,
         topic: &str,

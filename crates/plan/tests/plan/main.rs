@@ -13,4 +13,5 @@ mod local;
 mod objects;
 mod reshard;
 mod save;
+mod share;
 mod spread;

@@ -86,12 +86,15 @@ class Layout(NamedTuple):
         shape: Global shape, in elements.
         regions: The parts: disjoint, in bounds, none for an empty shard.
         text: How the job laid the tensor out, for people; empty for a whole tensor in ordinary memory.
+        holders: All ranks of the job that hold exactly these regions, ascending, this one among them; ``None`` where
+            that is not known. It must be all of them: ranks that know it for every tensor plan a save alone.
     """
 
     dtype: str
     shape: Ints
     regions: tuple[Region | Flat, ...]
     text: str = ""
+    holders: Ints | None = None
 
 
 @functools.cache
@@ -289,6 +292,14 @@ class Bundle(Protocol):
         Returns:
             Those tensors, of this bundle or another one, that change in no other way: what a program does to them
             outside of its framework's own steps and loads, it does at moments of which it was told.
+        """
+        ...
+
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        """The :attr:`Layout.holders` of tensors that do not tell it themselves, by leaf name, as far as it is known.
+
+        Args:
+            of: Those of parameters of the state's modules, by ``id``.
         """
         ...
 

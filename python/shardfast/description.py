@@ -21,6 +21,7 @@ from .catalog import (
     AliasLeaf,
     Flat,
     Hold,
+    Ints,
     Layout,
     Leaf,
     ObjectLeaf,
@@ -168,10 +169,14 @@ class _Leaves:
         self._pickle = pickle
         self._places: dict[tuple[str, str], str] = {}
 
-    def tensors_of(self, entry: BundleEntry) -> None:
+    def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
         for name, tensor in entry.bundle.tensors().items():
             adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
-            self._tensor(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+            place = f"{entry.place}.{name}"
+            layout = _layout(adapter, tensor, place)
+            if layout.holders is None and name in holders and _is_whole(layout):
+                layout = layout._replace(holders=holders[name])
+            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, layout)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -229,6 +234,11 @@ class _Leaves:
         self.objects.append(ObjectLeaf(key, name, captured, per_rank))
 
 
+def _is_whole(layout: Layout) -> bool:
+    """Whether this rank holds all of the tensor."""
+    return _held_bytes(layout) == math.prod(layout.shape) * item_bytes(layout.dtype)
+
+
 def _layout(adapter: Adapter, tensor: object, place: str) -> Layout:
     try:
         return adapter.layout(tensor)
@@ -262,10 +272,17 @@ class _Found:
         leaves = _Leaves(walked.adapters, pickle)
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         announced: dict[int, Any] = {}
-        for entry in bundles:
+        holders = [entry.bundle.holders({}) for entry in bundles]
+        of_parameters = {
+            id(tensor): known[name]
+            for entry, known in zip(bundles, holders, strict=True)
+            for name, tensor in (entry.bundle.tensors().items() if known else ())
+            if name in known
+        }
+        for entry, known in zip(bundles, holders, strict=True):
             if notice is not None:
                 announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
-            leaves.tensors_of(entry)
+            leaves.tensors_of(entry, {**known, **entry.bundle.holders(of_parameters)})
         in_bundles = len(leaves.named)
         for entry in bundles:
             leaves.values_of(entry.key, entry.prefix, entry.place, entry.bundle.values())
@@ -506,4 +523,14 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
             parts.append(("flat", region.start, region.stop, memory.pointer, *memory.where))
         else:
             parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
-    return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts, leaf.when)
+    return (
+        "tensor",
+        leaf.key,
+        leaf.name,
+        layout.text,
+        layout.dtype,
+        layout.shape,
+        parts,
+        leaf.when,
+        layout.holders,
+    )

@@ -44,6 +44,7 @@ pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
 pub use provider::{Fence, Fences, Memory, Provider, Strided};
 pub use save::{Destination, State, save, save_to};
+pub use shardfast_plan::{RankSet, Replicas};
 pub use shared::Traffic;
 pub use sink::{Sink, Want, row_major_strides};
 pub use verify::{VerifyReport, verify, verify_in};

@@ -25,7 +25,17 @@ from .torch_capture import (
     outline_of_optimizers,
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
-from .torch_placement import chunks, expect_shape, local_of, parts, placed, text, views
+from .torch_placement import (
+    chunks,
+    everyone,
+    expect_shape,
+    local_of,
+    mesh_covers_job,
+    parts,
+    placed,
+    text,
+    views,
+)
 from .torch_rounds import carries, carry
 
 DTYPES: dict[torch.dtype, str] = {
@@ -119,6 +129,31 @@ def _paths(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
     return (path for path, child in module.named_modules() if isinstance(child, kinds))
 
 
+@dataclass(frozen=True)
+class _Replicated:
+    """A part of a module that ``DistributedDataParallel`` keeps the same on all ranks of the job.
+
+    Attributes:
+        prefix: Of the names of what it holds.
+        ignored: Names behind the prefix of what it leaves alone.
+    """
+
+    prefix: str
+    ignored: frozenset[str]
+
+    def covers(self, name: str) -> bool:
+        return name.startswith(self.prefix) and name.removeprefix(self.prefix) not in self.ignored
+
+
+def _replicated(module: nn.Module) -> Iterator[_Replicated]:
+    for path in _paths(module, (nn.parallel.DistributedDataParallel,)):
+        wrapper = module.get_submodule(path)
+        # Ranks outside of its group may hold the same as well, or something else.
+        if torch.distributed.get_world_size(wrapper.process_group) == torch.distributed.get_world_size():
+            prefix = f"{path}.module." if path else "module."
+            yield _Replicated(prefix, frozenset(getattr(wrapper, "parameters_to_ignore", ())))
+
+
 class _Modules:
     """One module, or several parts of one (pipeline stages), as named tensors and values."""
 
@@ -130,8 +165,10 @@ class _Modules:
         self._values: dict[str, object] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._derived: list[str] = []
+        self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
             names = _Names(module)
+            self._replicated[id(module)] = list(_replicated(module))
             state = module.state_dict(keep_vars=True)
             own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
             for original, value in state.items():
@@ -158,6 +195,13 @@ class _Modules:
         for module in self._modules:
             announce_loads(module, notice)
         return ()
+
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        return {
+            name: everyone()
+            for name, (module, original) in self._places.items()
+            if name in self._tensors and any(wrapper.covers(original) for wrapper in self._replicated[id(module)])
+        }
 
     def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
@@ -264,6 +308,19 @@ class _Optimizers:
                 for entries in holder.state.values():
                     announced += entries.values() if isinstance(entries, dict) else ()
         return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        known: dict[str, Ints] = {}
+        for fqn, (state, parameter, _) in self._owned.items():
+            if any(_is_zero_redundancy(optimizer) for optimizer, _ in self._optimizers):
+                break
+            whole = of.get(id(parameter))
+            if whole is None and is_dtensor(parameter) and mesh_covers_job(parameter):
+                whole = everyone()
+            if whole is not None:
+                # What is not sharded with its parameter (a step counter) is the same wherever the parameter is.
+                known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
+        return known
 
     def outline(self) -> Outline | None:
         tensors: dict[Place, torch.Tensor] = {}
@@ -413,7 +470,7 @@ class TorchAdapter:
             return Layout(dtype, shape, tuple(region for region, _ in views(tensor, local)), text(tensor))
         there = placed(tensor)
         expect_shape(there, tensor, local)
-        return Layout(dtype, shape, there.regions, there.text)
+        return Layout(dtype, shape, there.regions, there.text, there.holders)
 
     def source(self, tensor: torch.Tensor) -> Source:
         local = local_of(tensor)

@@ -99,12 +99,14 @@ class Placed:
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
         text: The layout in words.
+        holders: The ranks that hold the same regions, where the mesh tells.
     """
 
     regions: tuple[Region, ...]
     starts: tuple[Ints, ...]
     local_shape: Ints
     text: str
+    holders: Ints | None
 
 
 class _Same:
@@ -150,7 +152,28 @@ def _placed(
     where = None if coordinate is None else tuple(map(int, coordinate))
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
-    return Placed(regions, starts, local_shape, _text(same.mesh, placements))
+    return Placed(regions, starts, local_shape, _text(same.mesh, placements), _holders(same.mesh, where, placements))
+
+
+def everyone() -> Ints:
+    """All ranks of the job."""
+    return tuple(range(torch.distributed.get_world_size()))
+
+
+def _holders(mesh: Any, coordinate: Ints | None, placements: tuple[Any, ...]) -> Ints | None:
+    """The ranks with this rank's part, unless the mesh leaves ranks out: of what those hold it says nothing."""
+    ranks = mesh.mesh
+    if coordinate is None or ranks.numel() != torch.distributed.get_world_size():
+        return None
+    same = tuple(
+        slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
+    )
+    return tuple(sorted(map(int, ranks[same].reshape(-1).tolist())))
+
+
+def mesh_covers_job(tensor: Any) -> bool:
+    """Whether a DTensor's mesh leaves out no rank of the job."""
+    return int(tensor.device_mesh.size()) == torch.distributed.get_world_size()
 
 
 def text(tensor: Any) -> str:

@@ -11,13 +11,16 @@ __all__ = [
     "Described",
     "Error",
     "Exhausted",
+    "Hold",
     "Internal",
     "Invalid",
     "Mapped",
     "NotFound",
+    "Outline",
     "Part",
     "Pending",
     "Session",
+    "Stamp",
     "Tagged",
     "Unavailable",
     "Unsupported",
@@ -27,7 +30,6 @@ __all__ = [
     "decode",
     "newest",
     "open",
-    "places",
     "retain",
     "save",
 ]
@@ -215,7 +217,7 @@ class Tagged:
 
 @final
 class Value:
-    """A Python value as it was when this was made, encoded when that is first needed.
+    """The encoding of a Python value as it was when this was made.
 
     ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
     these types. What is none of these goes, with the keys and indices that lead to it, through ``lower``, which says it
@@ -243,6 +245,43 @@ class Described:
     def devices(self) -> set[int]:
         """The numbers of the CUDA devices on which tensors lie."""
 
+@final
+class Outline:
+    """The objects of a state's bundles as they were when this was made; keeps nothing alive but names and layouts.
+
+    A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``wrapper`` is a tuple.
+
+    Raises:
+        TypeError: For what cannot be looked at again, and for tensors whose type does not tell where they lie by way of
+            DLPack's exchange table; other errors of the framework when one tensor cannot tell.
+    """
+
+    def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
+    def again(self) -> tuple[list[Any], list[list[Any]]] | None:
+        """The tensors of all bundles, in order, with this rank's memory in place of what is sharded.
+
+        With them each bundle's other entries. ``None`` unless all is as it was: names, types, layouts, which parameters
+        are the same, and where tensors lie: device, address, element type, shape and strides.
+        """
+
+@final
+class Hold:
+    """Keeps the memory of tensors allocated and notices what is done to it; keeps no tensor alive beyond that.
+
+    The arguments are the fields of :class:`shardfast.catalog.Hold`.
+    """
+
+    def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
+    def stamp(self, tensors: list[Any]) -> Stamp | None:
+        """How the tensors, those of the hold, are now; ``None`` when what is held is not where it was."""
+
+    def changes(self, tensors: list[Any], stamp: Stamp) -> list[tuple[int, str]]:
+        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
+
+@final
+class Stamp:
+    """How the tensors of a :class:`Hold` were at a moment."""
+
 def save(
     session: Session,
     url: str,
@@ -261,14 +300,6 @@ def save(
 
     ``values`` are those of the described objects, in order; ``owner`` is kept until the tensors' memory is needed no
     more.
-    """
-
-def places(tensors: list[Any]) -> bytes:
-    """Device, address, types, shape and strides of all tensors, as bytes that are equal exactly while all of these are.
-
-    Raises:
-        TypeError: When a tensor's type does not tell by way of DLPack's exchange table; other errors of its framework
-            when one tensor cannot be told.
     """
 
 def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:

@@ -54,9 +54,11 @@ class Options:
 
     def selects(self, name: str) -> bool:
         """Whether ``only`` selects the leaf ``key/name``."""
+        if not self.only:
+            return True
         key = name.partition("/")[0]
         matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
-        return not self.only or any(matches)
+        return any(matches)
 
 
 @dataclass

@@ -50,6 +50,7 @@ fn memory_is_bounded_by_the_budget() {
         providers: vec![vec![Arc::new(Made)]],
         replicas: None,
         is_vouched_for: false,
+        is_waited_for: false,
     };
     let destination = Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: false };
     // What a load fills is the program's own memory.

@@ -226,7 +226,13 @@ impl Described {
                 }
             });
         }
-        Ok(State { catalog: Arc::clone(&self.catalog), providers, replicas: None, is_vouched_for: self.is_lazy })
+        Ok(State {
+            catalog: Arc::clone(&self.catalog),
+            providers,
+            replicas: None,
+            is_vouched_for: self.is_lazy,
+            is_waited_for,
+        })
     }
 
     /// The bytes of all tensors that are copied in the call, in the catalog's order.

@@ -79,7 +79,7 @@ def _cuts(
                 "redistribute() it to Shard or Replicate first"
             )
         split = 1
-        if type(placement).__name__ == "_StridedShard":
+        if _is_strided(placement):
             split = int(placement.split_factor)
         elif placement.is_replicate():
             continue
@@ -194,8 +194,8 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
-    shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
+        shape = tuple(tensor.shape)
         return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
     attached = chunks(tensor)
     if attached is not None:
@@ -216,6 +216,20 @@ def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]
         index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
         out.append((region, local[index]))
     return out
+
+
+def parts(tensor: Any, local: torch.Tensor) -> list[torch.Tensor]:
+    """The views of :func:`views`, of a tensor whose regions are known already."""
+    if local.numel() == 0:
+        return []
+    # A rank's part is one box, unless strides or somebody else cut it.
+    if not is_dtensor(tensor) or (chunks(tensor) is None and not any(map(_is_strided, tensor.placements))):
+        return [local]
+    return [view for _, view in views(tensor, local)]
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:

@@ -177,7 +177,7 @@ impl Truth {
             }
         }
         let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
-        State { catalog, providers, replicas, is_vouched_for: false }
+        State { catalog, providers, replicas, is_vouched_for: false, is_waited_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.

@@ -193,7 +193,13 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     let gone = State { catalog: Arc::clone(&without.catalog), providers: without.providers.clone(), ..without };
     let error = save_states(&job, &url("gone"), states(gone)).unwrap_err();
     assert!(error.message.contains("the next save is planned anew"), "{error}");
-    let again = State { catalog: without.catalog, providers: without.providers, replicas: None, is_vouched_for: false };
+    let again = State {
+        catalog: without.catalog,
+        providers: without.providers,
+        replicas: None,
+        is_vouched_for: false,
+        is_waited_for: false,
+    };
     save_states(&job, &url("again"), states(again)).unwrap();
     let flaw = loading.compare(|engine| checkpoint::open(engine, &url("again"), LONG), &small, &mut Dice(2));
     assert_eq!(flaw, Ok(None));

@@ -13,9 +13,10 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, Leaf, LeafBody};
 
-use crate::balance::{Item, Spared, divide};
+use crate::balance::{Item, Spared};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
+use crate::together::divide_together;
 use crate::write::Write;
 
 /// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks
@@ -70,16 +71,17 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
         }
         let held = |&leaf: &u32| &catalog.leaves[leaf as usize];
         let spared = Spared::new(leaves.iter().map(held));
-        let (mut items, mut parts) = (Vec::new(), Vec::new());
+        let (mut items, mut names, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for leaf in leaves {
             let Leaf { name, body: LeafBody::Tensor { dtype, parts: regions, .. }, .. } = held(&leaf) else { continue };
             for (part, region) in (0u32..).zip(regions) {
                 items.push(Item::new(region, *dtype, spared.of(&name.key), 0));
+                names.push(name);
                 parts.push(Write::whole(leaf, part));
             }
         }
         let mine = members.binary_search(&rank).unwrap_or_default() as u32;
-        let shares = divide(members.len(), &[(0..members.len() as u32).collect()], &items);
+        let shares = divide_together(members.len(), &[(0..members.len() as u32).collect()], &items, &names);
         let shares = shares.into_iter().filter(|share| share.rank == mine);
         local.writes.extend(shares.map(|share| Write { rows: share.rows, ..parts[share.item] }));
     }

@@ -7,10 +7,11 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
-use crate::balance::{Item, Share, Spared, divide};
+use crate::balance::{Item, Share, Spared};
 use crate::coverage::{Flaw, tiles};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
+use crate::together::divide_together;
 use crate::write::Write;
 
 /// What a checkpoint will hold and who writes it.
@@ -74,7 +75,7 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
         item.spared = spared.of(&leaf.key);
     }
     let mut writes = vec![Vec::new(); catalogs.len()];
-    for Share { item, rank, rows } in divide(catalogs.len(), &share.classes, &share.items) {
+    for Share { item, rank, rows } in divide_together(catalogs.len(), &share.classes, &share.items, &share.leaves) {
         let holders = &share.classes[share.items[item].class];
         let place = holders.partition_point(|&holder| holder < rank);
         writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });

@@ -74,6 +74,9 @@ pub trait Coord: Send + Sync {
     /// The name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
     fn meeting(&self) -> Meeting;
 
+    /// The name or address, without a port, at which the other ranks can reach this process.
+    fn host(&self) -> &str;
+
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///
     /// `topic` is 1 to 4096 bytes long. `decide` is called on rank 0 only, once, on the calling thread, and without any

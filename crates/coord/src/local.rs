@@ -43,6 +43,10 @@ impl Coord for Local {
         self.meeting
     }
 
+    fn host(&self) -> &str {
+        "127.0.0.1"
+    }
+
     fn agree(
         &self,
         topic: &str,

@@ -32,13 +32,16 @@ mod error;
 pub mod grpc;
 mod hub;
 mod local;
+pub mod node;
 pub mod peers;
-mod round;
+mod topology;
+mod wire;
 
 use std::time::Duration;
 
 pub use error::{Error, Failure};
-pub use local::{local, solo};
+pub use local::{local, local_tree, solo};
+pub use topology::Topology;
 
 /// Decides a round: gets every rank's contribution in the order of the ranks, gives every rank's answer in that order,
 /// or the reason why there is none.

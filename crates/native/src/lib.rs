@@ -38,7 +38,7 @@ mod _native {
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]
-    use crate::session::Session;
+    use crate::session::{Place, Session};
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 

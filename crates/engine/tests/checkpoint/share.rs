@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{env, thread};
 
-use shardfast_coord::grpc;
 use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
+use crate::kill::place;
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
@@ -309,7 +309,6 @@ fn what_is_slower_is_left() {
 }
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
-const TOKEN: &str = "0123456789abcdef";
 const MARK: &str = "told: ";
 /// In which a rank must learn that the other one is gone, on a busy machine.
 const BOUNDED: Duration = Duration::from_secs(30);
@@ -322,7 +321,7 @@ fn peer() {
     }) else {
         return;
     };
-    let coord = grpc::join(&address, "127.0.0.1", 1, 2, TOKEN, LONG).unwrap();
+    let coord = place(1).join(Some(&address), LONG).unwrap();
     let engine = Engine::new(coord, STAGING_BYTES).unwrap();
     println!("{MARK}joined");
     loop {
@@ -368,8 +367,10 @@ impl Drop for Peer {
 
 /// Loads with a peer that gets a signal after a while; how long after that this rank knew, and what it heard.
 fn lost(url: &str, after: Duration, signal: &str, deadline: Duration) -> (Duration, Error) {
-    let (coord, address) = grpc::serve("127.0.0.1", 2, TOKEN).unwrap();
-    let mut peer = Peer::start(&address, url);
+    let place = place(0);
+    // Its peer is let in when this rank has joined, too.
+    let mut peer = Peer::start(place.address().unwrap(), url);
+    let coord = place.join(None, LONG).unwrap();
     let mut line = String::new();
     while !line.contains(MARK) {
         line.clear();

@@ -10,8 +10,8 @@
 //! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes that follow the CRC; u64 CRC-64 of all but itself; bytes
 //! ```
 //!
-//! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's order,
-//! each piece row-major. The sender proved each block that they come from; the receiver proves the segment.
+//! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's
+//! order, each piece row-major. The sender proved each block that they come from; the receiver proves the segment.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
@@ -534,8 +534,8 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// Reads some of what came from others from storage, too, to see what that takes. A neighbour's work on this machine
-    /// must not pass for slow storage, so the fastest block counts.
+    /// Reads some of what came from others from storage, too, to see what that takes. Other work on this machine must
+    /// not pass for slow storage, so the fastest block counts.
     fn read_again(&self, trial: &mut Trial, segments: &[Segment], counters: &Counters) -> Result<()> {
         let Some(Segment { file, chunk, .. }) = segments.first() else { return Ok(()) };
         let mut slot = self.staging.acquire()?;

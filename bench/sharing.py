@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import shardfast as sf
-import torch
 from figures import Figures, median, ratio, spread, summary, table
-from ranks import Settings, drop_page_cache, fill_page_cache, in_turn, of_all, run, timed
+from ranks import Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, timed
 from shardfast import _native, verbs
 from shardfast.matching import LoadPlan, Options
 from shardfast.session import TIMEOUT_S, current
@@ -103,5 +102,5 @@ def _worker(settings: Settings, layout: str) -> dict[str, Any]:
     in_turn([Loader(name) for name in WAYS], failed, settings, one, rounds=min(settings.rounds, 3))
     if failed:
         raise RuntimeError(f"not measured: {failed}")
-    torch.distributed.barrier()
+    remove(path)
     return {"bytes": bytes_of(rows), "cold": cold, "warm": warm, "moved": moved, "is_shared": is_shared}

@@ -82,8 +82,8 @@ impl Checkpoint {
         self.load_by(Way::Measured, None, wants, values, deadline).map(|loaded| loaded.values)
     }
 
-    /// [`Checkpoint::load`] in a way that is the same on all ranks, and what it moved. Where `rounds` are given on every
-    /// rank, they carry what ranks send each other, else connections of the ranks' own.
+    /// [`Checkpoint::load`] in a way that is the same on all ranks, and what it moved. Where every rank gives `rounds`,
+    /// they carry what ranks send each other, else connections of the ranks' own.
     ///
     /// # Errors
     /// As [`Checkpoint::load`].
@@ -229,7 +229,7 @@ impl Checkpoint {
         }
     }
 
-    /// Reads with others, on their terms. `wanted` has the places among `wants` and values of each thing that is wanted.
+    /// Reads with others, on their terms. `wanted` has the places among `wants` and values of each thing wanted.
     fn run_shared(
         &self,
         operation: &Operation,

@@ -10,8 +10,8 @@
 //! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes that follow the CRC; u64 CRC-64 of all but itself; bytes
 //! ```
 //!
-//! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's order,
-//! each piece row-major. The sender proved each block that they come from; the receiver proves the segment.
+//! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's
+//! order, each piece row-major. The sender proved each block that they come from; the receiver proves the segment.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
@@ -162,6 +162,12 @@ enum Work {
     Unpack(Segment),
 }
 
+/// A segment, and the ranks that it is sent to.
+type Packed = (Vec<u32>, Arc<Vec<u8>>);
+
+/// What came in a round, and how long it took.
+type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);
+
 /// A message that came, taken apart.
 struct Parsed {
     flags: u64,
@@ -278,13 +284,13 @@ impl Shared<'_> {
         let mut round = 0;
         loop {
             round += 1;
-            if open.is_empty() || round > TRIAL_ROUNDS {
-                if let Some(go_on) = go_on.take() {
-                    self.read_again(trial, &incoming, counters)?;
-                    if !go_on(*trial)? {
-                        self.work(incoming.into_iter().map(Work::Unpack), counters, false)?;
-                        return Ok(Some(false));
-                    }
+            if (open.is_empty() || round > TRIAL_ROUNDS)
+                && let Some(go_on) = go_on.take()
+            {
+                self.read_again(trial, &incoming, counters)?;
+                if !go_on(*trial)? {
+                    self.work(incoming.into_iter().map(Work::Unpack), counters, false)?;
+                    return Ok(Some(false));
                 }
             }
             if open.is_empty() {
@@ -390,12 +396,7 @@ impl Shared<'_> {
     }
 
     /// Does all work, on several threads; the segments that are to be sent, with their receivers.
-    fn work(
-        &self,
-        work: impl Iterator<Item = Work>,
-        counters: &Counters,
-        again: bool,
-    ) -> Result<Vec<(Vec<u32>, Arc<Vec<u8>>)>> {
+    fn work(&self, work: impl Iterator<Item = Work>, counters: &Counters, again: bool) -> Result<Vec<Packed>> {
         let (failure, packed) = (Failure::default(), Mutex::new(Vec::new()));
         let announce = |work: &Work| match work {
             Work::Unpack(_) => true,
@@ -426,7 +427,7 @@ impl Shared<'_> {
     }
 
     /// Reads a chunk, proves it, takes what is this rank's and packs what is others'.
-    fn read(&self, task: Task, counters: &Counters) -> Result<Vec<(Vec<u32>, Arc<Vec<u8>>)>> {
+    fn read(&self, task: Task, counters: &Counters) -> Result<Vec<Packed>> {
         let Task { chunk, others } = task;
         let began = Instant::now();
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
@@ -534,8 +535,8 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// Reads some of what came from others from storage, too, to see what that takes. A neighbour's work on this machine
-    /// must not pass for slow storage, so the fastest block counts.
+    /// Reads some of what came from others from storage, too, to see what that takes. Other work on this machine must
+    /// not pass for slow storage, so the fastest block counts.
     fn read_again(&self, trial: &mut Trial, segments: &[Segment], counters: &Counters) -> Result<()> {
         let Some(Segment { file, chunk, .. }) = segments.first() else { return Ok(()) };
         let mut slot = self.staging.acquire()?;
@@ -566,7 +567,7 @@ impl Shared<'_> {
 /// The way to the thread that swaps.
 struct Swap {
     to_carrier: crossbeam_channel::Sender<BTreeMap<u32, Message>>,
-    from_carrier: crossbeam_channel::Receiver<(Result<BTreeMap<u32, Vec<u8>>>, Duration)>,
+    from_carrier: crossbeam_channel::Receiver<Swapped>,
 }
 
 impl Swap {
@@ -575,7 +576,7 @@ impl Swap {
     }
 
     /// What the round that began brought, and how long it took.
-    fn end(&self) -> (Result<BTreeMap<u32, Vec<u8>>>, Duration) {
+    fn end(&self) -> Swapped {
         let ended = || (Err(Error::internal("the thread that swaps messages has ended")), Duration::ZERO);
         self.from_carrier.recv().unwrap_or_else(|_| ended())
     }

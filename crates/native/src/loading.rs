@@ -116,7 +116,7 @@ impl Loading {
         self.running.get()?.with_rounds(|rounds| rounds.received(Err(error)))
     }
 
-    /// Waits for the end of the load; as `Checkpoint.load`. Whoever does not want to wait for more rounds calls it, too.
+    /// Waits for the end of the load; as `Checkpoint.load`. Whoever carries no more rounds calls it, too.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
         let running = self.running.get()?;
         let loaded = py.detach(|| running.join()).ok_or_else(|| invalid("this load has been finished"))?;

@@ -129,7 +129,7 @@ fn damage_that_one_rank_reads_is_everybodys_failure() {
 }
 
 /// What carries a load's rounds in these tests: all ranks' rounds are collected and delivered, perhaps altered.
-fn carry(ranks: Vec<Rounds>, alter: impl Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()>) {
+fn carry(ranks: Vec<Rounds>, alter: &Alter<'_>) {
     let mut is_open = vec![true; ranks.len()];
     for round in 0.. {
         let mut received: Vec<BTreeMap<u32, Vec<u8>>> = vec![BTreeMap::new(); ranks.len()];
@@ -156,12 +156,15 @@ fn carry(ranks: Vec<Rounds>, alter: impl Fn(u32, &mut BTreeMap<u32, Vec<u8>>) ->
     }
 }
 
+/// What happens in a round to what a rank receives.
+type Alter<'a> = dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()> + 'a;
+
 /// A load of replicas whose rounds are carried so; what each rank found wrong, and what it moved.
 fn carried(
     way: Way,
     (truth, url): (&Truth, &str),
     world: u32,
-    alter: impl Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()>,
+    alter: &Alter<'_>,
 ) -> Vec<Result<(Option<String>, Traffic)>> {
     let job = Job::staged(Layout::replicas(world), STAGING_BYTES);
     let (handoffs, rounds): (Vec<_>, Vec<_>) = job.engines.iter().map(|_| handoff()).unzip();
@@ -184,7 +187,7 @@ fn carried(
 fn rounds_can_be_carried_by_the_program() {
     let (place, truth) = (scratch(), matrix(1024));
     let url = saved(place.path(), &truth);
-    let carried = |alter: &dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()>| {
+    let carried = |alter: &Alter<'_>| {
         carried(Way::Shared, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
     };
     assert!(carried(&|_, _| Ok(())).all(|found| found == Ok(None)));
@@ -297,7 +300,7 @@ fn what_is_slower_is_left() {
     assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
 
     // Messages, beside which storage takes no time.
-    let carried = carried(Way::Measured, (&truth, &url), 2, |_, _| {
+    let carried = carried(Way::Measured, (&truth, &url), 2, &|_, _| {
         thread::sleep(Duration::from_millis(250));
         Ok(())
     });

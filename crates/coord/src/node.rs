@@ -42,6 +42,7 @@ pub use self::message::{Downward, FAILURES_MAX, Failures, FromChild, FromParent,
 use self::round::check_topic;
 use self::round::{Round, Seated, Stage};
 use crate::topology::Position;
+pub use crate::wire::Encoded;
 use crate::{Error, PAYLOAD_BYTES_MAX, Topology};
 
 /// How long a node that closes a round waits for its children, for each level below it.

@@ -20,10 +20,14 @@ use proto::{downward, ended, upward};
 const RANKS_MAX: u64 = 1 << 24;
 
 /// A message of a link, as bytes.
-pub(crate) trait Encoded: Sized {
+pub trait Encoded: Sized {
+    /// The bytes that travel.
     fn encode(self) -> Vec<u8>;
 
-    /// Payloads are parts of `bytes`, not copies. The error says in words why these bytes are no such message.
+    /// The message of these bytes. Payloads are parts of them, not copies.
+    ///
+    /// # Errors
+    /// In words, why they are no such message.
     fn decode(bytes: Bytes) -> Result<Self, String>;
 }
 

@@ -42,7 +42,12 @@ fn strangers_disturb_nobody() {
     assert!(double.starts_with("rank 0 at ADDRESS refuses rank 1: rank 1, joined from 127.0.0.1:"), "{double}");
     assert!(double.contains(", is there already, and another one came from 127.0.0.1:"), "{double}");
     refusal(membership(star(4), 3), &address);
-    assert_eq!(each(&ranks, |coord| everyone(coord, "plan", LONG)), vec![Ok(vec![0, 1, 2]); 3]);
+    let staggered = each(&ranks, |coord| {
+        // So that there is a round to be ended.
+        thread::sleep(Duration::from_millis(100) * coord.rank());
+        everyone(coord, "plan", LONG)
+    });
+    assert_eq!(staggered, vec![Ok(vec![0, 1, 2]); 3]);
 
     let [root, first, _second] = ranks;
     drop(first);

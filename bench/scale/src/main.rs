@@ -5,6 +5,7 @@
 
 mod commit;
 mod layout;
+mod tree;
 mod worst;
 
 use std::io;
@@ -20,6 +21,7 @@ const REPLICAS_QUICK: [u64; 2] = [8, 70];
 #[derive(Serialize)]
 struct Figures {
     commit: Vec<commit::Row>,
+    tree: Vec<Vec<tree::Exchange>>,
     worst_ms: worst::Figures,
     flat_run_ns: worst::Figures,
 }
@@ -33,6 +35,10 @@ fn main() -> io::Result<()> {
     println!("405 billion parameters, TP 8 x PP 16 x DP, distributed optimizer; one core; the last column: growth");
     let commit: Vec<commit::Row> = replicas.iter().map(|&dp| commit::measure(Job { dp })).collect();
     commit::print(&commit);
+    println!("\nexchanges of a save whose plan is remembered, fan-out {}", shardfast_coord::Topology::FAN_OUT_DEFAULT);
+    let worlds: Vec<u32> = replicas.iter().map(|&dp| Job { dp }.world()).collect();
+    let tree: Vec<_> = worlds.iter().map(|&world| tree::measure(world)).collect();
+    tree::print(&worlds, &tree);
     println!("\nplans that need all catalogs, and loads, ms");
     let worst_ms = worst::measure();
     worst_ms.iter().for_each(|(what, ms)| println!("{what:<62}{ms:>10.0}"));
@@ -40,7 +46,7 @@ fn main() -> io::Result<()> {
     let flat_run_ns = worst::measure_flat_runs();
     flat_run_ns.iter().for_each(|(what, ns)| println!("{what:<62}{ns:>10.0}"));
     match json {
-        Some(path) => std::fs::write(path, serde_json::to_string(&Figures { commit, worst_ms, flat_run_ns })?),
+        Some(path) => std::fs::write(path, serde_json::to_string(&Figures { commit, tree, worst_ms, flat_run_ns })?),
         None => Ok(()),
     }
 }

@@ -8,6 +8,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch

@@ -34,6 +34,9 @@ use crate::writer::Failure;
 /// Rounds after which the ranks decide whether to go on: the first ones only fill the pipeline.
 const TRIAL_ROUNDS: u32 = 3;
 
+/// A round of the trial is this much smaller: what it found to be slower should not have been much of the load.
+const TRIAL_PART: u64 = 8;
+
 /// Of what came from others, the bytes that are read once more to see what that takes.
 pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 
@@ -277,7 +280,7 @@ impl Shared<'_> {
     ) -> Troubled<Option<bool>> {
         let mut chunks = self.sharing.chunks();
         let began = Instant::now();
-        let tasks = self.next_tasks(&mut chunks, done);
+        let tasks = self.next_tasks(&mut chunks, go_on.is_some(), done);
         let mut outgoing = self.prepare(tasks, Vec::new(), counters, go_on.is_some())?;
         counters.split(began, trial);
         let mut incoming = Vec::new();
@@ -308,7 +311,8 @@ impl Shared<'_> {
             }
             swap.begin(messages)?;
             let began = Instant::now();
-            let tasks = if sent_last { (Vec::new(), true) } else { self.next_tasks(&mut chunks, done) };
+            let tasks =
+                if sent_last { (Vec::new(), true) } else { self.next_tasks(&mut chunks, go_on.is_some(), done) };
             let prepared = self.prepare(tasks, std::mem::take(&mut incoming), counters, go_on.is_some());
             counters.split(began, trial);
             let (received, swap_s) = swap.end();
@@ -349,7 +353,13 @@ impl Shared<'_> {
     }
 
     /// The chunks that this rank reads in the next round, and whether they are the last ones.
-    fn next_tasks(&self, chunks: &mut Chunks<'_>, done: &mut Option<HashSet<(u32, u64)>>) -> (Vec<Task>, bool) {
+    fn next_tasks(
+        &self,
+        chunks: &mut Chunks<'_>,
+        is_trial: bool,
+        done: &mut Option<HashSet<(u32, u64)>>,
+    ) -> (Vec<Task>, bool) {
+        let link_bytes = if is_trial { self.link_bytes / TRIAL_PART } else { self.link_bytes };
         let mut tasks = Vec::new();
         let mut bytes_to: BTreeMap<u32, u64> = BTreeMap::new();
         for chunk in chunks.by_ref() {
@@ -364,7 +374,7 @@ impl Shared<'_> {
                     let to = bytes_to.entry(rank).or_default();
                     *to += bytes;
                     // As large as the chunk itself, the next one would be too much.
-                    is_full |= *to + (chunk.range.end - chunk.range.start) > self.link_bytes;
+                    is_full |= *to + (chunk.range.end - chunk.range.start) > link_bytes;
                 }
             }
             done.iter_mut().for_each(|done| _ = done.insert((chunk.file, chunk.range.start)));

@@ -1,14 +1,13 @@
 """Who holds the same as this rank, as far as meshes and wrappers tell, and what ranks that know it save."""
 
+import shardfast as sf
 import torch
+from shardfast.adapters.torch import TorchAdapter
+from shardfast.description import describe
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-import shardfast as sf
-from shardfast.adapters.torch import TorchAdapter
-from shardfast.description import describe
 
 
 def holders(state):

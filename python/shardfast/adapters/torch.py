@@ -148,7 +148,7 @@ class _Replicated:
 
 def _replicated(module: nn.Module) -> Iterator[_Replicated]:
     for path in _paths(module, (nn.parallel.DistributedDataParallel,)):
-        wrapper = module.get_submodule(path)
+        wrapper: Any = module.get_submodule(path)
         # Ranks outside of its group may hold the same as well, or something else.
         if torch.distributed.get_world_size(wrapper.process_group) == torch.distributed.get_world_size():
             prefix = f"{path}.module." if path else "module."

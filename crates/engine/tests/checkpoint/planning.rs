@@ -183,9 +183,9 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     let flaw = loading.compare(|engine| checkpoint::open(engine, &url("one"), LONG), &large, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
 
-    // What rank 2 was to write is gone there, and the others have begun without it: nothing is published, all are told
-    // alike, and the next save is planned anew.
-    let mut without = state(&small, &layout, 2);
+    // What rank 0 was to write (all that is small) is gone there, and the others have begun without it: nothing is
+    // published, all are told alike, and the next save is planned anew.
+    let mut without = state(&small, &layout, 0);
     let kept: Vec<bool> = without.catalog.leaves.iter().map(|leaf| leaf.name.key != "model").collect();
     let mut keep = kept.iter();
     without.providers.retain(|_| *keep.next().unwrap());
@@ -193,7 +193,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     let mut leaves = without.catalog.leaves.clone();
     leaves.retain(|_| *keep.next().unwrap());
     without.catalog = Arc::new(Catalog { leaves });
-    let states = |without| vec![state(&small, &layout, 0), state(&small, &layout, 1), without];
+    let states = |without| vec![without, state(&small, &layout, 1), state(&large, &layout, 2)];
     let gone = State { catalog: Arc::clone(&without.catalog), providers: without.providers.clone(), ..without };
     let error = save_states(&job, &url("gone"), states(gone)).unwrap_err();
     assert!(error.message.contains("the next save is planned anew"), "{error}");
@@ -205,7 +205,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
         is_waited_for: false,
     };
     save_states(&job, &url("again"), states(again)).unwrap();
-    let flaw = loading.compare(|engine| checkpoint::open(engine, &url("again"), LONG), &small, &mut Dice(2));
+    let flaw = loading.compare(|engine| checkpoint::open(engine, &url("again"), LONG), &large, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
 }
 

@@ -79,6 +79,7 @@ class Session:
     @staticmethod
     def join(
         address: str,
+        host: str,
         rank: int,
         world: int,
         token: str,
@@ -87,7 +88,7 @@ class Session:
         local_world: int = 1,
         staging_bytes: int | None = None,
     ) -> Session:
-        """Rank ``rank`` of ``world``, which joins rank 0 at ``address``."""
+        """Rank ``rank`` of ``world``, which joins rank 0 at ``address`` and can itself be reached at ``host``."""
 
     @property
     def rank(self) -> int: ...

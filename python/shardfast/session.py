@@ -114,9 +114,10 @@ def _meet(distributed: Any, timeout_s: float, staging_bytes: int | None) -> Sess
     # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
     meeting = store.add(f"meetings/{rank}", 1)
     key = f"meeting/{meeting}"
+    host = _host(world)
     if rank == 0:
         token = secrets.token_hex(16)
-        session = Session.serve(_host(world), world, token, local_world=local_world, staging_bytes=staging_bytes)
+        session = Session.serve(host, world, token, local_world=local_world, staging_bytes=staging_bytes)
         store.set(key, f"{session.address} {token}")
         return session
     try:
@@ -126,7 +127,9 @@ def _meet(distributed: Any, timeout_s: float, staging_bytes: int | None) -> Sess
             f"rank {rank} of {world}: rank 0 did not say within {timeout_s:g} s where it is: {error}"
         ) from error
     address, token = store.get(key).decode().split(" ")
-    return Session.join(address, rank, world, token, timeout_s, local_world=local_world, staging_bytes=staging_bytes)
+    return Session.join(
+        address, host, rank, world, token, timeout_s, local_world=local_world, staging_bytes=staging_bytes
+    )
 
 
 def _store(distributed: Any, timeout_s: float) -> Any:
@@ -145,7 +148,7 @@ def _store(distributed: Any, timeout_s: float) -> Any:
 
 
 def _host(world: int) -> str:
-    """The address at which rank 0 can be reached by every other rank."""
+    """The address at which this rank can be reached by every other one."""
     master = os.environ.get("MASTER_ADDR", "")
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or master == "localhost" or _is_loopback(master):
         return "127.0.0.1"

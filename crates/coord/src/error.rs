@@ -10,12 +10,14 @@ const FAILURES_SHOWN_MAX: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Ranks contributed a failure, or rank 0's decision failed.
-    #[error("agreement on {topic:?} failed: {}", Failures(.failures))]
+    #[error("agreement on {topic:?} failed: {}", Failures(.failures, *.more))]
     Failed {
         /// What was to be agreed on.
         topic: String,
-        /// Every rank that failed, ascending.
+        /// The ranks that failed, ascending: the lowest, if there are many.
         failures: Vec<Failure>,
+        /// How many ranks more failed.
+        more: u32,
     },
     /// Ranks did not contribute in time.
     #[error("agreement on {topic:?} failed: no word from {} within {waited:?}", Ranks(.ranks))]
@@ -52,7 +54,7 @@ pub struct Failure {
     pub reason: String,
 }
 
-struct Failures<'a>(&'a [Failure]);
+struct Failures<'a>(&'a [Failure], u32);
 
 impl fmt::Display for Failures<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -60,7 +62,7 @@ impl fmt::Display for Failures<'_> {
             let separator = if index == 0 { "" } else { "; " };
             write!(f, "{separator}rank {}: {}", failure.rank, failure.reason)?;
         }
-        match self.0.len().saturating_sub(FAILURES_SHOWN_MAX) {
+        match self.0.len().saturating_sub(FAILURES_SHOWN_MAX) + self.1 as usize {
             0 => Ok(()),
             more => write!(f, "; and {more} more"),
         }
@@ -95,12 +97,14 @@ mod tests {
     #[test]
     fn messages_name_the_topic_every_rank_and_every_reason() {
         let failure = |rank| Failure { rank, reason: format!("disk {rank} is full") };
-        let failed = |count| Error::Failed { topic: "save/7".into(), failures: (1..=count).map(failure).collect() };
+        let failed =
+            |count, more| Error::Failed { topic: "save/7".into(), failures: (1..=count).map(failure).collect(), more };
         assert_eq!(
-            failed(2).to_string(),
+            failed(2, 0).to_string(),
             r#"agreement on "save/7" failed: rank 1: disk 1 is full; rank 2: disk 2 is full"#
         );
-        assert!(failed(20).to_string().ends_with("; rank 16: disk 16 is full; and 4 more"));
+        assert!(failed(20, 0).to_string().ends_with("; rank 16: disk 16 is full; and 4 more"));
+        assert!(failed(1, 7).to_string().ends_with("rank 1: disk 1 is full; and 7 more"));
 
         let missing = |ranks: &[u32]| {
             let waited = Duration::from_millis(1500);

@@ -84,15 +84,28 @@ pub fn serve(bind_host: &str, world: u32, token: &str) -> Result<(Arc<dyn Coord>
     Ok((Arc::new(root), address))
 }
 
-/// Joins rank 0, which [`serve`]s under `address`, as `rank`. Tries for `timeout` to reach it.
+/// Joins rank 0, which [`serve`]s under `address`, as `rank`. Tries for `timeout` to reach it. `host` is this process's
+/// own name or IP address, as the other ranks know it.
 ///
 /// # Errors
 ///
 /// [`Error::Invalid`] when rank 0 refuses: another token, protocol or world, or a rank that is taken or was lost;
 /// [`Error::Unavailable`] when it cannot be reached in time.
-pub fn join(address: &str, rank: u32, world: u32, token: &str, timeout: Duration) -> Result<Arc<dyn Coord>, Error> {
+pub fn join(
+    address: &str,
+    host: &str,
+    rank: u32,
+    world: u32,
+    token: &str,
+    timeout: Duration,
+) -> Result<Arc<dyn Coord>, Error> {
     let pass = Pass::new(rank, world, token)?;
-    Ok(Arc::new(Member::join(address, &pass, timeout, KEEP_ALIVE)?))
+    Ok(Arc::new(Member::join(address, host, &pass, timeout, KEEP_ALIVE)?))
+}
+
+/// An IPv6 address may come as it stands in a URL.
+fn unbracketed(host: &str) -> String {
+    host.trim_start_matches('[').trim_end_matches(']').to_owned()
 }
 
 /// What a rank shows to be let in, and what rank 0 compares it with.

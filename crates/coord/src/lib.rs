@@ -29,15 +29,16 @@
 //! * **The same words.** All ranks of a failed round get equal errors, except where a rank cannot be reached.
 
 mod error;
-pub mod grpc;
 mod hub;
 mod local;
-mod round;
+pub mod node;
+mod topology;
 
 use std::time::Duration;
 
 pub use error::{Error, Failure};
-pub use local::{local, solo};
+pub use local::{local, local_tree, solo};
+pub use topology::Topology;
 
 /// Decides a round: gets every rank's contribution in the order of the ranks, gives every rank's answer in that order,
 /// or the reason why there is none.
@@ -73,6 +74,9 @@ pub trait Coord: Send + Sync {
 
     /// The name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
     fn meeting(&self) -> Meeting;
+
+    /// The name or address, without a port, at which the other ranks can reach this process.
+    fn host(&self) -> &str;
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///

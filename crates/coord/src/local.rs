@@ -1,15 +1,24 @@
 //! Ranks that are threads of one process; one rank is the smallest such world.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use crate::hub::{Hub, LEFT};
-use crate::{Coord, Decide, Error, Meeting};
+use crate::hub::{self, Hub, LEFT, Seat};
+use crate::node::{Contribution, Effect, Effects, Node, Reply};
+use crate::{Coord, Decide, Error, Meeting, Topology};
+
+/// The nodes of all ranks. A message between two of them is a call.
+struct Nodes {
+    topology: Topology,
+    meeting: Meeting,
+    started: Instant,
+    nodes: Mutex<Vec<Option<Node<Seat>>>>,
+}
 
 struct Local {
     rank: u32,
-    meeting: Meeting,
-    hub: Arc<Hub>,
+    nodes: Arc<Nodes>,
 }
 
 /// The one rank of a world of one. It waits for nobody.
@@ -23,11 +32,113 @@ pub fn solo() -> Arc<dyn Coord> {
 /// The ranks of a world within this process, in their order; each is meant for threads of its own.
 ///
 /// # Panics
-/// When the system has no random numbers.
+/// When `world` is 0, and when the system has no random numbers.
 pub fn local(world: u32) -> Vec<Arc<dyn Coord>> {
-    let meeting = Meeting::draw().expect("random numbers");
-    let hub = Arc::new(Hub::new(world));
-    (0..world).map(|rank| Arc::new(Local { rank, meeting, hub: Arc::clone(&hub) }) as Arc<dyn Coord>).collect()
+    local_tree(Topology::new(world, 1, Topology::FAN_OUT_DEFAULT).expect("a world of ranks"))
+}
+
+/// [`local`] ranks that agree through this tree.
+///
+/// # Panics
+/// When the system has no random numbers.
+pub fn local_tree(topology: Topology) -> Vec<Arc<dyn Coord>> {
+    let nodes = Arc::new(Nodes {
+        topology,
+        meeting: Meeting::draw().expect("random numbers"),
+        started: Instant::now(),
+        nodes: Mutex::new((0..topology.world()).map(|rank| Some(Node::new(&topology, rank))).collect()),
+    });
+    (0..topology.world()).map(|rank| Arc::new(Local { rank, nodes: Arc::clone(&nodes) }) as Arc<dyn Coord>).collect()
+}
+
+impl Nodes {
+    fn nodes(&self) -> MutexGuard<'_, Vec<Option<Node<Seat>>>> {
+        // No code of ours panics with the lock held, and nodes are whole between any two of their methods.
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes a node and all that follows from it; then, without the lock, answers those who wait.
+    fn act<T>(&self, rank: u32, act: impl FnOnce(&mut Node<Seat>, Duration) -> (T, Effects<Seat>)) -> Option<T> {
+        let mut replies = Vec::new();
+        let result = {
+            let mut nodes = self.nodes();
+            let now = self.started.elapsed();
+            let (result, effects) = act(nodes[rank as usize].as_mut()?, now);
+            self.deliver(&mut nodes, rank, effects, now, &mut replies);
+            result
+        };
+        hand_out(replies);
+        Some(result)
+    }
+
+    fn deliver(
+        &self,
+        nodes: &mut [Option<Node<Seat>>],
+        rank: u32,
+        effects: Effects<Seat>,
+        now: Duration,
+        replies: &mut Vec<(Seat, Reply)>,
+    ) {
+        let mut due: VecDeque<_> = effects.into_iter().map(|effect| (rank, effect)).collect();
+        while let Some((from, effect)) = due.pop_front() {
+            let (to, effects) = match effect {
+                Effect::Reply(seat, reply) => {
+                    replies.push((seat, reply));
+                    continue;
+                }
+                Effect::Up(message) => {
+                    let Some(parent) = self.topology.parent(from) else { continue };
+                    let Some(node) = &mut nodes[parent as usize] else { continue };
+                    (parent, node.from_child(from, message, now))
+                }
+                Effect::Down(child, message) => {
+                    let Some(node) = &mut nodes[child as usize] else { continue };
+                    (child, node.from_parent(message, now))
+                }
+            };
+            due.extend(effects.into_iter().map(|effect| (to, effect)));
+        }
+    }
+
+    fn leave(&self, rank: u32) {
+        let parent = self.topology.parent(rank);
+        let children = self.topology.children(rank).into_iter().map(|subtree| subtree.start);
+        self.nodes()[rank as usize] = None;
+        if let Some(parent) = parent {
+            self.act(parent, |node, now| ((), node.lose(rank, LEFT, now)));
+        }
+        for child in children {
+            self.act(child, |node, now| ((), node.lose_parent(LEFT, now)));
+        }
+    }
+}
+
+fn hand_out(replies: Vec<(Seat, Reply)>) {
+    for (seat, reply) in replies {
+        seat(reply);
+    }
+}
+
+impl Hub for Local {
+    fn contribute(&self, topic: &str, contribution: Contribution, seat: Seat, deadline: Duration) {
+        self.nodes.act(self.rank, |node, now| ((), node.contribute(topic, contribution, seat, now, deadline)));
+    }
+
+    fn decided(&self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> Result<Vec<u8>, Error> {
+        let own = self.nodes.act(self.rank, |node, _| node.decided(topic, decision));
+        own.unwrap_or_else(|| Err(Error::Invalid("this rank closed its coordinator".to_owned())))
+    }
+
+    fn tick(&self) {
+        for rank in 0..self.nodes.topology.world() {
+            self.nodes.act(rank, |node, now| ((), node.tick(now)));
+        }
+    }
+
+    fn due_in(&self) -> Option<Duration> {
+        let due = self.nodes.nodes().iter().flatten().filter_map(Node::due).min()?;
+        Some(due.saturating_sub(self.nodes.started.elapsed()))
+    }
 }
 
 impl Coord for Local {
@@ -36,11 +147,15 @@ impl Coord for Local {
     }
 
     fn world(&self) -> u32 {
-        self.hub.world()
+        self.nodes.topology.world()
     }
 
     fn meeting(&self) -> Meeting {
-        self.meeting
+        self.nodes.meeting
+    }
+
+    fn host(&self) -> &str {
+        "127.0.0.1"
     }
 
     fn agree(
@@ -50,12 +165,12 @@ impl Coord for Local {
         decide: Decide<'_>,
         deadline: Duration,
     ) -> Result<Vec<u8>, Error> {
-        self.hub.agree(self.rank, topic, contribution, decide, deadline)
+        hub::agree(self, topic, contribution, decide, deadline)
     }
 }
 
 impl Drop for Local {
     fn drop(&mut self) {
-        self.hub.lose(self.rank, LEFT);
+        self.nodes.leave(self.rank);
     }
 }

@@ -54,13 +54,14 @@ impl Session {
         Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, Some(address)))
     }
 
-    /// Rank `rank` of `world`, which joins rank 0 at `address`.
+    /// Rank `rank` of `world`, which joins rank 0 at `address` and can itself be reached at `host`.
     #[staticmethod]
-    #[pyo3(signature = (address, rank, world, token, timeout_s, *, local_world=1, staging_bytes=None))]
+    #[pyo3(signature = (address, host, rank, world, token, timeout_s, *, local_world=1, staging_bytes=None))]
     #[allow(clippy::too_many_arguments)] // as many as Python names
     fn join(
         py: Python<'_>,
         address: &str,
+        host: &str,
         rank: u32,
         world: u32,
         token: &str,
@@ -70,7 +71,7 @@ impl Session {
     ) -> PyResult<Session> {
         let timeout = seconds(timeout_s)?;
         let coord = py
-            .detach(|| shardfast_coord::grpc::join(address, rank, world, token, timeout))
+            .detach(|| shardfast_coord::grpc::join(address, host, rank, world, token, timeout))
             .map_err(|error| raise(Error::from(error)))?;
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
         Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, None))

@@ -13,7 +13,7 @@ use tonic::{Code, Request, Status, Streaming};
 
 use super::wire::{self, proto};
 use super::workers::Workers;
-use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
+use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES, unbracketed};
 use crate::hub::{self, GRACE, LEFT};
 use crate::round;
 use crate::{Coord, Decide, Error, Meeting};
@@ -30,6 +30,7 @@ pub(super) struct Member {
     rank: u32,
     world: u32,
     meeting: Meeting,
+    host: String,
     link: Arc<Mutex<Link>>,
     /// Disconnected when the session has ended.
     session: Mutex<mpsc::Receiver<()>>,
@@ -50,7 +51,13 @@ enum State {
 }
 
 impl Member {
-    pub(super) fn join(address: &str, pass: &Pass, timeout: Duration, keep_alive: KeepAlive) -> Result<Member, Error> {
+    pub(super) fn join(
+        address: &str,
+        host: &str,
+        pass: &Pass,
+        timeout: Duration,
+        keep_alive: KeepAlive,
+    ) -> Result<Member, Error> {
         let (rank, world) = (pass.rank, pass.world);
         let endpoint = Endpoint::from_shared(format!("http://{address}"))
             .map_err(|error| Error::Invalid(format!("rank 0's address {address:?} is not \"host:port\": {error}")))?
@@ -92,7 +99,7 @@ impl Member {
         let link = Arc::new(Mutex::new(link));
         let (ended, session) = mpsc::channel();
         workers.spawn(listen(inbound, Arc::clone(&link), ended));
-        Ok(Member { rank, world, meeting, link, session: Mutex::new(session), workers })
+        Ok(Member { rank, world, meeting, host: unbracketed(host), link, session: Mutex::new(session), workers })
     }
 }
 
@@ -189,6 +196,10 @@ impl Coord for Member {
 
     fn meeting(&self) -> Meeting {
         self.meeting
+    }
+
+    fn host(&self) -> &str {
+        &self.host
     }
 
     fn agree(

@@ -16,7 +16,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::wire::{self, proto};
 use super::workers::Workers;
-use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES};
+use super::{BROKEN, KeepAlive, MEETING_HEADER, MESSAGE_BYTES_MAX, Pass, WINDOW_BYTES, unbracketed};
 use crate::hub::{Hub, LEFT};
 use crate::round::Reply;
 use crate::{Coord, Decide, Error, Meeting};
@@ -27,6 +27,7 @@ use proto::from_rank::Said;
 const FAREWELL: Duration = Duration::from_secs(10);
 
 pub(super) struct Root {
+    host: String,
     hub: Arc<Hub>,
     door: Arc<Door>,
     /// Disconnected when the last session has ended.
@@ -59,18 +60,15 @@ struct Guest {
 impl Root {
     pub(super) fn open(host: &str, pass: Pass, keep_alive: KeepAlive) -> Result<(Root, String), Error> {
         let workers = Workers::start()?;
-        let bind = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let host = unbracketed(host);
+        let bind = host.clone();
         let listener = workers.run(async move {
             let listened = TcpListener::bind((bind.as_str(), 0)).await;
             let listened = listened.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
             listened.map_err(|error| Error::Unavailable(format!("cannot listen on {bind:?}: {error}")))
         });
         let (port, listener) = listener?;
-        let address = if host.contains(':') && !host.starts_with('[') {
-            format!("[{host}]:{port}")
-        } else {
-            format!("{host}:{port}")
-        };
+        let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
 
         let hub = Arc::new(Hub::new(pass.world));
         let clock = Arc::new(Notify::new());
@@ -102,7 +100,7 @@ impl Root {
             // those that try are told by the refused connection.
             let _ = server.serve_with_incoming(incoming).await;
         });
-        Ok((Root { hub, door, sessions: Mutex::new(sessions), workers }, address))
+        Ok((Root { host, hub, door, sessions: Mutex::new(sessions), workers }, address))
     }
 }
 
@@ -132,6 +130,10 @@ impl Coord for Root {
 
     fn meeting(&self) -> Meeting {
         self.door.meeting
+    }
+
+    fn host(&self) -> &str {
+        &self.host
     }
 
     fn agree(

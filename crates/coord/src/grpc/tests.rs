@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::*;
 
+const HOST: &str = "127.0.0.1";
 const LONG: Duration = Duration::from_secs(60);
 const QUICK: KeepAlive = KeepAlive { interval: Duration::from_millis(100), timeout: Duration::from_millis(200) };
 
@@ -77,7 +78,7 @@ fn both_ends_of_a_silent_connection_find_out_by_their_pings() {
     let (root, address) = Root::open("127.0.0.1", Pass::new(0, 2, "secret").unwrap(), QUICK).unwrap();
     let open = Arc::new(AtomicBool::new(true));
     let front = silenceable(address, Arc::clone(&open));
-    let member = Member::join(&front, &Pass::new(1, 2, "secret").unwrap(), LONG, QUICK).unwrap();
+    let member = Member::join(&front, HOST, &Pass::new(1, 2, "secret").unwrap(), LONG, QUICK).unwrap();
 
     // Pings get through and nobody is lost, however idle the connection is.
     thread::sleep(Duration::from_millis(500));

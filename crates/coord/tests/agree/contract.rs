@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardfast_coord::{Coord, Error, Failure, PAYLOAD_BYTES_MAX, local, solo};
 
-use crate::{LONG, connected, each, everyone, promptly};
+use crate::{HOST, LONG, connected, each, everyone, promptly};
 
 /// Every check, for ranks that are threads and for ranks that are connected.
 macro_rules! contract {
@@ -52,6 +52,7 @@ fn one_rank_agrees_with_itself() {
 
 fn a_meeting_has_one_name_and_no_other_has_it(ranks: Vec<Arc<dyn Coord>>) {
     assert!(ranks.iter().all(|rank| rank.meeting() == ranks[0].meeting()));
+    assert!(ranks.iter().all(|rank| rank.host() == HOST));
     assert!(
         [local(2).remove(0).meeting(), connected(2)[1].meeting(), solo().meeting()]
             .iter()

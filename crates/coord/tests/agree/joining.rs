@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use shardfast_coord::{Error, grpc};
 
-use crate::{LONG, PROMPT, TOKEN, each, everyone, promptly};
+use crate::{HOST, LONG, PROMPT, TOKEN, each, everyone, promptly};
 
 fn refusal(address: &str, rank: u32, world: u32, token: &str) -> String {
-    match promptly(|| grpc::join(address, rank, world, token, LONG)).err().expect("must be refused") {
+    match promptly(|| grpc::join(address, HOST, rank, world, token, LONG)).err().expect("must be refused") {
         Error::Invalid(message) => message.replace(address, "ADDRESS"),
         error => panic!("expected a refusal, found {error}"),
     }
@@ -16,7 +16,7 @@ fn refusal(address: &str, rank: u32, world: u32, token: &str) -> String {
 
 #[test]
 fn strangers_and_doubles_are_refused_by_name() {
-    let (root, address) = grpc::serve("127.0.0.1", 3, TOKEN).unwrap();
+    let (root, address) = grpc::serve(HOST, 3, TOKEN).unwrap();
     assert_eq!(
         refusal(&address, 1, 3, "another job's".replace(' ', "-").as_str()),
         "rank 0 at ADDRESS refuses rank 1: the token is not this job's"
@@ -30,13 +30,13 @@ fn strangers_and_doubles_are_refused_by_name() {
         assert_eq!(refusal(&address, rank, 3, TOKEN), message);
     }
 
-    let first = grpc::join(&address, 1, 3, TOKEN, LONG).unwrap();
+    let first = grpc::join(&address, HOST, 1, 3, TOKEN, LONG).unwrap();
     let double = refusal(&address, 1, 3, TOKEN);
     assert!(double.starts_with("rank 0 at ADDRESS refuses rank 1: rank 1, joined from 127.0.0.1:"), "{double}");
     assert!(double.ends_with(", is there already"), "{double}");
 
     // None of them disturbed those that belong here.
-    let ranks = [root, first, grpc::join(&address, 2, 3, TOKEN, LONG).unwrap()];
+    let ranks = [root, first, grpc::join(&address, HOST, 2, 3, TOKEN, LONG).unwrap()];
     assert_eq!(each(&ranks, |coord| everyone(coord, "plan", LONG)), vec![Ok(vec![0, 1, 2]); 3]);
 
     let [root, first, _second] = ranks;
@@ -48,8 +48,8 @@ fn strangers_and_doubles_are_refused_by_name() {
 
 #[test]
 fn ranks_that_never_joined_are_missing_at_the_deadline() {
-    let (root, address) = grpc::serve("127.0.0.1", 4, TOKEN).unwrap();
-    let ranks = [root, grpc::join(&address, 2, 4, TOKEN, LONG).unwrap()];
+    let (root, address) = grpc::serve(HOST, 4, TOKEN).unwrap();
+    let ranks = [root, grpc::join(&address, HOST, 2, 4, TOKEN, LONG).unwrap()];
     let errors = promptly(|| each(&ranks, |coord| everyone(coord, "plan", Duration::from_millis(200)).unwrap_err()));
     assert!(matches!(&errors[0], Error::Missing { ranks, .. } if *ranks == [1, 3]), "{}", errors[0]);
     assert_eq!(errors[0], errors[1]);
@@ -67,7 +67,8 @@ fn addresses_name_the_host_that_was_asked_for() {
             Err(error) => panic!("{error}"),
         };
         assert!(address.starts_with(prefix), "{address}");
-        let ranks = [root, grpc::join(&address, 1, 2, TOKEN, LONG).unwrap()];
+        assert_eq!(root.host(), host.trim_matches(['[', ']']));
+        let ranks = [root, grpc::join(&address, HOST, 1, 2, TOKEN, LONG).unwrap()];
         assert_eq!(each(&ranks, |coord| everyone(coord, "plan", LONG)), vec![Ok(vec![0, 1]); 2]);
     }
 }
@@ -84,17 +85,17 @@ fn what_cannot_be_reached_or_cannot_be_meant_is_told_in_time() {
     // Listens and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap().to_string();
-    let message = unavailable(promptly(|| grpc::join(&address, 1, 2, TOKEN, wait)).err().unwrap());
+    let message = unavailable(promptly(|| grpc::join(&address, HOST, 1, 2, TOKEN, wait)).err().unwrap());
     assert!(message.starts_with(&format!("rank 1 cannot reach rank 0 at {address} within 300ms: ")), "{message}");
     drop(silent);
-    let message = unavailable(promptly(|| grpc::join(&address, 1, 2, TOKEN, wait)).err().unwrap());
+    let message = unavailable(promptly(|| grpc::join(&address, HOST, 1, 2, TOKEN, wait)).err().unwrap());
     assert!(message.contains("refused"), "{message}");
 
-    assert!(invalid(grpc::join("no address", 1, 2, TOKEN, wait).err().unwrap()));
-    assert!(invalid(grpc::serve("127.0.0.1", 0, TOKEN).err().unwrap()));
+    assert!(invalid(grpc::join("no address", HOST, 1, 2, TOKEN, wait).err().unwrap()));
+    assert!(invalid(grpc::serve(HOST, 0, TOKEN).err().unwrap()));
     for token in ["", "two words", "newline\n", "\u{e9}"] {
-        assert!(invalid(grpc::serve("127.0.0.1", 2, token).err().unwrap()));
-        assert!(invalid(grpc::join(&address, 1, 2, token, wait).err().unwrap()));
+        assert!(invalid(grpc::serve(HOST, 2, token).err().unwrap()));
+        assert!(invalid(grpc::join(&address, HOST, 1, 2, token, wait).err().unwrap()));
     }
     let message = unavailable(grpc::serve("192.0.2.1", 2, TOKEN).err().unwrap());
     assert!(message.starts_with(r#"cannot listen on "192.0.2.1": "#), "{message}");
@@ -104,8 +105,8 @@ fn what_cannot_be_reached_or_cannot_be_meant_is_told_in_time() {
 fn a_root_may_be_opened_and_dropped_by_a_program_that_has_a_runtime() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(async {
-        let (root, address) = grpc::serve("127.0.0.1", 2, TOKEN).unwrap();
-        let member = grpc::join(&address, 1, 2, TOKEN, PROMPT).unwrap();
+        let (root, address) = grpc::serve(HOST, 2, TOKEN).unwrap();
+        let member = grpc::join(&address, HOST, 1, 2, TOKEN, PROMPT).unwrap();
         drop(member);
         drop(root);
     });

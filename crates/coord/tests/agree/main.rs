@@ -15,14 +15,15 @@ const LONG: Duration = Duration::from_secs(60);
 /// What counts as at once, on a busy machine.
 const PROMPT: Duration = Duration::from_secs(5);
 
+const HOST: &str = "127.0.0.1";
 const TOKEN: &str = "0123456789abcdef";
 
 type Answer = Result<Vec<u8>, Error>;
 
 /// All ranks of a world, each with a connection of its own.
 fn connected(world: u32) -> Vec<Arc<dyn Coord>> {
-    let (root, address) = grpc::serve("127.0.0.1", world, TOKEN).unwrap();
-    let members = (1..world).map(|rank| grpc::join(&address, rank, world, TOKEN, LONG).unwrap());
+    let (root, address) = grpc::serve(HOST, world, TOKEN).unwrap();
+    let members = (1..world).map(|rank| grpc::join(&address, HOST, rank, world, TOKEN, LONG).unwrap());
     [root].into_iter().chain(members).collect()
 }
 

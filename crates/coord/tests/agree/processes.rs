@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardfast_coord::{Coord, Error, grpc};
 
-use crate::{LONG, TOKEN, each, everyone, promptly};
+use crate::{HOST, LONG, TOKEN, each, everyone, promptly};
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
 const ADDRESS: &str = "SHARDFAST_TEST_ADDRESS";
@@ -65,7 +65,7 @@ fn child() {
     let Ok(role) = env::var(ROLE) else { return };
     let role: Vec<&str> = role.split(' ').collect();
     let number = |index: usize| role[index].parse::<u32>().unwrap();
-    let join = || grpc::join(&env::var(ADDRESS).unwrap(), number(1), number(2), TOKEN, LONG).unwrap();
+    let join = || grpc::join(&env::var(ADDRESS).unwrap(), HOST, number(1), number(2), TOKEN, LONG).unwrap();
     let wait = |coord: &dyn Coord| {
         tell("joined");
         match everyone(coord, "plan", LONG) {
@@ -75,7 +75,7 @@ fn child() {
     };
     match role[0] {
         "serve" => {
-            let (root, address) = grpc::serve("127.0.0.1", number(1), TOKEN).unwrap();
+            let (root, address) = grpc::serve(HOST, number(1), TOKEN).unwrap();
             tell(&address);
             thread::sleep(LONG);
             drop(root);
@@ -93,7 +93,7 @@ fn child() {
 
 #[test]
 fn processes_agree() {
-    let (root, address) = grpc::serve("127.0.0.1", 4, TOKEN).unwrap();
+    let (root, address) = grpc::serve(HOST, 4, TOKEN).unwrap();
     let mut others: Vec<_> = (1..4).map(|rank| Process::start(&format!("wait {rank} 4"), &address)).collect();
     assert_eq!(everyone(&*root, "plan", LONG), Ok(vec![0, 1, 2, 3]));
     for other in &mut others {
@@ -104,7 +104,7 @@ fn processes_agree() {
 
 #[test]
 fn a_killed_rank_is_named_to_every_other_rank_at_once() {
-    let (root, address) = grpc::serve("127.0.0.1", 4, TOKEN).unwrap();
+    let (root, address) = grpc::serve(HOST, 4, TOKEN).unwrap();
     let roles = ["wait 1 4", "idle 2 4", "wait 3 4"];
     let mut others = roles.map(|role| Process::start(role, &address));
     for other in &mut others {
@@ -129,7 +129,7 @@ fn a_killed_rank_is_named_to_every_other_rank_at_once() {
 fn a_killed_rank_0_is_named_to_every_other_rank_at_once() {
     let mut root = Process::start("serve 3", "");
     let address = root.hear();
-    let here = grpc::join(&address, 1, 3, TOKEN, LONG).unwrap();
+    let here = grpc::join(&address, HOST, 1, 3, TOKEN, LONG).unwrap();
     let mut there = Process::start("wait 2 3", &address);
     assert_eq!(there.hear(), "joined");
     let lost = Error::Lost { rank: 0, cause: "its process ended or cannot be reached".into() };

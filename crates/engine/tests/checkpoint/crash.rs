@@ -318,6 +318,10 @@ impl Coord for Severed {
         self.coord.meeting()
     }
 
+    fn host(&self) -> &str {
+        self.coord.host()
+    }
+
     fn agree(
         &self,
         topic: &str,

@@ -45,7 +45,7 @@ fn rank() {
             tell(&address);
             root
         }
-        Some((_, address)) => grpc::join(address, 1, 2, TOKEN, LONG).unwrap(),
+        Some((_, address)) => grpc::join(address, "127.0.0.1", 1, 2, TOKEN, LONG).unwrap(),
     };
     let engine = Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let mut lines = io::stdin().lines();

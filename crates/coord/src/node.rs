@@ -1,0 +1,466 @@
+//! One rank's node of the tree: contributions go up, answers come down.
+//!
+//! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is (any origin, never backwards), a
+//! *seat* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s that
+//! the caller carries out in their order. Equal inputs give equal effects.
+//!
+//! # Protocol
+//!
+//! 1. A node sends one [`Part`] a round upwards as soon as its whole subtree has come: payloads, or failures. Rank 0
+//!    then decides, and one [`FromParent::Answer`] goes down each link, with the answers of that subtree.
+//! 2. A round that cannot become complete (its time is over, a rank is gone) is *closed*, from where that shows up to
+//!    rank 0: a node asks the children that it has no part from ([`FromParent::Close`]), waits for them up to
+//!    [`CLOSING`] for each level below it, and reports who failed and who is missing. Rank 0 makes one error of it, and
+//!    [`FromParent::Failed`] goes to every node. A rank that has not come by then finds it at its own node.
+//! 3. A part that crosses the failure of its round on the link belongs to that failed round: [`Upward::seen`] tells.
+//! 4. Whoever loses a child tells rank 0, and rank 0 tells every node the first rank that went. From then on no round
+//!    can become complete, so that each is closed at once.
+//! 5. Whoever loses its parent can reach nobody but its own subtree: what it has reported fails there with
+//!    [`Error::Lost`] of the parent, and it closes all later rounds as rank 0 would.
+//!
+//! Complete is complete: rank 0 never closes what it decides, and a node never takes back a part. So no round has two
+//! outcomes; whether an answer arrives is another matter, and whoever waited twice its deadline and [`GRACE`] is told
+//! that the outcome is unknown.
+
+mod bundle;
+mod inbox;
+mod message;
+mod round;
+
+#[cfg(test)]
+mod scenarios;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::time::Duration;
+
+pub use self::bundle::Bundle;
+use self::inbox::Inbox;
+pub use self::message::{Downward, FAILURES_MAX, Failures, FromChild, FromParent, Part, Report, Upward};
+use self::round::check_topic;
+use self::round::{Round, Seated, Stage};
+use crate::{Error, PAYLOAD_BYTES_MAX, Topology};
+
+/// How long a node that closes a round waits for its children, for each level below it.
+pub const CLOSING: Duration = Duration::from_millis(500);
+
+/// How long after its time an answer may still be on its way.
+pub const GRACE: Duration = Duration::from_secs(5);
+
+/// How many failed rounds are remembered for a rank that comes late to them.
+const OWED_MAX: usize = 256;
+
+/// A rank's part of a round: its bytes, or why it has none.
+pub type Contribution = Result<Vec<u8>, String>;
+
+/// What a local call is told.
+#[derive(Debug, PartialEq)]
+pub enum Reply {
+    /// To rank 0 only: everything is in; call [`Node::decided`] with the decision over these.
+    Decide(Vec<Vec<u8>>),
+    /// The end of the call.
+    Answer(Result<Vec<u8>, Error>),
+}
+
+/// What the caller of a node has to do.
+#[derive(Debug, PartialEq)]
+pub enum Effect<S> {
+    /// Send this to the parent.
+    Up(Upward),
+    /// Send this to that child.
+    Down(u32, Downward),
+    /// Answer the local call that waits on this seat.
+    Reply(S, Reply),
+}
+
+/// What the caller has to do, in this order.
+pub type Effects<S> = Vec<Effect<S>>;
+
+/// One rank's node.
+#[derive(Debug)]
+pub struct Node<S> {
+    rank: u32,
+    subtree: Range<u32>,
+    height: u32,
+    /// None at rank 0, and once it is lost.
+    parent: Option<Parent>,
+    /// Ascending.
+    children: Vec<Child>,
+    rounds: BTreeMap<String, Round<S>>,
+    /// Failed rounds that this rank has yet to come to, oldest first.
+    owed: VecDeque<(String, Error)>,
+    /// The first rank that went, and how, as rank 0 has it; where that cannot be heard any more, the parent.
+    lost: Option<(u32, String)>,
+    effects: Effects<S>,
+}
+
+#[derive(Debug)]
+struct Parent {
+    rank: u32,
+    sent: u64,
+    inbox: Inbox<FromParent>,
+}
+
+#[derive(Debug)]
+struct Child {
+    subtree: Range<u32>,
+    is_lost: bool,
+    sent: u64,
+    inbox: Inbox<(u64, FromChild)>,
+    /// Rounds that failed without a part of this child, by the number of the message that tells it so.
+    failed: BTreeMap<String, u64>,
+}
+
+impl<S> Node<S> {
+    /// The node of `rank` in that tree; `rank` must be below its world.
+    pub fn new(topology: &Topology, rank: u32) -> Node<S> {
+        let parent = topology.parent(rank).map(|rank| Parent { rank, sent: 0, inbox: Inbox::new() });
+        let child = |subtree| Child { subtree, is_lost: false, sent: 0, inbox: Inbox::new(), failed: BTreeMap::new() };
+        Node {
+            rank,
+            subtree: topology.subtree(rank),
+            height: topology.height(rank),
+            parent,
+            children: topology.children(rank).into_iter().map(child).collect(),
+            rounds: BTreeMap::new(),
+            owed: VecDeque::new(),
+            lost: None,
+            effects: Vec::new(),
+        }
+    }
+
+    /// This rank comes to the round of `topic` at `now` and waits there for up to `deadline`.
+    pub fn contribute(
+        &mut self,
+        topic: &str,
+        contribution: Contribution,
+        seat: S,
+        now: Duration,
+        deadline: Duration,
+    ) -> Effects<S> {
+        let refused = if let Err(error) = check_topic(topic) {
+            Some(error)
+        } else if let Some(index) = self.owed.iter().position(|(owed, _)| owed == topic) {
+            self.owed.remove(index).map(|(_, error)| error)
+        } else if self.rounds.get(topic).is_some_and(|round| round.has_come) {
+            let rank = self.rank;
+            Some(Error::Invalid(format!("rank {rank} contributes to {topic:?} twice; its first call still waits")))
+        } else {
+            None
+        };
+        if let Some(error) = refused {
+            return vec![Effect::Reply(seat, Reply::Answer(Err(error)))];
+        }
+        let round = self.open(topic, now, now.saturating_add(deadline));
+        round.has_come = true;
+        let gives_up = now.saturating_add(deadline.saturating_mul(2)).saturating_add(GRACE);
+        round.seated = Some(Seated { seat, deadline, gives_up });
+        if matches!(round.stage, Stage::Gathering | Stage::Closing { .. }) {
+            round.own = Some(round::bounded(contribution).map(Into::into));
+            self.advance(topic, now);
+        }
+        self.effects()
+    }
+
+    /// Rank 0 has decided the round of `topic`. Gives its own answer.
+    pub fn decided(
+        &mut self,
+        topic: &str,
+        decision: Result<Vec<Vec<u8>>, String>,
+    ) -> (Result<Vec<u8>, Error>, Effects<S>) {
+        if !self.rounds.get(topic).is_some_and(|round| matches!(round.stage, Stage::Deciding)) {
+            return (Err(Error::Invalid(format!("no round of {topic:?} is being decided"))), Vec::new());
+        }
+        let world = self.subtree.len();
+        let decision = decision.and_then(|answers| match answers.iter().map(Vec::len).max() {
+            _ if answers.len() != world => Err(format!("the decision has {} answers for {world} ranks", answers.len())),
+            Some(bytes) if bytes > PAYLOAD_BYTES_MAX => {
+                Err(format!("the decision has an answer of {bytes} bytes, the most is {PAYLOAD_BYTES_MAX}"))
+            }
+            _ => Ok(answers),
+        });
+        let own = match decision {
+            Ok(mut answers) => {
+                let own = answers.first_mut().map(std::mem::take).unwrap_or_default();
+                let answers = Bundle::new(answers.into_iter().map(Into::into));
+                self.answer(topic, &answers);
+                Ok(own)
+            }
+            Err(reason) => {
+                let mut failures = Failures::default();
+                failures.add(0, round::cut(reason));
+                let error = failures.into_error(topic);
+                self.fail(topic, &error);
+                Err(error)
+            }
+        };
+        (own, self.effects())
+    }
+
+    /// A message of a child has arrived. One that cannot be meant costs the child its place.
+    pub fn from_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<S> {
+        if let Some(sender) = self.child(child) {
+            sender.inbox.put(message.number, (message.seen, message.word));
+        }
+        while let Some((seen, word)) = self.child(child).and_then(|sender| sender.inbox.take()) {
+            match word {
+                FromChild::Part(part) => self.take_part(child, seen, part, now),
+                FromChild::Lost { rank, cause } => self.report_lost(rank, cause, now),
+            }
+        }
+        self.effects()
+    }
+
+    /// A message of the parent has arrived. One that cannot be meant costs the parent its place.
+    pub fn from_parent(&mut self, message: Downward, now: Duration) -> Effects<S> {
+        if let Some(parent) = &mut self.parent {
+            parent.inbox.put(message.number, message.word);
+        }
+        while let Some(word) = self.parent.as_mut().and_then(|parent| parent.inbox.take()) {
+            match word {
+                FromParent::Close { topic } => {
+                    if self.open(&topic, now, now).stage == Stage::Gathering {
+                        self.close(&topic, now);
+                    }
+                }
+                FromParent::Answer { topic, answers } => match self.rounds.get(&topic) {
+                    Some(round) if round.stage == Stage::Reported && answers.ranks() as usize == self.subtree.len() => {
+                        self.answer(&topic, &answers);
+                    }
+                    _ => {
+                        let (answers, ranks) = (answers.ranks(), self.subtree.len());
+                        self.detach(&format!("it sent {answers} answers on {topic:?} for {ranks} ranks"), now);
+                    }
+                },
+                FromParent::Failed { topic, error } => self.fail(&topic, &error),
+                FromParent::Lost { rank, cause } => self.set_lost(rank, cause, now),
+            }
+        }
+        self.effects()
+    }
+
+    /// `rank` is gone, or will never come: a child, or any rank of which that is known.
+    pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<S> {
+        if let Some(child) = self.child(rank) {
+            child.is_lost = true;
+        }
+        self.report_lost(rank, cause.to_owned(), now);
+        for topic in self.topics(|round| matches!(round.stage, Stage::Closing { .. })) {
+            self.advance(&topic, now);
+        }
+        self.effects()
+    }
+
+    /// The parent is gone, and with it all but the own subtree.
+    pub fn lose_parent(&mut self, cause: &str, now: Duration) -> Effects<S> {
+        self.detach(cause, now);
+        self.effects()
+    }
+
+    /// Time passes. Needed whenever [`due`](Node::due) says so; at any other time it does nothing.
+    pub fn tick(&mut self, now: Duration) -> Effects<S> {
+        for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
+            self.close(&topic, now);
+        }
+        for topic in self.topics(|round| matches!(round.stage, Stage::Closing { until } if until <= now)) {
+            self.settle(&topic, now);
+        }
+        for (topic, round) in &mut self.rounds {
+            if let Some(Seated { seat, deadline, .. }) = round.seated.take_if(|seated| seated.gives_up <= now) {
+                self.effects.push(Effect::Reply(seat, Reply::Answer(Err(undecided(topic, deadline)))));
+            }
+        }
+        self.effects()
+    }
+
+    /// When [`tick`](Node::tick) has something to do next.
+    pub fn due(&self) -> Option<Duration> {
+        self.rounds.values().filter_map(Round::due).min()
+    }
+
+    fn effects(&mut self) -> Effects<S> {
+        std::mem::take(&mut self.effects)
+    }
+
+    fn child(&mut self, rank: u32) -> Option<&mut Child> {
+        self.children.iter_mut().find(|child| child.subtree.start == rank && !child.is_lost)
+    }
+
+    fn topics(&self, choose: impl Fn(&Round<S>) -> bool) -> Vec<String> {
+        self.rounds.iter().filter(|(_, round)| choose(round)).map(|(topic, _)| topic.clone()).collect()
+    }
+
+    fn open(&mut self, topic: &str, opened: Duration, expires: Duration) -> &mut Round<S> {
+        let round = self.rounds.entry(topic.to_owned()).or_insert_with(|| Round::new(opened, expires));
+        round.opened = round.opened.min(opened);
+        round.expires = round.expires.min(expires);
+        round
+    }
+
+    fn up(&mut self, word: FromChild) {
+        if let Some(parent) = &mut self.parent {
+            parent.sent += 1;
+            let (number, seen) = (parent.sent, parent.inbox.taken());
+            self.effects.push(Effect::Up(Upward { number, seen, word }));
+        }
+    }
+
+    /// To every child that is there, what `word` has for its subtree.
+    fn down(&mut self, word: impl Fn(&Range<u32>) -> Option<FromParent>) {
+        for child in self.children.iter_mut().filter(|child| !child.is_lost) {
+            if let Some(word) = word(&child.subtree) {
+                child.sent += 1;
+                let message = Downward { number: child.sent, word };
+                self.effects.push(Effect::Down(child.subtree.start, message));
+            }
+        }
+    }
+
+    fn take_part(&mut self, from: u32, seen: u64, part: Part, now: Duration) {
+        let Some(child) = self.child(from) else { return };
+        child.failed.retain(|_, number| *number > seen);
+        if child.failed.contains_key(&part.topic) {
+            return;
+        }
+        if let Err(problem) =
+            check_topic(&part.topic).map_err(|error| error.to_string()).and_then(|()| part.report.check(&child.subtree))
+        {
+            child.is_lost = true;
+            self.report_lost(from, format!("its part of {:?} cannot be: {problem}", part.topic), now);
+            return;
+        }
+        let round = self.open(&part.topic, now.saturating_sub(part.age), now.saturating_add(part.left));
+        if matches!(round.stage, Stage::Gathering | Stage::Closing { .. }) {
+            round.reports.entry(from).or_insert(part.report);
+            self.advance(&part.topic, now);
+        }
+    }
+
+    /// Something came to a round of which no part was sent yet.
+    fn advance(&mut self, topic: &str, now: Duration) {
+        let Some(round) = self.rounds.get(topic) else { return };
+        let hopeless = self.lost.is_some() || round.reports.values().any(|report| !report.is_complete());
+        let is_missing = |child: &&Child| !round.reports.contains_key(&child.subtree.start);
+        let mut missing = self.children.iter().filter(is_missing);
+        match round.stage {
+            Stage::Gathering if round.own.is_some() && missing.next().is_none() => self.settle(topic, now),
+            Stage::Gathering if hopeless => self.close(topic, now),
+            Stage::Closing { .. } if missing.all(|child| child.is_lost) => self.settle(topic, now),
+            _ => {}
+        }
+    }
+
+    /// No longer waits for ranks to come, only for what children know.
+    fn close(&mut self, topic: &str, now: Duration) {
+        let Some(round) = self.rounds.get_mut(topic) else { return };
+        round.stage = Stage::Closing { until: now.saturating_add(CLOSING * self.height) };
+        let reported: Vec<u32> = round.reports.keys().copied().collect();
+        self.down(|subtree| {
+            (!reported.contains(&subtree.start)).then(|| FromParent::Close { topic: topic.to_owned() })
+        });
+        self.advance(topic, now);
+    }
+
+    /// Reports what there is of a round, or ends it where there is nobody to report to.
+    fn settle(&mut self, topic: &str, now: Duration) {
+        let Some(round) = self.rounds.get_mut(topic) else { return };
+        if self.parent.is_some() {
+            round.stage = Stage::Reported;
+            let (age, left) = (now.saturating_sub(round.opened), round.expires.saturating_sub(now));
+            let report = round.report(self.rank, self.children.iter().map(|child| &child.subtree));
+            return self.up(FromChild::Part(Part { topic: topic.to_owned(), age, left, report }));
+        }
+        let lost = self.lost.as_ref().map(|(rank, cause)| (*rank, cause.as_str()));
+        match round.payloads(self.rank, self.children.iter().map(|child| &child.subtree)) {
+            // Whoever is not rank 0 and has no parent is a part of the world.
+            Ok(payloads) if self.rank == 0 => {
+                round.stage = Stage::Deciding;
+                if let Some(Seated { seat, .. }) = round.seated.take() {
+                    self.effects.push(Effect::Reply(seat, Reply::Decide(payloads)));
+                }
+            }
+            Ok(_) => {
+                let error = round::failed(topic, Report::default(), Duration::ZERO, lost);
+                self.fail(topic, &error);
+            }
+            Err(report) => {
+                let lost = lost.filter(|_| !report.is_complete() || self.rank != 0);
+                let waited = round.expires.saturating_sub(round.opened);
+                let error = round::failed(topic, report, waited, lost);
+                self.fail(topic, &error);
+            }
+        }
+    }
+
+    fn answer(&mut self, topic: &str, answers: &Bundle) {
+        let first = self.subtree.start;
+        self.down(|subtree| {
+            let answers = answers.slice(subtree.start - first..subtree.end - first);
+            Some(FromParent::Answer { topic: topic.to_owned(), answers })
+        });
+        let seated = self.rounds.remove(topic).and_then(|round| round.seated);
+        if let (Some(Seated { seat, .. }), Some(own)) = (seated, answers.get(0)) {
+            self.effects.push(Effect::Reply(seat, Reply::Answer(Ok(own.to_vec()))));
+        }
+    }
+
+    fn fail(&mut self, topic: &str, error: &Error) {
+        self.down(|_| Some(FromParent::Failed { topic: topic.to_owned(), error: error.clone() }));
+        let round = self.rounds.remove(topic);
+        let reported = |child: &Child| round.as_ref().is_some_and(|r| r.reports.contains_key(&child.subtree.start));
+        for child in self.children.iter_mut().filter(|child| !child.is_lost && !reported(child)) {
+            child.failed.insert(topic.to_owned(), child.sent);
+        }
+        match round {
+            Some(round) if round.has_come => {
+                if let Some(Seated { seat, .. }) = round.seated {
+                    self.effects.push(Effect::Reply(seat, Reply::Answer(Err(error.clone()))));
+                }
+            }
+            _ => {
+                if self.owed.len() == OWED_MAX {
+                    self.owed.pop_front();
+                }
+                self.owed.push_back((topic.to_owned(), error.clone()));
+            }
+        }
+    }
+
+    /// Rank 0 says which rank went first; others tell it and wait for its word.
+    fn report_lost(&mut self, rank: u32, cause: String, now: Duration) {
+        if self.parent.is_none() {
+            self.set_lost(rank, cause, now);
+        } else if self.lost.is_none() {
+            self.up(FromChild::Lost { rank, cause });
+        }
+    }
+
+    fn set_lost(&mut self, rank: u32, cause: String, now: Duration) {
+        if self.lost.is_some() {
+            return;
+        }
+        self.down(|_| Some(FromParent::Lost { rank, cause: cause.clone() }));
+        self.lost = Some((rank, cause));
+        for topic in self.topics(|round| round.stage == Stage::Gathering) {
+            self.close(&topic, now);
+        }
+    }
+
+    fn detach(&mut self, cause: &str, now: Duration) {
+        let Some(Parent { rank, .. }) = self.parent.take() else { return };
+        self.set_lost(rank, cause.to_owned(), now);
+        // What the ranks of this subtree reported may have been decided without them; they cannot hear of it.
+        for topic in self.topics(|round| round.stage == Stage::Reported) {
+            self.fail(&topic, &Error::Lost { rank, cause: cause.to_owned() });
+        }
+    }
+}
+
+/// The error of a rank whose contribution was in time and whose answer is not.
+fn undecided(topic: &str, deadline: Duration) -> Error {
+    Error::Unavailable(format!(
+        "rank 0 has not answered on {topic:?} within twice the deadline of {deadline:?}; the outcome is unknown"
+    ))
+}

@@ -1,0 +1,35 @@
+//! Messages of one link, each once and in order.
+
+use std::collections::BTreeMap;
+
+#[derive(Debug)]
+pub(super) struct Inbox<M> {
+    taken: u64,
+    /// Those that overtook others.
+    early: BTreeMap<u64, M>,
+}
+
+impl<M> Inbox<M> {
+    pub(super) fn new() -> Inbox<M> {
+        Inbox { taken: 0, early: BTreeMap::new() }
+    }
+
+    /// The number of the last message that was taken; they begin with 1.
+    pub(super) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Puts in a message that arrived, unless it has been here.
+    pub(super) fn put(&mut self, number: u64, message: M) {
+        if number > self.taken {
+            self.early.entry(number).or_insert(message);
+        }
+    }
+
+    /// The next message, if it is here.
+    pub(super) fn take(&mut self) -> Option<M> {
+        let message = self.early.remove(&(self.taken + 1))?;
+        self.taken += 1;
+        Some(message)
+    }
+}

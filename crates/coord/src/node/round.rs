@@ -1,0 +1,183 @@
+//! What a node knows of one round.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Duration;
+
+use prost::bytes::Bytes;
+
+use super::Contribution;
+use super::bundle::Collector;
+use super::message::{FAILURES_MAX, Report};
+use crate::{Error, PAYLOAD_BYTES_MAX};
+
+const TOPIC_BYTES_MAX: usize = 4096;
+const REASON_BYTES_MAX: usize = 16 << 10;
+
+#[derive(Debug)]
+pub(super) struct Round<S> {
+    pub(super) opened: Duration,
+    pub(super) expires: Duration,
+    pub(super) stage: Stage,
+    /// Whether this rank's call has come, also when it has given up since.
+    pub(super) has_come: bool,
+    /// Who waits here.
+    pub(super) seated: Option<Seated<S>>,
+    pub(super) own: Option<Result<Bytes, String>>,
+    /// By child.
+    pub(super) reports: BTreeMap<u32, Report>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Waits for ranks to come.
+    Gathering,
+    /// Waits for children to tell who has come.
+    Closing {
+        /// After that it does without them.
+        until: Duration,
+    },
+    /// The part is sent; waits for the outcome.
+    Reported,
+    /// All is in at rank 0.
+    Deciding,
+}
+
+/// The local call that waits.
+#[derive(Debug)]
+pub(super) struct Seated<S> {
+    pub(super) seat: S,
+    pub(super) deadline: Duration,
+    pub(super) gives_up: Duration,
+}
+
+impl<S> Round<S> {
+    pub(super) fn new(opened: Duration, expires: Duration) -> Round<S> {
+        Round {
+            opened,
+            expires,
+            stage: Stage::Gathering,
+            has_come: false,
+            seated: None,
+            own: None,
+            reports: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn due(&self) -> Option<Duration> {
+        let stage = match self.stage {
+            Stage::Gathering => Some(self.expires),
+            Stage::Closing { until } => Some(until),
+            Stage::Reported | Stage::Deciding => None,
+        };
+        let gives_up = self.seated.as_ref().map(|seated| seated.gives_up);
+        stage.into_iter().chain(gives_up).min()
+    }
+
+    /// What the subtree of `rank` contributed, and forgets the payloads.
+    pub(super) fn report<'a>(&mut self, rank: u32, children: impl Iterator<Item = &'a Range<u32>>) -> Report {
+        let mut report = Report::default();
+        let mut payloads = Collector::default();
+        match self.own.take() {
+            Some(Ok(payload)) => payloads.push(payload),
+            Some(Err(reason)) => report.failures.add(rank, reason),
+            None => report.add_missing(rank..rank + 1),
+        }
+        for subtree in children {
+            // The entry stays: it tells who has reported.
+            let Some(child) = self.reports.get_mut(&subtree.start) else {
+                report.add_missing(subtree.clone());
+                continue;
+            };
+            let child = std::mem::take(child);
+            report.failures.append(child.failures);
+            child.missing.into_iter().for_each(|run| report.add_missing(run));
+            if let Some(bundle) = child.payloads {
+                payloads.append(&bundle);
+            }
+        }
+        let is_whole = report.failures.is_empty() && report.missing.is_empty();
+        report.payloads = is_whole.then(|| payloads.finish());
+        report
+    }
+
+    /// At the top: every rank's payload, in their order, or why they are not all there.
+    pub(super) fn payloads<'a>(
+        &mut self,
+        rank: u32,
+        children: impl Iterator<Item = &'a Range<u32>> + Clone,
+    ) -> Result<Vec<Vec<u8>>, Report> {
+        let whole = |subtree: &Range<u32>| self.reports.get(&subtree.start).is_some_and(|r| r.payloads.is_some());
+        match &self.own {
+            Some(Ok(own)) if children.clone().all(whole) => {
+                let bundles = self.reports.values().filter_map(|report| report.payloads.as_ref());
+                let all = [own].into_iter().chain(bundles.flat_map(|bundle| bundle.payloads()));
+                let payloads = all.map(|payload| payload.to_vec()).collect();
+                self.own = None;
+                self.reports.values_mut().for_each(|report| *report = Report::default());
+                Ok(payloads)
+            }
+            _ => Err(self.report(rank, children)),
+        }
+    }
+}
+
+/// Why a round ends without a decision. Failures that ranks told are what everybody wants to know, so they come
+/// first; ranks that kept it from ending otherwise are added to them.
+pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
+    let Report { mut failures, missing, .. } = report;
+    match lost {
+        Some((rank, cause)) if failures.is_empty() => Error::Lost { rank, cause: cause.to_owned() },
+        Some((rank, cause)) => {
+            if !failures.spelled.contains_key(&rank) {
+                failures.add(rank, format!("it is gone: {cause}"));
+            }
+            failures.into_error(topic)
+        }
+        None if failures.is_empty() => {
+            Error::Missing { topic: topic.to_owned(), ranks: missing.into_iter().flatten().collect(), waited }
+        }
+        None => {
+            let mut absent = missing.into_iter().flatten();
+            let room = FAILURES_MAX - failures.spelled.len();
+            for rank in absent.by_ref().take(room) {
+                failures.add(rank, format!("no word from it within {waited:?}"));
+            }
+            failures.more = failures.more.saturating_add(absent.count() as u32);
+            failures.into_error(topic)
+        }
+    }
+}
+
+impl Report {
+    /// Runs come in ascending order; those that touch become one.
+    fn add_missing(&mut self, run: Range<u32>) {
+        match self.missing.last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ => self.missing.push(run),
+        }
+    }
+}
+
+pub(super) fn check_topic(topic: &str) -> Result<(), Error> {
+    match topic.len() {
+        1..=TOPIC_BYTES_MAX => Ok(()),
+        bytes => Err(Error::Invalid(format!("a topic is 1 to {TOPIC_BYTES_MAX} bytes long, found {bytes}"))),
+    }
+}
+
+/// What is too large becomes a failure that every rank is told of.
+pub(super) fn bounded(contribution: Contribution) -> Contribution {
+    match contribution {
+        Ok(bytes) if bytes.len() > PAYLOAD_BYTES_MAX => {
+            Err(format!("its contribution has {} bytes, the most is {PAYLOAD_BYTES_MAX}", bytes.len()))
+        }
+        Ok(bytes) => Ok(bytes),
+        Err(reason) => Err(cut(reason)),
+    }
+}
+
+pub(super) fn cut(mut reason: String) -> String {
+    reason.truncate(reason.floor_char_boundary(REASON_BYTES_MAX));
+    reason
+}

@@ -1,0 +1,536 @@
+//! What a node does in each situation, seen from a whole tree whose messages arrive at once.
+
+use std::collections::VecDeque;
+
+use super::*;
+use crate::Failure;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// The calls that were told something: rank and reply.
+type Told = Vec<(u32, Reply)>;
+
+/// All nodes of a tree. A message arrives before anything else happens, unless its receiver is silent.
+struct Tree {
+    topology: Topology,
+    nodes: Vec<Node<u32>>,
+    /// Ranks that neither take nor send anything; what they would is held.
+    silent: Vec<u32>,
+    held: Vec<(u32, Effect<u32>)>,
+    now: Duration,
+    /// Messages that each rank took, from below and from above.
+    taken: Vec<(u32, u32)>,
+}
+
+impl Tree {
+    fn new(world: u32, local_world: u32, fan_out: u32) -> Tree {
+        let topology = Topology::new(world, local_world, fan_out).unwrap();
+        let nodes = (0..world).map(|rank| Node::new(&topology, rank)).collect();
+        Tree {
+            topology,
+            nodes,
+            silent: Vec::new(),
+            held: Vec::new(),
+            now: Duration::ZERO,
+            taken: vec![(0, 0); world as usize],
+        }
+    }
+
+    fn act(&mut self, rank: u32, act: impl FnOnce(&mut Node<u32>, Duration) -> Effects<u32>) -> Told {
+        let effects = act(&mut self.nodes[rank as usize], self.now);
+        self.deliver(effects.into_iter().map(|effect| (rank, effect)).collect())
+    }
+
+    /// Whoever was silent goes on.
+    fn wake(&mut self) -> Told {
+        self.silent.clear();
+        let held = std::mem::take(&mut self.held);
+        self.deliver(held.into())
+    }
+
+    fn deliver(&mut self, mut due: VecDeque<(u32, Effect<u32>)>) -> Told {
+        let mut told = Vec::new();
+        while let Some((from, effect)) = due.pop_front() {
+            let to = match &effect {
+                Effect::Reply(..) => from,
+                Effect::Up(_) => self.topology.parent(from).unwrap(),
+                Effect::Down(child, _) => *child,
+            };
+            if from != to && (self.silent.contains(&from) || self.silent.contains(&to)) {
+                self.held.push((from, effect));
+                continue;
+            }
+            let (node, now) = (&mut self.nodes[to as usize], self.now);
+            let effects = match effect {
+                Effect::Reply(seat, reply) => {
+                    told.push((seat, reply));
+                    continue;
+                }
+                Effect::Up(message) => {
+                    self.taken[to as usize].0 += 1;
+                    node.from_child(from, message, now)
+                }
+                Effect::Down(_, message) => {
+                    self.taken[to as usize].1 += 1;
+                    node.from_parent(message, now)
+                }
+            };
+            due.extend(effects.into_iter().map(|effect| (to, effect)));
+        }
+        told
+    }
+
+    fn come(&mut self, rank: u32, topic: &str) -> Told {
+        self.contribute(rank, topic, Ok(bytes(rank)), LONG)
+    }
+
+    fn contribute(&mut self, rank: u32, topic: &str, part: Contribution, deadline: Duration) -> Told {
+        self.act(rank, |node, now| node.contribute(topic, part, rank, now, deadline))
+    }
+
+    fn decide(&mut self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> (Result<Vec<u8>, Error>, Told) {
+        let mut own = None;
+        let told = self.act(0, |node, _| {
+            let (answer, effects) = node.decided(topic, decision);
+            own = Some(answer);
+            effects
+        });
+        (own.unwrap(), told)
+    }
+
+    /// Lets `time` pass, with a tick whenever a node wants one.
+    fn pass(&mut self, time: Duration) -> Told {
+        let (end, mut told) = (self.now + time, Vec::new());
+        loop {
+            let due = |node: &Node<u32>| node.due().filter(|due| *due <= end);
+            let awake = (0..self.topology.world()).filter(|rank| !self.silent.contains(rank));
+            let next = awake.filter_map(|rank| Some((due(&self.nodes[rank as usize])?, rank))).min();
+            let Some((due, rank)) = next else { break };
+            self.now = self.now.max(due);
+            told.extend(self.act(rank, |node, now| node.tick(now)));
+        }
+        self.now = end;
+        told
+    }
+
+    fn lose(&mut self, rank: u32, cause: &str) -> Told {
+        self.silent.push(rank);
+        let mut told = Vec::new();
+        if let Some(parent) = self.topology.parent(rank) {
+            told.extend(self.act(parent, |node, now| node.lose(rank, cause, now)));
+        }
+        for child in self.topology.children(rank) {
+            told.extend(self.act(child.start, |node, now| node.lose_parent(cause, now)));
+        }
+        told
+    }
+
+    fn ranks(&self) -> std::ops::Range<u32> {
+        0..self.topology.world()
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.nodes.iter().all(|node| node.rounds.is_empty() && node.owed.is_empty())
+    }
+}
+
+fn bytes(rank: u32) -> Vec<u8> {
+    vec![rank as u8; rank as usize % 7]
+}
+
+fn error(reply: &Reply) -> &Error {
+    match reply {
+        Reply::Answer(Err(error)) => error,
+        reply => panic!("expected an error, found {reply:?}"),
+    }
+}
+
+/// All ranks in `told` have the same error, and those in it are exactly `ranks`.
+fn same_error(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Error {
+    let mut found: Vec<u32> = told.iter().map(|(rank, _)| *rank).collect();
+    found.sort_unstable();
+    assert_eq!(found, ranks.into_iter().collect::<Vec<_>>());
+    let first = error(&told[0].1);
+    assert!(told.iter().all(|(_, reply)| error(reply) == first), "{told:?}");
+    first.clone()
+}
+
+/// A star, chains of two, and nodes of three ranks below each other.
+fn trees() -> Vec<Tree> {
+    [(5, 1, 32), (8, 1, 2), (13, 3, 4)]
+        .map(|(world, local_world, fan_out)| Tree::new(world, local_world, fan_out))
+        .into()
+}
+
+/// Every rank first, and every rank last.
+fn orders(world: u32) -> Vec<Vec<u32>> {
+    let rotated = |shift| (0..world).map(move |rank| (rank + shift) % world).collect::<Vec<_>>();
+    (0..world).flat_map(|shift| [rotated(shift), rotated(shift).into_iter().rev().collect()]).collect()
+}
+
+#[test]
+fn every_order_of_arrival_gives_one_decision_and_everyone_its_own_answer() {
+    for mut tree in trees() {
+        let world = tree.topology.world();
+        for order in orders(world) {
+            let (last, before) = order.split_last().unwrap();
+            for &rank in before {
+                assert_eq!(tree.come(rank, "plan"), vec![], "{order:?}");
+            }
+            let all: Vec<_> = tree.ranks().map(bytes).collect();
+            assert_eq!(tree.come(*last, "plan"), vec![(0, Reply::Decide(all))], "{order:?}");
+            let (own, mut told) = tree.decide("plan", Ok(tree.ranks().map(|rank| vec![9, rank as u8]).collect()));
+            assert_eq!(own, Ok(vec![9, 0]));
+            told.sort_by_key(|(rank, _)| *rank);
+            let expected: Told = (1..world).map(|rank| (rank, Reply::Answer(Ok(vec![9, rank as u8])))).collect();
+            assert_eq!(told, expected);
+            assert!(tree.is_quiet());
+        }
+    }
+}
+
+#[test]
+fn every_order_of_arrival_lists_every_failure_once_all_have_come() {
+    let failure = |rank| Failure { rank, reason: format!("disk {rank} is full") };
+    let expected = Error::Failed { topic: "plan".into(), failures: vec![failure(1), failure(3)], more: 0 };
+    for mut tree in trees() {
+        for order in orders(tree.topology.world()) {
+            let mut told = Vec::new();
+            for &rank in &order {
+                assert_eq!(told, vec![], "{order:?}");
+                let part = if [1, 3].contains(&rank) { Err(failure(rank).reason) } else { Ok(Vec::new()) };
+                told = tree.contribute(rank, "plan", part, LONG);
+            }
+            assert_eq!(same_error(&told, tree.ranks()), expected);
+            assert!(tree.is_quiet());
+        }
+    }
+}
+
+#[test]
+fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
+    for (world, local_world, fan_out) in [(5, 1, 32), (6, 1, 2), (7, 3, 4)] {
+        for present in 1..(1_u32 << world) - 1 {
+            let (here, late): (Vec<u32>, Vec<u32>) = (0..world).partition(|rank| present & (1 << rank) != 0);
+            let mut tree = Tree::new(world, local_world, fan_out);
+            for &rank in &here {
+                assert_eq!(tree.come(rank, "plan"), vec![]);
+            }
+            assert_eq!(tree.pass(LONG - Duration::from_nanos(1)), vec![]);
+            let told = tree.pass(Duration::from_nanos(1));
+            let missing = Error::Missing { topic: "plan".into(), ranks: late.clone(), waited: LONG };
+            assert_eq!(same_error(&told, here.clone()), missing);
+
+            // Who was there may try again before the others have come to the first try at all.
+            let again = here[0];
+            assert_eq!(tree.come(again, "plan"), vec![]);
+            for &rank in &late {
+                assert_eq!(error(&tree.come(rank, "plan")[0].1), &missing);
+            }
+            let others = (0..world).filter(|rank| *rank != again);
+            let told: Vec<Told> = others.map(|rank| tree.come(rank, "plan")).collect();
+            let all: Vec<_> = tree.ranks().map(bytes).collect();
+            assert_eq!(told.last().unwrap(), &vec![(0, Reply::Decide(all))]);
+            assert!(tree.decide("plan", Err("no".into())).0.is_err());
+            assert!(tree.is_quiet());
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_goes_ends_what_is_not_complete_and_all_that_comes_later() {
+    for gone in 0..8 {
+        let mut tree = Tree::new(8, 1, 2);
+        for rank in tree.ranks() {
+            tree.come(rank, "complete");
+        }
+        let here = tree.ranks().filter(|rank| ![gone, 7, 6].contains(rank));
+        for rank in here.clone() {
+            assert_eq!(tree.come(rank, "open"), vec![]);
+        }
+        let lost = Error::Lost { rank: gone, cause: "killed".into() };
+        let told = tree.lose(gone, "killed");
+        // Whoever is below it cannot be told what comes of a complete round.
+        let below = if gone == 0 { 1..8 } else { gone + 1..tree.topology.subtree(gone).end };
+        let mut ended: Vec<u32> = here.chain(below.clone()).collect();
+        ended.sort_unstable();
+        assert_eq!(same_error(&told, ended), lost);
+        if gone > 0 {
+            let (own, told) = tree.decide("complete", Ok(vec![vec![1]; 8]));
+            assert_eq!(own, Ok(vec![1]));
+            let mut reached: Vec<u32> = told.iter().map(|(rank, _)| *rank).collect();
+            reached.sort_unstable();
+            assert!(reached.into_iter().eq((1..8).filter(|rank| *rank != gone && !below.contains(rank))));
+            assert!(told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1]))));
+        }
+        for rank in tree.ranks().filter(|rank| *rank != gone) {
+            for _ in 0..2 {
+                let told = tree.come(rank, "later");
+                assert_eq!(same_error(&told, [rank]), lost, "rank {rank} after {gone}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_rank_that_went_is_named() {
+    let mut tree = Tree::new(8, 1, 2);
+    tree.lose(7, "killed");
+    tree.lose(3, "killed too");
+    let lost = Error::Lost { rank: 7, cause: "killed".into() };
+    for rank in [0, 1, 2, 4, 5, 6] {
+        assert_eq!(same_error(&tree.come(rank, "later"), [rank]), lost);
+    }
+    tree.lose(1, "killed as well");
+    for rank in [0, 2, 4] {
+        assert_eq!(same_error(&tree.come(rank, "at last"), [rank]), lost);
+    }
+}
+
+#[test]
+fn a_part_that_crosses_the_failure_of_its_round_does_not_count_for_the_next() {
+    let mut tree = Tree::new(8, 1, 2);
+    tree.come(0, "plan");
+    tree.silent.push(1);
+    for rank in [2, 3, 4, 5, 6, 7] {
+        tree.come(rank, "plan");
+    }
+    let told = tree.pass(LONG);
+    let missing = Error::Missing { topic: "plan".into(), ranks: vec![1, 2, 3], waited: LONG };
+    assert_eq!(told, vec![]);
+    assert_eq!(same_error(&tree.pass(CLOSING * 3), [0, 4, 5, 6, 7]), missing);
+    // Rank 1 comes in its own time, as far as it knows, and hears the others afterwards.
+    for rank in [0, 4, 5, 6, 7] {
+        assert_eq!(tree.come(rank, "plan"), vec![]);
+    }
+    assert_eq!(tree.come(1, "plan"), vec![]);
+    assert_eq!(same_error(&tree.wake(), [1, 2, 3]), missing);
+    for rank in [1, 2] {
+        assert_eq!(tree.come(rank, "plan"), vec![]);
+    }
+    let all: Vec<_> = tree.ranks().map(bytes).collect();
+    assert_eq!(tree.come(3, "plan"), vec![(0, Reply::Decide(all))]);
+    assert!(tree.nodes[0].children.iter().all(|child| child.failed.is_empty()));
+}
+
+#[test]
+fn failures_that_were_told_are_not_lost_when_a_round_ends_early() {
+    let failed = |other: &str| {
+        let failures = vec![Failure { rank: 3, reason: "disk full".into() }, Failure { rank: 5, reason: other.into() }];
+        Error::Failed { topic: "plan".into(), failures, more: 0 }
+    };
+    let failing = || {
+        let mut tree = Tree::new(8, 1, 2);
+        for rank in [0, 1, 2, 4, 6, 7] {
+            tree.come(rank, "plan");
+        }
+        tree.contribute(3, "plan", Err("disk full".into()), LONG);
+        tree
+    };
+    let told = failing().pass(LONG);
+    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("no word from it within 60s"));
+    let told = failing().lose(5, "killed");
+    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it is gone: killed"));
+}
+
+#[test]
+fn a_silent_rank_is_named_to_all_that_can_be_reached_by_the_deadline() {
+    for silent in 1..8 {
+        let mut tree = Tree::new(8, 1, 2);
+        tree.silent.push(silent);
+        for rank in tree.ranks().filter(|rank| *rank != silent) {
+            assert_eq!(tree.come(rank, "plan"), vec![]);
+        }
+        // Nobody can say what ranks below it did.
+        let below = tree.topology.subtree(silent);
+        let told = tree.pass(LONG + CLOSING * tree.topology.height(0));
+        let reached = tree.ranks().filter(|rank| !below.contains(rank));
+        let missing = Error::Missing { topic: "plan".into(), ranks: below.clone().collect(), waited: LONG };
+        assert_eq!(same_error(&told, reached), missing);
+        let told = tree.pass(LONG + GRACE);
+        if below.len() > 1 {
+            let unknown = same_error(&told, below.start + 1..below.end);
+            let text = r#"rank 0 has not answered on "plan" within twice the deadline of 60s; the outcome is unknown"#;
+            assert_eq!(unknown, Error::Unavailable(text.into()));
+        }
+    }
+}
+
+#[test]
+fn the_deadline_of_whoever_waits_shortest_counts() {
+    let mut tree = Tree::new(8, 1, 2);
+    let second = Duration::from_secs(1);
+    tree.contribute(1, "plan", Ok(vec![]), LONG);
+    tree.contribute(3, "other", Ok(vec![]), Duration::MAX);
+    assert_eq!(tree.pass(second * 3), vec![]);
+    tree.contribute(6, "plan", Ok(vec![]), second * 2);
+    assert_eq!(tree.pass(second * 2 - Duration::from_nanos(1)), vec![]);
+    let told = tree.pass(Duration::from_nanos(1));
+    let missing = Error::Missing { topic: "plan".into(), ranks: vec![0, 2, 3, 4, 5, 7], waited: second * 5 };
+    assert_eq!(same_error(&told, [1, 6]), missing);
+}
+
+#[test]
+fn an_answer_that_does_not_come_leaves_the_outcome_unknown_and_may_still_come_about() {
+    let mut tree = Tree::new(8, 1, 2);
+    for rank in tree.ranks() {
+        tree.come(rank, "plan");
+    }
+    assert_eq!(tree.pass(LONG * 2 + GRACE - Duration::from_nanos(1)), vec![]);
+    let told = tree.pass(Duration::from_nanos(1));
+    assert!(matches!(same_error(&told, 1..8), Error::Unavailable(_)));
+    let twice = tree.come(3, "plan");
+    assert!(matches!(same_error(&twice, [3]), Error::Invalid(_)));
+    // Rank 0 decides after all; nobody is told twice.
+    assert_eq!(tree.decide("plan", Ok(vec![vec![1]; 8])), (Ok(vec![1]), vec![]));
+    assert!(tree.is_quiet());
+}
+
+#[test]
+fn a_second_call_is_refused_and_the_first_goes_on() {
+    let mut tree = Tree::new(8, 1, 2);
+    for rank in tree.ranks() {
+        tree.come(rank, "plan");
+        let message = format!(r#"rank {rank} contributes to "plan" twice; its first call still waits"#);
+        assert_eq!(tree.come(rank, "plan"), vec![(rank, Reply::Answer(Err(Error::Invalid(message))))]);
+    }
+    let (_, told) = tree.decide("plan", Ok(vec![vec![]; 8]));
+    assert_eq!(told.len(), 7);
+}
+
+#[test]
+fn topics_do_not_meet() {
+    let mut tree = Tree::new(5, 1, 2);
+    let all: Vec<_> = tree.ranks().map(bytes).collect();
+    for rank in 0..4 {
+        tree.come(rank, "a");
+        tree.come(4 - rank, "b");
+    }
+    assert_eq!(tree.come(0, "b"), vec![(0, Reply::Decide(all.clone()))]);
+    let (own, told) = tree.decide("b", Err("no".into()));
+    let failures = vec![Failure { rank: 0, reason: "no".into() }];
+    let failed = Error::Failed { topic: "b".into(), failures, more: 0 };
+    assert_eq!((own, same_error(&told, 1..5)), (Err(failed.clone()), failed));
+    assert_eq!(tree.come(4, "a"), vec![(0, Reply::Decide(all))]);
+}
+
+#[test]
+fn wrong_calls_and_wrong_decisions_are_named() {
+    let mut tree = Tree::new(5, 1, 2);
+    let refused = |told: Told| error(&told[0].1).to_string();
+    assert_eq!(refused(tree.come(0, "")), "a topic is 1 to 4096 bytes long, found 0");
+    assert_eq!(refused(tree.come(0, &"x".repeat(5000))), "a topic is 1 to 4096 bytes long, found 5000");
+    assert!(tree.is_quiet());
+    tree.come(0, "plan");
+    assert_eq!(tree.decide("plan", Ok(vec![])).0.unwrap_err().to_string(), r#"no round of "plan" is being decided"#);
+
+    let mut oversized = vec![Vec::new(); 5];
+    oversized[4] = vec![0; PAYLOAD_BYTES_MAX + 1];
+    for (answers, reason) in [
+        (vec![Vec::new(); 3], "the decision has 3 answers for 5 ranks"),
+        (oversized, "the decision has an answer of 1073741825 bytes, the most is 1073741824"),
+    ] {
+        let mut tree = Tree::new(5, 1, 2);
+        for rank in tree.ranks() {
+            tree.come(rank, "plan");
+        }
+        let (own, told) = tree.decide("plan", Ok(answers));
+        let failures = vec![Failure { rank: 0, reason: reason.into() }];
+        assert_eq!(own, Err(Error::Failed { topic: "plan".into(), failures, more: 0 }));
+        assert_eq!(same_error(&told, 1..5), own.unwrap_err());
+    }
+}
+
+#[test]
+fn what_is_kept_and_passed_on_is_bounded() {
+    let mut tree = Tree::new(2, 1, 2);
+    for round in 0..OWED_MAX * 2 {
+        tree.come(0, &round.to_string());
+        tree.pass(LONG);
+    }
+    assert_eq!(tree.nodes[1].owed.len(), OWED_MAX);
+    assert!(matches!(tree.come(1, &(OWED_MAX * 2 - 1).to_string())[..], [(1, Reply::Answer(Err(_)))]));
+    assert_eq!(tree.come(1, "0"), vec![]);
+    assert!(tree.nodes[0].children[0].failed.is_empty());
+
+    let reason = round::bounded(Err("é".repeat(20 << 10))).unwrap_err();
+    assert_eq!(reason.len(), 16 << 10);
+    let reason = round::bounded(Ok(vec![0; PAYLOAD_BYTES_MAX + 1])).unwrap_err();
+    assert_eq!(reason, "its contribution has 1073741825 bytes, the most is 1073741824");
+}
+
+#[test]
+fn of_many_failures_the_lowest_ranks_are_told_and_the_others_counted() {
+    let told = |mut tree: Tree, come: &dyn Fn(u32) -> bool| {
+        let mut told = Vec::new();
+        for rank in tree.ranks().filter(|rank| come(*rank)) {
+            told = tree.contribute(rank, "plan", Err(format!("disk {rank} is full")), LONG);
+        }
+        told.extend(tree.pass(LONG));
+        same_error(&told, tree.ranks().filter(|rank| come(*rank)))
+    };
+    let spelled = |error: Error| match error {
+        Error::Failed { failures, more, .. } => (failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), more),
+        error => panic!("{error}"),
+    };
+    assert_eq!(spelled(told(Tree::new(500, 8, 12), &|_| true)), ((0..64).collect(), 436));
+    // What ranks say of themselves comes before who said nothing.
+    let some = spelled(told(Tree::new(500, 8, 12), &|rank| rank >= 450));
+    assert_eq!(some, ((0..14).chain(450..500).collect(), 436));
+}
+
+#[test]
+fn no_node_takes_more_messages_than_it_has_children_and_a_parent() {
+    for (world, local_world, fan_out) in [(3000, 8, 16), (1000, 1, 2), (1000, 8, 32)] {
+        let mut tree = Tree::new(world, local_world, fan_out);
+        for rank in tree.ranks() {
+            tree.come(rank, "plan");
+        }
+        assert_eq!(tree.decide("plan", Ok(vec![vec![7]; world as usize])).0, Ok(vec![7]));
+        for rank in tree.ranks() {
+            let children = tree.topology.children(rank).len() as u32;
+            assert!(children <= fan_out);
+            assert_eq!(tree.taken[rank as usize], (children, u32::from(rank > 0)), "rank {rank}");
+        }
+        assert!(tree.is_quiet());
+    }
+}
+
+#[test]
+fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
+    let part = |report| Upward {
+        number: 1,
+        seen: 0,
+        word: FromChild::Part(Part { topic: "plan".into(), age: Duration::ZERO, left: LONG, report }),
+    };
+    let payloads = |ranks: usize| Some(Bundle::new(vec![b"a"[..].into(); ranks]));
+    let whole = Report { payloads: payloads(3), ..Report::default() };
+    let mut stranger = Failures::default();
+    stranger.add(5, "of another".into());
+    for (report, problem) in [
+        (Report { payloads: payloads(2), ..whole.clone() }, "2 payloads of 3 ranks"),
+        (Report { payloads: None, ..whole.clone() }, "0 payloads of 3 ranks"),
+        (Report { failures: stranger, ..Report::default() }, "a failure of rank 5 below 1..4"),
+        (Report { missing: vec![1..2], ..whole.clone() }, "3 payloads of 3 ranks"),
+        (Report { missing: vec![3..5], ..Report::default() }, "ranks 3..5 missing below 1..4"),
+        (Report { missing: vec![1..3, 2..4], ..Report::default() }, "ranks 2..4 missing below 1..4"),
+        (Report { missing: vec![3..3], ..Report::default() }, "ranks 3..3 missing below 1..4"),
+    ] {
+        let mut tree = Tree::new(8, 1, 2);
+        tree.come(0, "plan");
+        let told = tree.act(0, |node, now| node.from_child(1, part(report), now));
+        let cause = format!(r#"its part of "plan" cannot be: {problem}"#);
+        assert_eq!(same_error(&told, [0]), Error::Lost { rank: 1, cause });
+    }
+    let mut tree = Tree::new(8, 1, 2);
+    tree.act(0, |node, now| node.from_child(3, part(whole.clone()), now));
+    assert!(tree.is_quiet(), "rank 3 is no child of rank 0");
+
+    let mut tree = Tree::new(8, 1, 2);
+    tree.come(7, "plan");
+    let answers = Bundle::new(vec![b"a"[..].into(); 2]);
+    let word = FromParent::Answer { topic: "plan".into(), answers };
+    let told = tree.act(7, |node, now| node.from_parent(Downward { number: 1, word }, now));
+    let cause = r#"it sent 2 answers on "plan" for 1 ranks"#.to_owned();
+    assert_eq!(same_error(&told, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
+}

@@ -11,7 +11,7 @@ pub(crate) struct Journal(Vec<String>);
 
 impl Journal {
     pub(crate) fn note(&mut self, now: Duration, text: impl FnOnce() -> String) {
-        self.0.push(format!("{:12.6} s  {}", now.as_secs_f64(), text()));
+        self.0.push(format!("{:12.6} s  {}", now.as_secs_f64(), without_chance(&text())));
     }
 
     pub(crate) fn headline(&mut self, text: String) {
@@ -25,6 +25,14 @@ impl Journal {
     pub(crate) fn into_lines(self) -> Vec<String> {
         self.0
     }
+}
+
+/// Temporary files are named by the system's own chance, and are nobody's business.
+fn without_chance(text: &str) -> String {
+    const TEMPORARY: &str = ".tmp-";
+    let mut parts = text.split(TEMPORARY);
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |known, rest| known + TEMPORARY + rest.trim_start_matches(|c: char| c.is_ascii_hexdigit()))
 }
 
 pub(crate) fn of_upward(message: &Upward) -> String {

@@ -52,9 +52,10 @@ pub struct Run {
 
 /// The job of that seed, and the job after it.
 pub fn run(seed: u64) -> Run {
-    let weather = Scenario::draw(seed).weather;
     let (mut journal, mut endings) = (Journal::default(), BTreeMap::new());
-    let judged = panic::catch_unwind(AssertUnwindSafe(|| live(seed, &mut journal, &mut endings)));
+    let scenario = Scenario::draw(seed);
+    let weather = scenario.weather;
+    let judged = panic::catch_unwind(AssertUnwindSafe(|| live(seed, scenario, &mut journal, &mut endings)));
     let broken = judged.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned())).unwrap_or_default())
@@ -62,8 +63,12 @@ pub fn run(seed: u64) -> Run {
     Run { weather, endings, digest: journal.digest(), log: journal.into_lines(), broken: broken.err() }
 }
 
-fn live(seed: u64, journal: &mut Journal, endings: &mut BTreeMap<String, u64>) -> Result<(), String> {
-    let scenario = Scenario::draw(seed);
+fn live(
+    seed: u64,
+    scenario: Scenario,
+    journal: &mut Journal,
+    endings: &mut BTreeMap<String, u64>,
+) -> Result<(), String> {
     journal.headline(format!("{:?}, {:?}", scenario.weather, scenario.topology));
     let traps = scenario.traps.iter().map(|(rank, trap)| format!("rank {rank}: {trap:?}"));
     traps.collect::<Vec<_>>().into_iter().for_each(|trap| journal.headline(trap));
@@ -80,7 +85,8 @@ fn live(seed: u64, journal: &mut Journal, endings: &mut BTreeMap<String, u64>) -
     // The power may have failed since, or only the job have ended.
     let mut dice = Dice(!seed);
     let disk = disk.crash(dice.below(2));
-    let mut later = Scenario::calm(&mut dice, "/runs/gpt", 1);
+    let world = 1 + dice.rank(4);
+    let mut later = Scenario::calm(&mut dice, world, "/runs/gpt", 1);
     let taken: BTreeSet<&str> = published.iter().map(|&save| scenario.saves[save].place.as_str()).collect();
     let free = scenario.saves.iter().map(|save| save.place.as_str()).find(|place| !taken.contains(place));
     later.saves[0].place = free.unwrap_or("/runs/gpt/step-later").to_owned();
@@ -93,7 +99,9 @@ fn live(seed: u64, journal: &mut Journal, endings: &mut BTreeMap<String, u64>) -
 fn count(past: &Past, endings: &mut BTreeMap<String, u64>) {
     let mut add = |ending: String| *endings.entry(ending).or_default() += 1;
     for heard in past.heard.iter().flat_map(BTreeMap::values) {
-        add(heard.as_ref().map_or_else(|error| format!("save: {}", Kind::name(error.kind)), |()| "save: Ok".to_owned()));
+        add(heard
+            .as_ref()
+            .map_or_else(|error| format!("save: {}", Kind::name(error.kind)), |()| "save: Ok".to_owned()));
     }
     for (_, answer) in past.calls.iter().filter_map(|call| call.answered.as_ref()) {
         add(match answer {

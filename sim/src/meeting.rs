@@ -172,7 +172,8 @@ impl<'a> Meeting<'a> {
             self.past.events += 1;
             assert!(self.past.events < EVENTS_MAX, "the meeting has no end");
             let event = self.past.events;
-            let due: Vec<What> = self.scenario.faults.extract_if(.., |fault| fault.event < event).map(|f| f.what).collect();
+            let due: Vec<What> =
+                self.scenario.faults.extract_if(.., |fault| fault.event < event).map(|f| f.what).collect();
             due.into_iter().for_each(|what| self.befall(what));
             match next {
                 Next::Tick { rank, at } => {
@@ -253,7 +254,9 @@ impl<'a> Meeting<'a> {
                     return;
                 }
                 self.past.calls[call].came = Some(now);
-                self.note(|| format!("rank {rank} comes to {topic:?}{}", if contribution.is_ok() { "" } else { ", failed" }));
+                self.note(|| {
+                    format!("rank {rank} comes to {topic:?}{}", if contribution.is_ok() { "" } else { ", failed" })
+                });
                 self.act(rank, |node| node.contribute(&topic, contribution, call, now, deadline));
             }
             Event::Up { child, message } => {

@@ -63,11 +63,18 @@ pub(crate) struct Fault {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum What {
-    Crash { rank: u32 },
+    Crash {
+        rank: u32,
+    },
     /// The link between that rank and its parent.
-    Break { child: u32 },
+    Break {
+        child: u32,
+    },
     /// Nothing comes through the link between that rank and its parent for so long.
-    Partition { child: u32, time: Duration },
+    Partition {
+        child: u32,
+        time: Duration,
+    },
 }
 
 impl Scenario {
@@ -83,10 +90,11 @@ impl Scenario {
             Weather::Slow,
             Weather::Storm,
         ]);
-        let saves = 2 + dice.below(2);
-        let mut scenario = Scenario::calm(&mut dice, "/runs/gpt", saves);
+        let saves = dice.pick(&[2, 2, 3]);
+        let world = dice.pick(&[1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9]);
+        let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
-        let (world, is_storm) = (scenario.topology.world(), weather == Weather::Storm);
+        let is_storm = weather == Weather::Storm;
         if weather == Weather::Mischief || is_storm {
             let at = dice.below(saves) as usize;
             scenario.saves[at].do_wrong(&mut dice);
@@ -126,10 +134,8 @@ impl Scenario {
         scenario
     }
 
-    /// A job of any shape that saves below `run` so many times, with nothing in its way.
-    pub(crate) fn calm(dice: &mut Dice, run: &str, saves: u64) -> Scenario {
-        let world = 2 + dice.rank(8);
-        let world = if dice.once_in(16) { 1 } else { world };
+    /// A job of so many ranks that saves below `run` so many times, with nothing in its way.
+    pub(crate) fn calm(dice: &mut Dice, world: u32, run: &str, saves: u64) -> Scenario {
         let topology = Topology::new(world, 1 + dice.rank(4), 2 + dice.rank(3)).expect("a world of ranks");
         let mut meeting = [0; 16];
         meeting.copy_from_slice(&dice.bytes(16));

@@ -296,8 +296,8 @@ impl Tensor {
     fn random(dice: &mut Dice, index: u64, world: u32) -> Tensor {
         let dtype = dice.pick(&[DType::U8, DType::F32, DType::I64]);
         // Now and then more than the largest block that is never cut.
-        let rows = if dice.once_in(24) { 600 } else { 1 + dice.below(9) };
-        let columns = if rows == 600 { 140 } else { 1 + dice.below(5) };
+        let is_large = dice.once_in(24);
+        let (rows, columns) = if is_large { (400, 50) } else { (1 + dice.below(9), 1 + dice.below(5)) };
         let shape = vec![rows, columns];
         let is_flat = dice.once_in(3);
         let divisors: Vec<u32> = (1..=world).filter(|shards| world % shards == 0).collect();

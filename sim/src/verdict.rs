@@ -36,14 +36,19 @@ macro_rules! hold {
 /// # Errors
 /// The first promise that was broken.
 pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::result::Result<Vec<usize>, String> {
+    let engine = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
     let mut published = Vec::new();
     let mut places: Vec<&str> = scenario.saves.iter().map(|save| save.place.as_str()).collect();
     places.dedup();
     for place in places {
-        published.extend(published_at(disk, place, &scenario.saves)?);
+        published.extend(published_at(&engine, disk, place, &scenario.saves)?);
     }
     for save in 0..scenario.saves.len() {
-        one_outcome(scenario, past, save, &published)?;
+        one_outcome(past, save, &published)?;
+    }
+    for (&save, disk) in &past.promised {
+        let kept = published_at(&engine, disk, &scenario.saves[save].place, &scenario.saves)?;
+        hold!(kept == Some(save), "save {save} was said to be committed before a loss of power could not undo it");
     }
     for call in &past.calls {
         in_time(scenario, past, call)?;
@@ -65,9 +70,13 @@ fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
 
 /// Which save is committed at that place, if any. What is committed is whole: it opens, is sound, and is bit for bit
 /// what was saved.
-fn published_at(disk: &SimDisk, place: &str, saves: &[Save]) -> std::result::Result<Option<usize>, String> {
-    let engine = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
-    let checkpoint = match checkpoint::open_from(&engine, store(disk, place), place, ALONE) {
+fn published_at(
+    engine: &Arc<Engine>,
+    disk: &SimDisk,
+    place: &str,
+    saves: &[Save],
+) -> std::result::Result<Option<usize>, String> {
+    let checkpoint = match checkpoint::open_from(engine, store(disk, place), place, ALONE) {
         Ok(checkpoint) => checkpoint,
         Err(error) if error.kind == Kind::NotFound => return Ok(None),
         Err(error) => return Err(format!("{place} is committed and does not open: {error}")),
@@ -79,14 +88,14 @@ fn published_at(disk: &SimDisk, place: &str, saves: &[Save]) -> std::result::Res
     hold!(spec.place == place, "{place} holds save {save}, which was to go to {}", spec.place);
     let found = spec.truth.flaw(&checkpoint);
     hold!(found == Ok(None), "{place} holds save {save}, but not as it was: {found:?}");
-    let verified = store(disk, place).and_then(|store| verify_in(&engine, store, place, &|_, _| {}));
+    let verified = store(disk, place).and_then(|store| verify_in(engine, store, place, &|_, _| {}));
     let is_sound = verified.as_ref().is_ok_and(|report| report.is_sound());
     hold!(is_sound, "{place} holds save {save}, and is not sound: {verified:?}");
     Ok(Some(save))
 }
 
 /// Never two outcomes, and none that is not true.
-fn one_outcome(scenario: &Scenario, past: &Past, save: usize, published: &[usize]) -> Judged {
+fn one_outcome(past: &Past, save: usize, published: &[usize]) -> Judged {
     let is_published = published.contains(&save);
     let mut decided: Option<(u32, Kind, &str)> = None;
     for (&rank, heard) in &past.heard[save] {
@@ -94,6 +103,8 @@ fn one_outcome(scenario: &Scenario, past: &Past, save: usize, published: &[usize
             Ok(()) => hold!(is_published, "rank {rank} heard that save {save} is committed, and it is not"),
             Err(error) if error.kind == Kind::Unavailable => {}
             Err(error) => {
+                let is_defect = error.kind == Kind::Internal && !error.message.contains(UNREADABLE);
+                hold!(!is_defect, "save {save} met a defect on rank {rank}: {error}");
                 hold!(!is_published, "rank {rank} heard that save {save} failed, and it is committed: {error}");
                 let (first, kind, message) = *decided.get_or_insert((rank, error.kind, &error.message));
                 hold!(
@@ -104,10 +115,6 @@ fn one_outcome(scenario: &Scenario, past: &Past, save: usize, published: &[usize
                 );
             }
         }
-    }
-    if let Some(disk) = past.promised.get(&save) {
-        let kept = published_at(disk, &scenario.saves[save].place, &scenario.saves)?;
-        hold!(kept == Some(save), "save {save} was said to be committed before a loss of power could not undo it");
     }
     Ok(())
 }
@@ -164,10 +171,17 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
             let expired = came.values().min().map_or(Duration::MAX, |first| *first + call.deadline);
             for missing in 0..scenario.topology.world() {
                 let came = came.get(&missing);
-                let (is_named, is_there) = (ranks.contains(&missing), came.is_some_and(|came| *came + DELAY_MAX < expired));
-                hold!(!is_named || !is_there, "rank {rank} hears on {topic:?} that rank {missing} did not come; it did");
+                let (is_named, is_there) =
+                    (ranks.contains(&missing), came.is_some_and(|came| *came + DELAY_MAX < expired));
+                hold!(
+                    !is_named || !is_there,
+                    "rank {rank} hears on {topic:?} that rank {missing} did not come; it did"
+                );
                 let is_absent = came.is_none_or(|came| came > at);
-                hold!(is_named || !is_absent, "rank {rank} does not hear that rank {missing} did not come to {topic:?}");
+                hold!(
+                    is_named || !is_absent,
+                    "rank {rank} does not hear that rank {missing} did not come to {topic:?}"
+                );
             }
         }
         _ => {}

@@ -24,7 +24,10 @@ mod truth;
 mod verdict;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
 use shardfast_coord::Error as Coord;
 use shardfast_engine::Kind;
@@ -61,6 +64,26 @@ pub fn run(seed: u64) -> Run {
         Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned())).unwrap_or_default())
     });
     Run { weather, endings, digest: journal.digest(), log: journal.into_lines(), broken: broken.err() }
+}
+
+/// Runs these seeds, several at a time, and hands out each run as it ends.
+pub fn run_all(seeds: Range<u64>, judge: impl Fn(u64, Run) + Sync) {
+    let next = AtomicU64::new(seeds.start);
+    // A rank that waits for another thread leaves the core to another seed.
+    let threads = 2 * thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    judge(seed, run(seed));
+                }
+            });
+        }
+    });
 }
 
 fn live(

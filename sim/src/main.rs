@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::process::ExitCode;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use shardfast_sim::run;
+use shardfast_sim::{run, run_all};
 
 /// Whole jobs in seeded virtual time.
 #[derive(Parser)]
@@ -49,36 +49,23 @@ fn replay(seed: u64) -> ExitCode {
 }
 
 fn sweep(seeds: Range<u64>) -> ExitCode {
-    let (next, failed) = (AtomicU64::new(seeds.start), AtomicU64::new(0));
-    let endings: Mutex<BTreeMap<String, u64>> = Mutex::default();
-    // A rank that waits for another thread leaves the core to another seed.
-    let threads = 2 * std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= seeds.end {
-                        return;
-                    }
-                    let run = run(seed);
-                    if let Some(broken) = run.broken {
-                        failed.fetch_add(1, Ordering::Relaxed);
-                        println!("seed {seed} ({:?}): {broken}", run.weather);
-                        println!("    replay: cargo run -p shardfast-sim -- --seed {seed}");
-                    }
-                    let mut endings = endings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    for (ending, times) in run.endings {
-                        *endings.entry(ending).or_default() += times;
-                    }
-                }
-            });
+    let (failed, endings) = (AtomicU64::new(0), Mutex::new(BTreeMap::<String, u64>::new()));
+    let all = seeds.end.saturating_sub(seeds.start);
+    run_all(seeds, |seed, run| {
+        if let Some(broken) = run.broken {
+            failed.fetch_add(1, Ordering::Relaxed);
+            println!("seed {seed} ({:?}): {broken}", run.weather);
+            println!("    replay: cargo run -p shardfast-sim -- --seed {seed}");
+        }
+        let mut endings = endings.lock().unwrap_or_else(PoisonError::into_inner);
+        for (ending, times) in run.endings {
+            *endings.entry(ending).or_default() += times;
         }
     });
-    for (ending, times) in endings.into_inner().unwrap_or_default() {
+    for (ending, times) in endings.into_inner().unwrap_or_else(PoisonError::into_inner) {
         println!("{times:8}  {ending}");
     }
     let failed = failed.into_inner();
-    println!("{failed} of {} seeds failed", seeds.end.saturating_sub(seeds.start));
+    println!("{failed} of {all} seeds failed");
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -98,6 +98,7 @@ enum Event {
     Decide { call: usize, parts: Vec<Vec<u8>> },
     Decided { call: usize, decision: std::result::Result<Vec<Vec<u8>>, String> },
     Resume { call: usize },
+    Hear { call: usize, answer: std::result::Result<Vec<u8>, Coord> },
 }
 
 /// What a rank waits for.
@@ -247,6 +248,7 @@ impl<'a> Meeting<'a> {
         let now = self.now;
         match event {
             Event::Begin { rank, save } => self.begin(rank, save),
+            Event::Hear { call, answer } => self.hear(call, answer),
             Event::Come { call, contribution } => {
                 let OneCall { rank, topic, deadline, .. } = &self.past.calls[call];
                 let (rank, topic, deadline) = (*rank, topic.clone(), *deadline);
@@ -366,19 +368,26 @@ impl<'a> Meeting<'a> {
     }
 
     fn answer(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
-        let OneCall { rank, topic, reply, answered, .. } = &mut self.past.calls[call];
+        let OneCall { rank, topic, answered, .. } = &mut self.past.calls[call];
         assert!(answered.is_none(), "rank {rank} is answered twice on {topic:?}");
         *answered = Some((self.now, answer.clone()));
-        let (rank, save, topic, reply) = (*rank, number(topic), topic.clone(), reply.take());
+        // Until the thread that waits is woken.
+        let after = self.work(50);
+        self.schedule(after, Event::Hear { call, answer });
+    }
+
+    fn hear(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
+        let OneCall { rank, topic, reply, .. } = &mut self.past.calls[call];
+        // It may have crashed meanwhile.
+        let Some(reply) = reply.take() else { return };
+        let (rank, save, topic) = (*rank, number(topic), topic.clone());
         self.note(|| match &answer {
             Ok(_) => format!("rank {rank} has its answer on {topic:?}"),
             Err(error) => format!("rank {rank} hears on {topic:?}: {error}"),
         });
-        // It may have crashed by another effect of the same message.
-        if let Some(reply) = reply {
-            let _ = reply.send(Reply::Answer(answer));
-            self.proceed(rank, save);
-        }
+        let _ = reply.send(Reply::Answer(answer));
+        drop(reply);
+        self.proceed(rank, save);
     }
 
     fn begin(&mut self, rank: u32, save: usize) {

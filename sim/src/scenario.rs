@@ -164,8 +164,8 @@ impl Scenario {
 
 impl Save {
     fn do_wrong(&mut self, dice: &mut Dice) {
-        let mischief = dice.pick(&Mischief::ALL);
-        let mischief = if self.truth.allows(mischief) { mischief } else { Mischief::Unreadable };
+        let allowed = Mischief::ALL.into_iter().filter(|mischief| self.truth.allows(*mischief));
+        let mischief = dice.pick(&allowed.collect::<Vec<_>>());
         self.mischief = self.truth.culprit(mischief, dice).map(|rank| (rank, mischief));
         // Whoever does not write its replica reads it only to prove it.
         self.prove |= matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable);

@@ -63,6 +63,8 @@ pub(crate) enum Mischief {
     Hole,
     /// It holds an element of the first tensor that another rank holds too.
     Overlap,
+    /// It holds its shard of the first tensor one place too early: as much as it should, and something else.
+    Shifted,
     /// It holds the first tensor with other bytes than its replicas.
     OtherBytes,
     /// It believes itself alone in holding the first tensor.
@@ -72,11 +74,12 @@ pub(crate) enum Mischief {
 }
 
 impl Mischief {
-    pub(crate) const ALL: [Mischief; 7] = [
+    pub(crate) const ALL: [Mischief; 8] = [
         Mischief::OtherUrl,
         Mischief::OtherShape,
         Mischief::Hole,
         Mischief::Overlap,
+        Mischief::Shifted,
         Mischief::OtherBytes,
         Mischief::Alone,
         Mischief::Unreadable,
@@ -146,7 +149,7 @@ impl Truth {
             Mischief::OtherShape => self.world > 1,
             Mischief::Unreadable => true,
             Mischief::Hole => shards == self.world as usize,
-            Mischief::Overlap => shards == self.world as usize && shards > 1,
+            Mischief::Overlap | Mischief::Shifted => shards == self.world as usize && shards > 1,
             Mischief::OtherBytes => shards < self.world as usize,
             Mischief::Alone => shards < self.world as usize && self.knowing.iter().all(|knows| *knows),
         }
@@ -169,6 +172,7 @@ impl Truth {
             let run = first.run(rank);
             match mischief {
                 Mischief::Overlap => !run.is_empty() && (run.start > 0 || run.end < first.numel()),
+                Mischief::Shifted => !run.is_empty() && run.start > 0,
                 Mischief::OtherUrl => true,
                 _ => !run.is_empty(),
             }
@@ -216,6 +220,7 @@ impl Truth {
                 bytes.extend(vec![0; row]);
             }
             Some(Mischief::Hole) => run = 0..0,
+            Some(Mischief::Shifted) => run = run.start - tensor.unit()..run.end - tensor.unit(),
             Some(Mischief::Overlap) if run.start > 0 => run.start -= tensor.unit(),
             Some(Mischief::Overlap) => run.end += tensor.unit(),
             Some(Mischief::OtherBytes) => bytes.iter_mut().for_each(|byte| *byte ^= 1),

@@ -266,7 +266,7 @@ fn complaint(scenario: &Scenario, spec: &Save, (culprit, mischief): (u32, Mischi
         Mischief::Alone => (&[Kind::Invalid], vec![named]),
         // Those who planned alone know by digests only that they did not plan the same.
         Mischief::OtherShape if spec.truth.plans_alone(culprit) => (&[Kind::Invalid], vec!["rank".to_owned()]),
-        Mischief::OtherShape | Mischief::Hole | Mischief::Overlap => (&[Kind::Invalid], vec![leaf]),
+        Mischief::OtherShape | Mischief::Hole | Mischief::Overlap | Mischief::Shifted => (&[Kind::Invalid], vec![leaf]),
         Mischief::OtherBytes => (&[Kind::Invalid], vec![leaf, "replicas".to_owned()]),
     }
 }

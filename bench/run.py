@@ -22,6 +22,7 @@ import goals
 import machine
 import planning
 import resharding
+import sharing
 import small
 import stall
 import training
@@ -32,6 +33,7 @@ from ranks import Settings
 MEASURES = {
     "transfer": (transfer.measure, "durable save, cold and warm load, processor time, timeline"),
     "resharding": (resharding.measure, "cold load into another layout"),
+    "sharing": (sharing.measure, "ranks that read for each other, beside each for itself"),
     "small": (small.measure, "5,000 tensors of 1 KiB"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),

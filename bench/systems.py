@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from figures import OURS
 from ranks import made
+from shardfast import verbs
+from shardfast.session import TIMEOUT_S
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -75,7 +77,17 @@ class Shardfast:
 
     def save(self, path: Path, state: State) -> None:
         # What sf.save is; the handle tells when each phase ended.
-        pending = sf.save_async(path, {"model": state})
+        session, describer = verbs._describer(TIMEOUT_S)
+        pending = verbs.begin(
+            session,
+            describer,
+            path,
+            {"model": state},
+            step=None,
+            pickle=False,
+            timeout_s=TIMEOUT_S,
+            is_waited_for=True,
+        )
         pending.committed()
         self.reports.append(pending.report)
 

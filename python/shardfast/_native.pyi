@@ -17,6 +17,7 @@ __all__ = [
     "NotFound",
     "Part",
     "Pending",
+    "Place",
     "Session",
     "Tagged",
     "Unavailable",
@@ -65,6 +66,43 @@ class Internal(Error):
     """A defect of Shardfast."""
 
 @final
+class Place:
+    """A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens."""
+
+    def __new__(
+        cls,
+        host: str,
+        rank: int,
+        world: int,
+        token: str,
+        *,
+        local_world: int = 1,
+        fan_out: int | None = None,
+        port: int = 0,
+        tls: tuple[str, str, str] | None = None,
+    ) -> Self:
+        """The place of ``rank`` in the tree of ``world`` ranks, of which ``local_world`` share a node.
+
+        ``tls`` are the files of a certificate, its key and its authority.
+        """
+
+    @property
+    def parent(self) -> int | None:
+        """The rank through which this one joins; ``None`` for rank 0."""
+
+    @property
+    def address(self) -> str | None:
+        """Where other ranks join through this one, ``host:port``; ``None`` where none do."""
+
+    def find_parent(self, root: str, timeout_s: float) -> str:
+        """The parent's address, from rank 0 at ``root``, which is told this rank's own. All ranks ask, or none."""
+
+    def join(
+        self, parent: str | None, timeout_s: float, *, local_world: int = 1, staging_bytes: int | None = None
+    ) -> Session:
+        """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0."""
+
+@final
 class Session:
     """The ranks that save and load together, and the memory that they stage in."""
 
@@ -72,32 +110,10 @@ class Session:
     def solo(*, staging_bytes: int | None = None) -> Session:
         """One process alone."""
 
-    @staticmethod
-    def serve(host: str, world: int, token: str, *, local_world: int = 1, staging_bytes: int | None = None) -> Session:
-        """Rank 0 of ``world``: listens on a free port of ``host``. The other ranks join its :attr:`address`."""
-
-    @staticmethod
-    def join(
-        address: str,
-        host: str,
-        rank: int,
-        world: int,
-        token: str,
-        timeout_s: float,
-        *,
-        local_world: int = 1,
-        staging_bytes: int | None = None,
-    ) -> Session:
-        """Rank ``rank`` of ``world``, which joins rank 0 at ``address`` and can itself be reached at ``host``."""
-
     @property
     def rank(self) -> int: ...
     @property
     def world(self) -> int: ...
-    @property
-    def address(self) -> str | None:
-        """Where rank 0 listens; ``None`` on other ranks and alone."""
-
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging memory that saves and loads may use together."""
@@ -256,7 +272,6 @@ def save(
     timeout_s: float,
     streams: Mapping[int, int] = ...,
     is_waited_for: bool = False,
-    prove: bool = False,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Ints = tuple[int, ...]
 
@@ -44,24 +44,21 @@ class Refused(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """An n-d box in a tensor's global shape, in elements. Never empty."""
 
     offsets: Ints
     lengths: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(NamedTuple):
     """The run ``[start, stop)`` of the row-major flattened global tensor, in elements. Never empty."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """Where a region's elements lie in this process.
 
     Attributes:
@@ -81,8 +78,7 @@ class Memory:
         return () if self.device is None else (self.device,)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Which parts of a tensor this rank holds.
 
     Attributes:
@@ -90,12 +86,15 @@ class Layout:
         shape: Global shape, in elements.
         regions: The parts: disjoint, in bounds, none for an empty shard.
         text: How the job laid the tensor out, for people; empty for a whole tensor in ordinary memory.
+        holders: All ranks of the job that hold exactly these regions, ascending, this one among them; ``None`` where
+            that is not known. It must be all of them: ranks that know it for every tensor plan a save alone.
     """
 
     dtype: str
     shape: Ints
     regions: tuple[Region | Flat, ...]
     text: str = ""
+    holders: Ints | None = None
 
 
 @functools.cache
@@ -105,8 +104,7 @@ def item_bytes(dtype: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Memory to save from, for each region of the layout, and the object that keeps it allocated.
 
     Attributes:
@@ -119,8 +117,7 @@ class Source:
     is_copy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Memory to load into, for each region of the layout.
 
     Attributes:
@@ -140,8 +137,7 @@ When = Literal["now", "soon", "lazily", "whenever"]
 change, which is announced; or at any time, since it is a copy already."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
+class TensorLeaf(NamedTuple):
     """A tensor as this rank gives it to a save."""
 
     key: str
@@ -179,7 +175,7 @@ class AliasLeaf:
 Leaf = TensorLeaf | ObjectLeaf | AliasLeaf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedTensor:
     """A tensor of a checkpoint; ``index`` is its place in the manifest."""
 
@@ -192,7 +188,7 @@ class SavedTensor:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedObject:
     """A Python value of a checkpoint.
 
@@ -207,7 +203,7 @@ class SavedObject:
     copies: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedAlias:
     """A second name of a tensor of a checkpoint."""
 
@@ -222,36 +218,64 @@ class SavedAlias:
 SavedLeaf = SavedTensor | SavedObject | SavedAlias
 
 
-class Hold(Protocol):
-    """Keeps the memory of tensors allocated, and notices what is done to it. Keeps no tensor alive beyond that."""
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """How a framework keeps the memory of tensors allocated, and how it tells what was done to it.
 
-    def stamp(self, tensors: Sequence[Any]) -> object:
-        """How the tensors, those of the hold, are now; ``None`` when what is held is not their memory any more."""
-        ...
+    Attributes:
+        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive.
+        address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
+        version: The name of a tensor's attribute that counts writes.
+    """
 
-    def changes(self, tensors: Sequence[Any], stamp: Any) -> Sequence[tuple[int, str]]:
-        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
-        ...
+    memory: Sequence[Any]
+    address: Callable[[Any], int]
+    version: str
+
+
+Kind = Literal["names", "objects", "object", "entries", "groups", "state"]
+"""What stands in an attribute: a dict or a set of which the names count; a dict of objects of the bundle or ``None``;
+one such object; a dict of entries by name; a list of dicts, each with a list of *members* under ``"params"``; or a dict
+by member of dicts of entries, and by name of an entry. Names are texts or whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """A bundle that is what it was.
+class Wrapper:
+    """How tensors that wrap this rank's memory tell of it.
 
     Attributes:
-        values: What :meth:`Bundle.values` would give now.
-        tensors: For each of :meth:`Bundle.tensors`, in order, the tensor of this rank's memory: whole, no sharding.
-        parameters: A module's parameters by name, or those of which an optimizer speaks by number.
+        layout: Name of the attribute that says how a tensor is sharded: an object that is replaced, never changed.
+        inner: Name of the attribute that is the memory.
+        kind: The memory's exact type.
     """
 
-    values: Mapping[str, object]
-    tensors: Sequence[Any]
-    parameters: Sequence[Any]
+    layout: str
+    inner: str
+    kind: type
 
 
-Recheck = Callable[[], Again | None]
-"""Looks whether a bundle that was described is still the same: its names, which of its entries are tensors, and how
-they are sharded; ``None`` when it may be another now. Where tensors lie is not its affair. Keeps nothing alive."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Where in its objects a bundle's leaves stand. While it stays so, the bundle need not be described again.
+
+    Attributes:
+        objects: All objects that count, with those of their attributes that do. What is met in these, in this order,
+            numbers the entries.
+        tensors: For each of :meth:`Bundle.tensors`, in order, the number of its entry.
+        parameters: The numbers of a module's parameters; an optimizer's are all members.
+        others: Numbers of the entries that ``values`` needs.
+        sharded: Numbers, among the tensors, of those that wrap this rank's memory, with their layouts.
+        wrapper: How these tell of it.
+        values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
+    """
+
+    objects: Sequence[tuple[Any, Sequence[tuple[str, Kind]]]]
+    tensors: Sequence[int]
+    parameters: Sequence[int]
+    others: Sequence[int]
+    sharded: Sequence[tuple[int, Any]]
+    wrapper: Wrapper | None
+    values: Callable[[Sequence[Any]], Mapping[str, object]]
 
 
 class Bundle(Protocol):
@@ -271,7 +295,15 @@ class Bundle(Protocol):
         """
         ...
 
-    def recheck(self) -> Recheck | None:
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        """The :attr:`Layout.holders` of tensors that do not tell it themselves, by leaf name, as far as it is known.
+
+        Args:
+            of: Those of parameters of the state's modules, by ``id``.
+        """
+        ...
+
+    def outline(self) -> Outline | None:
         """What tells later, without describing it again, that the bundle is the same; ``None`` where nothing can."""
         ...
 
@@ -329,6 +361,23 @@ class Module:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Rounds(Protocol):
+    """A load under way that asks for rounds of messages between all ranks."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are any, on all ranks alike; known when ``next`` has returned."""
+        ...
+
+    def next(self) -> tuple[list[int], bytearray] | None:
+        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
+        ...
+
+    def received(self, sizes: list[int], data: bytearray, /) -> None:
+        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+        ...
+
+
 class Adapter(Protocol):
     """One framework's tensors, said as regions. ``shardfast.testing`` holds the contract as checks.
 
@@ -356,6 +405,10 @@ class Adapter(Protocol):
 
     def stream(self, device: int) -> int | None:
         """The handle of the stream on which the program works now on that CUDA device, if it is this framework's."""
+        ...
+
+    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
+        """What carries rounds between all ``world`` ranks of the job, each of which calls it, if this framework can."""
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:

@@ -8,7 +8,6 @@ live, and nothing else.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -22,10 +21,11 @@ from .catalog import (
     AliasLeaf,
     Flat,
     Hold,
+    Ints,
     Layout,
     Leaf,
     ObjectLeaf,
-    Recheck,
+    Outline,
     Refused,
     TensorLeaf,
     When,
@@ -65,9 +65,9 @@ Notice = Callable[[], None]
 class Watched:
     """Tensors that are captured lazily, how they were, and their places in the state, for messages."""
 
-    hold: Hold
-    tensors: Sequence[Any]
-    stamp: object
+    hold: _native.Hold
+    tensors: list[Any]
+    stamp: _native.Stamp
     places: Sequence[str]
 
     def changes(self) -> list[str]:
@@ -169,10 +169,14 @@ class _Leaves:
         self._pickle = pickle
         self._places: dict[tuple[str, str], str] = {}
 
-    def tensors_of(self, entry: BundleEntry) -> None:
+    def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
         for name, tensor in entry.bundle.tensors().items():
             adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
-            self._tensor(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+            place = f"{entry.place}.{name}"
+            layout = _layout(adapter, tensor, place)
+            if layout.holders is None and name in holders and _is_whole(layout):
+                layout = layout._replace(holders=holders[name])
+            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, layout)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -230,6 +234,11 @@ class _Leaves:
         self.objects.append(ObjectLeaf(key, name, captured, per_rank))
 
 
+def _is_whole(layout: Layout) -> bool:
+    """Whether this rank holds all of the tensor."""
+    return _held_bytes(layout) == math.prod(layout.shape) * item_bytes(layout.dtype)
+
+
 def _layout(adapter: Adapter, tensor: object, place: str) -> Layout:
     try:
         return adapter.layout(tensor)
@@ -263,10 +272,17 @@ class _Found:
         leaves = _Leaves(walked.adapters, pickle)
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         announced: dict[int, Any] = {}
-        for entry in bundles:
+        holders = [entry.bundle.holders({}) for entry in bundles]
+        of_parameters = {
+            id(tensor): known[name]
+            for entry, known in zip(bundles, holders, strict=True)
+            for name, tensor in (entry.bundle.tensors().items() if known else ())
+            if name in known
+        }
+        for entry, known in zip(bundles, holders, strict=True):
             if notice is not None:
                 announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
-            leaves.tensors_of(entry)
+            leaves.tensors_of(entry, {**known, **entry.bundle.holders(of_parameters)})
         in_bundles = len(leaves.named)
         for entry in bundles:
             leaves.values_of(entry.key, entry.prefix, entry.place, entry.bundle.values())
@@ -332,16 +348,13 @@ class _Bundle:
     place: str
     objects: Sequence[weakref.ref[Any]]
     is_sequence: bool
-    recheck: Recheck
+    values: Callable[[Sequence[Any]], Mapping[str, object]]
 
     @staticmethod
-    def of(entry: BundleEntry, forget: Callable[[object], None]) -> _Bundle | None:
-        recheck = entry.bundle.recheck()
-        if recheck is None:
-            return None
+    def of(entry: BundleEntry, outline: Outline, forget: Callable[[object], None]) -> _Bundle:
         is_sequence = isinstance(entry.value, (list, tuple))
         objects = [weakref.ref(one, forget) for one in (entry.value if is_sequence else [entry.value])]
-        return _Bundle(entry.key, entry.name, entry.place, objects, is_sequence, recheck)
+        return _Bundle(entry.key, entry.name, entry.place, objects, is_sequence, outline.values)
 
     def is_of(self, value: object) -> bool:
         if isinstance(value, (list, tuple)) is not self.is_sequence:
@@ -355,11 +368,11 @@ class _Bundle:
 class _Lazy:
     """Tensors that are captured lazily: their numbers among those of all bundles, their places, and their memory."""
 
-    hold: Hold
+    hold: _native.Hold
     numbers: Sequence[int]
     places: Sequence[str]
 
-    def watched(self, own: Sequence[Any]) -> Watched | None:
+    def watched(self, own: list[Any]) -> Watched | None:
         """As they are now; ``None`` if their memory is not what is held."""
         stamp = self.hold.stamp(own)
         return None if stamp is None else Watched(self.hold, own, stamp, self.places)
@@ -370,8 +383,7 @@ class _Known:
     """A description that serves again while nothing but values has changed.
 
     Attributes:
-        places: Of all bundles' tensors.
-        parameters: Which of modules' and optimizers' parameters are the same.
+        outline: What tells whether the bundles are the same.
         lazy: What is captured lazily.
         soon: The numbers of what is captured eagerly, but not in the call.
     """
@@ -379,8 +391,7 @@ class _Known:
     native: _native.Described
     kinds: Sequence[type]
     bundles: Sequence[_Bundle]
-    places: bytes
-    parameters: _Same
+    outline: _native.Outline
     lazy: Sequence[_Lazy]
     soon: Sequence[int]
     extras: Extras
@@ -395,17 +406,21 @@ class _Known:
             return None
         if not all(known[unit.key, unit.name].is_of(unit.value) for unit in of_bundles):
             return None
-        seen = _Seen.of(self.bundles)
-        if seen is None or seen.places != self.places or not self.parameters.holds_of(seen.parameters):
+        try:
+            seen = self.outline.again()
+        except _UNTOLD:
             return None
-        tensors = seen.tensors
+        if seen is None:
+            return None
+        tensors, others = seen
         watched = []
         for lazy in self.lazy:
             one = lazy.watched(list(map(tensors.__getitem__, lazy.numbers)))
             if one is None:
                 return None
             watched.append(one)
-        leaves = self._rest(units, of_bundles, seen.values, adapters, pickle)
+        values = [bundle.values(entries) for bundle, entries in zip(self.bundles, others, strict=True)]
+        leaves = self._rest(units, of_bundles, values, adapters, pickle)
         if leaves is None:
             return None
         sources = [named.adapter.source(named.tensor) for named in leaves.named]
@@ -435,58 +450,25 @@ class _Known:
         return leaves
 
 
-@dataclass(frozen=True)
-class _Same:
-    """Which of some objects are one and the same."""
-
-    first: Sequence[int]
-    """For each object, the number of the first one that is the same."""
-
-    @staticmethod
-    def of(objects: Sequence[object]) -> _Same:
-        number: dict[int, int] = {}
-        return _Same([number.setdefault(id(one), place) for place, one in enumerate(objects)])
-
-    @functools.cached_property
-    def distinct(self) -> int:
-        """How many different ones there are."""
-        return len(set(self.first))
-
-    def holds_of(self, objects: Sequence[object]) -> bool:
-        """Whether it is so of these objects, too."""
-        ids = list(map(id, objects))
-        if len(ids) != len(self.first) or len(set(ids)) != self.distinct:
-            return False
-        return list(map(ids.__getitem__, self.first)) == ids
+def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
+    """What tells whether bundles are what they are now; ``None`` if they or their tensors do not tell."""
+    given = []
+    for one in outlines:
+        wrapper = None if one.wrapper is None else (one.wrapper.layout, one.wrapper.inner, one.wrapper.kind)
+        given.append((one.objects, one.tensors, one.parameters, one.others, one.sharded, wrapper))
+    try:
+        return _native.Outline(given)
+    except _UNTOLD:
+        return None
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What all bundles hold now, and where it lies."""
+_UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
+"""What a framework raises, or a tensor that does not tell where it lies."""
 
-    tensors: Sequence[Any]
-    values: Sequence[Mapping[str, object]]
-    parameters: Sequence[Any]
-    places: bytes
 
-    @staticmethod
-    def of(bundles: Sequence[_Bundle]) -> _Seen | None:
-        """``None`` if that cannot be told, or bundles are others now."""
-        tensors: list[Any] = []
-        values = []
-        parameters: list[Any] = []
-        for bundle in bundles:
-            again = bundle.recheck()
-            if again is None:
-                return None
-            tensors += again.tensors
-            values.append(again.values)
-            parameters += again.parameters
-        try:
-            places = _native.places(tensors)
-        except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
-            return None  # a framework or a tensor that does not tell
-        return _Seen(tensors, values, parameters, places)
+def held(hold: Hold) -> _native.Hold:
+    """What an adapter holds, with what notices changes."""
+    return _native.Hold(hold.memory, hold.address, hold.version)
 
 
 def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Description, _Known | None]:
@@ -508,24 +490,24 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
     for adapter, of in numbers_of.items():
         places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
         own = [adapter.source(found.named[number].tensor).owner for number in of]
-        lazy.append(_Lazy(adapter.hold(own), of, places))
+        lazy.append(_Lazy(held(adapter.hold(own)), of, places))
         watched += [one for one in [lazy[-1].watched(own)] if one is not None]
     owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
     description = Description(native, values, watched, owner)
     if any(leaf.source.is_copy for leaf in tensors):
         return description, None
-    bundles = [_Bundle.of(entry, forget) for entry in found.bundles]
-    remembered = [bundle for bundle in bundles if bundle is not None]
-    seen = _Seen.of(remembered) if len(remembered) == len(bundles) else None
-    if seen is None:
+    outlines = [outline for outline in (entry.bundle.outline() for entry in found.bundles) if outline is not None]
+    outline = outlined(outlines) if len(outlines) == len(found.bundles) else None
+    if outline is None:
         return description, None
+    bundles = [_Bundle.of(entry, of, forget) for entry, of in zip(found.bundles, outlines, strict=True)]
     extra = found.named[found.in_bundles :]
     memory_of = {number: leaf.source.memory for leaf in tensors for number in numbers[leaf.key, leaf.name]}
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, remembered, seen.places, _Same.of(seen.parameters), lazy, soon, extras)
+    return description, _Known(native, kinds, bundles, outline, lazy, soon, extras)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
@@ -541,4 +523,14 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
             parts.append(("flat", region.start, region.stop, memory.pointer, *memory.where))
         else:
             parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
-    return ("tensor", leaf.key, leaf.name, layout.text, layout.dtype, layout.shape, parts, leaf.when)
+    return (
+        "tensor",
+        leaf.key,
+        leaf.name,
+        layout.text,
+        layout.dtype,
+        layout.shape,
+        parts,
+        leaf.when,
+        layout.holders,
+    )

@@ -126,7 +126,7 @@ class Mapped(Mapping[str, Any]):
         held = [number for number, of in enumerate(copies) if any(start <= rank < stop for start, stop in of)]
         if not held:
             raise Invalid(f"rank={rank}: expected one that saved {name}: {_text(copies)}")
-        [data] = self._opened()[0].load([], [(index, held[0])], session.TIMEOUT_S)
+        (data,), _ = self._opened()[0].load([], [(index, held[0])], session.TIMEOUT_S)
         how = Raising(name, self._adapters, lambda key, below: self[f"{key}/{below}"], pickle=pickle)
         return raise_value(decode(data, name), how)
 

@@ -54,9 +54,11 @@ class Options:
 
     def selects(self, name: str) -> bool:
         """Whether ``only`` selects the leaf ``key/name``."""
+        if not self.only:
+            return True
         key = name.partition("/")[0]
         matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
-        return not self.only or any(matches)
+        return any(matches)
 
 
 @dataclass
@@ -75,9 +77,12 @@ class LoadPlan:
         problems: Everything that forbids the load, of all ranks; empty after a load.
         bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load`
             only.
-        bytes_read: Bytes that it will read for them.
+        bytes_read: Bytes that it will read for them, or after a load: that it read from storage.
         reads: Number of reads.
         files: Number of files opened.
+        bytes_received: Bytes that other ranks read and sent.
+        bytes_sent: Bytes that were read here and sent to other ranks.
+        is_shared: Whether the ranks read for each other.
     """
 
     url: str
@@ -93,6 +98,9 @@ class LoadPlan:
     bytes_read: int = 0
     reads: int = 0
     files: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    is_shared: bool = False
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" (step {self.step})"

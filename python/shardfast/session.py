@@ -1,7 +1,12 @@
 """The ranks of this job, brought together once: never through the training's process groups, devices or collectives.
 
-The job's rendezvous store, in which its processes found each other, carries one small message: rank 0 tells where it
-listens, and a secret. From then on ranks talk over connections of their own, from whatever thread.
+Ranks talk through a tree of connections of their own, from whatever thread; every rank but rank 0 joins through the
+one above it. They find each other in one of two ways:
+
+* Through the job's rendezvous store, in which its processes found each other for ``torch.distributed``: rank 0 tells
+  the shape of the tree and a secret, and each rank that others join through tells where it listens.
+* Through the environment, without ``torch.distributed``: ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
+  :data:`ROOT` and :data:`TOKEN`. Rank 0 listens at :data:`ROOT`, and tells every rank where the one above it does.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from ._native import Session
+from ._native import Place, Session
 from .errors import Error, Invalid, Unavailable
 
 TIMEOUT_S = 600.0
@@ -30,8 +37,30 @@ STAGING_BYTES = "SHARDFAST_STAGING_BYTES"
 It is read when the process's session is made. By default the ranks on a machine share a quarter of its memory.
 """
 
-# A job's session lives as long as its default process group: torch says which that is now. Beside it, what is wrong
-# with this rank's settings: the ranks have met, so that each operation can fail on all of them for that reason.
+ROOT = "SHARDFAST_ROOT"
+"""The environment variable that says where rank 0 listens, ``host:port``, in a job without ``torch.distributed``."""
+
+TOKEN = "SHARDFAST_TOKEN"
+"""The environment variable with a secret of the job, the same on all its ranks, that goes with :data:`ROOT`."""
+
+FANOUT = "SHARDFAST_FANOUT"
+"""The environment variable that bounds how many ranks join through one; the same on all ranks."""
+
+TLS_CERT = "SHARDFAST_TLS_CERT"
+"""The environment variable that names the PEM file of this rank's certificate, valid for the name ``shardfast``."""
+
+TLS_KEY = "SHARDFAST_TLS_KEY"
+"""The environment variable that names the PEM file of that certificate's private key."""
+
+TLS_CA = "SHARDFAST_TLS_CA"
+"""The environment variable that names the PEM file of the authority that signed the certificates of all ranks."""
+
+_FAILED = "! "
+"""Begins what a rank says in the store that others cannot join through."""
+
+# A job's session lives as long as its default process group (torch says which that is now), or as this process. Beside
+# it, what is wrong with this rank's settings: the ranks have met, so that each operation can fail on all of them for
+# that reason.
 _sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -46,26 +75,35 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def current(timeout_s: float = TIMEOUT_S) -> Session:
-    """The session of all ranks of this job; one process alone when ``torch.distributed`` is not initialised.
+    """The session of all ranks of this job.
+
+    One process alone when ``torch.distributed`` is not initialised and :data:`ROOT` is not set.
 
     Every rank must call it the first time; later calls are local.
 
     Raises:
         Unavailable: If the ranks do not find each other within ``timeout_s``.
-        Invalid: If :data:`STAGING_BYTES` is no size, on every rank that begins an operation with this one.
+        Invalid: If :data:`STAGING_BYTES` is no size or :data:`FANOUT` no fan-out, on every rank that begins an
+            operation with this one; if what this rank's environment says of the job or of certificates cannot be used.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    job: Any
+    meet: Callable[[float, int | None], tuple[Session, Invalid | None]]
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        job, meet = distributed.group.WORLD, functools.partial(_met_by_store, distributed)
+    elif ROOT in os.environ:
+        job, meet = _environment(), _met_by_environment
+    else:
         return alone()
-    group = distributed.group.WORLD
     with _lock:
-        known = _sessions.get(group)
+        known = _sessions.get(job)
         if known is None:
             try:
                 staging_bytes, problem = _staging_bytes(), None
             except Invalid as error:
                 staging_bytes, problem = None, error
-            known = _sessions[group] = _meet(distributed, timeout_s, staging_bytes), problem
+            session, other = meet(timeout_s, staging_bytes)
+            known = _sessions[job] = session, problem or other
     session, problem = known
     if problem is not None:
         session.refuse(Invalid.__name__, str(problem), timeout_s)
@@ -79,6 +117,15 @@ def alone() -> Session:
         Invalid: If :data:`STAGING_BYTES` is no size.
     """
     return _solo(os.getpid())
+
+
+class _Environment:
+    """Stands for the job that the environment describes."""
+
+
+@functools.cache
+def _environment() -> _Environment:
+    return _Environment()
 
 
 @functools.cache
@@ -105,31 +152,106 @@ def _staging_bytes() -> int | None:
     return staging_bytes
 
 
-def _meet(distributed: Any, timeout_s: float, staging_bytes: int | None) -> Session:
+def _fan_out() -> int | None:
+    """What the environment says about the tree's fan-out."""
+    text = os.environ.get(FANOUT)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 2:
+        raise Invalid(f"{FANOUT}={text!r}: expected a number, at least 2")
+    return int(text)
+
+
+def _tls() -> tuple[str, str, str] | None:
+    """The files of this rank's certificate, its key, and the authority that signed those of all ranks."""
+    files = [os.environ.get(name) for name in (TLS_CERT, TLS_KEY, TLS_CA)]
+    if not any(files):
+        return None
+    cert, key, authority = files
+    if cert and key and authority:
+        return cert, key, authority
+    missing = [name for name, file in zip((TLS_CERT, TLS_KEY, TLS_CA), files, strict=True) if not file]
+    raise Invalid(f"{' and '.join(missing)}: not set; TLS needs all of {TLS_CERT}, {TLS_KEY} and {TLS_CA}")
+
+
+def _number(name: str, least: int, default: int | None = None) -> int:
+    text = os.environ.get(name, default)
+    if text is None:
+        raise Invalid(f"{name}: not set; a job without torch.distributed needs it beside {ROOT}")
+    if not re.fullmatch(r"[0-9]{1,9}", str(text)) or int(text) < least:
+        raise Invalid(f"{name}={text!r}: expected a number, at least {least}")
+    return int(text)
+
+
+def _met_by_store(distributed: Any, timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return Session.solo(staging_bytes=staging_bytes)
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Session.solo(staging_bytes=staging_bytes), None
+    try:
+        fan_out, problem = _fan_out(), None
+    except Invalid as error:
+        fan_out, problem = None, error
+    local_world = _number("LOCAL_WORLD_SIZE", 1, 1)
     store = _store(distributed, timeout_s)
     # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
-    meeting = store.add(f"meetings/{rank}", 1)
-    key = f"meeting/{meeting}"
-    host = _host(world)
+    meeting = f"meeting/{store.add(f'meetings/{rank}', 1)}"
     if rank == 0:
-        token = secrets.token_hex(16)
-        session = Session.serve(host, world, token, local_world=local_world, staging_bytes=staging_bytes)
-        store.set(key, f"{session.address} {token}")
-        return session
+        # What rank 0 says is the tree, so that all have the same.
+        token, tree = secrets.token_hex(16), (local_world, fan_out)
+        store.set(meeting, f"{token} {local_world} {fan_out or 0}")
+    else:
+        token, *numbers = _told(store, meeting, timeout_s, f"rank {rank} of {world}: rank 0").split(" ")
+        tree = int(numbers[0]), int(numbers[1]) or None
+        if problem is None and fan_out is not None and fan_out != tree[1]:
+            other = f"has {tree[1]}" if tree[1] else "has not set it"
+            problem = Invalid(f"{FANOUT}={fan_out} on rank {rank}, rank 0 {other}: all ranks must have the same")
+    host = _host(world, os.environ.get("MASTER_ADDR", ""))
+    try:
+        place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], tls=_tls())
+    except Error as error:
+        store.set(f"{meeting}/{rank}", f"{_FAILED}{error}")  # those that join through it need not wait
+        raise
+    if place.address is not None:
+        store.set(f"{meeting}/{rank}", place.address)
+    parent = None
+    if place.parent is not None:
+        who = f"rank {rank} of {world}: rank {place.parent}, through which it joins,"
+        parent = _told(store, f"{meeting}/{place.parent}", timeout_s, who)
+    return place.join(parent, timeout_s, local_world=local_world, staging_bytes=staging_bytes), problem
+
+
+def _told(store: Any, key: str, timeout_s: float, who: str) -> str:
+    """What another rank says in the store."""
     try:
         store.wait([key], datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's DistStoreError among them
-        raise Unavailable(
-            f"rank {rank} of {world}: rank 0 did not say within {timeout_s:g} s where it is: {error}"
-        ) from error
-    address, token = store.get(key).decode().split(" ")
-    return Session.join(
-        address, host, rank, world, token, timeout_s, local_world=local_world, staging_bytes=staging_bytes
-    )
+        raise Unavailable(f"{who} did not say within {timeout_s:g} s where it is: {error}") from error
+    text = str(store.get(key).decode())
+    if text.startswith(_FAILED):
+        raise Unavailable(f"{who} cannot be joined: {text.removeprefix(_FAILED)}")
+    return text
+
+
+def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
+    root, token = os.environ[ROOT], os.environ.get(TOKEN)
+    world, local_world = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1, 1)
+    rank = _number("RANK", 0)
+    if world == 1:
+        return Session.solo(staging_bytes=staging_bytes), None
+    host, _, port = root.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise Invalid(f"{ROOT}={root!r}: expected rank 0's host and port, such as 'node-7:29600'")
+    if token is None:
+        raise Invalid(f"{TOKEN}: not set; expected a secret that all ranks of this job have, and nobody else")
+    if rank == 0:
+        place = Place(host, 0, world, token, local_world=local_world, fan_out=_fan_out(), port=int(port), tls=_tls())
+        return place.join(None, timeout_s, local_world=local_world, staging_bytes=staging_bytes), None
+    own = _host(world, host.strip("[]"))
+    place = Place(own, rank, world, token, local_world=local_world, fan_out=_fan_out(), tls=_tls())
+    started = time.monotonic()
+    parent = place.find_parent(root, timeout_s)
+    left = max(0.0, timeout_s - (time.monotonic() - started))
+    return place.join(parent, left, local_world=local_world, staging_bytes=staging_bytes), None
 
 
 def _store(distributed: Any, timeout_s: float) -> Any:
@@ -147,9 +269,8 @@ def _store(distributed: Any, timeout_s: float) -> Any:
     return distributed.PrefixStore("shardfast", store)
 
 
-def _host(world: int) -> str:
-    """The address at which this rank can be reached by every other one."""
-    master = os.environ.get("MASTER_ADDR", "")
+def _host(world: int, master: str) -> str:
+    """The address at which this rank can be reached by every other one; ``master`` is where rank 0 can."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or master == "localhost" or _is_loopback(master):
         return "127.0.0.1"
     # 192.0.2.1 (RFC 5737) is nobody's: the route to it is the default one. No packet is sent.

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import adapters as frameworks
 from .catalog import Adapter, Bundle, Layout, Module, PerRank, Refused, item_bytes
@@ -36,8 +36,7 @@ Put = Callable[[object], None]
 """Replaces an entry in the user's container."""
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor that stands in a container, at first level or in a subtree of tensors."""
 
     key: str
@@ -98,15 +97,25 @@ class ValueEntry:
 Entry = TensorEntry | TreeEntry | BundleEntry | ValueEntry
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unit:
-    """What stands at a key, or directly below one. Its state dict is asked for once."""
+    """What stands at a key, or directly below one. Its state dict is asked for once.
+
+    Attributes:
+        container: Where it stands, as ``container[step]``.
+        step: See there.
+    """
 
     key: str
     name: str | None
     value: object
-    put: Put
+    container: Any
+    step: str
     place: str
+
+    def put(self, value: object) -> None:
+        """Replaces it."""
+        self.container[self.step] = value
 
     @functools.cached_property
     def state_dict(self) -> object:
@@ -139,27 +148,38 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     modules: dict[int, Bundle] = {}
     names: dict[int, str] = {}
     module_keys: list[str] = []
-    for unit in units:
-        module = _module(unit, adapters) if _owner(unit.value, adapters) is None else None
+    owners = [_owner(unit.value, adapters) for unit in units]
+    for unit, owner in zip(units, owners, strict=True):
+        module = _module(unit, adapters) if owner is None else None
         if module is not None:
             modules[id(unit)] = module.bundle
             module_keys.append(unit.key)
             prefix = f"{unit.name}." if unit.name is not None else ""
             for fqn, parameter in module.parameters.items():
                 names.setdefault(id(parameter), prefix + fqn)
-    pure_keys = _pure_keys(units, adapters)
-    entries = [_entry(unit, adapters, modules.get(id(unit)), names, unit.key in pure_keys) for unit in units]
+    pure_keys = _pure_keys(units, owners, adapters)
+    entries = [
+        _tensor_entry(unit, owner, unit.key in pure_keys)
+        if owner is not None
+        else _entry(unit, adapters, modules.get(id(unit)), names, unit.key in pure_keys)
+        for unit, owner in zip(units, owners, strict=True)
+    ]
     return Walked(entries, adapters, module_keys)
 
 
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:
     """The entries of a state beside some bundles; ``None`` if there are other bundles, too."""
-    rest = [unit for unit in units if not any(unit is bundle for bundle in bundles)]
-    pure_keys = _pure_keys(units, adapters)
+    owners = [_owner(unit.value, adapters) for unit in units]
+    pure_keys = _pure_keys(units, owners, adapters)
+    entries: list[Entry] = []
     try:
-        if any(_owner(unit.value, adapters) is None and _module(unit, adapters) is not None for unit in rest):
-            return None
-        entries = [_entry(unit, adapters, None, {}, unit.key in pure_keys) for unit in rest]
+        for unit, owner in zip(units, owners, strict=True):
+            if owner is not None:
+                entries.append(_tensor_entry(unit, owner, unit.key in pure_keys))
+            elif not any(unit is bundle for bundle in bundles):
+                if _module(unit, adapters) is not None:
+                    return None
+                entries.append(_entry(unit, adapters, None, {}, unit.key in pure_keys))
     except Invalid:  # a new optimizer, whose parameters have no names here
         return None
     return None if any(isinstance(entry, BundleEntry) for entry in entries) else entries
@@ -181,9 +201,9 @@ def units_of(state: object) -> Iterator[Unit]:
             raise Invalid(f"the state's key {key!r}: expected a name (it becomes a directory of the checkpoint)")
         if _is_walked(value):
             for name, item in value.items():
-                yield Unit(key, name, item, _replacing(value, name), f"{key}.{name}")
+                yield Unit(key, name, item, value, name, f"{key}.{name}")
         else:
-            yield Unit(key, None, value, _replacing(state, key), key)
+            yield Unit(key, None, value, state, key, key)
 
 
 def _is_walked(value: object) -> bool:
@@ -237,9 +257,15 @@ def _tensors_of_tree(value: object, adapters: Sequence[Adapter]) -> bool:
     return _owner(value, adapters) is not None
 
 
-def _pure_keys(units: Sequence[Unit], adapters: Sequence[Adapter]) -> set[str]:
-    mixed = {unit.key for unit in units if not _tensors_of_tree(unit.value, adapters)}
+def _pure_keys(units: Sequence[Unit], owners: Sequence[Adapter | None], adapters: Sequence[Adapter]) -> set[str]:
+    pairs = zip(units, owners, strict=True)
+    mixed = {unit.key for unit, owner in pairs if owner is None and not _tensors_of_tree(unit.value, adapters)}
     return {unit.key for unit in units} - mixed
+
+
+def _tensor_entry(unit: Unit, adapter: Adapter, pure: bool) -> TensorEntry:
+    name = unit.name if unit.name is not None else VALUE
+    return TensorEntry(unit.key, name, adapter, unit.value, unit.put, pure, unit.place)
 
 
 def _entry(
@@ -249,9 +275,6 @@ def _entry(
     prefix = f"{unit.name}." if unit.name is not None else ""
     if module is not None:
         return BundleEntry(unit.key, prefix, module, unit.place, unit.name, value)
-    adapter = _owner(value, adapters)
-    if adapter is not None:
-        return TensorEntry(unit.key, name, adapter, value, unit.put, pure, unit.place)
     if isinstance(value, PerRank):
         return _per_rank(unit, name, value)
     optimizer = _optimizer(unit, adapters, names)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, item_bytes
+from .description import held, outlined
 
 Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
 """Collects an object of every rank, by rank, on every rank: what ``torch.distributed.all_gather_object`` does."""
@@ -172,26 +173,28 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
     assert tensors, "the bundle announces changes of some of its tensors"
     first, names = contents(), [*bundle.tensors()]
     owners = [adapter.source(tensor).owner for tensor in tensors]
-    hold, recheck = adapter.hold(owners), bundle.recheck()
+    hold, outline = held(adapter.hold(owners)), bundle.outline()
+    outlines = outlined([outline]) if outline is not None else None
     stamp = hold.stamp(owners)
-    assert list(hold.changes(owners, stamp)) == [], "looking at tensors does not change them"
+    assert stamp is not None and hold.changes(owners, stamp) == [], "looking at tensors does not change them"
     change()
     is_over = True
     assert before and before[0] == first, "a change is announced before it is made"
     assert all(one != other for one, other in zip(first, contents(), strict=True)), "all announced tensors changed"
-    if recheck is not None:
-        again = recheck()
+    if outlines is not None:
+        again = outlines.again()
         assert again is not None, "a change of contents alone leaves a bundle what it was"
-        assert len(again.tensors) == len(names), "a bundle that is the same has the same tensors"
+        assert len(again[0]) == len(names), "a bundle that is the same has the same tensors"
 
 
 def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any], None]) -> None:
     """Checks that a hold tells which of a bundle's announced tensors was written by ``write``, without announcement."""
     tensors = bundle.announce(lambda: None)
     owners = [adapter.source(tensor).owner for tensor in tensors]
-    hold = adapter.hold(owners)
+    hold = held(adapter.hold(owners))
     for number, tensor in enumerate(tensors):
         stamp = hold.stamp(owners)
+        assert stamp is not None, "a hold holds its tensors' memory"
         write(tensor)
         assert [changed for changed, _ in hold.changes(owners, stamp)] == [number], "a hold tells which one was written"
 

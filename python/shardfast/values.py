@@ -1,8 +1,8 @@
 """Python values as plain data and back: data, never code, unless the user asks for pickle by name.
 
 :func:`capture` says a value in ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
-:class:`Tagged` (the table of tags is that of ``docs/format.md``) and keeps that, to be encoded when it is needed;
-:func:`decode` makes it from its bytes again. :func:`raise_value` makes the value again. It imports nothing and calls
+:class:`Tagged` (the table of tags is that of ``docs/format.md``) and encodes that; :func:`decode` makes it from its
+bytes again. :func:`raise_value` makes the value again. It imports nothing and calls
 nothing that the checkpoint names: dataclasses, enums and named tuples come back only if this process has already
 imported their class and it still fits, and without running their constructors.
 """
@@ -80,7 +80,7 @@ class Lowering:
 
 
 def capture(value: object, how: Lowering) -> _native.Value:
-    """``value`` as builtins and :class:`Tagged`, as it is now.
+    """The encoding of ``value`` as it is now.
 
     Raises:
         Invalid: Naming the place of what cannot be stored.

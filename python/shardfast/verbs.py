@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from . import _native
 from . import adapters as frameworks
 from .capture import Pending, in_flight
-from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .collection import paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
@@ -181,6 +182,10 @@ def load(
     Other values replace the entries of the state's dicts, or are given to ``load_state_dict``; of these nothing changes
     before every byte was read and proven.
 
+    Where several ranks want the same bytes, one of them reads them and passes them on, if a short trial shows that this
+    is faster. They travel through the job's default process group, so all ranks call this in the same order as that
+    group's collectives, with none of them under way; without a group, over connections of their own.
+
     Args:
         url: Of the checkpoint.
         state: As in :func:`save`. Values that only mark a place may be anything, such as ``None``.
@@ -248,18 +253,49 @@ def fill(
     state: dict[str, Any],
     options: Options,
     timeout_s: float,
+    *,
+    way: str = "measured",
+    through_group: bool = True,
 ) -> LoadPlan:
-    """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`."""
+    """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
+
+    ``way`` is ``"shared"`` to have bytes that several ranks want read by one of them, ``"plain"`` to have each read for
+    itself, else what is faster; ``through_group`` whether they may travel through the job's process group.
+    """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.expect_no_problems()
     in_flight.staged()
     wants = prepared(session, matching.bind, timeout_s)
     streams = _streams({want[5] for want in wants if len(want) == 6})
-    encoded = checkpoint.load(wants, matching.value_wants(), timeout_s, streams)
+    found = (adapter.carrier(session.world) for adapter in frameworks.active()) if session.world > 1 else ()
+    carrier = next((carrier for carrier in found if carrier is not None and through_group), None)
+    values = matching.value_wants()
+    if carrier is None:
+        encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, way)
+    else:
+        encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, way), carrier)
+    for name, number in traffic.items():
+        setattr(matching.plan, name, number)
     prepared(session, lambda: matching.install(encoded), timeout_s)
     # Values are made by each rank alone: a failure of one is the failure of all.
     checkpoint.agree([], [], timeout_s)
     return matching.plan
+
+
+def _carried(loading: _native.Loading, carrier: Callable[[Rounds], None]) -> tuple[list[bytes], dict[str, int]]:
+    """Carries what ranks send each other for a load, and waits for its end."""
+    try:
+        carrier(loading)
+    except Exception as error:
+        # The load fails with this on every rank, or with what befell the rank that broke the round.
+        loading.broken(f"{type(error).__name__}: {error}")
+        return loading.finish()
+    except BaseException:
+        # It still writes into the tensors.
+        with contextlib.suppress(Error):
+            loading.finish()
+        raise
+    return loading.finish()
 
 
 def _matched(

@@ -176,8 +176,8 @@ impl Disk for RankDisk {
         self.call("map", &file.1, |disk| disk.map(&file.0, bytes))
     }
 
-    fn is_cached(&self, file: &RankFile, offset: u64) -> Sys<bool> {
-        self.call("is_cached", &file.1, |disk| disk.is_cached(&file.0, offset))
+    fn cached_bytes(&self, file: &RankFile, offset: u64, bytes: u64) -> Sys<u64> {
+        self.call("cached_bytes", &file.1, |disk| disk.cached_bytes(&file.0, offset, bytes))
     }
 
     fn fstat(&self, file: &RankFile) -> Sys<Stat> {

@@ -353,6 +353,25 @@ class ShardOrderEntry(NamedTuple):
     mesh_dims: tuple[int, ...]
 
 
+def test_a_mesh_is_remembered_as_itself():
+    """Two meshes that are alike are two: what is remembered of one is not said of the other."""
+
+    class Mesh(types.SimpleNamespace):
+        def __eq__(self, other):
+            raise AssertionError("comparing meshes takes long")
+
+        __hash__ = None
+
+    meshes = [Mesh(shape=(2,), mesh_dim_names=(name,), get_coordinate=lambda: (0,)) for name in "ab"]
+    tensors = [types.SimpleNamespace(device_mesh=mesh, placements=(Shard(0),), shape=(8,)) for mesh in meshes]
+    first, second = map(torch_placement.placed, tensors)
+    assert (first.text, second.text) == ("mesh(a=2) [Shard(0)]", "mesh(b=2) [Shard(0)]")
+    assert torch_placement.placed(tensors[0]) is first, "and it is remembered"
+    one, other = map(torch_placement._Same, meshes)
+    assert one == torch_placement._Same(meshes[0])
+    assert one != other and one != meshes[0] and other != "a mesh"
+
+
 def test_another_order_of_sharding_is_honoured():
     mesh = types.SimpleNamespace(shape=(2, 2), mesh_dim_names=None, get_coordinate=lambda: [0, 1])
     entry = ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))

@@ -154,6 +154,28 @@ class State:
     def list_of_modules(self):
         self.state["model"] = [self.model] if self.dice.random() < 0.5 else self.model
 
+    def state_of_no_parameter(self):
+        self.optimizer.state[self.dice.choice(["note", "other"])] = self.dice.choice([1, "x", 2, torch.ones(400)])
+
+    def buffer_comes_or_goes(self):
+        norm = self.model.third[1]
+        norm.running_mean = torch.zeros(16) if norm.running_mean is None else None
+
+    def no_module(self):
+        self.model.register_module("sixth", None)
+
+    def other_slots(self):
+        """With what stood in those before."""
+        module, _ = self.slot()
+        module._parameters = dict(module._parameters)
+
+    def parameters_in_another_order(self):
+        self.optimizer.param_groups[0]["params"].reverse()
+
+    def no_parameter_of_the_optimizer(self):
+        params = self.optimizer.param_groups[0]["params"]
+        self.optimizer.state.pop(params.pop(), None)
+
     def freed(self):
         storage = self.model.first.weight.untyped_storage()
         size = storage.nbytes()

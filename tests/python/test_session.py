@@ -1,9 +1,14 @@
-"""Ranks find each other through the job's rendezvous store, and never through its process groups."""
+"""Ranks find each other through the job's rendezvous store or its environment, never through its process groups."""
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import shardfast as sf
 import torch.distributed as dist
@@ -81,12 +86,11 @@ def check_meeting(rank, world, directory):
     second = session.current(30)
     assert (second.rank, second.world) == (again, world)
     assert second is not first
-    return second.address
+    return True
 
 
 def test_a_new_process_group_is_a_new_session(ranks, tmp_path):
-    addresses = ranks(3)(check_meeting, str(tmp_path))
-    assert [address is not None for address in addresses] == [False, False, True]
+    assert ranks(3)(check_meeting, str(tmp_path)) == [True, True, True]
 
 
 def check_kept_store(rank, world, directory):
@@ -143,14 +147,14 @@ def check_threads(rank, world):
         ({"MASTER_ADDR": "nowhere"}, "10.9.9.9"),
     ],
 )
-def test_rank_0_listens_where_the_others_can_reach_it(monkeypatch, environment, host):
+def test_a_rank_listens_where_the_others_can_reach_it(monkeypatch, environment, host):
     routes = {"node-7": "10.0.0.7", "this-node": "127.0.1.1", "192.0.2.1": "10.9.9.9"}
     for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(session, "_route_to", routes.get)
-    assert session._host(4) == host
+    assert session._host(4, os.environ.get("MASTER_ADDR", "")) == host
 
 
 def test_routes_are_found_without_a_packet():
@@ -158,3 +162,137 @@ def test_routes_are_found_without_a_packet():
     assert session._route_to("::1") in ("::1", None)
     assert session._route_to("") is None
     assert session._route_to("no such host.invalid") is None
+
+
+def check_tree(rank, world, directory):
+    os.environ.update({session.FANOUT: "2", "LOCAL_WORLD_SIZE": "2"})
+    assert session.current(30).rank == rank
+    sf.save(f"{directory}/one", {"extra": {"rank": 1}}, timeout_s=30)
+
+
+def test_ranks_join_through_each_other(ranks, tmp_path):
+    ranks(6)(check_tree, str(tmp_path))
+    found = {"extra": {"rank": 0}}
+    sf.load(tmp_path / "one", found)
+    assert found == {"extra": {"rank": 1}}
+
+
+def check_fan_out(rank, world, directory, wrong):
+    text = wrong.get(rank)
+    if text is not None:
+        os.environ[session.FANOUT] = text
+    with pytest.raises(sf.Invalid) as raised:
+        sf.save(f"{directory}/one", {"extra": {"x": 1}}, timeout_s=20)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({1: "8"}, "SHARDFAST_FANOUT=8 on rank 1, rank 0 has not set it: all ranks must have the same"),
+        ({0: "4", 1: "8"}, "SHARDFAST_FANOUT=8 on rank 1, rank 0 has 4: all ranks must have the same"),
+        ({0: "1"}, "SHARDFAST_FANOUT='1': expected a number, at least 2"),
+        ({1: "wide"}, "SHARDFAST_FANOUT='wide': expected a number, at least 2"),
+    ],
+)
+def test_ranks_that_want_other_trees_are_told_so_all_of_them(ranks, tmp_path, wrong, told):
+    messages = ranks(2)(check_fan_out, str(tmp_path), wrong)
+    assert messages[0] == messages[1]
+    assert told in messages[0]
+
+
+def check_unreachable(rank, world):
+    os.environ.update({session.TLS_CERT: "/no/such/file", session.TLS_KEY: "/no/key", session.TLS_CA: "/no/ca"})
+    expected = sf.Invalid if rank == 0 else sf.Unavailable
+    if rank == 1:
+        for name in (session.TLS_CERT, session.TLS_KEY, session.TLS_CA):
+            del os.environ[name]
+    with pytest.raises(expected, match="/no/such/file: a certificate cannot be read"):
+        session.current(20)
+
+
+def test_a_rank_that_cannot_listen_does_not_keep_the_others_waiting(ranks):
+    started = time.monotonic()
+    ranks(2)(check_unreachable)
+    assert time.monotonic() - started < 15
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the ranks of a job that knows nothing but its environment."""
+    processes = []
+
+    def start(world, script, root=None, **environment):
+        if root is None:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                root = f"127.0.0.1:{probe.getsockname()[1]}"
+        for rank in range(world):
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                session.ROOT: root,
+                session.TOKEN: "s3cret",
+                **environment,
+            }
+            kept = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+            process = subprocess.Popen(
+                [sys.executable, "-c", script, str(tmp_path)],
+                env=kept,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(process)
+        return processes
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+SAVES = """
+import os, sys
+import numpy as np
+import shardfast as sf
+
+weights = np.arange(1000.0)
+sf.save(sys.argv[1] + "/one", {"model": {"weights": weights}, "extra": {"world": 5}}, timeout_s=40)
+assert "torch" not in sys.modules
+loaded = {"model": {"weights": np.zeros(1000)}, "extra": {"world": 0}}
+sf.load(sys.argv[1] + "/one", loaded, timeout_s=40)
+assert (loaded["model"]["weights"] == weights).all()
+"""
+
+
+def test_a_job_without_torch_meets_through_its_environment(job, tmp_path):
+    for process in job(5, SAVES, **{session.FANOUT: "2"}):
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    found = {"model": {"weights": np.zeros(1000)}, "extra": {"world": 0}}
+    sf.load(tmp_path / "one", found)
+    assert (found["model"]["weights"] == np.arange(1000.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": None}, "RANK: not set; a job without torch.distributed needs it beside SHARDFAST_ROOT"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many': expected a number, at least 1"),
+        ({"SHARDFAST_TOKEN": None}, "SHARDFAST_TOKEN: not set; expected a secret"),
+        ({"SHARDFAST_ROOT": "here"}, "SHARDFAST_ROOT='here': expected rank 0's host and port"),
+        ({"SHARDFAST_TLS_KEY": "key.pem"}, "SHARDFAST_TLS_CERT and SHARDFAST_TLS_CA: not set; TLS needs all of"),
+        ({"RANK": "2"}, "rank 2 is not below the world's size, 2"),
+    ],
+)
+def test_an_environment_that_does_not_say_enough_is_refused(monkeypatch, tmp_path, environment, told):
+    whole = {"RANK": "1", "WORLD_SIZE": "2", session.ROOT: "127.0.0.1:9", session.TOKEN: "s3cret"}
+    for name, value in {**whole, **environment}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(sf.Invalid) as raised:
+        sf.save(tmp_path / "one", {"extra": {"x": 1}}, timeout_s=2)
+    assert told in str(raised.value)

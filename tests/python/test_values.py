@@ -23,7 +23,7 @@ import pytest
 import shardfast as sf
 import torch
 from shardfast import adapters
-from shardfast._native import Tagged
+from shardfast._native import Tagged, Value
 from shardfast.catalog import PerRank
 from shardfast.values import DEPTH_MAX, Lowering, Raising, capture, decode, raise_value, tensors_in
 
@@ -343,6 +343,90 @@ def test_cycles_and_depth_are_errors():
         deep = [deep]
     with pytest.raises(sf.Invalid, match="nested deeper"):
         there_and_back(deep)
+
+
+class Stranger:
+    """What only `lower` knows how to say."""
+
+
+def nested(dice, depth, strange):
+    """A random value, and the same with another thing in place of each stranger."""
+    kind = dice.choice(["atom", "stranger"] if depth == 0 else ["atom", "stranger", "list", "tuple", "dict", "dict"])
+    if kind == "stranger":
+        return strange(), "said otherwise"
+    if kind == "atom":
+        big = dice.randrange(-(1 << 70), 1 << 70)
+        atoms = [None, True, 7, -1, big, 1 << 63, -(1 << 63), 0.5, "", "é", b"", dice.randbytes(5000), b"x" * 4096]
+        return (dice.choice(atoms),) * 2
+    pairs = [nested(dice, depth - 1, strange) for _ in range(dice.randrange(6))]
+    if kind == "dict":
+        keys = [
+            dice.choice([str, float, lambda n: (n, str(n)), lambda n: (strange(), n)])(n) for n, _ in enumerate(pairs)
+        ]
+        said = [("said otherwise", n) if isinstance(key, tuple) and isinstance(key[0], Stranger) else key
+                for n, key in enumerate(keys)]  # fmt: skip
+        return tuple({key: pair[one] for key, pair in zip(names, pairs, strict=True)}
+                     for one, names in enumerate((keys, said)))  # fmt: skip
+    of = list if kind == "list" else tuple
+    return of(pair[0] for pair in pairs), of(pair[1] for pair in pairs)
+
+
+def strangers(value, trail=()):
+    """The trails of all strangers, in order; a key's is that of its value."""
+    if isinstance(value, Stranger):
+        yield trail
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for step, item in pairs:
+        if isinstance(value, dict):
+            yield from strangers(step, (*trail, step))
+        yield from strangers(item, (*trail, step))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_stands_beside_a_stranger_is_encoded_as_without_it(seed):
+    value, said = nested(random.Random(seed), 5, Stranger)
+    trails = []
+
+    def lower(stranger, trail):
+        assert type(stranger) is Stranger
+        trails.append(trail)
+        return "said otherwise"
+
+    encoded = Value(value, lower).encoded()
+    assert encoded == Value(said).encoded()
+    assert Value(Tagged("tuple", [said])).encoded()[4:] == encoded
+    assert trails == list(strangers(value))
+
+
+def test_what_changes_while_it_is_said_is_encoded_as_it_was():
+    """The program's own code runs in between, and may do anything."""
+    first, inner, below = [1, Stranger(), 2], {"a": 1, "b": Stranger(), "c": 2}, {}
+    below.update({Stranger(): 1, "x": [3]})
+
+    def lower(stranger, trail):
+        first.clear()
+        inner.update(c=[], d=4)
+        inner.pop("a", None)
+        below.clear()
+        return "said"
+
+    assert decode(Value(first, lower).encoded(), "x") == [1, "said", 2]
+    inner.clear()
+    inner.update({"a": 1, "b": Stranger(), "c": 2})
+    assert decode(Value(inner, lower).encoded(), "x") == {"a": 1, "b": "said", "c": 2}
+    below.update({Stranger(): 1, "x": [3]})
+    assert decode(Value(below, lower).encoded(), "x") == {"said": 1, "x": [3]}
+
+
+def test_an_encoding_is_a_snapshot():
+    inner = [1]
+    value = {"a": inner, "b": bytearray(b"12"), "c": b"x" * 5000}
+    captured = capture(value, Lowering("extra.x", adapters.active()))
+    inner.append(2)
+    value["b"][0] = 0
+    value["c"] = value["d"] = None
+    expected = {"a": [1], "b": bytearray(b"12"), "c": b"x" * 5000}
+    assert captured.encoded() == capture(expected, Lowering("extra.x", adapters.active())).encoded()
 
 
 # What comes back, and what does not

@@ -1,5 +1,6 @@
 """Python values through real files and real ranks: every kind, every rank's own, and worlds that changed."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,17 @@ def tags_in(value):
         return {value.name, *tags_in(value.payload)}
     parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     return set().union(*map(tags_in, parts)) if isinstance(value, (dict, list, tuple)) else set()
+
+
+def test_large_and_small_bytes_stand_side_by_side(tmp_path):
+    dice = random.Random(0)
+    sizes = [0, 1, 4095, 4096, 4097, 70_000, 3, 1 << 20]
+    for value in ([dice.randbytes(size) for size in sizes], {"a": dice.randbytes(5000)}, dice.randbytes(5000)):
+        url = tmp_path / str(dice.random())
+        sf.save(url, {"extra": {"it": value, "many": [value] * 3}})
+        state = {"extra": {"it": None, "many": None}}
+        sf.load(url, state)
+        assert state["extra"] == {"it": value, "many": [value] * 3}
 
 
 def test_somebody_else_reads_the_same_values(tmp_path):

@@ -220,7 +220,7 @@ def test_w8_a_byte_is_read_once(ranks, tmp_path):
     """W8: a rank that needs 128 pieces of a tensor reads the tensor once, not 128 times."""
     size = 1024 * 256 * 4
     for files, planned, read in ranks(2)(check_w8, f"{tmp_path}/one"):
-        assert files == 1
+        assert files == 2, "each of the two ranks wrote half of what both hold"
         assert planned <= size
         assert read <= size + 100_000, "its header and the manifest aside"
 
@@ -259,7 +259,6 @@ def check_w9_buffers(rank, world, url):
     sf.save(url, {"model": model})
 
 
-@pytest.mark.xfail(strict=True, reason="which rank writes a replica is a matter of size, and contents are not compared")
 def test_w9_statistics_that_drift_apart_are_those_of_one_rank(ranks, tmp_path):
     """W9: a mean of one rank beside a variance of another one belongs to no rank."""
     ranks(4)(check_w9_buffers, f"{tmp_path}/one")

@@ -6,13 +6,15 @@ use serde::Serialize;
 use shardfast_format::{
     Catalog, DType, Dims, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file,
 };
-use shardfast_plan::{Assembly, Claim, Local, local, prove};
+use shardfast_plan::{Assembly, Claim, Limits, Local, Want, load, local, prove};
 
 use crate::layout::Job;
 use crate::timed;
 
 const ATTEMPT: &str = "0123456789abcdef";
 const DATA_START: u64 = 4096;
+/// The engine's, about.
+pub(crate) const LIMITS: Limits = Limits { gap_max_bytes: 64 << 10, read_max_bytes: 8 << 20 };
 
 /// What a rank tells the root of its files when the root does not remember them; its parts are those of the engine's.
 #[derive(Serialize)]
@@ -74,6 +76,8 @@ pub(crate) struct Row {
     encode_ms: f64,
     manifest_bytes: usize,
     open_ms: f64,
+    /// Of the slowest of a few ranks.
+    load_plan_ms: f64,
 }
 
 /// Runs all ranks' parts of a save one after the other, and the root's.
@@ -88,7 +92,7 @@ pub(crate) fn measure(job: Job) -> Row {
         let (plan, ms) = timed(|| local(&catalog, &replicas, rank, world));
         let plan = plan.expect("a sound description").expect("all holders are known");
         if ms > row.plan_ms {
-            // Somebody else's turn on the core is no part of it.
+            // Of so many, some are interrupted.
             let again = (0..4).map(|_| timed(|| local(&catalog, &replicas, rank, world)).1);
             row.plan_ms = row.plan_ms.max(again.fold(ms, f64::min));
         }
@@ -112,8 +116,29 @@ pub(crate) fn measure(job: Job) -> Row {
     row.open_ms = ms;
     let opened = opened.expect("a sound manifest");
     row.files = opened.files().len();
+    row.load_plan_ms = load_plan_ms(Job { dp: job.dp / 2 }, &opened);
     row.regions = (0..opened.len()).map(|leaf| opened.regions(leaf).len()).sum();
     row
+}
+
+/// Planning what a rank of `job` reads of what another job saved: the slowest of its first, a middle and its
+/// last rank.
+fn load_plan_ms(job: Job, manifest: &Manifest) -> f64 {
+    let plan = |rank: u32| {
+        let (catalog, _) = job.describe(rank);
+        let (reads, ms) = timed(|| {
+            let mut wants = Vec::new();
+            for leaf in &catalog.leaves {
+                let LeafBody::Tensor { parts, .. } = &leaf.body else { continue };
+                let index = manifest.find(&leaf.name).expect("a leaf that was saved");
+                wants.extend(parts.iter().map(|region| Want { leaf: index, region: region.clone() }));
+            }
+            load(manifest, &wants, LIMITS).map(Iterator::count)
+        });
+        reads.expect("wants that fit");
+        ms
+    };
+    [0, job.world() / 2, job.world() - 1].into_iter().map(plan).fold(0.0, f64::max)
 }
 
 /// One line a figure: each size of job, and how many times the smallest one's figure the largest one's is.
@@ -137,6 +162,7 @@ pub(crate) fn print(rows: &[Row]) {
     line("root: encoding of the manifest, ms", 0, &|row| row.encode_ms);
     line("manifest, MB", 2, &|row| row.manifest_bytes as f64 / 1e6);
     line("opening the manifest, checked, ms", 1, &|row| row.open_ms);
+    line("plan of one rank's load, half as many, ms", 1, &|row| row.load_plan_ms);
 }
 
 /// The root's work: the proof that everything was written once, and the manifest.

@@ -91,8 +91,8 @@ impl Job {
         (place.tp + TP * (place.dp + self.dp * place.pp)) as u32
     }
 
-    /// What `rank` holds, and who else does: bf16 weights on all replicas, and of each buffer of the optimizer, all shards
-    /// of a stage behind each other, an even flat share.
+    /// What `rank` holds, and who else does: bf16 weights on all replicas, and of each buffer of the optimizer, all
+    /// shards of a stage behind each other, an even flat share.
     pub(crate) fn describe(&self, rank: u32) -> (Catalog, Replicas) {
         let place = self.place(rank);
         let tps = |dp| (0..TP).map(move |tp| Place { tp, dp, ..place });

@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use shardfast_format::{
     Catalog, DType, Dims, Extent, FileEntry, Leaf, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo,
 };
-use shardfast_plan::{Limits, SavePlan, Want, load, save, tiles};
+use shardfast_plan::{SavePlan, Want, load, save, tiles};
 
+use crate::commit::LIMITS;
 use crate::layout::Job;
 use crate::timed;
 
 const TENSORS: u64 = 1024;
 const RANKS: u64 = 1024;
 const SHAPE: [u64; 3] = [RANKS, RANKS, RANKS];
-const LIMITS: Limits = Limits { gap_max_bytes: 64 << 10, read_max_bytes: 8 << 20 };
 
 /// What `rank` has of a tensor that is sharded along `d`, or of one that is not.
 fn shard(d: Option<usize>, rank: u64) -> Region {

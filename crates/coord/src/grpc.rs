@@ -1,49 +1,58 @@
-//! Ranks that are processes: rank 0 listens, every other rank has one connection to it.
+//! Ranks that are processes: a connection from each to its parent in the tree.
 //!
 //! # Protocol
 //!
-//! 1. [`serve`] listens on a port that the system chooses; the job's rendezvous takes the address and the token to the
-//!    other ranks.
-//! 2. [`join`] connects and opens the one call of `proto/coord.proto`, which stays open for as long as the rank takes
-//!    part. Its headers carry the token, the protocol's version, the rank and the world's size. Rank 0 compares all
-//!    four before it reads anything else and refuses what differs, a rank that is taken, and one that was lost. Its
-//!    answer's headers name the meeting.
-//! 3. Contributions and answers travel on that call in any order, told apart by number. Rank 0 keeps the rounds and the
-//!    time.
+//! 1. A rank [opens](Place::open) its place: whoever has children listens, on a port that the system chooses unless it
+//!    is told one. The job's rendezvous takes rank 0's address and the job's token to the other ranks; it may take the
+//!    addresses of all that listen, or rank 0 does so itself ([`Place::find_parent`]).
+//! 2. It [joins](Place::join): it connects to its parent and opens the one call of `proto/coord.proto` that stays open
+//!    for as long as it takes part. Its headers carry the token, the protocol's version, the rank, and the tree. The
+//!    parent compares them before it reads anything else and refuses what differs, a rank that is not its child or
+//!    is taken, and one that was lost. It answers as soon as it has joined itself; its answer's headers name the
+//!    meeting.
+//! 3. What travels on that call is said in [`node`](crate::node), in frames, so that a message may have any size.
 //! 4. Either end of a connection that breaks knows at once: a process that dies closes its sockets. Where nothing
 //!    closes them (a cable, a power loss, a stopped process, a forked child that still holds them), pings every 10 s
 //!    in both directions find out within 30 s. A connection is never made anew: what might have been said meanwhile
-//!    is unknown, so the rank is lost.
-//! 5. Whoever drops its coordinator says so, ends its half of the call and waits, not for long, until the other end has
-//!    ended its own: by then everything that was said has been read. The end of a stream alone proves nothing, since
-//!    HTTP/2 libraries show some broken connections as one.
+//!    is unknown, so the rank is lost, and who was below it.
+//! 5. Whoever drops its coordinator says so on all its connections, ends its half of each call and waits, not for long,
+//!    until the other end has ended its own: by then everything that was said has been read. The end of a stream alone
+//!    proves nothing, since HTTP/2 libraries show some broken connections as one.
+//! 6. A rank of this job (it knows the token) that is refused before the first round was decided will never come: every
+//!    rank is told so at once, with the reason. Later, and without the token, it is nobody's business but its own.
 //!
-//! Each coordinator has two threads of its own from `serve` or `join` until it is dropped; there are none before. They
+//! With [`Tls`], both ends of each connection show a certificate, and neither talks to whoever cannot.
+//!
+//! Each coordinator has two threads of its own from [`Place::open`] until it is dropped; there are none before. They
 //! do not survive a `fork`: in the child `agree` is an [`Error::Invalid`], and dropping the coordinator does nothing.
 
-mod member;
-mod root;
-mod wire;
+mod door;
+mod frames;
+mod hub;
+mod pass;
+mod tls;
+mod uplink;
 mod workers;
 
 #[cfg(test)]
+mod network;
+#[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tonic::Code;
-use tonic::metadata::{AsciiMetadataValue, MetadataMap};
+use tokio::net::TcpListener;
 
-use self::member::Member;
-use self::root::Root;
-use crate::{Coord, Error, PAYLOAD_BYTES_MAX};
-
-/// Grows with every change of `coord.proto` or of its meaning.
-const PROTOCOL: u32 = 1;
-
-/// A payload of the largest size with all that travels around it.
-const MESSAGE_BYTES_MAX: usize = PAYLOAD_BYTES_MAX + (1 << 20);
+use self::door::Door;
+use self::hub::ProcessHub;
+use self::pass::Pass;
+pub(crate) use self::pass::same_secret;
+pub use self::tls::Tls;
+use self::workers::Workers;
+use crate::hub as calls;
+use crate::{Coord, Decide, Error, Meeting, Topology};
 
 /// Bytes in flight before the receiver has to say that it goes on: a fast network's bandwidth times its delay.
 const WINDOW_BYTES: u32 = 16 << 20;
@@ -51,11 +60,13 @@ const WINDOW_BYTES: u32 = 16 << 20;
 /// How a rank went whose call ended without its saying so.
 const BROKEN: &str = "its process ended or cannot be reached";
 
-const TOKEN_HEADER: &str = "authorization";
-const PROTOCOL_HEADER: &str = "shardfast-protocol";
-const RANK_HEADER: &str = "shardfast-rank";
-const WORLD_HEADER: &str = "shardfast-world";
 const MEETING_HEADER: &str = "shardfast-meeting-bin";
+
+/// How long a rank that leaves waits for its children to have read their last answers.
+const FAREWELL_BELOW: Duration = Duration::from_secs(10);
+
+/// How long a rank that leaves waits for its parent to have seen it.
+const FAREWELL_ABOVE: Duration = Duration::from_secs(2);
 
 /// When a silent peer counts as gone.
 #[derive(Clone, Copy)]
@@ -66,111 +77,209 @@ struct KeepAlive {
 
 const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(10), timeout: Duration::from_secs(20) };
 
-/// Opens the coordinator of rank 0, and gives the address, `host:port`, under which the other ranks [`join`].
-///
-/// `bind_host` is a name or an IP address of this machine; the address repeats it, so it must mean this machine to the
-/// other ranks too (or the caller puts such a name in its place, as after `0.0.0.0`). `token` is a secret of this job,
-/// visible ASCII, the same for all its ranks.
-///
-/// # Errors
-///
-/// [`Error::Invalid`] when `world` is zero or the token is empty or has other characters; [`Error::Unavailable`] when
-/// the host cannot be listened on.
-pub fn serve(bind_host: &str, world: u32, token: &str) -> Result<(Arc<dyn Coord>, String), Error> {
-    if world == 0 {
-        return Err(Error::Invalid("a world has at least 1 rank, found 0".to_owned()));
+/// Which rank of which job this process is.
+#[derive(Clone, Debug)]
+pub struct Membership {
+    /// The name or IP address, without a port, at which the other ranks can reach this process.
+    pub host: String,
+    /// This rank.
+    pub rank: u32,
+    /// The tree of the job's ranks, the same on all of them.
+    pub topology: Topology,
+    /// A secret of this job, visible ASCII, the same for all its ranks.
+    pub token: String,
+    /// Certificates: all ranks have them, or none.
+    pub tls: Option<Tls>,
+}
+
+/// A rank's place in the tree before it has joined. Where it has children, they can connect and wait.
+pub struct Place {
+    host: String,
+    topology: Topology,
+    pass: Pass,
+    tls: Option<Tls>,
+    keep_alive: KeepAlive,
+    hub: Arc<ProcessHub>,
+    /// Where it has children.
+    listening: Option<Listening>,
+    workers: Workers,
+}
+
+struct Listening {
+    door: Arc<Door>,
+    address: String,
+    /// Disconnected when the last child's session has ended.
+    sessions: Receiver<()>,
+}
+
+impl Place {
+    /// Opens the place of a rank. A rank with children listens on its host's `port`; 0 lets the system choose.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when the rank is not below the world's size, the token is empty or has other characters, or
+    /// the certificates cannot be used; [`Error::Unavailable`] when the host cannot be listened on.
+    pub fn open(membership: Membership, port: u16) -> Result<Place, Error> {
+        Place::open_with(membership, port, KEEP_ALIVE)
     }
-    let (root, address) = Root::open(bind_host, Pass::new(0, world, token)?, KEEP_ALIVE)?;
-    Ok((Arc::new(root), address))
-}
 
-/// Joins rank 0, which [`serve`]s under `address`, as `rank`. Tries for `timeout` to reach it. `host` is this process's
-/// own name or IP address, as the other ranks know it.
-///
-/// # Errors
-///
-/// [`Error::Invalid`] when rank 0 refuses: another token, protocol or world, or a rank that is taken or was lost;
-/// [`Error::Unavailable`] when it cannot be reached in time.
-pub fn join(
-    address: &str,
-    host: &str,
-    rank: u32,
-    world: u32,
-    token: &str,
-    timeout: Duration,
-) -> Result<Arc<dyn Coord>, Error> {
-    let pass = Pass::new(rank, world, token)?;
-    Ok(Arc::new(Member::join(address, host, &pass, timeout, KEEP_ALIVE)?))
-}
-
-/// An IPv6 address may come as it stands in a URL.
-fn unbracketed(host: &str) -> String {
-    host.trim_start_matches('[').trim_end_matches(']').to_owned()
-}
-
-/// What a rank shows to be let in, and what rank 0 compares it with.
-struct Pass {
-    protocol: u32,
-    rank: u32,
-    world: u32,
-    bearer: AsciiMetadataValue,
-}
-
-impl Pass {
-    fn new(rank: u32, world: u32, token: &str) -> Result<Pass, Error> {
-        if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
-            return Err(Error::Invalid("a job's token must be visible ASCII characters, at least one".to_owned()));
+    fn open_with(membership: Membership, port: u16, keep_alive: KeepAlive) -> Result<Place, Error> {
+        let Membership { host, rank, topology, token, tls } = membership;
+        let pass = Pass::new(rank, &topology, &token)?;
+        // An IPv6 address may come as it stands in a URL.
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let workers = Workers::start()?;
+        let hub = Arc::new(ProcessHub::new(&topology, rank));
+        workers.spawn(hub::keep_time(Arc::clone(&hub)));
+        let mut place = Place { host, topology, pass, tls, keep_alive, hub, listening: None, workers };
+        if !topology.children(rank).is_empty() {
+            place.listening = Some(place.listen(port)?);
         }
-        let mut bearer: AsciiMetadataValue = format!("Bearer {token}")
-            .parse()
-            .map_err(|error| Error::Invalid(format!("a job's token must be a header's value: {error}")))?;
-        bearer.set_sensitive(true);
-        Ok(Pass { protocol: PROTOCOL, rank, world, bearer })
+        Ok(place)
     }
 
-    fn show(&self, headers: &mut MetadataMap) {
-        headers.insert(TOKEN_HEADER, self.bearer.clone());
-        headers.insert(PROTOCOL_HEADER, self.protocol.into());
-        headers.insert(RANK_HEADER, self.rank.into());
-        headers.insert(WORLD_HEADER, self.world.into());
+    fn listen(&self, port: u16) -> Result<Listening, Error> {
+        let host = self.host.clone();
+        let listener = self.workers.run(async move {
+            let listened = TcpListener::bind((host.as_str(), port)).await;
+            let listened = listened.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+            listened.map_err(|error| {
+                let port = if port == 0 { String::new() } else { format!(", port {port}") };
+                Error::Unavailable(format!("cannot listen on {host:?}{port}: {error}"))
+            })
+        });
+        let (port, listener) = listener?;
+        let address =
+            if self.host.contains(':') { format!("[{}]:{port}", self.host) } else { format!("{}:{port}", self.host) };
+        let (door, sessions) = Door::new(self.pass.clone(), &self.topology, Arc::clone(&self.hub));
+        let door = Arc::new(door);
+        let server = door::server(self.tls.as_ref(), self.keep_alive)?;
+        self.workers.spawn(door::serve(server, Arc::clone(&door), listener));
+        Ok(Listening { door, address, sessions })
     }
 
-    /// The rank that asks to be let in, or why it is not. The token comes first: strangers learn nothing else.
-    fn check(&self, headers: &MetadataMap) -> Result<u32, (Code, String)> {
-        let number = |name: &str| {
-            let text = headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("none");
-            text.parse::<u32>().map_err(|_| text.to_owned())
+    /// Where this rank's children reach it, `host:port`; none without children.
+    pub fn address(&self) -> Option<&str> {
+        self.listening.as_ref().map(|listening| listening.address.as_str())
+    }
+
+    /// The rank that this one joins; none at rank 0.
+    pub fn parent(&self) -> Option<u32> {
+        self.topology.parent(self.pass.rank)
+    }
+
+    /// The address of this rank's parent, from rank 0 at `root`. Tells rank 0 where this rank listens, for its
+    /// children; so every rank of the job has to ask, or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when rank 0 refuses; [`Error::Unavailable`] when it cannot be reached within `timeout`, or
+    /// the parent has not asked by then.
+    pub fn find_parent(&self, root: &str, timeout: Duration) -> Result<String, Error> {
+        let Some(parent) = self.parent() else {
+            return Err(Error::Invalid("rank 0 has no parent to find".to_owned()));
         };
-        let named = |name: &str| number(name).map_or_else(|text| text, |number| number.to_string());
-        let shown = headers.get(TOKEN_HEADER).map_or(&b""[..], |value| value.as_encoded_bytes());
-        if !same_secret(shown, self.bearer.as_encoded_bytes()) {
-            return Err((Code::Unauthenticated, "the token is not this job's".to_owned()));
+        let own = self.address().unwrap_or_default().to_owned();
+        if parent == 0 && own.is_empty() {
+            return Ok(root.to_owned());
         }
-        if number(PROTOCOL_HEADER) != Ok(self.protocol) {
-            let (theirs, ours) = (named(PROTOCOL_HEADER), self.protocol);
-            return Err((
-                Code::FailedPrecondition,
-                format!("it speaks protocol {theirs}, rank 0 speaks {ours}: all ranks must run the same version"),
-            ));
-        }
-        if number(WORLD_HEADER) != Ok(self.world) {
-            let (theirs, ours) = (named(WORLD_HEADER), self.world);
-            return Err((
-                Code::FailedPrecondition,
-                format!("it belongs to a world of {theirs} ranks, rank 0 to one of {ours}"),
-            ));
-        }
-        match number(RANK_HEADER) {
-            Ok(rank) if 0 < rank && rank < self.world => Ok(rank),
-            _ => Err((
-                Code::InvalidArgument,
-                format!("its rank is {}, expected one from 1 below {}", named(RANK_HEADER), self.world),
-            )),
-        }
+        let uplink = uplink::Uplink::new(0, root, &self.pass, self.tls.as_ref(), self.keep_alive, timeout)?;
+        let found = self.workers.run(async move { uplink.find(parent, own).await });
+        found.map(|found| if parent == 0 { root.to_owned() } else { found })
+    }
+
+    /// Joins the parent, which listens at `parent`; rank 0 has none. Tries for `timeout` to reach it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when the parent refuses: another token, protocol or tree, or a rank that is taken, was lost
+    /// or is not below it; [`Error::Unavailable`] when it cannot be reached in time, or has itself not joined by then.
+    pub fn join(self, parent: Option<&str>, timeout: Duration) -> Result<Arc<dyn Coord>, Error> {
+        let (meeting, joined) = match (self.parent(), parent) {
+            (None, None) => (Meeting::draw()?, None),
+            (Some(rank), Some(address)) => {
+                let uplink =
+                    uplink::Uplink::new(rank, address, &self.pass, self.tls.as_ref(), self.keep_alive, timeout)?;
+                let outbound = self.hub.outbound();
+                let (meeting, inbound) = self.workers.run(async move { uplink.join(outbound).await })?;
+                let (ended, joined) = std::sync::mpsc::channel();
+                self.workers.spawn(uplink::listen(inbound, Arc::clone(&self.hub), ended));
+                (meeting, Some(Mutex::new(joined)))
+            }
+            (parent, address) => {
+                let (rank, parent) = (self.pass.rank, parent.map_or("none".to_owned(), |rank| format!("rank {rank}")));
+                let address = address.unwrap_or("no address");
+                return Err(Error::Invalid(format!("rank {rank}'s parent is {parent}, it was given {address}")));
+            }
+        };
+        let Place { host, topology, pass, hub, listening, workers, .. } = self;
+        let below = listening.map(|Listening { door, sessions, .. }| {
+            door.open(meeting);
+            (door, Mutex::new(sessions))
+        });
+        Ok(Arc::new(Process { host, rank: pass.rank, world: topology.world(), meeting, hub, below, joined, workers }))
     }
 }
 
-/// Takes a time that says nothing about where the two differ.
-fn same_secret(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
+/// A rank that has joined.
+struct Process {
+    host: String,
+    rank: u32,
+    world: u32,
+    meeting: Meeting,
+    hub: Arc<ProcessHub>,
+    /// Where it has children: where they came in; disconnected when the last of their sessions has ended.
+    below: Option<(Arc<Door>, Mutex<Receiver<()>>)>,
+    /// Where it has a parent; disconnected when this rank's session has ended.
+    joined: Option<Mutex<Receiver<()>>>,
+    workers: Workers,
+}
+
+impl Coord for Process {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.world
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.meeting
+    }
+
+    fn host(&self) -> &str {
+        &self.host
+    }
+
+    fn agree(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, Error> {
+        self.workers.require_here()?;
+        calls::agree(&*self.hub, topic, contribution, decide, deadline)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.workers.here() {
+            // Closing would wake threads that do not exist here. The parent process's session goes on.
+            return;
+        }
+        if let Some((door, _)) = &self.below {
+            door.close();
+        }
+        self.hub.leave();
+        // Either they have read everything, or they had their time.
+        if let Some((_, sessions)) = &mut self.below {
+            let _ = sessions.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(FAREWELL_BELOW);
+        }
+        if let Some(joined) = &mut self.joined {
+            let _ = joined.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(FAREWELL_ABOVE);
+        }
+    }
 }

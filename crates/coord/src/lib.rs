@@ -5,6 +5,9 @@
 //! broadcasting and a barrier with an outcome are all special cases of it. [`solo`], [`local`] (threads of one process)
 //! and [`grpc`] (processes) keep one contract.
 //!
+//! Ranks talk along a [tree](Topology): each to its parent and its children only, one message a round and direction.
+//! [`node`] is what a rank does in it, without threads, sockets or clocks.
+//!
 //! # Contract
 //!
 //! * **Rounds.** A topic names a round. The n-th call of a rank with a topic meets the n-th calls of all other ranks
@@ -26,13 +29,18 @@
 //!   one's last answer disturbs nobody.
 //! * **Twice.** A second call of one rank with a topic while its first one waits gets [`Error::Invalid`]; the first one
 //!   is not disturbed.
-//! * **The same words.** All ranks of a failed round get equal errors, except where a rank cannot be reached.
+//! * **The same words.** All ranks of a failed round get equal errors, except where a rank cannot be reached. Ranks
+//!   below one that is gone cannot be reached: they get [`Error::Lost`] with that rank, also for a round that was
+//!   complete, and must then take its outcome for unknown.
 
 mod error;
+pub mod grpc;
 mod hub;
 mod local;
 pub mod node;
+pub mod peers;
 mod topology;
+mod wire;
 
 use std::time::Duration;
 

@@ -89,11 +89,11 @@ impl Nodes {
                 Effect::Up(message) => {
                     let Some(parent) = self.topology.parent(from) else { continue };
                     let Some(node) = &mut nodes[parent as usize] else { continue };
-                    (parent, node.from_child(from, message, now))
+                    (parent, node.hear_child(from, message, now))
                 }
                 Effect::Down(child, message) => {
                     let Some(node) = &mut nodes[child as usize] else { continue };
-                    (child, node.from_parent(message, now))
+                    (child, node.hear_parent(message, now))
                 }
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));

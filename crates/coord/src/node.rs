@@ -1,8 +1,8 @@
 //! One rank's node of the tree: contributions go up, answers come down.
 //!
 //! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is (any origin, never backwards), a
-//! *seat* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s that
-//! the caller carries out in their order. Equal inputs give equal effects.
+//! *seat* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s
+//! that the caller carries out in their order. Equal inputs give equal effects.
 //!
 //! # Protocol
 //!
@@ -41,6 +41,8 @@ use self::inbox::Inbox;
 pub use self::message::{Downward, FAILURES_MAX, Failures, FromChild, FromParent, Part, Report, Upward};
 use self::round::check_topic;
 use self::round::{Round, Seated, Stage};
+use crate::topology::Position;
+pub use crate::wire::Encoded;
 use crate::{Error, PAYLOAD_BYTES_MAX, Topology};
 
 /// How long a node that closes a round waits for its children, for each level below it.
@@ -116,14 +118,14 @@ struct Child {
 impl<S> Node<S> {
     /// The node of `rank` in that tree; `rank` must be below its world.
     pub fn new(topology: &Topology, rank: u32) -> Node<S> {
-        let parent = topology.parent(rank).map(|rank| Parent { rank, sent: 0, inbox: Inbox::new() });
+        let Position { parent, subtree, children, height } = topology.position(rank);
         let child = |subtree| Child { subtree, is_lost: false, sent: 0, inbox: Inbox::new(), failed: BTreeMap::new() };
         Node {
             rank,
-            subtree: topology.subtree(rank),
-            height: topology.height(rank),
-            parent,
-            children: topology.children(rank).into_iter().map(child).collect(),
+            subtree,
+            height,
+            parent: parent.map(|rank| Parent { rank, sent: 0, inbox: Inbox::new() }),
+            children: children.into_iter().map(child).collect(),
             rounds: BTreeMap::new(),
             owed: VecDeque::new(),
             lost: None,
@@ -200,7 +202,7 @@ impl<S> Node<S> {
     }
 
     /// A message of a child has arrived. One that cannot be meant costs the child its place.
-    pub fn from_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<S> {
+    pub fn hear_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<S> {
         if let Some(sender) = self.child(child) {
             sender.inbox.put(message.number, (message.seen, message.word));
         }
@@ -214,7 +216,7 @@ impl<S> Node<S> {
     }
 
     /// A message of the parent has arrived. One that cannot be meant costs the parent its place.
-    pub fn from_parent(&mut self, message: Downward, now: Duration) -> Effects<S> {
+    pub fn hear_parent(&mut self, message: Downward, now: Duration) -> Effects<S> {
         if let Some(parent) = &mut self.parent {
             parent.inbox.put(message.number, message.word);
         }
@@ -241,7 +243,7 @@ impl<S> Node<S> {
         self.effects()
     }
 
-    /// `rank` is gone, or will never come: a child, or any rank of which that is known.
+    /// The child `rank` is gone.
     pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<S> {
         if let Some(child) = self.child(rank) {
             child.is_lost = true;
@@ -250,6 +252,13 @@ impl<S> Node<S> {
         for topic in self.topics(|round| matches!(round.stage, Stage::Closing { .. })) {
             self.advance(&topic, now);
         }
+        self.effects()
+    }
+
+    /// Somebody who says that it is `rank` cannot take its place, so that this world will never be complete: as if that
+    /// rank had gone.
+    pub fn refuse(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<S> {
+        self.report_lost(rank, cause.to_owned(), now);
         self.effects()
     }
 
@@ -278,6 +287,11 @@ impl<S> Node<S> {
     /// When [`tick`](Node::tick) has something to do next.
     pub fn due(&self) -> Option<Duration> {
         self.rounds.values().filter_map(Round::due).min()
+    }
+
+    /// Whether that child's messages still count: it is one, and not lost.
+    pub fn counts(&self, child: u32) -> bool {
+        self.children.iter().any(|known| known.subtree.start == child && !known.is_lost)
     }
 
     fn effects(&mut self) -> Effects<S> {

@@ -1,7 +1,7 @@
 //! Who talks to whom: a tree of ranks, computed alike on every rank from three numbers.
 //!
-//! Every subtree is a run of consecutive ranks under its lowest one. Ranks of a node come first under the lowest rank of
-//! that node; groups of nodes come under the lowest rank of the group, groups of groups likewise, until rank 0 is
+//! Every subtree is a run of consecutive ranks under its lowest one. Ranks of a node come first under the lowest rank
+//! of that node; groups of nodes come under the lowest rank of the group, groups of groups likewise, until rank 0 is
 //! left (ByteCheckpoint, NSDI 2025, section 5.2). There a leader has children at each of its levels; here all its
 //! children together are at most the fan-out, so that no rank has more connections or messages than that, and the depth
 //! grows with the logarithm of the world.
@@ -26,10 +26,11 @@ impl Topology {
     /// rank, so 100,000 ranks are five levels.
     pub const FAN_OUT_DEFAULT: u32 = 32;
 
-    /// The tree of `world` ranks, of which each run of `local_world` shares a node (the last one may be smaller), where
-    /// no rank has more than `fan_out` children.
+    /// The tree of `world` ranks, of which each run of `local_world` shares a node (the last one may be smaller),
+    /// where no rank has more than `fan_out` children.
     ///
-    /// Nodes only say which messages travel within a machine. Where real nodes are of other sizes, the tree is as valid.
+    /// Nodes only say which messages travel within a machine. Where real nodes are of other sizes, the tree is as
+    /// valid.
     ///
     /// # Errors
     /// [`Error::Invalid`] when `world` or `local_world` is 0, or `fan_out` is below 2.
@@ -64,42 +65,49 @@ impl Topology {
 
     /// The rank that `rank` reports to; none for rank 0 and for what is no rank.
     pub fn parent(&self, rank: u32) -> Option<u32> {
-        self.path(rank).map(|path| path.parent)?
+        self.position(rank).parent
     }
 
     /// `rank` and everything below it; empty for what is no rank.
     pub fn subtree(&self, rank: u32) -> Range<u32> {
-        self.path(rank).map_or(rank..rank, |path| path.subtree)
+        self.position(rank).subtree
     }
 
     /// The subtrees below `rank` in ascending order; the first rank of each is the child.
     pub fn children(&self, rank: u32) -> Vec<Range<u32>> {
-        self.split(self.subtree(rank))
+        self.position(rank).children
     }
 
     /// The number of levels below `rank`; 0 when it has no children.
     pub fn height(&self, rank: u32) -> u32 {
-        let mut height = 0;
-        let mut below = self.children(rank);
-        while !below.is_empty() {
-            height += 1;
-            // Subtrees of one rank differ by a unit at most, and a node's rest may be deeper than a group of nodes.
-            below = below.into_iter().flat_map(|subtree| self.split(subtree)).collect();
-        }
-        height
+        self.position(rank).height
     }
 
-    fn path(&self, rank: u32) -> Option<Path> {
-        if rank >= self.world {
-            return None;
+    /// Of the parts within a node and of the groups of nodes, the largest are the deepest.
+    fn levels(&self, below: &[Range<u32>]) -> u32 {
+        let is_group = |subtree: &&Range<u32>| subtree.start.is_multiple_of(self.local_world);
+        let largest =
+            |subtrees: &mut dyn Iterator<Item = &Range<u32>>| subtrees.max_by_key(|subtree| subtree.len()).cloned();
+        let deepest = [
+            largest(&mut below.iter().filter(|subtree| !is_group(subtree))),
+            largest(&mut below.iter().filter(is_group)),
+        ];
+        deepest.into_iter().flatten().map(|subtree| 1 + self.levels(&self.split(subtree))).max().unwrap_or(0)
+    }
+
+    /// All that a rank has to know, found on one way down.
+    pub(crate) fn position(&self, rank: u32) -> Position {
+        let (mut parent, mut subtree) = (None, 0..self.world);
+        while subtree.start != rank {
+            parent = Some(subtree.start);
+            match self.split(subtree).into_iter().find(|subtree| subtree.contains(&rank)) {
+                Some(below) => subtree = below,
+                None => return Position { parent: None, subtree: rank..rank, children: Vec::new(), height: 0 },
+            }
         }
-        let mut path = Path { parent: None, subtree: 0..self.world };
-        while path.subtree.start != rank {
-            let parent = Some(path.subtree.start);
-            let subtree = self.split(path.subtree).into_iter().find(|subtree| subtree.contains(&rank))?;
-            path = Path { parent, subtree };
-        }
-        Some(path)
+        let children = self.split(subtree.clone());
+        let height = self.levels(&children);
+        Position { parent, subtree, children, height }
     }
 
     /// The subtrees below the first rank of `subtree`.
@@ -120,9 +128,12 @@ impl Topology {
     }
 }
 
-struct Path {
-    parent: Option<u32>,
-    subtree: Range<u32>,
+/// One rank in the tree.
+pub(crate) struct Position {
+    pub(crate) parent: Option<u32>,
+    pub(crate) subtree: Range<u32>,
+    pub(crate) children: Vec<Range<u32>>,
+    pub(crate) height: u32,
 }
 
 /// `count` things in `parts` runs that differ by one at most.
@@ -211,6 +222,8 @@ mod tests {
                 children_seen += children.len() as u32;
             }
             prop_assert_eq!(children_seen, world - 1);
+            let depth = |rank| std::iter::successors(Some(rank), |rank| topology.parent(*rank)).count() as u32 - 1;
+            prop_assert_eq!(Some(topology.height(0)), (0..world).map(depth).max());
             // Levels of nodes and levels within a node; each splits what is left by 2 at least.
             let levels = |count: u32| count.next_power_of_two().ilog2() + 1;
             prop_assert!(topology.height(0) <= levels(world.div_ceil(local_world)) + levels(local_world) + 1);

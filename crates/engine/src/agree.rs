@@ -161,6 +161,11 @@ impl Operation {
         self.number
     }
 
+    /// What it is and its number: no other operation of these ranks is called so.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.number, self.what)
+    }
+
     pub(crate) fn is_root(&self) -> bool {
         self.engine.rank() == 0
     }
@@ -251,7 +256,7 @@ impl Operation {
 
     fn failed(&self, error: shardfast_coord::Error) -> Failed {
         match error {
-            Coord::Failed { failures, .. } => Failed { error: self.merged(&failures), decided: true },
+            Coord::Failed { failures, more, .. } => Failed { error: self.merged(&failures, more), decided: true },
             other => {
                 let error = Error::new(Kind::Unavailable, format!("{}: {other}", self.what));
                 Failed { error, decided: false }
@@ -259,8 +264,8 @@ impl Operation {
         }
     }
 
-    /// The failures of several ranks as one, each with its rank where there are several.
-    fn merged(&self, failures: &[Failure]) -> Error {
+    /// The failures of several ranks as one, each with its rank where there are several, and `more` that are counted.
+    fn merged(&self, failures: &[Failure], more: u32) -> Error {
         let mut kind = None;
         let mut lines = Vec::with_capacity(failures.len());
         for Failure { rank, reason } in failures {
@@ -275,6 +280,9 @@ impl Operation {
             };
             let unranked = decision.is_some() || self.engine.world() == 1;
             lines.push(if unranked { message } else { format!("rank {rank}: {message}") });
+        }
+        if more > 0 {
+            lines.push(format!("and {more} more ranks failed"));
         }
         Error::new(kind.unwrap_or(Kind::Internal), lines.join("\n"))
     }

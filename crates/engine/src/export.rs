@@ -250,7 +250,7 @@ fn write(
     index: Option<&str>,
     shards: &[Vec<Tensor>],
 ) -> Result<()> {
-    writer::run(store, jobs, staging, &Progress::unheard())?;
+    writer::run(store, jobs, staging, &Progress::unheard(), true)?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     let Some(index) = index else { return Ok(()) };

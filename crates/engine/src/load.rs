@@ -3,16 +3,24 @@
 //! ```text
 //! plan (pure, each rank alone) → agree that all have a plan → read, prove, scatter → agree that all arrived
 //! ```
+//!
+//! Where ranks want the same blocks, the first agreement tells them so, and they read for each other ([`shared`]).
+//!
+//! [`shared`]: crate::shared
 
 use std::time::Duration;
 
 use shardfast_format::{DType, Dims, LeafKind};
-use shardfast_plan::{Piece, Read, Reads};
+use shardfast_plan::{Piece, Read, Reads, Sharing, Wanted};
 use smallvec::smallvec;
 
+use crate::agree::Operation;
+use crate::carrier::{Carrier, Handoff};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::reader::{self, LIMITS};
+use crate::shared::{Ended, GoOn, Shared, Traffic, Trial, Trouble, Troubled};
+use crate::sharing::{self, Opening, Terms};
 use crate::sink::{Sink, Want};
 
 /// An encoded value of the manifest: the leaf, and which of its values.
@@ -37,6 +45,26 @@ pub struct Forecast {
     pub files: u64,
 }
 
+/// Who reads what several ranks want.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// One of them, where a trial shows that it is faster than reading again.
+    Measured,
+    /// One of them, whatever it takes.
+    Shared,
+    /// Each for itself.
+    Plain,
+}
+
+/// What a load brought beside its tensors.
+#[derive(Debug, Clone, Default)]
+pub struct Loaded {
+    /// The wanted values, encoded, in order.
+    pub values: Vec<Vec<u8>>,
+    /// What this rank moved for it.
+    pub traffic: Traffic,
+}
+
 struct Plan {
     tensors: Reads,
     values: Vec<Read>,
@@ -51,18 +79,50 @@ impl Checkpoint {
     /// the checkpoint, the leaf, the file and the byte range: no unproven byte reaches a sink, but sinks filled before
     /// the failure keep what they got.
     pub fn load(&self, wants: &[Want], values: &[ValueRef], deadline: Duration) -> Result<Vec<Vec<u8>>> {
+        self.load_by(Way::Measured, None, wants, values, deadline).map(|loaded| loaded.values)
+    }
+
+    /// [`Checkpoint::load`] in a way that is the same on all ranks, and what it moved. Where every rank gives `rounds`,
+    /// they carry what ranks send each other, else connections of the ranks' own.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::load`].
+    pub fn load_by(
+        &self,
+        way: Way,
+        rounds: Option<Handoff>,
+        wants: &[Want],
+        values: &[ValueRef],
+        deadline: Duration,
+    ) -> Result<Loaded> {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
-        let wanted = plan.as_ref().map(|_| self.bytes_wanted(wants)).map_err(Error::clone);
-        let again = operation.agree("open", wanted, |ranks: Vec<u64>| {
-            // More than there is: some of it is wanted by several.
-            let there: u64 = self.manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
-            let wanted = ranks.iter().fold(0u64, |sum, &wanted| sum.saturating_add(wanted));
-            Ok(vec![wanted > there; ranks.len()])
+        let is_alone = self.engine.world() == 1 || way == Way::Plain;
+        let wanted = if is_alone { Vec::new() } else { sharing::wanted(wants, values) };
+        let opening = plan.as_ref().map_err(Error::clone).map(|_| Opening {
+            bytes: self.bytes_wanted(wants),
+            wants: wanted.iter().map(|(wanted, _)| wanted.clone()).collect(),
+            has_rounds: rounds.is_some(),
+            exchange_bytes: self.engine.staging_bytes() / 8,
+            links_max: sharing::links_max(),
+        });
+        let opened = operation.agree("open", opening, |ranks| sharing::decide(&self.manifest, ranks, way))?;
+        let loaded = match (plan, opened.sharing) {
+            (Ok(plan), Some(terms)) => self.run_on_terms(&operation, plan, (wants, wanted), terms, rounds),
+            (Ok(plan), None) => {
+                self.run(plan, wants, opened.again).map(|loaded| (Ended::Done, loaded)).map_err(Trouble::Here)
+            }
+            (Err(error), _) => Err(Trouble::Here(error)),
+        };
+        let (ended, loaded) = match loaded {
+            Ok((ended, loaded)) => (Ok(ended), Ok(loaded)),
+            Err(Trouble::Here(error)) => (Err(error.clone()), Err(error)),
+            Err(Trouble::Everywhere(error)) => return Err(error),
+        };
+        operation.agree("done", ended, |ranks| match ranks.iter().position(|&ended| ended == Ended::Stopped) {
+            None => Ok(vec![(); ranks.len()]),
+            Some(rank) => Err(Error::internal(format!("rank {rank} heard that another one gave up; none did"))),
         })?;
-        let loaded = plan.and_then(|plan| self.run(plan, wants, again));
-        operation
-            .agree("done", loaded.as_ref().map(|_| ()).map_err(Error::clone), |ranks| Ok(vec![(); ranks.len()]))?;
         loaded
     }
 
@@ -88,7 +148,7 @@ impl Checkpoint {
 
     /// Fills every want's sink on this rank alone: nothing is agreed with the others.
     pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
-        self.run(self.plan(wants, values)?, wants, false)
+        self.run(self.plan(wants, values)?, wants, false).map(|loaded| loaded.values)
     }
 
     /// Of tensors.
@@ -131,20 +191,104 @@ impl Checkpoint {
         Ok(plan)
     }
 
-    #[allow(unsafe_code)]
-    fn run(&self, plan: Plan, wants: &[Want], again: bool) -> Result<Vec<Vec<u8>>> {
-        let mut encoded: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
-        let value_sinks = encoded.iter_mut().map(|bytes| {
-            // SAFETY: `encoded` is neither moved nor looked at until the reads are over, and each vector has one sink.
-            unsafe { Sink::new(bytes.as_mut_ptr() as usize, &[bytes.len() as u64], &[1], DType::U8.size_bytes()) }
-        });
-        let value_sinks = value_sinks.collect::<Result<Vec<_>>>()?;
+    fn run(&self, plan: Plan, wants: &[Want], again: bool) -> Result<Loaded> {
+        let mut values: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
+        let value_sinks = value_sinks(&mut values)?;
         let sinks: Vec<&Sink> = wants.iter().map(|want| &want.sink).chain(&value_sinks).collect();
         let reads = plan.values.into_iter().chain(plan.tensors);
-        reader::run(&self.files, reads, &sinks, &self.engine.staging, again)?;
-        drop(sinks);
-        Ok(encoded)
+        let bytes_read = reader::run(&self.files, reads, &sinks, &self.engine.staging, again)?;
+        drop(value_sinks);
+        Ok(Loaded { values, traffic: Traffic { bytes_read, ..Traffic::default() } })
     }
+
+    /// [`Checkpoint::run_shared`], after which every rank has been asked whether to go on exactly if that was to be.
+    fn run_on_terms(
+        &self,
+        operation: &Operation,
+        plan: Plan,
+        wanted: (&[Want], Vec<(Wanted, Vec<usize>)>),
+        terms: Terms,
+        rounds: Option<Handoff>,
+    ) -> Troubled<(Ended, Loaded)> {
+        let is_measured = terms.is_measured;
+        let mut asked = false;
+        let ask = |trial: Result<Trial>| {
+            let answer = operation.agree("go on", trial, |trials| Ok(vec![Trial::is_worth_it(&trials); trials.len()]));
+            answer.map_err(Trouble::Everywhere)
+        };
+        let mut go_on = |trial| {
+            asked = true;
+            ask(Ok(trial))
+        };
+        let loaded = self.run_shared(operation, plan, wanted, terms, rounds, &mut go_on);
+        match &loaded {
+            _ if asked || !is_measured => loaded,
+            Ok(_) => ask(Ok(Trial::default())).and(loaded),
+            Err(Trouble::Here(error)) => ask(Err(error.clone())).and(loaded),
+            Err(Trouble::Everywhere(_)) => loaded,
+        }
+    }
+
+    /// Reads with others, on their terms. `wanted` has the places among `wants` and values of each thing wanted.
+    fn run_shared(
+        &self,
+        operation: &Operation,
+        plan: Plan,
+        (wants, wanted): (&[Want], Vec<(Wanted, Vec<usize>)>),
+        terms: Terms,
+        rounds: Option<Handoff>,
+        go_on: GoOn<'_>,
+    ) -> Troubled<(Ended, Loaded)> {
+        let (names, places): (Vec<Wanted>, Vec<Vec<usize>>) = wanted.into_iter().unzip();
+        let has_peers = !terms.common.sets.is_empty();
+        let rank = self.engine.rank();
+        let sharing = has_peers.then(|| Sharing::new(&self.manifest, rank, &names, &terms.common, terms.chunk_blocks));
+        let sharing = sharing.transpose().map_err(Error::from);
+        let carrier: Box<dyn Carrier> = match rounds {
+            Some(rounds) if terms.by_rounds => {
+                rounds.announce();
+                Box::new(rounds)
+            }
+            _ => {
+                let peers = sharing.as_ref().map_err(Error::clone);
+                let peers = peers.map(|sharing| sharing.as_ref().map_or(Vec::new(), Sharing::peers));
+                Box::new(sharing::connect(operation, peers, terms.message_bytes_max)?)
+            }
+        };
+        let Some(sharing) = sharing? else {
+            drop(carrier);
+            if terms.is_measured {
+                go_on(Trial::default())?;
+            }
+            return Ok((Ended::Done, self.run(plan, wants, false)?));
+        };
+        let mut values: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
+        let value_sinks = value_sinks(&mut values)?;
+        let sink =
+            |&place: &usize| wants.get(place).map_or_else(|| &value_sinks[place - wants.len()], |want| &want.sink);
+        let shared = Shared {
+            files: &self.files,
+            manifest: &self.manifest,
+            staging: &self.engine.staging,
+            sharing: &sharing,
+            sinks: places.iter().map(|places| places.iter().map(sink).collect()).collect(),
+            link_bytes: terms.link_bytes,
+        };
+        let go_on: Option<GoOn<'_>> = if terms.is_measured { Some(go_on) } else { None };
+        let (ended, traffic) = shared.run(carrier, go_on)?;
+        drop(value_sinks);
+        Ok((ended, Loaded { values, traffic }))
+    }
+}
+
+#[allow(unsafe_code)]
+fn value_sinks(values: &mut [Vec<u8>]) -> Result<Vec<Sink>> {
+    let sink = |bytes: &mut Vec<u8>| {
+        // SAFETY: the callers neither move nor look at the values until the reads are over and the sinks dropped, and
+        // each vector has one sink.
+        unsafe { Sink::new(bytes.as_mut_ptr() as usize, &[bytes.len() as u64], &[1], DType::U8.size_bytes()) }
+    };
+    values.iter_mut().map(sink).collect()
 }
 
 /// The same pieces in fewer reads: a state may hold thousands of small values side by side.

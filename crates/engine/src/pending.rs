@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::ablation;
 use crate::commit::FileShape;
 use crate::error::{Error, Kind, Result};
+use crate::staging::Staging;
 
 /// The handle of a save that runs in the background.
 #[derive(Clone)]
@@ -26,6 +27,8 @@ pub struct Report {
     pub bytes_written: u64,
     /// Data files that this rank wrote.
     pub files_written: u64,
+    /// Why staging memory that was to be page-locked for a device is not: copies from it are slower then.
+    pub page_lock_failure: Option<String>,
 }
 
 struct Shared {
@@ -192,6 +195,12 @@ impl Progress {
     pub(crate) fn mark(&self, phase: &'static str) {
         let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
         self.shared.lock().report.phases_ms.insert(phase, ms);
+    }
+
+    /// Bytes were copied into this staging memory.
+    pub(crate) fn staged_in(&self, staging: &Staging) {
+        let failure = staging.page_lock_failure();
+        self.shared.lock().report.page_lock_failure = failure;
     }
 
     /// This rank wrote these data files.

@@ -17,7 +17,7 @@ use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
 use crate::agree::Operation;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 pub(crate) use opening::PlannedAll;
 pub(crate) use values::{Value, ValueOrders, agree_values};
@@ -34,6 +34,8 @@ const PLANS_MAX: usize = 4;
 #[derive(Default)]
 pub(crate) struct Memory {
     mine: Option<Planned>,
+    /// What some rank knew of who holds what was not so: ranks ask, until it is another that they know.
+    disproved: Option<Arc<Replicas>>,
     /// On rank 0, the latest last.
     all: Vec<Arc<PlannedAll>>,
 }
@@ -88,8 +90,10 @@ pub(crate) fn draft(
     let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
     let local = match replicas {
         _ if world == 1 => shardfast_plan::local(catalog, &alone(), rank, world)?,
-        Some(replicas) => shardfast_plan::local(catalog, replicas, rank, world)?,
-        None => None,
+        Some(replicas) if operation.memory().disproved.as_ref() != Some(replicas) => {
+            shardfast_plan::local(catalog, replicas, rank, world)?
+        }
+        _ => None,
     };
     Ok(local.map(|local| Draft { writes: Arc::new(local.writes), opening: Opening::Local { claims: local.claims } }))
 }
@@ -107,8 +111,15 @@ pub(crate) fn agree(
     draft: Result<Option<Draft>>,
     admit: impl FnOnce() -> Result<()>,
 ) -> Result<Orders> {
-    // What was no plan of all ranks once is none the next time either.
-    open(operation, catalog, replicas, draft, admit).inspect_err(|_| operation.memory().mine = None)
+    let is_local = matches!(&draft, Ok(Some(Draft { opening: Opening::Local { .. }, .. })));
+    open(operation, catalog, replicas, draft, admit).inspect_err(|error| {
+        // What was no plan of all ranks once is none the next time either.
+        let mut memory = operation.memory();
+        memory.mine = None;
+        if is_local && error.kind == Kind::Invalid {
+            memory.disproved = replicas.cloned();
+        }
+    })
 }
 
 fn open(

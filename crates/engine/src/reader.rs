@@ -106,8 +106,13 @@ impl Files {
         Ok(damaged)
     }
 
+    /// The checkpoint's place, as messages call it.
+    pub(crate) fn place(&self) -> &str {
+        &self.place
+    }
+
     /// The leaves of which something lies in a range of a file, in words.
-    fn leaves_in(&self, file: u32, range: &Range<u64>) -> String {
+    pub(crate) fn leaves_in(&self, file: u32, range: &Range<u64>) -> String {
         let meets = |e: Extent| e.file == file && e.offset < range.end && range.start < e.offset + e.bytes;
         let (mut names, mut more) = (Vec::new(), 0);
         for i in 0..self.manifest.len() {

@@ -45,6 +45,8 @@ pub struct State {
     /// Whether the caller lets the providers' memory be written only after the save is staged, and looks afterwards
     /// whether everybody kept to it: the save commits only after it has said so with [`Pending::vouch`].
     pub is_vouched_for: bool,
+    /// Whether the caller does nothing else until the save has ended.
+    pub is_waited_for: bool,
 }
 
 /// Where a save goes, and what is noted about it.
@@ -105,7 +107,7 @@ fn run(
     state: State,
     progress: &Progress,
 ) -> Result<()> {
-    if state.is_vouched_for {
+    if state.is_vouched_for && !state.is_waited_for {
         // The program goes on meanwhile, and whatever it does goes first; while it waits for us nothing else runs.
         let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
     }
@@ -138,7 +140,8 @@ fn run(
             }
             let store = store.as_deref().map_err(Error::clone)?;
             let checksums = destination.prove.then(|| replicas::checksums(&state, &operation.engine.staging, progress));
-            let written = Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress);
+            let written =
+                Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress, state.is_waited_for);
             progress.mark("written");
             Ok((written, checksums))
         });
@@ -156,8 +159,12 @@ fn run(
         replicas::prove(operation, &state.catalog, checksums).inspect_err(|_| written.discard(&*store))?;
     }
     let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
-    let values_written =
-        Batch::bind(operation, &state, &mine, &written.shapes).write(operation, &*store, &Progress::unheard());
+    let values_written = Batch::bind(operation, &state, &mine, &written.shapes).write(
+        operation,
+        &*store,
+        &Progress::unheard(),
+        state.is_waited_for,
+    );
     // Of a save that has failed already nobody says anything: it was never staged.
     if state.is_vouched_for && written.failure.is_none() {
         // Half the time: the other ranks are waiting for this one to say how it went.
@@ -251,12 +258,12 @@ impl Batch {
     }
 
     /// Writes the files and makes them durable, contents first, then names.
-    fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress) -> Writing {
+    fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress, is_waited_for: bool) -> Writing {
         let paths = self.jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
         let header_crcs = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress)?;
+                let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress, is_waited_for)?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
                 Ok(header_crcs)

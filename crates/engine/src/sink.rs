@@ -161,6 +161,15 @@ impl HostSink {
     }
 }
 
+/// Appends the elements of a box of extent `lengths`, which lie `src_strides` bytes apart in `src`, in row-major order.
+pub(crate) fn pack(lengths: &[u64], src_strides: &[u64], item_bytes: u64, src: &[u8], out: &mut Vec<u8>) {
+    let strides_bytes = row_major_strides(lengths, item_bytes).iter().map(|&stride| stride as i64).collect();
+    // A block at address 0 visits its runs in the order in which they are appended; nothing is written through it.
+    let block = HostSink { address: 0, strides_bytes, item_bytes };
+    let zeros: Dims = SmallVec::from_elem(0, lengths.len());
+    block.for_each_run(&zeros, lengths, src_strides, |_, from, bytes| out.extend_from_slice(&src[from..from + bytes]));
+}
+
 /// A tensor's region that a load asks for, and where it goes.
 #[derive(Debug)]
 pub struct Want {

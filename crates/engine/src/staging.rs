@@ -46,6 +46,8 @@ struct State {
     /// Declared, and so dropped, before the slabs that they lock.
     locks: Vec<Box<dyn Send>>,
     page_lock: Option<Arc<PageLock>>,
+    /// The first failure of it.
+    page_lock_failure: Option<String>,
     slabs: Vec<Slab>,
     /// Free slots by number; the last one was used last.
     free: Vec<u32>,
@@ -83,10 +85,16 @@ impl Staging {
     pub fn page_lock(&self, page_lock: Arc<PageLock>) {
         let mut state = self.lock();
         if state.page_lock.is_none() {
-            let State { locks, slabs, .. } = &mut *state;
-            locks.extend(slabs.iter().filter_map(|slab| page_lock(slab.memory()).ok()));
             state.page_lock = Some(page_lock);
+            for slab in 0..state.slabs.len() {
+                state.lock_pages(slab);
+            }
         }
+    }
+
+    /// Why memory that was to be page-locked is not.
+    pub(crate) fn page_lock_failure(&self) -> Option<String> {
+        self.lock().page_lock_failure.clone()
     }
 
     /// A free slot; waits for one while all are in use. Contents are arbitrary.
@@ -127,13 +135,19 @@ impl Staging {
 impl State {
     fn grow(&mut self, slots: usize) -> Result<()> {
         let slab = Slab::new(slots * SLOT_BYTES)?;
-        if let Some(lock) = self.page_lock.as_ref().and_then(|page_lock| page_lock(slab.memory()).ok()) {
-            self.locks.push(lock);
-        }
         let first = self.slabs.len() * (SLAB_BYTES / SLOT_BYTES);
         self.free.extend((first..first + slots).rev().map(|number| number as u32));
         self.slabs.push(slab);
+        self.lock_pages(self.slabs.len() - 1);
         Ok(())
+    }
+
+    fn lock_pages(&mut self, slab: usize) {
+        let Some(page_lock) = &self.page_lock else { return };
+        match page_lock(self.slabs[slab].memory()) {
+            Ok(lock) => self.locks.push(lock),
+            Err(error) => _ = self.page_lock_failure.get_or_insert(error.message),
+        }
     }
 }
 
@@ -308,5 +322,14 @@ mod tests {
         assert_eq!(*total.lock().unwrap(), 70 << 20);
         drop((first, rest, pool));
         assert_eq!(*total.lock().unwrap(), 0);
+    }
+
+    #[test]
+    fn what_cannot_be_page_locked_is_used_and_said() {
+        let pool = Staging::new(STAGING_BYTES_MIN).unwrap();
+        pool.page_lock(Arc::new(|memory: NonNull<[u8]>| Err(Error::internal(format!("{} bytes", memory.len())))));
+        assert_eq!(pool.page_lock_failure(), None, "there is no memory yet");
+        pool.acquire().unwrap();
+        assert_eq!(pool.page_lock_failure().as_deref(), Some("4194304 bytes"));
     }
 }

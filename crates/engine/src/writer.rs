@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossbeam_channel::{Receiver, TryRecvError};
+use crossbeam_channel::{Receiver, TryRecvError, bounded, unbounded};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
 use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
 
@@ -18,6 +18,10 @@ use crate::error::{Error, Result};
 use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
+
+/// Filled slots that wait for the store while somebody waits for the save: running further ahead brings its end no
+/// nearer, and touches memory that is in no cache or was never used.
+const AHEAD: usize = 4;
 
 /// One data file to be written.
 pub(crate) struct FileJob {
@@ -32,7 +36,9 @@ pub(crate) struct FileJob {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none at all will. Gives the checksum of each file's header.
+/// when no urgent provider will be asked again, and when none at all will. While the program goes on it copies as fast
+/// as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as the store.
+/// Gives the checksum of each file's header.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -41,6 +47,7 @@ pub(crate) fn run(
     jobs: &[FileJob],
     staging: &Arc<Staging>,
     progress: &Progress,
+    is_waited_for: bool,
 ) -> Result<Vec<u64>> {
     let mut files = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -56,7 +63,8 @@ pub(crate) fn run(
         files.push(File { job, object, crcs });
     }
     let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
-    fill_and_write(store, &run, staging, progress);
+    fill_and_write(store, &run, staging, progress, is_waited_for);
+    progress.staged_in(staging);
     run.failure.into_result()?;
     finish(files, staging)
 }
@@ -156,9 +164,9 @@ impl<F: Fn()> Countdown<F> {
     }
 }
 
-fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress) {
+fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress, is_waited_for: bool) {
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = crossbeam_channel::unbounded::<(Chunk, Slot)>();
+    let (sender, receiver) = if is_waited_for { bounded::<(Chunk, Slot)>(AHEAD) } else { unbounded() };
     let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
     let captured = Countdown::new(urgent, || progress.captured());
     let staged = Countdown::new(run.chunks.len(), || progress.staged());
@@ -184,7 +192,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                                 captured.one();
                             }
                             staged.one();
-                            // The receiver lives as long as the scope.
+                            // The receiver lives until the last sender is gone.
                             let _ = sender.send((chunk, slot));
                         }
                         Err(error) => return run.failure.set(error),
@@ -193,18 +201,27 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
             });
         }
         drop(sender);
-        if let Err(error) = store.write_all(&Filled { run, receiver: &receiver }) {
+        let filled = Filled { run, receiver };
+        if let Err(error) = store.write_all(&filled) {
             run.failure.set(error.into());
         }
-        // After a failure whoever still waits for a slot gets one, and sees it.
-        receiver.iter().for_each(drop);
     });
 }
 
 /// The filled slots, as writes.
 struct Filled<'a> {
     run: &'a Run<'a>,
-    receiver: &'a Receiver<(Chunk, Slot)>,
+    receiver: Receiver<(Chunk, Slot)>,
+}
+
+impl Drop for Filled<'_> {
+    /// After a failure, or a panic of the store, whoever waits to fill or to hand over a slot goes on, and sees it.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.run.failure.set(Error::internal("the store panicked"));
+        }
+        self.receiver.iter().for_each(drop);
+    }
 }
 
 impl<'a> Writes<'a> for Filled<'a> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Destination, Engine, Fences, Provider, Result, Sink, State, Want, diff, export, open, save, verify,
+    Destination, Engine, Fences, Provider, Result, Sink, State, Want, Way, diff, export, open, save, verify,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
@@ -50,6 +50,7 @@ fn memory_is_bounded_by_the_budget() {
         providers: vec![vec![Arc::new(Made)]],
         replicas: None,
         is_vouched_for: false,
+        is_waited_for: false,
     };
     let destination = Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: false };
     // What a load fills is the program's own memory.
@@ -72,4 +73,34 @@ fn memory_is_bounded_by_the_budget() {
 
     let grown = peak_bytes() - before;
     assert!(grown <= BUDGET_BYTES + BESIDES_BYTES, "grown by {} MiB", grown >> 20);
+    drop((loaded, engine));
+    shared_loads(&place("a"));
+}
+
+/// Two ranks that read for each other: messages take half a budget beside it.
+fn shared_loads(url: &str) {
+    let mut places = [vec![1u8; TENSOR_BYTES as usize], vec![2u8; TENSOR_BYTES as usize]];
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let before = peak_bytes();
+    std::thread::scope(|threads| {
+        for (coord, place) in shardfast_coord::local(2).into_iter().zip(&mut places) {
+            let deadline = Duration::from_secs(60);
+            threads.spawn(move || {
+                let engine = Engine::new(coord, BUDGET_BYTES).unwrap();
+                let checkpoint = open(&engine, url, deadline).unwrap();
+                // SAFETY: `place` outlives the load and is touched by nobody else meanwhile.
+                #[allow(unsafe_code)]
+                let sink = unsafe { Sink::new(place.as_mut_ptr() as usize, &[TENSOR_BYTES / 4], &[4], 4) }.unwrap();
+                let want = Want { leaf: 0, region: Region::whole(&[TENSOR_BYTES / 4]), sink };
+                let loaded = checkpoint.load_by(Way::Shared, None, &[want], &[], deadline).unwrap();
+                assert!(loaded.traffic.is_shared && loaded.traffic.bytes_read < TENSOR_BYTES * 6 / 10);
+            });
+        }
+    });
+    for place in &places {
+        assert!(place.iter().enumerate().step_by(4093).all(|(at, &byte)| byte == (at >> 20) as u8));
+    }
+    let grown = peak_bytes() - before;
+    let most = 2 * (BUDGET_BYTES + BUDGET_BYTES / 2) + BESIDES_BYTES;
+    assert!(grown <= most, "grown by {} MiB", grown >> 20);
 }

@@ -9,7 +9,7 @@ mod int;
 mod tag;
 
 pub use decode::decode;
-pub use encode::encode;
+pub use encode::{Writer, encode};
 pub use int::Int;
 pub use tag::Tag;
 

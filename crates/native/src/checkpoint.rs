@@ -1,14 +1,17 @@
 //! Committed checkpoints.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
-use shardfast_engine::{Error, Kind, ValueRef, runs};
+use shardfast_engine::carrier::handoff;
+use shardfast_engine::{Error, Kind, ValueRef, Want, runs};
 use shardfast_format::{DType, LeafKind};
 
 use crate::errors::raise;
 use crate::leaves::{self, Streams};
+use crate::loading::{self, Loading};
 use crate::process::Own;
 use crate::session::{Session, seconds};
 
@@ -151,10 +154,12 @@ impl Checkpoint {
         Ok(dict)
     }
 
-    /// Fills the wants' memory and returns the encoded values, in order. Every rank calls it, and every rank raises the
-    /// same error. The caller keeps the memory allocated and lets nobody touch it meanwhile. `streams` are as in
-    /// `save`.
-    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new()))]
+    /// Fills the wants' memory; returns the encoded values, in order, and what was moved for it: bytes_read,
+    /// bytes_received, bytes_sent, is_shared. Every rank calls it, in the same `way` ("measured", "shared", "plain"),
+    /// and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
+    /// `streams` are as in `save`.
+    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), way="measured"))]
+    #[allow(clippy::type_complexity)] // it is what Python gets
     fn load<'py>(
         &self,
         py: Python<'py>,
@@ -162,17 +167,62 @@ impl Checkpoint {
         values: Vec<(usize, usize)>,
         timeout_s: f64,
         streams: Streams,
-    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let timeout = seconds(timeout_s)?;
+        way: &str,
+    ) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
+        let (way, timeout) = (loading::way(way)?, seconds(timeout_s)?);
         let checkpoint = self.checkpoint.get()?;
-        let wants = leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, &streams).map_err(|error| {
+        let wants = self.wants(py, wants, &streams, timeout)?;
+        let values = refs(values);
+        let loaded = py.detach(|| checkpoint.load_by(way, None, &wants, &values, timeout)).map_err(raise)?;
+        loading::said(py, loaded)
+    }
+
+    /// Begins `load` on a thread of its own. What ranks send each other, the caller carries between all of them. The
+    /// memory stays the load's until `finish` has returned, or the last reference to what this returns is gone.
+    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), way="measured"))]
+    fn begin_load(
+        &self,
+        py: Python<'_>,
+        wants: &Bound<'_, PyAny>,
+        values: Vec<(usize, usize)>,
+        timeout_s: f64,
+        streams: Streams,
+        way: &str,
+    ) -> PyResult<Loading> {
+        let (way, timeout) = (loading::way(way)?, seconds(timeout_s)?);
+        let checkpoint = Arc::clone(self.checkpoint.get()?);
+        let wants = self.wants(py, wants, &streams, timeout)?;
+        let values = refs(values);
+        let world = checkpoint.engine().world();
+        let (handoff, rounds) = handoff();
+        let load = {
+            let checkpoint = Arc::clone(&checkpoint);
+            move || checkpoint.load_by(way, Some(handoff), &wants, &values, timeout)
+        };
+        match std::thread::Builder::new().name("shardfast-load".into()).spawn(load) {
+            Ok(thread) => Ok(Loading::new(rounds, thread, world)),
+            Err(error) => {
+                let reason = Error::new(Kind::Exhausted, format!("no thread for the load: {error}"));
+                Err(raise(py.detach(|| checkpoint.refuse(reason, timeout))))
+            }
+        }
+    }
+}
+
+impl Checkpoint {
+    fn wants(
+        &self,
+        py: Python<'_>,
+        wants: &Bound<'_, PyAny>,
+        streams: &Streams,
+        timeout: Duration,
+    ) -> PyResult<Vec<Want>> {
+        let checkpoint = self.checkpoint.get()?;
+        leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, streams).map_err(|error| {
             // The other ranks are about to load: they must not wait for one that cannot.
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
             raise(py.detach(|| checkpoint.refuse(reason, timeout)))
-        })?;
-        let values = refs(values);
-        let encoded = py.detach(|| checkpoint.load(&wants, &values, timeout)).map_err(raise)?;
-        Ok(encoded.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+        })
     }
 }
 

@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyCapsule, PyList, PyType};
+use pyo3::types::{PyCapsule, PyType};
 
 /// Name of the capsule, and of the type's attribute that holds it.
 const CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
@@ -49,23 +49,23 @@ struct Tensor {
 ///
 /// Raises `TypeError` when a tensor's type has no exchange table of a known version, and what the table's function
 /// raises about a tensor that cannot be told.
-#[pyfunction]
-pub(crate) fn places<'py>(py: Python<'py>, tensors: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyBytes>> {
+pub(crate) fn places_of<'py>(py: Python<'py>, tensors: &[Bound<'py, PyAny>]) -> PyResult<Vec<u8>> {
     let mut out = Vec::with_capacity(tensors.len() * 64);
     let mut known: Vec<(Bound<'py, PyType>, &Exchange)> = Vec::new();
     for tensor in tensors {
-        let kind = tensor.get_type();
-        let exchange = match known.iter().find(|(of, _)| of.is(&kind)) {
+        let kind = tensor.get_type_ptr();
+        let exchange = match known.iter().find(|(of, _)| of.as_type_ptr() == kind) {
             Some((_, exchange)) => exchange,
             None => {
+                let kind = tensor.get_type();
                 let exchange = exchange(&kind)?;
                 known.push((kind, exchange));
                 exchange
             }
         };
-        place(py, &tensor, exchange, &mut out)?;
+        place(py, tensor, exchange, &mut out)?;
     }
-    Ok(PyBytes::new(py, &out))
+    Ok(out)
 }
 
 fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {

@@ -1,13 +1,15 @@
 //! Leaves and wants as Python gives them: tuples of plain values and addresses.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
-use shardfast_engine::{Engine, Fences, Memory, Provider, Sink, State, Strided, Want, row_major_strides};
+use shardfast_engine::{
+    Engine, Fences, Memory, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
+};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
@@ -120,9 +122,39 @@ impl<'a> CopyStreams<'a> {
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Described {
     catalog: Arc<Catalog>,
+    /// When the holders of all tensors are known.
+    replicas: Option<Arc<Replicas>>,
     /// In the catalog's order.
     bodies: Vec<Body>,
     is_lazy: bool,
+}
+
+/// Sets of ranks, each once.
+#[derive(Default)]
+struct Groups<'py> {
+    sets: Vec<RankSet>,
+    /// Their indices, by the addresses of the tuples that said them, which are kept: most leaves say the same one.
+    known: HashMap<usize, (Bound<'py, PyAny>, u32)>,
+}
+
+impl<'py> Groups<'py> {
+    /// The index of the set that Python gives as a tuple of ranks; `None` for `None`.
+    fn of(&mut self, ranks: &Bound<'py, PyAny>) -> PyResult<Option<u32>> {
+        if ranks.is_none() {
+            return Ok(None);
+        }
+        let address = ranks.as_ptr() as usize;
+        if let Some((_, index)) = self.known.get(&address) {
+            return Ok(Some(*index));
+        }
+        let set = RankSet::new(ranks.extract::<Vec<u32>>()?);
+        let index = self.sets.iter().position(|known| *known == set).unwrap_or_else(|| {
+            self.sets.push(set);
+            self.sets.len() - 1
+        });
+        self.known.insert(address, (ranks.clone(), index as u32));
+        Ok(Some(index as u32))
+    }
 }
 
 /// Where a leaf's bytes come from.
@@ -135,20 +167,26 @@ enum Body {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when)` with parts `(offsets, lengths, pointer,
-    /// strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the memory is
-    /// one's, and `when` one of "now", "soon", "lazily" and "whenever";
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders)` with parts `(offsets, lengths,
+    /// pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the memory
+    /// is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the same parts
+    /// or `None`;
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
-    fn new(leaves: &Bound<'_, PyAny>) -> PyResult<Described> {
-        let (mut out, mut objects) = (Vec::<(Leaf, Body)>::new(), 0);
+    fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
+        let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>), Body)>::new(), 0);
+        let mut groups = Groups::default();
         for leaf in leaves.try_iter()? {
             let leaf = leaf?.cast_into::<PyTuple>()?;
             let (kind, key, name, layout): (String, String, String, String) = leaf.get_slice(0, 4).extract()?;
             let name = LeafName::new(key, name);
             let rest = leaf.get_slice(4, leaf.len());
+            let mut group = None;
             let (body, from) = match kind.as_str() {
-                "tensor" => tensor(&rest, &name)?,
+                "tensor" => {
+                    group = groups.of(&rest.get_item(4)?)?;
+                    tensor(&rest.get_slice(0, 4), &name)?
+                }
                 "object" => {
                     let (per_rank,): (bool,) = rest.extract()?;
                     objects += 1;
@@ -160,12 +198,17 @@ impl Described {
                 }
                 other => return Err(invalid(format!("expected a tensor, object or alias, found {other:?}"))),
             };
-            out.push((Leaf { name, body, layout }, from));
+            out.push(((Leaf { name, body, layout }, group), from));
         }
-        out.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        out.sort_by(|a, b| a.0.0.name.cmp(&b.0.0.name));
         let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
+        let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().unzip();
         let is_lazy = bodies.iter().any(|body| matches!(body, Body::Tensor(Capture::Lazily, _)));
-        Ok(Described { catalog: Arc::new(Catalog { leaves }), bodies, is_lazy })
+        // One tensor of unknown holders makes ranks ask, and then they ask about all.
+        let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if group.is_none() && !parts.is_empty());
+        let replicas = (!leaves.iter().zip(&known).any(is_unknown))
+            .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
+        Ok(Described { catalog: Arc::new(Catalog { leaves }), replicas, bodies, is_lazy })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -226,7 +269,13 @@ impl Described {
                 }
             });
         }
-        Ok(State { catalog: Arc::clone(&self.catalog), providers, replicas: None, is_vouched_for: self.is_lazy })
+        Ok(State {
+            catalog: Arc::clone(&self.catalog),
+            providers,
+            replicas: self.replicas.clone(),
+            is_vouched_for: self.is_lazy,
+            is_waited_for,
+        })
     }
 
     /// The bytes of all tensors that are copied in the call, in the catalog's order.

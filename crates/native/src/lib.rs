@@ -1,10 +1,14 @@
 //! `shardfast._native`: one crossing per verb. It knows no framework, and while the engine works it never calls Python.
 
+mod borrowed;
 mod checkpoint;
 mod dlpack;
 mod errors;
+mod hold;
 mod leaves;
+mod loading;
 mod mapped;
+mod outline;
 mod pending;
 mod process;
 mod session;
@@ -22,15 +26,19 @@ mod _native {
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, newest, open, retain};
     #[pymodule_export]
-    use crate::dlpack::places;
+    use crate::hold::{Hold, Stamp};
     #[pymodule_export]
     use crate::leaves::Described;
     #[pymodule_export]
+    use crate::loading::Loading;
+    #[pymodule_export]
     use crate::mapped::{Mapped, Part};
+    #[pymodule_export]
+    use crate::outline::Outline;
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]
-    use crate::session::Session;
+    use crate::session::{Place, Session};
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 

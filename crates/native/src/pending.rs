@@ -96,6 +96,10 @@ impl Pending {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>, wait: Wait) -> PyResult<()> {
         let pending = self.pending.get()?;
         let until = timeout_s.map(seconds).transpose()?.map(|timeout| Instant::now() + timeout);
+        // What has happened already is told without letting go of the interpreter, which others would keep for a while.
+        if wait(pending, Some(Duration::ZERO)).is_ok() {
+            return Ok(());
+        }
         loop {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let slice = left.map_or(SIGNALS_EVERY, |left| left.min(SIGNALS_EVERY));

@@ -1,24 +1,108 @@
-//! The ranks that save and load together.
+//! The ranks that save and load together, and how they meet.
 
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use shardfast_coord::grpc::{self, Membership, Tls};
+use shardfast_coord::{Coord, Topology};
 use shardfast_engine::{Engine, Error, staging_bytes_default};
 
 use crate::errors::{invalid, kind, raise};
 use crate::process::Own;
 
+/// A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Place {
+    /// None once it has joined.
+    place: Own<Mutex<Option<grpc::Place>>>,
+    parent: Option<u32>,
+    address: Option<String>,
+}
+
+#[pymethods]
+impl Place {
+    /// The place of `rank` in the tree of `world` ranks, of which `local_world` share a node; `tls` are the files of a
+    /// certificate, its key and its authority.
+    #[new]
+    #[pyo3(signature = (host, rank, world, token, *, local_world=1, fan_out=None, port=0, tls=None))]
+    #[allow(clippy::too_many_arguments)] // as many as Python names
+    fn new(
+        py: Python<'_>,
+        host: String,
+        rank: u32,
+        world: u32,
+        token: String,
+        local_world: u32,
+        fan_out: Option<u32>,
+        port: u16,
+        tls: Option<(PathBuf, PathBuf, PathBuf)>,
+    ) -> PyResult<Place> {
+        let open = || {
+            let topology = Topology::new(world, local_world, fan_out.unwrap_or(Topology::FAN_OUT_DEFAULT))?;
+            let tls = tls.map(|(certificate, key, authority)| Tls::read(&certificate, &key, &authority)).transpose()?;
+            grpc::Place::open(Membership { host, rank, topology, token, tls }, port)
+        };
+        let place = py.detach(open).map_err(|error| raise(Error::from(error)))?;
+        let (parent, address) = (place.parent(), place.address().map(ToOwned::to_owned));
+        Ok(Place { place: Own::new("this rank's place in its job", Mutex::new(Some(place))), parent, address })
+    }
+
+    /// The rank through which this one joins; `None` for rank 0.
+    #[getter]
+    fn parent(&self) -> Option<u32> {
+        self.parent
+    }
+
+    /// Where other ranks join through this one, `host:port`; `None` where none do.
+    #[getter]
+    fn address(&self) -> Option<&str> {
+        self.address.as_deref()
+    }
+
+    /// The parent's address, from rank 0 at `root`; tells rank 0 this rank's own. All ranks of a job ask, or none.
+    fn find_parent(&self, py: Python<'_>, root: &str, timeout_s: f64) -> PyResult<String> {
+        let timeout = seconds(timeout_s)?;
+        let place = self.place.get()?;
+        let find = || {
+            let place = place.lock().unwrap_or_else(PoisonError::into_inner);
+            place.as_ref().map(|place| place.find_parent(root, timeout))
+        };
+        py.detach(find).ok_or_else(joined)?.map_err(|error| raise(Error::from(error)))
+    }
+
+    /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0.
+    #[pyo3(signature = (parent, timeout_s, *, local_world=1, staging_bytes=None))]
+    fn join(
+        &self,
+        py: Python<'_>,
+        parent: Option<&str>,
+        timeout_s: f64,
+        local_world: u32,
+        staging_bytes: Option<u64>,
+    ) -> PyResult<Session> {
+        let timeout = seconds(timeout_s)?;
+        let place = self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)?;
+        let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(Error::from(error)))?;
+        Session::new(coord, staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world)))
+    }
+}
+
+fn joined() -> PyErr {
+    invalid("this rank has joined its job already".to_owned())
+}
+
 /// The ranks that save and load together, and the memory that they stage in.
 #[pyclass(frozen, weakref, module = "shardfast._native")]
 pub(crate) struct Session {
     engine: Own<Arc<Engine>>,
-    address: Option<String>,
 }
 
 impl Session {
-    fn new(engine: Arc<Engine>, address: Option<String>) -> Session {
-        Session { engine: Own::new("this job's session", engine), address }
+    fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> PyResult<Session> {
+        let engine = Engine::new(coord, staging_bytes).map_err(raise)?;
+        Ok(Session { engine: Own::new("this job's session", engine) })
     }
 
     pub(crate) fn engine(&self) -> PyResult<&Arc<Engine>> {
@@ -32,49 +116,7 @@ impl Session {
     #[staticmethod]
     #[pyo3(signature = (*, staging_bytes=None))]
     fn solo(staging_bytes: Option<u64>) -> PyResult<Session> {
-        let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(1));
-        Ok(Session::new(Engine::new(shardfast_coord::solo(), staging_bytes).map_err(raise)?, None))
-    }
-
-    /// Rank 0 of `world`: listens on a free port of `host`. The other ranks `join` its `address`.
-    #[staticmethod]
-    #[pyo3(signature = (host, world, token, *, local_world=1, staging_bytes=None))]
-    fn serve(
-        py: Python<'_>,
-        host: &str,
-        world: u32,
-        token: &str,
-        local_world: u32,
-        staging_bytes: Option<u64>,
-    ) -> PyResult<Session> {
-        let (coord, address) = py
-            .detach(|| shardfast_coord::grpc::serve(host, world, token))
-            .map_err(|error| raise(Error::from(error)))?;
-        let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, Some(address)))
-    }
-
-    /// Rank `rank` of `world`, which joins rank 0 at `address` and can itself be reached at `host`.
-    #[staticmethod]
-    #[pyo3(signature = (address, host, rank, world, token, timeout_s, *, local_world=1, staging_bytes=None))]
-    #[allow(clippy::too_many_arguments)] // as many as Python names
-    fn join(
-        py: Python<'_>,
-        address: &str,
-        host: &str,
-        rank: u32,
-        world: u32,
-        token: &str,
-        timeout_s: f64,
-        local_world: u32,
-        staging_bytes: Option<u64>,
-    ) -> PyResult<Session> {
-        let timeout = seconds(timeout_s)?;
-        let coord = py
-            .detach(|| shardfast_coord::grpc::join(address, host, rank, world, token, timeout))
-            .map_err(|error| raise(Error::from(error)))?;
-        let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
-        Ok(Session::new(Engine::new(coord, staging_bytes).map_err(raise)?, None))
+        Session::new(shardfast_coord::solo(), staging_bytes.unwrap_or_else(|| staging_bytes_default(1)))
     }
 
     /// This rank's number.
@@ -87,12 +129,6 @@ impl Session {
     #[getter]
     fn world(&self) -> PyResult<u32> {
         Ok(self.engine()?.world())
-    }
-
-    /// Where rank 0 listens; `None` on other ranks and alone.
-    #[getter]
-    fn address(&self) -> Option<&str> {
-        self.address.as_deref()
     }
 
     /// Bytes of staging memory that saves and loads may use together.

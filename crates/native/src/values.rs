@@ -1,13 +1,17 @@
 //! Python's builtin values and `Tagged` ones as the format's typed encoding.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+#![allow(unsafe_code)] // vouches for the code that looks at containers
+use std::sync::Arc;
 
+use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 use shardfast_engine::{Error, Fences, Provider};
-use shardfast_format::object::{self, DEPTH_MAX};
+use shardfast_format::object::{self, DEPTH_MAX, Writer};
 use shardfast_format::{Int, Tag};
 
+use crate::borrowed::{entries_while, items_while};
 use crate::errors::{invalid, raise};
 
 /// A value that is no builtin, said in builtins: `tag` is a name of the format's closed table.
@@ -40,10 +44,9 @@ impl Tagged {
     }
 }
 
-/// A Python value as it was when this was made: `None`, `bool`, `int`, `float`, `str`, `bytes`, `list`, `dict`, `tuple`
-/// and `Tagged`, of exactly these types. What is none of these goes, with the keys and indices that lead to it, through
-/// `lower`, which says it in them; `place` says in errors where it stands. It is encoded when the encoding is first
-/// needed, on whatever thread that is.
+/// The encoding of a Python value as it was when this was made: `None`, `bool`, `int`, `float`, `str`, `bytes`, `list`,
+/// `dict`, `tuple` and `Tagged`, of exactly these types. What is none of these goes, with the keys and indices that
+/// lead to it, through `lower`, which says it in them; `place` says in errors where it stands.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Value {
     pub(crate) encoded: Arc<Encoded>,
@@ -54,42 +57,81 @@ impl Value {
     #[new]
     #[pyo3(signature = (value, lower=None, place=""))]
     fn new(value: &Bound<'_, PyAny>, lower: Option<&Bound<'_, PyAny>>, place: &str) -> PyResult<Value> {
-        let value = Walk { lower, place, trail: Vec::new(), open: Vec::new() }.value(value, 0)?;
-        Ok(Value { encoded: Arc::new(Encoded { value: Mutex::new(Some(value)), bytes: OnceLock::new() }) })
+        let mut walk = Walk { lower, place, trail: Vec::new(), open: Vec::new(), out: Out::default() };
+        walk.value(value, 0)?;
+        Ok(Value { encoded: Arc::new(walk.out.encoded()) })
     }
 
     /// The encoding.
-    fn encoded<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = py.detach(|| self.encoded.get()).map_err(raise)?;
-        Ok(PyBytes::new(py, bytes))
+    fn encoded<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.encoded.pieces.iter().map(Piece::as_slice).collect::<Vec<_>>().concat())
     }
 }
 
-/// A value's encoding, made once. The plain data is given back by that.
+/// `bytes` from this size on are not copied: nobody can change them.
+const HELD_BYTES_MIN: usize = 1 << 12;
+
+/// A part of an encoding.
+enum Piece {
+    Made(Vec<u8>),
+    /// A `bytes` of the program's.
+    Held(PyBackedBytes),
+}
+
+impl Piece {
+    fn as_slice(&self) -> &[u8] {
+        match self {
+            Piece::Made(bytes) => bytes,
+            Piece::Held(bytes) => bytes,
+        }
+    }
+}
+
+/// A value's encoding.
 pub(crate) struct Encoded {
-    value: Mutex<Option<object::Value>>,
-    bytes: OnceLock<Result<Vec<u8>, Error>>,
-}
-
-impl Encoded {
-    fn get(&self) -> Result<&[u8], Error> {
-        let encoded = self.bytes.get_or_init(|| {
-            let value = self.value.lock().unwrap_or_else(PoisonError::into_inner).take();
-            object::encode(&value.unwrap_or(object::Value::None)).map_err(Error::from)
-        });
-        encoded.as_deref().map_err(Error::clone)
-    }
+    pieces: Vec<Piece>,
 }
 
 impl Provider for Encoded {
     fn bytes(&self) -> u64 {
-        self.get().map_or(0, |bytes| bytes.len() as u64) // what is wrong, `fill` says
+        self.pieces.iter().map(|piece| piece.as_slice().len() as u64).sum()
     }
 
-    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<(), Error> {
-        let at = at as usize;
-        out.copy_from_slice(&self.get()?[at..at + out.len()]);
+    fn fill(&self, at: u64, mut out: &mut [u8], _: &mut Fences) -> Result<(), Error> {
+        let mut at = at as usize;
+        for piece in self.pieces.iter().map(Piece::as_slice) {
+            let bytes = piece.get(at..).unwrap_or_default();
+            let (filled, rest) = out.split_at_mut(bytes.len().min(out.len()));
+            filled.copy_from_slice(&bytes[..filled.len()]);
+            at = at.saturating_sub(piece.len());
+            out = rest;
+        }
         Ok(())
+    }
+}
+
+/// An encoding in the making.
+#[derive(Default)]
+struct Out {
+    writer: Writer,
+    pieces: Vec<Piece>,
+}
+
+impl Out {
+    fn bytes(&mut self, bytes: &Bound<'_, PyBytes>) {
+        let data = bytes.as_bytes();
+        self.writer.bytes(data.len() as u64);
+        if data.len() < HELD_BYTES_MIN {
+            self.writer.raw(data);
+        } else {
+            self.pieces.push(Piece::Made(self.writer.take()));
+            self.pieces.push(Piece::Held(PyBackedBytes::from(bytes.clone())));
+        }
+    }
+
+    fn encoded(mut self) -> Encoded {
+        self.pieces.push(Piece::Made(self.writer.take()));
+        Encoded { pieces: self.pieces }
     }
 }
 
@@ -106,7 +148,7 @@ enum Step<'py> {
     Index(usize),
 }
 
-/// A walk through a value, container by container.
+/// A walk through a value, container by container, that encodes it.
 struct Walk<'a, 'py> {
     lower: Option<&'a Bound<'py, PyAny>>,
     /// Where it stands, for errors.
@@ -114,101 +156,116 @@ struct Walk<'a, 'py> {
     trail: Vec<Step<'py>>,
     /// The containers that one is in.
     open: Vec<usize>,
+    out: Out,
 }
 
 impl<'py> Walk<'_, 'py> {
     /// `depth` counts lists and dicts as the encoding nests them.
-    fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<object::Value> {
-        if value.is_none() {
-            return Ok(object::Value::None);
-        }
-        if let Ok(value) = value.cast_exact::<PyInt>() {
-            return integer(value);
-        }
-        if let Ok(value) = value.cast_exact::<PyFloat>() {
-            return Ok(object::Value::Float(value.value()));
-        }
-        if let Ok(text) = value.cast_exact::<PyString>() {
-            // Lone surrogates have no UTF-8: `lower` knows what to do with them.
-            return match text.to_str() {
-                Ok(text) => Ok(object::Value::Str(text.to_owned())),
-                Err(_) => self.lowered(value, depth),
-            };
-        }
-        if let Ok(value) = value.cast_exact::<PyBool>() {
-            return Ok(object::Value::Bool(value.is_true()));
-        }
-        if let Ok(value) = value.cast_exact::<PyBytes>() {
-            return Ok(object::Value::Bytes(value.as_bytes().to_vec()));
-        }
-        if let Ok(tagged) = value.cast_exact::<Tagged>() {
-            let inner = self.value(tagged.get().value.bind(value.py()), depth)?;
-            return self.tagged(tagged.get().tag, inner);
-        }
-        self.container(value, depth)
+    fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+        if self.atom(value) { Ok(()) } else { self.compound(value, depth) }
     }
 
-    fn container(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<object::Value> {
+    /// Encodes a value for which no code of the program has to run, so that nothing changes meanwhile; `false` for any
+    /// other.
+    fn atom(&mut self, value: &Bound<'py, PyAny>) -> bool {
+        let writer = &mut self.out.writer;
+        if let Ok(value) = value.cast_exact::<PyFloat>() {
+            writer.float(value.value());
+        } else if let Ok(text) = value.cast_exact::<PyString>() {
+            // Lone surrogates have no UTF-8: `lower` knows what to do with them.
+            let Ok(text) = text.to_str() else { return false };
+            writer.text(text);
+        } else if let Ok(value) = value.cast_exact::<PyInt>() {
+            let Ok(small) = value.extract() else { return false };
+            writer.int(small);
+        } else if value.is_none() {
+            writer.none();
+        } else if let Ok(value) = value.cast_exact::<PyBool>() {
+            writer.bool(value.is_true());
+        } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
+            self.out.bytes(bytes);
+        } else {
+            return false;
+        }
+        true
+    }
+
+    fn compound(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+        let containers = [PyDict::is_exact_type_of, PyList::is_exact_type_of, PyTuple::is_exact_type_of];
+        if !containers.iter().any(|is_exact| is_exact(value)) {
+            let is_plain = value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<Tagged>();
+            return if is_plain { self.plain(value, depth) } else { self.lowered(value, depth) };
+        }
         let address = value.as_ptr() as usize;
         let is_refused = self.trail.len() >= DEPTH_MAX || self.open.contains(&address);
         if is_refused && self.lower.is_some() {
             return self.lowered(value, depth); // which tells what is wrong with it
         }
-        let depth = depth + 1;
-        if depth > DEPTH_MAX {
-            return Err(self.invalid(&format!("nested deeper than {DEPTH_MAX} levels")));
+        if depth == DEPTH_MAX {
+            return Err(too_deep(self.place));
         }
         self.open.push(address);
-        let out = if let Ok(list) = value.cast_exact::<PyList>() {
-            object::Value::List(self.items(list.iter(), depth)?)
+        if let Ok(dict) = value.cast_exact::<PyDict>() {
+            self.dict(dict, depth + 1)?;
+        } else if let Ok(list) = value.cast_exact::<PyList>() {
+            self.list(list, depth + 1)?;
         } else if let Ok(tuple) = value.cast_exact::<PyTuple>() {
-            {
-                let items = self.items(tuple.iter(), depth)?;
-                self.tagged(Tag::Tuple, object::Value::List(items))?
-            }
-        } else if let Ok(dict) = value.cast_exact::<PyDict>() {
-            // A copy, since `lower` and other threads may change the dict meanwhile.
-            let mut items = Vec::with_capacity(dict.len());
-            for (key, value) in dict.copy()?.iter() {
-                self.trail.push(Step::Key(key.clone()));
-                items.push((self.value(&key, depth)?, self.value(&value, depth)?));
-                self.trail.pop();
-            }
-            object::Value::Dict(items)
-        } else {
-            self.open.pop();
-            return self.lowered(value, depth - 1);
-        };
+            self.out.writer.tag(Tag::Tuple);
+            self.out.writer.list(tuple.len() as u64);
+            self.items(tuple.iter().enumerate(), depth + 1)?;
+        }
         self.open.pop();
-        Ok(out)
+        Ok(())
     }
 
-    fn items(&mut self, items: impl Iterator<Item = Bound<'py, PyAny>>, depth: usize) -> PyResult<Vec<object::Value>> {
-        let mut out = Vec::with_capacity(items.size_hint().0);
-        for (index, item) in items.enumerate() {
+    fn list(&mut self, list: &Bound<'py, PyList>, depth: usize) -> PyResult<()> {
+        self.out.writer.list(list.len() as u64);
+        // SAFETY: `atom` runs no code of the program.
+        let first = unsafe { items_while(list, |item| self.atom(item)) };
+        if first == list.len() {
+            return Ok(());
+        }
+        // A copy, since `lower` and other threads may change the list meanwhile.
+        let rest = list.get_slice(first, list.len());
+        self.items((first..).zip(rest.iter()), depth)
+    }
+
+    fn items(&mut self, items: impl Iterator<Item = (usize, Bound<'py, PyAny>)>, depth: usize) -> PyResult<()> {
+        for (index, item) in items {
             self.trail.push(Step::Index(index));
-            out.push(self.value(&item, depth)?);
+            self.value(&item, depth)?;
             self.trail.pop();
         }
-        Ok(out)
+        Ok(())
     }
 
-    fn tagged(&self, tag: Tag, payload: object::Value) -> PyResult<object::Value> {
-        if let Some(expected) = tag.mismatch(&payload) {
-            return Err(self.invalid(&format!("object: {tag}: expected {expected}, found {}", payload.kind())));
+    fn dict(&mut self, dict: &Bound<'py, PyDict>, depth: usize) -> PyResult<()> {
+        self.out.writer.dict(dict.len() as u64);
+        let mut is_key_done = false;
+        let entry = |key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>| {
+            is_key_done = self.atom(key);
+            is_key_done && self.atom(value)
+        };
+        // SAFETY: `atom` runs no code of the program.
+        let done = unsafe { entries_while(dict, entry) };
+        if done == dict.len() {
+            return Ok(());
         }
-        Ok(object::Value::Tagged(tag, Box::new(payload)))
+        // As of a list.
+        for (key, value) in dict.copy()?.iter().skip(done) {
+            self.trail.push(Step::Key(key.clone()));
+            if !std::mem::take(&mut is_key_done) {
+                self.value(&key, depth)?;
+            }
+            self.value(&value, depth)?;
+            self.trail.pop();
+        }
+        Ok(())
     }
 
-    fn invalid(&self, what: &str) -> PyErr {
-        let colon = if self.place.is_empty() { "" } else { ": " };
-        invalid(format!("{}{colon}{what}", self.place))
-    }
-
-    fn lowered(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<object::Value> {
+    fn lowered(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         let Some(lower) = self.lower else {
-            let kind = value.get_type().qualname()?;
-            return Err(self.invalid(&format!("a value of type {kind} is neither a builtin nor Tagged")));
+            return Err(no_builtin(value, self.place));
         };
         let py = value.py();
         let steps = self.trail.iter().map(|step| match step {
@@ -217,7 +274,83 @@ impl<'py> Walk<'_, 'py> {
         });
         let trail = PyTuple::new(py, steps.collect::<PyResult<Vec<_>>>()?)?;
         let lowered = lower.call1((value, trail))?;
-        Walk { lower: None, place: self.place, trail: Vec::new(), open: Vec::new() }.value(&lowered, depth)
+        if self.atom(&lowered) { Ok(()) } else { self.plain(&lowered, depth) }
+    }
+
+    /// Encodes what is said in builtins and `Tagged`.
+    fn plain(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+        let value = plain(value, depth, self.place)?;
+        self.out.writer.raw(&object::encode(&value).map_err(|error| raise(error.into()))?);
+        Ok(())
+    }
+}
+
+/// A value that is said in builtins and `Tagged`. `depth` is its own; `place` says in errors where it stands.
+fn plain(value: &Bound<'_, PyAny>, depth: usize, place: &str) -> PyResult<object::Value> {
+    if value.is_none() {
+        return Ok(object::Value::None);
+    }
+    if let Ok(value) = value.cast_exact::<PyInt>() {
+        return integer(value);
+    }
+    if let Ok(value) = value.cast_exact::<PyFloat>() {
+        return Ok(object::Value::Float(value.value()));
+    }
+    if let Ok(text) = value.cast_exact::<PyString>()
+        && let Ok(text) = text.to_str()
+    {
+        return Ok(object::Value::Str(text.to_owned()));
+    }
+    if let Ok(value) = value.cast_exact::<PyBool>() {
+        return Ok(object::Value::Bool(value.is_true()));
+    }
+    if let Ok(value) = value.cast_exact::<PyBytes>() {
+        return Ok(object::Value::Bytes(value.as_bytes().to_vec()));
+    }
+    if let Ok(tagged) = value.cast_exact::<Tagged>() {
+        let payload = plain(tagged.get().value.bind(value.py()), depth, place)?;
+        return with_tag(tagged.get().tag, payload, place);
+    }
+    let items = |items: &mut dyn Iterator<Item = Bound<'_, PyAny>>| {
+        if depth == DEPTH_MAX {
+            return Err(too_deep(place));
+        }
+        items.map(|item| plain(&item, depth + 1, place)).collect::<PyResult<Vec<_>>>()
+    };
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        return Ok(object::Value::List(items(&mut list.iter())?));
+    }
+    if let Ok(tuple) = value.cast_exact::<PyTuple>() {
+        return with_tag(Tag::Tuple, object::Value::List(items(&mut tuple.iter())?), place);
+    }
+    if let Ok(dict) = value.cast_exact::<PyDict>() {
+        let dict = dict.copy()?; // other threads may change it meanwhile
+        let (keys, values) = (items(&mut dict.keys().iter())?, items(&mut dict.values().iter())?);
+        return Ok(object::Value::Dict(keys.into_iter().zip(values).collect()));
+    }
+    Err(no_builtin(value, place))
+}
+
+fn with_tag(tag: Tag, payload: object::Value, place: &str) -> PyResult<object::Value> {
+    if let Some(expected) = tag.mismatch(&payload) {
+        return Err(at(place, &format!("object: {tag}: expected {expected}, found {}", payload.kind())));
+    }
+    Ok(object::Value::Tagged(tag, Box::new(payload)))
+}
+
+fn at(place: &str, what: &str) -> PyErr {
+    let colon = if place.is_empty() { "" } else { ": " };
+    invalid(format!("{place}{colon}{what}"))
+}
+
+fn too_deep(place: &str) -> PyErr {
+    at(place, &format!("nested deeper than {DEPTH_MAX} levels"))
+}
+
+fn no_builtin(value: &Bound<'_, PyAny>, place: &str) -> PyErr {
+    match value.get_type().qualname() {
+        Ok(kind) => at(place, &format!("a value of type {kind} is neither a builtin nor Tagged")),
+        Err(error) => error,
     }
 }
 

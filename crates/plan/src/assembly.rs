@@ -29,9 +29,9 @@ struct Tensor<'a> {
 }
 
 impl<'a> Assembly<'a> {
-    /// Adds what `rank` wrote of the tensor `name`: each region with the index of its file in the manifest and its offset
-    /// there. A rank that wrote nothing of it adds no region, so that what nobody wrote is missed. `layout` counts when no
-    /// rank before has spoken of the tensor.
+    /// Adds what `rank` wrote of the tensor `name`: each region with the index of its file in the manifest and its
+    /// offset there. A rank that wrote nothing of it adds no region, so that what nobody wrote is missed. `layout`
+    /// counts when no rank before has spoken of the tensor.
     pub fn tensor(
         &mut self,
         rank: u32,
@@ -48,8 +48,8 @@ impl<'a> Assembly<'a> {
         if (dtype, shape) != (tensor.dtype, tensor.shape) {
             let first = tensor.ranks.first().map_or(rank, |&(first, _)| first);
             self.problems.push(format!(
-                "{name}: ranks must hold the same, and it is a tensor {} {:?} on rank {first}, a tensor {dtype} {shape:?} \
-                 on rank {rank}",
+                "{name}: ranks must hold the same, and it is a tensor {} {:?} on rank {first}, \
+                 a tensor {dtype} {shape:?} on rank {rank}",
                 tensor.dtype, tensor.shape
             ));
             return;

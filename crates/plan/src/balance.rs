@@ -5,15 +5,17 @@
 //!    answer, and nothing is cut.
 //! 2. Else [`crate::levels`] says how much of each class (the parts of one set of holders) each holder would write if
 //!    parts were as fine as water. These are quotas: parts are laid whole while they fit under the tolerance, from
-//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut fills
-//!    a quota, so a class is cut no oftener than it has members, and mostly much less.
-//! 3. Parts of keys that consist of whole tensors open elsewhere as they are: they are cut only if cutting the others
-//!    does not bring the heaviest rank under the tolerance, and it does.
+//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut
+//!    fills a quota, so a class is cut no oftener than it has members, and mostly much less.
+//! 3. Keys that consist of whole tensors open elsewhere as they are. Their parts are cut only if cutting the others
+//!    does not bring the heaviest rank under the tolerance, and then those of the largest such key first: optimizer
+//!    states go before weights.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
-use shardfast_format::{BLOCK_BYTES, DType, Region};
+use shardfast_format::region::checked_numel;
+use shardfast_format::{BLOCK_BYTES, DType, Leaf, LeafBody, Region};
 
 use crate::levels::{Levels, levels};
 use crate::write::{Rows, row_dim};
@@ -31,19 +33,50 @@ pub(crate) struct Item {
     pub(crate) bytes: u64,
     /// Rows of equal size into which it can be cut.
     pub(crate) rows: u64,
-    /// Whether it should rather not be.
-    pub(crate) whole: bool,
+    /// How long it should be spared that: 0 for not at all, else what is said of its key in [`Spared`].
+    pub(crate) spared: u32,
     /// Index of the class of its holders.
     pub(crate) class: usize,
 }
 
 impl Item {
     /// The part `region` of a tensor of `dtype`.
-    pub(crate) fn new(region: &Region, dtype: DType, whole: bool, class: usize) -> Item {
+    pub(crate) fn new(region: &Region, dtype: DType, spared: u32, class: usize) -> Item {
         // Callers refuse tensors beyond 2^64 bytes, or know of none.
         let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes())).unwrap_or(u64::MAX);
         let rows = row_dim(region).map_or(1, |dim| region.lengths[dim]);
-        Item { bytes, rows: if bytes == 0 { 1 } else { rows }, whole, class }
+        Item { bytes, rows: if bytes == 0 { 1 } else { rows }, spared, class }
+    }
+}
+
+/// Keys are told apart by size up to this many; all smaller ones are spared longest and alike.
+const SPARED_MAX: u32 = 3;
+
+/// Which keys consist of nothing but whole tensors (and values), and in which order these give that up: from 1, the
+/// largest first.
+pub(crate) struct Spared<'a>(HashMap<&'a str, u32>);
+
+impl<'a> Spared<'a> {
+    pub(crate) fn new(leaves: impl IntoIterator<Item = &'a Leaf>) -> Spared<'a> {
+        let mut keys: BTreeMap<&str, (bool, u64)> = BTreeMap::new();
+        for Leaf { name, body, .. } in leaves {
+            if let LeafBody::Tensor { dtype, shape, parts } = body {
+                let (whole, bytes) = keys.entry(&name.key).or_insert((true, 0));
+                *whole &= parts.iter().all(|part| part.is_whole(shape));
+                let numel = checked_numel(shape).unwrap_or(u64::MAX);
+                *bytes = bytes.saturating_add(numel.saturating_mul(dtype.size_bytes()));
+            }
+        }
+        let mut whole: Vec<(&str, u64)> =
+            keys.into_iter().filter_map(|(key, (whole, bytes))| whole.then_some((key, bytes))).collect();
+        whole.sort_by_key(|&(_, bytes)| Reverse(bytes));
+        let order = (1..).map(|place: u32| place.min(SPARED_MAX));
+        Spared(whole.into_iter().zip(order).map(|((key, _), place)| (key, place)).collect())
+    }
+
+    /// For parts under `key`.
+    pub(crate) fn of(&self, key: &str) -> u32 {
+        self.0.get(key).copied().unwrap_or(0)
     }
 }
 
@@ -74,11 +107,11 @@ pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<
     items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
     let levels = levels(world, classes, &amounts);
     let limit = tolerated(levels.least);
-    for spare_whole in [true, false] {
+    for cut in 0..=SPARED_MAX {
         if best.0 <= limit {
             break;
         }
-        let shares = Cutting::new(classes, &levels, limit).run(items, spare_whole);
+        let shares = Cutting::new(classes, &levels, limit).run(items, cut);
         let heaviest = heaviest(&self::loads(world, items, &shares));
         if heaviest < best.0 {
             best = (heaviest, shares);
@@ -163,8 +196,8 @@ impl<'a> Cutting<'a> {
         Cutting { classes, levels, limit, expected: levels.loads.clone(), shares: Vec::new() }
     }
 
-    /// Shares all items. With `spare_whole`, those that should stay whole do.
-    fn run(mut self, items: &[Item], spare_whole: bool) -> Vec<Share> {
+    /// Shares all items, and cuts none that is spared longer than `cut`.
+    fn run(mut self, items: &[Item], cut: u32) -> Vec<Share> {
         let mut by_class: Vec<Vec<usize>> = vec![Vec::new(); self.classes.len()];
         items.iter().enumerate().for_each(|(i, item)| by_class[item.class].push(i));
         for (class, members) in by_class.into_iter().enumerate() {
@@ -176,7 +209,7 @@ impl<'a> Cutting<'a> {
             let mut rooms: BinaryHeap<(i64, Reverse<u32>)> =
                 rooms.map(|(&rank, &quota)| (quota as i64, Reverse(rank))).collect();
             let (spared, cuttable): (Vec<usize>, Vec<usize>) =
-                members.into_iter().partition(|&i| spare_whole && items[i].whole);
+                members.into_iter().partition(|&i| items[i].spared > cut);
             for (members, may_cut) in [(spared, false), (cuttable, true)] {
                 let rest = members.into_iter().map(|i| (items[i].bytes, Reverse(i), 0));
                 self.lay(items, rest.collect(), &mut rooms, may_cut);
@@ -223,11 +256,11 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn item(bytes: u64, class: usize) -> Item {
-        Item { bytes, rows: 1, whole: false, class }
+        Item { bytes, rows: 1, spared: 0, class }
     }
 
     fn rows(bytes: u64, rows: u64, class: usize) -> Item {
-        Item { bytes, rows, whole: false, class }
+        Item { bytes, rows, spared: 0, class }
     }
 
     fn all(world: u32) -> Vec<Vec<u32>> {
@@ -286,7 +319,7 @@ mod tests {
 
     #[test]
     fn whole_tensors_are_cut_last() {
-        let whole = |bytes| Item { whole: true, ..rows(bytes * MIB, bytes, 0) };
+        let whole = |bytes| Item { spared: 1, ..rows(bytes * MIB, bytes, 0) };
         let other = |bytes| rows(bytes * MIB, bytes, 0);
         // By size alone, the last one would be cut.
         let found = divide(2, &all(2), &[whole(190), other(200), other(300)]);
@@ -295,6 +328,10 @@ mod tests {
         assert_eq!(pieces(&found), [(0, 0, 145, 45), (0, 1, 0, 145)]);
         let found = divide(2, &all(2), &[whole(500), other(100)]);
         assert_eq!(pieces(&found), [(0, 0, 0, 300), (0, 1, 300, 200)]);
+        // The larger key goes first, though its part is the smaller one.
+        let weight = Item { spared: 2, ..rows(300 * MIB, 300, 0) };
+        let found = divide(2, &all(2), &[weight, whole(200), whole(190)]);
+        assert_eq!(pieces(&found), [(2, 0, 145, 45), (2, 1, 0, 145)]);
         // Nothing can be done about an item that has no rows.
         let found = divide(2, &all(2), &[Item { rows: 1, ..whole(500) }, whole(100)]);
         assert_eq!(pieces(&found), []);

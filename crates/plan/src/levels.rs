@@ -56,7 +56,8 @@ fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     }
     let mut order: Vec<(u64, usize)> = members.iter().map(|&rank| loads[rank as usize]).zip(0..).collect();
     order.sort_unstable();
-    // The lowest `wet` members get something: the amount more than raises them to the next one's load, or there is none.
+    // The lowest `wet` members get something: the amount more than raises them to the next one's load, or there is
+    // none.
     let (mut wet, mut below) = (0, 0u128);
     while let Some(&(load, _)) = order.get(wet)
         && u128::from(load) * (wet as u128) < below + u128::from(amount)

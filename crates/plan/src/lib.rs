@@ -5,11 +5,11 @@
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
 //! - [`amend`]: the same around writes that have begun.
-//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether such
-//!   plans fit together.
-//! - [`objects`]: the digests of encoded values → which rank writes which value for whom.
+//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether
+//!   such plans fit together.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`Assembly`]: what each rank wrote → the tensors of a manifest, each whole.
+//! - [`share`](fn@share): the regions that each rank wants → which rank reads what for which others.
 //! - [`tiles`]: whether regions cover a tensor exactly once.
 
 mod amend;
@@ -21,9 +21,10 @@ mod index;
 mod levels;
 mod load;
 mod local;
-mod objects;
 mod ranks;
 mod save;
+mod share;
+mod together;
 mod write;
 
 pub use amend::amend;
@@ -32,7 +33,7 @@ pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
 pub use local::{Claim, Local, Replicas, local, prove};
-pub use objects::{ObjectWrite, objects};
 pub use ranks::{RankSet, ranges};
 pub use save::{SavePlan, save};
+pub use share::{CHUNK_BLOCKS_MAX, Chunk, Chunks, Common, Matching, Sharing, Wanted, share};
 pub use write::{Rows, Write};

@@ -13,14 +13,14 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, Leaf, LeafBody};
 
-use crate::balance::{Item, divide};
+use crate::balance::{Item, Spared};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
-use crate::save::whole_keys;
+use crate::together::divide_together;
 use crate::write::Write;
 
-/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks hold
-/// all the same parts of a leaf, or none in common.
+/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks
+/// hold all the same parts of a leaf, or none in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replicas {
     /// The sets, each once.
@@ -70,17 +70,18 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
             local.claims.push(Claim { ranks: ranks.clone(), digest });
         }
         let held = |&leaf: &u32| &catalog.leaves[leaf as usize];
-        let whole = whole_keys(leaves.iter().map(held));
-        let (mut items, mut parts) = (Vec::new(), Vec::new());
+        let spared = Spared::new(leaves.iter().map(held));
+        let (mut items, mut names, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for leaf in leaves {
             let Leaf { name, body: LeafBody::Tensor { dtype, parts: regions, .. }, .. } = held(&leaf) else { continue };
             for (part, region) in (0u32..).zip(regions) {
-                items.push(Item::new(region, *dtype, whole.contains(name.key.as_str()), 0));
+                items.push(Item::new(region, *dtype, spared.of(&name.key), 0));
+                names.push(name);
                 parts.push(Write::whole(leaf, part));
             }
         }
         let mine = members.binary_search(&rank).unwrap_or_default() as u32;
-        let shares = divide(members.len(), &[(0..members.len() as u32).collect()], &items);
+        let shares = divide_together(members.len(), &[(0..members.len() as u32).collect()], &items, &names);
         let shares = shares.into_iter().filter(|share| share.rank == mine);
         local.writes.extend(shares.map(|share| Write { rows: share.rows, ..parts[share.item] }));
     }

@@ -1,16 +1,17 @@
 //! Which rank writes which part.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
-use crate::balance::{Item, Share, divide};
+use crate::balance::{Item, Share, Spared};
 use crate::coverage::{Flaw, tiles};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
+use crate::together::divide_together;
 use crate::write::Write;
 
 /// What a checkpoint will hold and who writes it.
@@ -69,30 +70,18 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
         return Err(Error::Invalid(Problems(problems)));
     }
 
-    let whole = whole_keys(&leaves);
+    let spared = Spared::new(&leaves);
     for (item, leaf) in share.items.iter_mut().zip(&share.leaves) {
-        item.whole = whole.contains(leaf.key.as_str());
+        item.spared = spared.of(&leaf.key);
     }
     let mut writes = vec![Vec::new(); catalogs.len()];
-    for Share { item, rank, rows } in divide(catalogs.len(), &share.classes, &share.items) {
+    for Share { item, rank, rows } in divide_together(catalogs.len(), &share.classes, &share.items, &share.leaves) {
         let holders = &share.classes[share.items[item].class];
         let place = holders.partition_point(|&holder| holder < rank);
         writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });
     }
     writes.iter_mut().for_each(|parts| parts.sort_unstable());
     Ok(SavePlan { leaves, merged, writes })
-}
-
-/// The keys that consist of nothing but whole tensors (and values), as other programs like to open them.
-pub(crate) fn whole_keys<'a>(leaves: impl IntoIterator<Item = &'a Leaf>) -> HashSet<&'a str> {
-    let mut keys: HashMap<&str, bool> = HashMap::new();
-    for Leaf { name, body, .. } in leaves {
-        let whole = keys.entry(&name.key).or_insert(true);
-        if let LeafBody::Tensor { shape, parts, .. } = body {
-            *whole &= parts.iter().all(|part| part.is_whole(shape));
-        }
-    }
-    keys.into_iter().filter_map(|(key, whole)| whole.then_some(key)).collect()
 }
 
 /// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.
@@ -240,7 +229,7 @@ impl<'a> Replicated<'a> {
                 problems.push(format!("{name}: rank {} holds {region} twice", twice[0].1));
             }
             let class = self.class(replicas.iter().map(|&(_, rank, _)| rank).collect());
-            self.items.push(Item::new(region, dtype, false, class));
+            self.items.push(Item::new(region, dtype, 0, class));
             self.leaves.push(name);
             self.first.push(self.copies.len());
             self.copies.extend(replicas.iter().map(|&(_, _, part)| part));

@@ -3,6 +3,7 @@
 //! [`RealDisk`] is one system call per method. What a call's error means is decided in `local.rs`.
 
 use std::ffi::OsString;
+use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
@@ -12,6 +13,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFl
 pub use rustix::io::Errno;
 use rustix::io::ReadWriteFlags;
 
+use crate::cachestat;
 use crate::map::Mapping;
 use crate::uring::Uring;
 use crate::write::Buffer;
@@ -72,8 +74,8 @@ pub trait Disk: Send + Sync + 'static {
     fn dont_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
     /// Maps the first `bytes` bytes.
     fn map(&self, file: &Self::File, bytes: u64) -> Sys<Mapping>;
-    /// Whether the byte at `offset` can be read without waiting for the device.
-    fn is_cached(&self, file: &Self::File, offset: u64) -> Sys<bool>;
+    /// About how many bytes of a range lie in the page cache.
+    fn cached_bytes(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<u64>;
     /// What an open file is.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
     /// Makes a directory's entries durable.
@@ -183,13 +185,16 @@ impl Disk for RealDisk {
         Mapping::new(file, bytes)
     }
 
-    fn is_cached(&self, file: &OwnedFd, offset: u64) -> Sys<bool> {
-        let mut byte = [0];
-        match rustix::io::preadv2(file, &mut [std::io::IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT) {
-            Ok(_) => Ok(true),
-            Err(Errno::AGAIN) => Ok(false),
-            Err(errno) => Err(errno),
-        }
+    fn cached_bytes(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<u64> {
+        cachestat::cached_bytes(file, offset, bytes).or_else(|_| {
+            // Only where there is nothing better: what is not there begins to be read, a page of it.
+            let mut byte = [0];
+            match rustix::io::preadv2(file, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT) {
+                Ok(_) => Ok(bytes),
+                Err(Errno::AGAIN) => Ok(0),
+                Err(errno) => Err(errno),
+            }
+        })
     }
 
     fn fstat(&self, file: &OwnedFd) -> Sys<Stat> {

@@ -22,6 +22,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 mod ablation;
+mod cachestat;
 #[cfg(feature = "testing")]
 pub mod conformance;
 pub mod disk;

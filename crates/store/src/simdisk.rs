@@ -475,8 +475,8 @@ impl Disk for SimDisk {
         Err(Errno::NODEV)
     }
 
-    fn is_cached(&self, file: &SimFile, _offset: u64) -> Sys<bool> {
-        self.call("is_cached", &file.path, None, |_, _| Ok(false))
+    fn cached_bytes(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<u64> {
+        self.call("cached_bytes", &file.path, None, |_, _| Ok(0))
     }
 
     fn fstat(&self, file: &SimFile) -> Sys<Stat> {

@@ -141,7 +141,7 @@ fn reads_report_errors_and_continue_short_ones() {
     let (whole, calls) = read(usize::MAX / 2, Fault::Short);
     assert_eq!(whole, Ok(contents.clone()));
     let last: Vec<&str> = calls.iter().rev().take(5).map(|call| call.name).collect();
-    assert_eq!(last, ["pread", "will_need", "is_cached", "fstat", "open_read"], "one announcement, one read");
+    assert_eq!(last, ["pread", "will_need", "cached_bytes", "fstat", "open_read"], "one announcement, one read");
     for at in [0, 1, 3, 4] {
         for fault in [Fault::Short, Fault::Fail(Errno::INTR)] {
             assert_eq!(read(at, fault).0, Ok(contents.clone()), "{at} {fault:?}");

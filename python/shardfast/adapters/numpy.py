@@ -56,6 +56,9 @@ class NumpyAdapter:
     def stream(self, device: int) -> int | None:
         return None
 
+    def carrier(self, world: int) -> None:
+        return None
+
     def hold(self, tensors: Sequence[Array]) -> Hold:
         raise Refused("NumPy does not tell whether an array was written")
 

@@ -13,19 +13,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Hold, Ints, Layout, Memory, Module, Recheck, Refused, Region, Source, Target
+from ..catalog import Hold, Ints, Layout, Memory, Module, Outline, Refused, Region, Rounds, Source, Target
 from .torch_capture import (
-    ModulesRecheck,
-    OptimizersRecheck,
     Place,
-    TorchHold,
     announce_loads,
     announce_steps,
     announces_steps,
+    hold_of,
     is_dtensor,
+    outline_of_modules,
+    outline_of_optimizers,
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
-from .torch_placement import chunks, expect_shape, local_of, placed, text, views
+from .torch_placement import (
+    chunks,
+    everyone,
+    expect_shape,
+    local_of,
+    mesh_covers_job,
+    parts,
+    placed,
+    text,
+    views,
+)
+from .torch_rounds import carries, carry
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -62,9 +73,9 @@ _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state() in a state dict
 
 
-def _memory(parts: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
+def _memory(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Memory, ...]:
     out = []
-    for _, view in parts:
+    for view in parts(tensor, local):
         item, device = view.element_size(), view.device.index if view.is_cuda else None
         out.append(Memory(view.data_ptr(), tuple([stride * item for stride in view.stride()]), device))
     return tuple(out)
@@ -72,13 +83,18 @@ def _memory(parts: list[tuple[Region, torch.Tensor]]) -> tuple[Memory, ...]:
 
 def _is_direct(local: torch.Tensor) -> bool:
     """Whether bytes can be copied from and to the tensor's own memory: the host's, or that of a CUDA device."""
-    kind = local.device.type
-    reached = kind == "cpu" or (kind == "cuda" and torch.version.cuda is not None)
+    reached = local.is_cpu or (local.is_cuda and torch.version.cuda is not None)
     return reached and not local.is_conj() and not local.is_neg()
 
 
+@functools.lru_cache(maxsize=64)
+def _is_plain(kind: type) -> bool:
+    """Whether tensors of that type are their memory and nothing else."""
+    return not issubclass(kind, _LAZY) and not hasattr(kind, "__tensor_flatten__")
+
+
 def _expect_storable(tensor: torch.Tensor) -> None:
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+    if _is_plain(type(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized:
         return
     if isinstance(tensor, _LAZY):
         raise Refused(f"a {type(tensor).__name__} has no shape yet: run the module once (a dry run) first")
@@ -113,6 +129,31 @@ def _paths(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
     return (path for path, child in module.named_modules() if isinstance(child, kinds))
 
 
+@dataclass(frozen=True)
+class _Replicated:
+    """A part of a module that ``DistributedDataParallel`` keeps the same on all ranks of the job.
+
+    Attributes:
+        prefix: Of the names of what it holds.
+        ignored: Names behind the prefix of what it leaves alone.
+    """
+
+    prefix: str
+    ignored: frozenset[str]
+
+    def covers(self, name: str) -> bool:
+        return name.startswith(self.prefix) and name.removeprefix(self.prefix) not in self.ignored
+
+
+def _replicated(module: nn.Module) -> Iterator[_Replicated]:
+    for path in _paths(module, (nn.parallel.DistributedDataParallel,)):
+        wrapper = module.get_submodule(path)
+        # Ranks outside of its group may hold the same as well, or something else.
+        if torch.distributed.get_world_size(wrapper.process_group) == torch.distributed.get_world_size():
+            prefix = f"{path}.module." if path else "module."
+            yield _Replicated(prefix, frozenset(getattr(wrapper, "parameters_to_ignore", ())))
+
+
 class _Modules:
     """One module, or several parts of one (pipeline stages), as named tensors and values."""
 
@@ -124,8 +165,10 @@ class _Modules:
         self._values: dict[str, object] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._derived: list[str] = []
+        self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
             names = _Names(module)
+            self._replicated[id(module)] = list(_replicated(module))
             state = module.state_dict(keep_vars=True)
             own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
             for original, value in state.items():
@@ -153,11 +196,18 @@ class _Modules:
             announce_loads(module, notice)
         return ()
 
-    def recheck(self) -> Recheck | None:
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        return {
+            name: everyone()
+            for name, (module, original) in self._places.items()
+            if name in self._tensors and any(wrapper.covers(original) for wrapper in self._replicated[id(module)])
+        }
+
+    def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
-        tensors = [(id(module), original) for module, original in map(self._places.__getitem__, self._tensors)]
-        return ModulesRecheck.of(self._modules, tensors, self._of_parameters)
+        tensors = {(id(self._places[name][0]), self._places[name][1]): own for name, own in self._tensors.items()}
+        return outline_of_modules(self._modules, tensors, self._of_parameters)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
@@ -259,13 +309,31 @@ class _Optimizers:
                     announced += entries.values() if isinstance(entries, dict) else ()
         return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
 
-    def recheck(self) -> Recheck | None:
-        tensors = [place for _, value, place in self._entries() if isinstance(value, torch.Tensor)]
-        values = {name: place for name, value, place in self._entries() if not isinstance(value, torch.Tensor)}
-        if any(isinstance(value, torch.Tensor) and chunks(value) is not None for _, value, _ in self._entries()):
-            return None
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        known: dict[str, Ints] = {}
+        for fqn, (state, parameter, _) in self._owned.items():
+            if any(_is_zero_redundancy(optimizer) for optimizer, _ in self._optimizers):
+                break
+            whole = of.get(id(parameter))
+            if whole is None and is_dtensor(parameter) and mesh_covers_job(parameter):
+                whole = everyone()
+            if whole is not None:
+                # What is not sharded with its parameter (a step counter) is the same wherever the parameter is.
+                known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
+        return known
+
+    def outline(self) -> Outline | None:
+        tensors: dict[Place, torch.Tensor] = {}
+        values: dict[str, Place] = {}
+        for name, value, place in self._entries():
+            if not isinstance(value, torch.Tensor):
+                values[name] = place
+            elif chunks(value) is None:
+                tensors[place] = value
+            else:
+                return None
         groups = functools.partial(groups_value, names=self._group_names)
-        return OptimizersRecheck.of(self._optimizers, tensors, values, groups)
+        return outline_of_optimizers(self._optimizers, tensors, values, groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: value for name, value, _ in self._entries() if isinstance(value, torch.Tensor)}
@@ -388,50 +456,53 @@ class TorchAdapter:
         return isinstance(value, torch.Tensor)
 
     def layout(self, tensor: torch.Tensor) -> Layout:
-        _expect_storable(tensor)
+        is_sharded = is_dtensor(tensor)
+        local = local_of(tensor) if is_sharded else tensor
+        _expect_storable(local)
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise Refused(f"a tensor of {tensor.dtype} cannot be stored: safetensors has no such type")
         shape = tuple(tensor.shape)
-        if not is_dtensor(tensor):
+        if not is_sharded:
             whole = (Region((0,) * len(shape), shape),) if tensor.numel() else ()
             return Layout(dtype, shape, whole)
-        local = local_of(tensor)
-        _expect_storable(local)
         if chunks(tensor) is not None:
             return Layout(dtype, shape, tuple(region for region, _ in views(tensor, local)), text(tensor))
         there = placed(tensor)
         expect_shape(there, tensor, local)
-        return Layout(dtype, shape, there.regions, there.text)
+        return Layout(dtype, shape, there.regions, there.text, there.holders)
 
     def source(self, tensor: torch.Tensor) -> Source:
         local = local_of(tensor)
         if _is_direct(local):
-            return Source(_memory(views(tensor, local)), local)
+            return Source(_memory(tensor, local), local)
         with torch.no_grad():
             _expect_memory(local)
             plain = local.resolve_conj().resolve_neg().cpu()
-            return Source(_memory(views(tensor, plain)), plain, is_copy=plain is not local)
+            return Source(_memory(tensor, plain), plain, is_copy=plain is not local)
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
+        return carry if carries(world) else None
+
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
-        return TorchHold(tensors)
+        return hold_of(tensors)
 
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         local = local_of(tensor)
         wanted = _OF_NAME[dtype]
         if local.dtype is wanted and _is_direct(local) and local.is_contiguous():
-            return Target(_memory(views(tensor, local)), local)
+            return Target(_memory(tensor, local), local)
         with torch.no_grad():
             _expect_memory(local)
             if local.numel() and any(s == 0 < size - 1 for s, size in zip(local.stride(), local.shape, strict=True)):
                 raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
             if local.dtype is wanted and _is_direct(local):
-                return Target(_memory(views(tensor, local)), local)
+                return Target(_memory(tensor, local), local)
             staging = torch.empty(local.shape, dtype=wanted)
-            return Target(_memory(views(tensor, staging)), staging, lambda: _copy(local, staging))
+            return Target(_memory(tensor, staging), staging, lambda: _copy(local, staging))
 
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
         return torch.empty(shape, dtype=_OF_NAME[dtype])
@@ -465,14 +536,10 @@ class TorchAdapter:
                 _copy(view, value[tuple(slice(offset, offset + length) for offset, length in bounds)])
 
     def identity(self, tensor: torch.Tensor) -> Hashable:
-        if isinstance(tensor, _LAZY):
-            return id(tensor)
         local = local_of(tensor)
-        is_inner = type(local) is torch.Tensor
-        is_wrapper = local.layout is not torch.strided or (not is_inner and hasattr(local, "__tensor_flatten__"))
-        if is_wrapper or local.device.type == "meta" or local.numel() == 0:
+        if not _is_plain(type(local)) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
             return id(tensor)
-        return (local.device, local.data_ptr(), tuple(tensor.shape), local.shape, local.stride(), local.dtype)
+        return (local.device, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
 
     def module(self, value: object) -> Module | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]

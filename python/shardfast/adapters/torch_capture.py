@@ -10,25 +10,27 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import is_, itemgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..catalog import Again, Refused
+from ..catalog import Hold, Kind, Outline, Refused, Wrapper
 
 Notice = Callable[[], None]
 
 
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a ``DTensor``, without importing what defines it."""
-    if type(tensor) is torch.Tensor:
-        return False
+    return _is_kind_of_dtensor(type(tensor))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=64)
+def _is_kind_of_dtensor(kind: type) -> bool:
     dtensor = sys.modules.get("torch.distributed.tensor")
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+    return dtensor is not None and issubclass(kind, dtensor.DTensor)
 
 
 # Before a change
@@ -83,36 +85,13 @@ def announce_loads(module: nn.Module, notice: Notice) -> None:
 # After a change
 
 
-class TorchHold:
-    """Storages of plain tensors in host memory."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._pointers = self._now()
-
-    def _now(self) -> list[int]:
-        """A storage that is resized has new memory before it gives back the old."""
-        return list(map(torch.UntypedStorage.data_ptr, self._storages))
-
-    def stamp(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        return None if self._now() != self._pointers else self._versions(tensors)
-
-    def _versions(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        try:
-            return [tensor._version for tensor in tensors]
-        except AttributeError:
-            raise Refused("this torch does not tell whether a tensor was written: it has no version counters") from None
-
-    def changes(self, tensors: Sequence[torch.Tensor], stamp: list[int]) -> list[tuple[int, str]]:
-        found: dict[int, str] = {}
-        pairs = {"resized or moved": (self._pointers, self._now()), "written": (stamp, self._versions(tensors))}
-        for what, (then, now) in pairs.items():
-            if then != now:
-                for number, (before, after) in enumerate(zip(then, now, strict=True)):
-                    if before != after:
-                        found.setdefault(number, what)
-        return sorted(found.items())
+def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
+    """Holds the storages of plain tensors."""
+    if not hasattr(torch.Tensor, "_version"):
+        raise Refused("this torch does not tell whether a tensor was written: it has no version counters")
+    # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return Hold(storages, torch.UntypedStorage.data_ptr, "_version")
 
 
 # Whether all is as it was
@@ -121,8 +100,16 @@ class TorchHold:
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SLOTS = ("_parameters", "_buffers")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_KINDS = ("_modules", *_SLOTS, "_non_persistent_buffers_set", *_HOOKS)
-_CONTAINERS = itemgetter(*_KINDS)
+WRAPPER = Wrapper("_spec", "_local_tensor", torch.Tensor)
+"""A ``DTensor``."""
+
+_OF_MODULES: list[tuple[str, Kind]] = [
+    ("_modules", "objects"),
+    *((slot, "entries") for slot in _SLOTS),
+    *((name, "names") for name in ("_non_persistent_buffers_set", *_HOOKS)),
+]
+_OF_OPTIMIZERS: list[tuple[str, Kind]] = [("param_groups", "groups"), ("state", "state")]
+_OF_WRAPPED: list[tuple[str, Kind]] = [("param_groups", "groups"), ("optim", "object")]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -131,213 +118,100 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS):
         return False
-    if not all(isinstance(vars(module).get(name), (dict, set)) for name in _KINDS):
+    if not all(isinstance(vars(module).get(name), (dict, set)) for name, _ in _OF_MODULES):
         return False  # another torch
     hooks = [hook for name in _HOOKS for hook in vars(module)[name].values()]
     # FSDP's puts the sharded parameters into the slots: when they are there, it has nothing to do.
     return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard") for hook in hooks)
 
 
-class _Entries:
-    """Some objects of which some are tensors: which ones, and how they were sharded; not which tensors they are.
-
-    Args:
-        objects: All of them.
-        tensors: The places of the tensors that count.
-    """
-
-    def __init__(self, objects: Sequence[Any], tensors: Sequence[int]) -> None:
-        self._tensors = _getter(tensors)
-        others = sorted(set(range(len(objects))) - set(tensors))
-        self._others = _getter(others)
-        self._types = [type(objects[place]) for place in others]
-        self._sharded = [(n, _spec(objects[p])) for n, p in enumerate(tensors) if is_dtensor(objects[p])]
-
-    def tensors(self, objects: Sequence[Any]) -> Sequence[Any] | None:
-        """The tensors, with this rank's memory in place of what is sharded; ``None`` if there may be others now.
-
-        Of what is not sharded, who asks where tensors lie hears that one is a tensor of another kind, or none.
-        """
-        if list(map(type, self._others(objects))) != self._types:
-            return None
-        tensors = self._tensors(objects)
-        if self._sharded:
-            local = list(tensors)
-            for number, spec in self._sharded:
-                local[number] = getattr(tensors[number], "_local_tensor", None)
-                if spec is None or _spec(tensors[number]) is not spec or type(local[number]) is not torch.Tensor:
-                    return None
-            return local
-        return tensors
-
-
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the objects at these places."""
-    if len(places) < 2:  # of one, `itemgetter` gives the object itself
-        return lambda objects: tuple(objects[place] for place in places)
-    return itemgetter(*places)
-
-
-def _spec(tensor: Any) -> object:
-    """How a ``DTensor`` is sharded; it is never changed, only replaced."""
-    return getattr(tensor, "_spec", None)
-
-
 Place = tuple[int, str]
 """Where an entry stands: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
 
 
-class ModulesRecheck:
-    """Modules that are what they were: the same modules, with entries of the same names in their slots.
+def outline_of_modules(
+    roots: Sequence[nn.Module], tensors: Mapping[Place, torch.Tensor], parameters: Sequence[Place]
+) -> Outline | None:
+    """The outline of modules; ``None`` where only making their state dicts again tells what they hold.
 
     Args:
         roots: The modules.
-        tensors: Places of the entries, as paths below a root.
-        parameters: Likewise of the parameters.
+        tensors: Those of the bundle, by their places: paths below a root.
+        parameters: The places of the parameters.
     """
+    modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
+    if not all(map(_is_plain, modules)):
+        return None
+    entries = ((id(module), name) for module in modules for slot in _SLOTS for name in getattr(module, slot))
+    number = {entry: number for number, entry in enumerate(entries)}
+    below = {
+        (id(root), path): id(module) for root in roots for path, module in root.named_modules(remove_duplicate=False)
+    }
 
-    def __init__(self, roots: Sequence[nn.Module], tensors: Sequence[Place], parameters: Sequence[Place]) -> None:
-        modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
-        self._modules = [weakref.ref(module) for module in modules]
-        self._names, children, objects = self._slots_of(modules)
-        number = {id(module): number for number, module in enumerate(modules)}
-        self._children = _getter([len(modules) if child is None else number[id(child)] for child in children])
-        slots = ((id(module), name) for slot in _SLOTS for module in modules for name in getattr(module, slot))
-        of_slot = {slot: number for number, slot in enumerate(slots)}
-        place = {
-            (id(root), f"{path}.{name}" if path else name): of_slot[id(module), name]
-            for root in roots
-            for path, module in root.named_modules(remove_duplicate=False)
-            for slot in _SLOTS
-            for name in getattr(module, slot)
-        }
-        self._parameters = _getter([place[parameter] for parameter in parameters])
-        self._entries = _Entries(objects, [place[tensor] for tensor in tensors])
+    def number_of(place: Place) -> int:
+        path, _, name = place[1].rpartition(".")
+        return number[below[place[0], path], name]
 
-    @staticmethod
-    def of(roots: Sequence[nn.Module], tensors: Sequence[Place], parameters: Sequence[Place]) -> ModulesRecheck | None:
-        """For modules with these entries; ``None`` where only making their state dicts again tells."""
-        if not all(map(_is_plain, itertools.chain.from_iterable(root.modules() for root in roots))):
-            return None
-        return ModulesRecheck(roots, tensors, parameters)
-
-    @staticmethod
-    def _slots_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Names of all there is in the modules with how many each has, children, and what stands in the slots."""
-        chained = itertools.chain.from_iterable
-        containers = list(chained(map(_CONTAINERS, map(vars, modules))))
-        names: list[Any] = [*map(len, containers), *chained(filter(None, containers))]
-        below, *slots = (filter(None, containers[number :: len(_KINDS)]) for number in range(1 + len(_SLOTS)))
-        children = list(chained(map(dict.values, below)))
-        return names, children, list(chained(map(dict.values, chained(slots))))
-
-    def __call__(self) -> Again | None:
-        modules: list[Any] = [module() for module in self._modules]
-        if None in modules:
-            return None
-        names, children, objects = self._slots_of(modules)
-        if names != self._names:
-            return None
-        if not all(map(is_, children, self._children([*modules, None]))):
-            return None
-        tensors = self._entries.tensors(objects)
-        return None if tensors is None else Again({}, tensors, self._parameters(objects))
+    sharded = _sharded(tensors.values())
+    return Outline(
+        [(module, _OF_MODULES) for module in modules],
+        list(map(number_of, tensors)),
+        list(map(number_of, parameters)),
+        (),
+        sharded,
+        WRAPPER if sharded else None,
+        lambda entries: {},
+    )
 
 
-class OptimizersRecheck:
-    """Optimizers that are what they were: as many parameters in each group, and state of the same names for them.
+def outline_of_optimizers(
+    optimizers: Sequence[tuple[Any, Any]],
+    tensors: Mapping[Place, torch.Tensor],
+    values: Mapping[str, Place],
+    groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
+) -> Outline | None:
+    """The outline of optimizers; ``None`` for those with state of what is neither a parameter nor a name.
 
     Args:
         optimizers: With what holds each one's state (itself, or the optimizer inside).
-        tensors: Places of the entries that are tensors: whose they are, and their names.
-        values: Likewise of the other entries, by leaf name, groups excepted.
+        tensors: Those of the bundle, by their places: whose they are, and their names.
+        values: Likewise the places of the other entries, by leaf name, groups excepted.
         groups: Makes the values of the groups.
     """
-
-    def __init__(
-        self,
-        optimizers: Sequence[tuple[Any, Any]],
-        tensors: Sequence[Place],
-        values: Mapping[str, Place],
-        groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
-    ) -> None:
-        self._optimizers = [(weakref.ref(optimizer), weakref.ref(holder)) for optimizer, holder in optimizers]
-        self._groups = groups
-        parameters, self._lengths = self._parameters_of(optimizers)
-        number = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._names, keys, objects = self._entries_of(optimizers)
-        self._of_keys = [number[id(key)] if isinstance(key, torch.Tensor) else key for key in keys]
-        place = {entry: number for number, entry in enumerate(self._places_of(optimizers))}
-        self._values = [(name, place[value]) for name, value in values.items()]
-        self._entries = _Entries(objects, [place[tensor] for tensor in tensors])
-
-    @staticmethod
-    def of(
-        optimizers: Sequence[tuple[Any, Any]],
-        tensors: Sequence[Place],
-        values: Mapping[str, Place],
-        groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
-    ) -> OptimizersRecheck | None:
-        """``None`` for optimizers with state of what is neither a parameter nor a name."""
-        known = {id(parameter) for parameter in OptimizersRecheck._parameters_of(optimizers)[0]}
-        for _, holder in optimizers:
-            for key, entries in holder.state.items():
-                if type(key) is not str and not (id(key) in known and isinstance(entries, dict)):
-                    return None
-        return OptimizersRecheck(optimizers, tensors, values, groups)
-
-    @staticmethod
-    def _parameters_of(optimizers: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[int]]:
-        """The parameters of all groups, and how many each group has."""
-        every = [optimizer for optimizer, _ in optimizers]
-        every += [holder for optimizer, holder in optimizers if holder is not optimizer]
-        lists = [group["params"] for optimizer in every for group in optimizer.param_groups]
-        lengths = [*(len(optimizer.param_groups) for optimizer in every), *map(len, lists)]
-        return list(itertools.chain.from_iterable(lists)), lengths
-
-    @staticmethod
-    def _entries_of(optimizers: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Names of the state's entries with where each parameter's end, whose they are, and the entries."""
-        names: list[Any] = []
-        keys: list[Any] = []
-        objects: list[Any] = []
-        for _, holder in optimizers:
-            states = list(holder.state.values())
-            own = [index for index, key in enumerate(holder.state) if type(key) is str]
-            for index in own:  # the state of no parameter counts as one entry
-                states[index] = {None: states[index]}
-            keys += holder.state
-            names += itertools.chain.from_iterable(states)
-            names += map(len, states)
-            objects += itertools.chain.from_iterable(map(dict.values, states))
-        return names, keys, objects
-
-    @staticmethod
-    def _places_of(optimizers: Sequence[tuple[Any, Any]]) -> Iterator[Place]:
-        for _, holder in optimizers:
-            for key, entries in holder.state.items():
-                if type(key) is str:
-                    yield id(holder), key
-                else:
-                    yield from ((id(key), name) for name in entries)
-
-    def __call__(self) -> Again | None:
-        optimizers: list[Any] = []
-        for weak, inside in self._optimizers:
-            optimizer, holder = weak(), inside()
-            if optimizer is None or holder is None or (holder is not optimizer and optimizer.optim is not holder):
+    objects: list[tuple[Any, Sequence[tuple[str, Kind]]]] = []
+    places: list[Place] = []
+    for optimizer, holder in optimizers:
+        if holder is not optimizer:
+            objects.append((optimizer, _OF_WRAPPED))
+        objects.append((holder, _OF_OPTIMIZERS))
+        for key, entries in holder.state.items():
+            if isinstance(key, torch.Tensor) and isinstance(entries, dict):
+                places += ((id(key), name) for name in entries)
+            elif type(key) is str:
+                places.append((id(holder), key))
+            else:
                 return None
-            optimizers.append((optimizer, holder))
-        parameters, lengths = self._parameters_of(optimizers)
-        names, keys, objects = self._entries_of(optimizers)
-        if lengths != self._lengths or names != self._names or len(keys) != len(self._of_keys):
-            return None
-        for key, expected in zip(keys, self._of_keys, strict=True):
-            if not (key is parameters[expected] if type(expected) is int else type(key) is str and key == expected):
-                return None
-        tensors = self._entries.tensors(objects)
-        if tensors is None:
-            return None
-        groups = list(itertools.chain.from_iterable(optimizer.param_groups for optimizer, _ in optimizers))
-        values = {**{name: objects[place] for name, place in self._values}, **self._groups(groups)}
-        return Again(values, tensors, parameters)
+    number = {place: number for number, place in enumerate(places)}
+    weak = [weakref.ref(optimizer) for optimizer, _ in optimizers]
+    names = list(values)
+
+    def values_of(entries: Sequence[object]) -> Mapping[str, object]:
+        live: list[Any] = [optimizer() for optimizer in weak]
+        of_all = [group for optimizer in live for group in optimizer.param_groups]
+        return {**dict(zip(names, entries, strict=True)), **groups(of_all)}
+
+    sharded = _sharded(tensors.values())
+    others = [number[place] for place in values.values()]
+    return Outline(
+        objects,
+        [number[place] for place in tensors],
+        (),
+        others,
+        sharded,
+        WRAPPER if sharded else None,
+        values_of,
+    )
+
+
+def _sharded(tensors: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
+    return [(number, getattr(tensor, WRAPPER.layout)) for number, tensor in enumerate(tensors) if is_dtensor(tensor)]

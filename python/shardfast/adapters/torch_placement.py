@@ -79,7 +79,7 @@ def _cuts(
                 "redistribute() it to Shard or Replicate first"
             )
         split = 1
-        if type(placement).__name__ == "_StridedShard":
+        if _is_strided(placement):
             split = int(placement.split_factor)
         elif placement.is_replicate():
             continue
@@ -99,12 +99,14 @@ class Placed:
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
         text: The layout in words.
+        holders: The ranks that hold the same regions, where the mesh tells.
     """
 
     regions: tuple[Region, ...]
     starts: tuple[Ints, ...]
     local_shape: Ints
     text: str
+    holders: Ints | None
 
 
 class _Same:
@@ -150,7 +152,28 @@ def _placed(
     where = None if coordinate is None else tuple(map(int, coordinate))
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
-    return Placed(regions, starts, local_shape, _text(same.mesh, placements))
+    return Placed(regions, starts, local_shape, _text(same.mesh, placements), _holders(same.mesh, where, placements))
+
+
+def everyone() -> Ints:
+    """All ranks of the job."""
+    return tuple(range(torch.distributed.get_world_size()))
+
+
+def _holders(mesh: Any, coordinate: Ints | None, placements: tuple[Any, ...]) -> Ints | None:
+    """The ranks with this rank's part, unless the mesh leaves ranks out: of what those hold it says nothing."""
+    ranks = mesh.mesh
+    if coordinate is None or ranks.numel() != torch.distributed.get_world_size():
+        return None
+    same = tuple(
+        slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
+    )
+    return tuple(sorted(map(int, ranks[same].reshape(-1).tolist())))
+
+
+def mesh_covers_job(tensor: Any) -> bool:
+    """Whether a DTensor's mesh leaves out no rank of the job."""
+    return int(tensor.device_mesh.size()) == torch.distributed.get_world_size()
 
 
 def text(tensor: Any) -> str:
@@ -194,8 +217,8 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
-    shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
+        shape = tuple(tensor.shape)
         return [(Region((0,) * len(shape), shape), local)] if local.numel() else []
     attached = chunks(tensor)
     if attached is not None:
@@ -216,6 +239,20 @@ def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]
         index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
         out.append((region, local[index]))
     return out
+
+
+def parts(tensor: Any, local: torch.Tensor) -> list[torch.Tensor]:
+    """The views of :func:`views`, of a tensor whose regions are known already."""
+    if local.numel() == 0:
+        return []
+    # A rank's part is one box, unless strides or somebody else cut it.
+    if not is_dtensor(tensor) or (chunks(tensor) is None and not any(map(_is_strided, tensor.placements))):
+        return [local]
+    return [view for _, view in views(tensor, local)]
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:

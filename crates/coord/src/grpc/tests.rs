@@ -6,6 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use tonic::metadata::MetadataMap;
+
+use super::pass::*;
 use super::*;
 
 const HOST: &str = "127.0.0.1";
@@ -14,14 +17,15 @@ const QUICK: KeepAlive = KeepAlive { interval: Duration::from_millis(100), timeo
 
 #[test]
 fn a_pass_is_checked_field_by_field_and_both_values_are_named() {
-    let root = Pass::new(0, 4, "secret").unwrap();
+    let topology = Topology::new(4, 2, 8).unwrap();
+    let root = Pass::new(0, &topology, "secret").unwrap();
     let asked = |change: &dyn Fn(&mut MetadataMap)| {
         let mut headers = MetadataMap::new();
-        Pass::new(3, 4, "secret").unwrap().show(&mut headers);
+        Pass::new(3, &topology, "secret").unwrap().show(&mut headers);
         change(&mut headers);
-        root.check(&headers).map_err(|(_, message)| message)
+        root.check(&headers)
     };
-    let refused = |change: &dyn Fn(&mut MetadataMap)| asked(change).unwrap_err();
+    let refused = |change: &dyn Fn(&mut MetadataMap)| asked(change).unwrap_err().reason;
     assert_eq!(asked(&|_| {}), Ok(3));
 
     let stranger = "the token is not this job's";
@@ -32,18 +36,22 @@ fn a_pass_is_checked_field_by_field_and_both_values_are_named() {
     assert_eq!(refused(&MetadataMap::clear), stranger);
 
     assert_eq!(
-        refused(&|headers| drop(headers.insert(PROTOCOL_HEADER, 2.into()))),
-        "it speaks protocol 2, rank 0 speaks 1: all ranks must run the same version"
+        refused(&|headers| drop(headers.insert(PROTOCOL_HEADER, 9.into()))),
+        "it speaks protocol 9, rank 0 speaks 2: all ranks must run the same version"
     );
     assert_eq!(
         refused(&|headers| drop(headers.insert(WORLD_HEADER, 5.into()))),
-        "it belongs to a world of 5 ranks, rank 0 to one of 4"
+        "it belongs to a world of 5 ranks, rank 0 to a world of 4 ranks"
     );
-    for (rank, named) in [("0", "0"), ("4", "4"), ("-1", "-1"), ("4294967299", "4294967299"), ("x", "x"), ("", "")] {
-        let message = refused(&|headers| drop(headers.insert(RANK_HEADER, rank.parse().unwrap())));
-        assert_eq!(message, format!("its rank is {named}, expected one from 1 below 4"));
+    for (header, told) in [(LOCAL_WORLD_HEADER, "2 ranks on a node"), (FAN_OUT_HEADER, "a fan-out of 8")] {
+        let message = refused(&|headers| drop(headers.insert(header, 5.into())));
+        assert!(message.starts_with("it belongs to a tree with ") && message.ends_with(told), "{message}");
     }
-    assert_eq!(refused(&|headers| drop(headers.remove(RANK_HEADER))), "its rank is none, expected one from 1 below 4");
+    for (rank, named) in [("4", "4"), ("-1", "-1"), ("4294967299", "4294967299"), ("x", "x"), ("", "")] {
+        let message = refused(&|headers| drop(headers.insert(RANK_HEADER, rank.parse().unwrap())));
+        assert_eq!(message, format!("its rank is {named}, expected one below 4"));
+    }
+    assert_eq!(refused(&|headers| drop(headers.remove(RANK_HEADER))), "its rank is none, expected one below 4");
 }
 
 /// Carries one connection to `address` for as long as `open`, then keeps both ends and says nothing more.
@@ -74,11 +82,34 @@ fn silenceable(address: String, open: Arc<AtomicBool>) -> String {
 }
 
 #[test]
+fn only_whoever_knows_the_token_can_bring_its_rank_into_disrepute() {
+    let topology = Topology::new(4, 1, 8).unwrap();
+    let mut headers = MetadataMap::new();
+    Pass::new(3, &Topology::new(5, 1, 8).unwrap(), "secret").unwrap().show(&mut headers);
+    let refused_by = |token: &str| Pass::new(0, &topology, token).unwrap().check(&headers).unwrap_err();
+    assert_eq!(refused_by("secret").rank, Some(3));
+    assert_eq!(refused_by("other").rank, None);
+}
+
+fn opened(rank: u32) -> Place {
+    let membership = Membership {
+        host: HOST.to_owned(),
+        rank,
+        topology: Topology::new(2, 1, 8).unwrap(),
+        token: "secret".to_owned(),
+        tls: None,
+    };
+    Place::open_with(membership, 0, QUICK).unwrap()
+}
+
+#[test]
 fn both_ends_of_a_silent_connection_find_out_by_their_pings() {
-    let (root, address) = Root::open("127.0.0.1", Pass::new(0, 2, "secret").unwrap(), QUICK).unwrap();
+    let root = opened(0);
+    let address = root.address().unwrap().to_owned();
+    let root = root.join(None, LONG).unwrap();
     let open = Arc::new(AtomicBool::new(true));
     let front = silenceable(address, Arc::clone(&open));
-    let member = Member::join(&front, HOST, &Pass::new(1, 2, "secret").unwrap(), LONG, QUICK).unwrap();
+    let member = opened(1).join(Some(&front), LONG).unwrap();
 
     // Pings get through and nobody is lost, however idle the connection is.
     thread::sleep(Duration::from_millis(500));

@@ -190,7 +190,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_bundled_comes_out_as_it_was(groups in prop::collection::vec(prop::collection::vec(0_u8..5, 0..9), 0..5)) {
+        fn what_is_bundled_comes_out_as_it_was(
+            groups in prop::collection::vec(prop::collection::vec(0_u8..5, 0..9), 0..5),
+        ) {
             let group = |group: &Vec<u8>| Bundle::new(group.iter().map(|&payload| Bytes::from(vec![payload; 3])));
             let mut collector = Collector::default();
             groups.iter().for_each(|payloads| collector.append(&group(payloads)));

@@ -15,6 +15,8 @@ const TOPICS: [&str; 2] = ["a", "b"];
 /// A call by a rank: the n-th that it makes on a topic.
 type Call = (u32, usize, usize);
 
+type Answer = Result<Vec<u8>, Error>;
+
 #[derive(Clone, Debug)]
 enum Message {
     Up(Upward),
@@ -31,8 +33,8 @@ struct World {
     now: Duration,
     /// How many calls each rank has made on each topic, and whether one waits.
     calls: BTreeMap<(u32, usize), (usize, bool)>,
-    made: BTreeMap<Call, Duration>,
-    told: BTreeMap<Call, Result<Vec<u8>, Error>>,
+    made: BTreeSet<Call>,
+    told: BTreeMap<Call, Answer>,
     deciding: BTreeSet<usize>,
     decisions: BTreeSet<(usize, usize)>,
     crashed: BTreeSet<u32>,
@@ -46,7 +48,7 @@ impl World {
             links: BTreeMap::new(),
             now: Duration::ZERO,
             calls: BTreeMap::new(),
-            made: BTreeMap::new(),
+            made: BTreeSet::new(),
             told: BTreeMap::new(),
             deciding: BTreeSet::new(),
             decisions: BTreeSet::new(),
@@ -109,7 +111,7 @@ impl World {
             return;
         }
         (*made, *waits) = (*made + 1, true);
-        self.made.insert(call, self.now);
+        self.made.insert(call);
         self.perform(rank, effects);
     }
 
@@ -122,7 +124,7 @@ impl World {
         let ahead = which / 64 % queue.len().min(3);
         // That it broke is found out only when nothing is left to read.
         let index = if matches!(queue[ahead], Message::Gone) { 0 } else { ahead };
-        let message = if which % 5 == 0 && !matches!(queue[index], Message::Gone) {
+        let message = if which.is_multiple_of(5) && !matches!(queue[index], Message::Gone) {
             queue[index].clone()
         } else {
             queue.remove(index)
@@ -133,8 +135,8 @@ impl World {
     fn arrive(&mut self, from: u32, to: u32, message: Message) {
         let Some(node) = &mut self.nodes[to as usize] else { return };
         let effects = match message {
-            Message::Up(message) => node.from_child(from, message, self.now),
-            Message::Down(message) => node.from_parent(message, self.now),
+            Message::Up(message) => node.hear_child(from, message, self.now),
+            Message::Down(message) => node.hear_parent(message, self.now),
             Message::Gone if self.topology.parent(to) == Some(from) => node.lose_parent("it crashed", self.now),
             Message::Gone => node.lose(from, "it crashed", self.now),
         };
@@ -147,7 +149,8 @@ impl World {
         self.deciding.remove(&topic);
         let round = self.calls[&(0, topic)].0 - 1;
         let answers = (0..self.topology.world()).map(|rank| part(rank, round)).collect();
-        let (own, effects) = root.decided(TOPICS[topic], if which % 3 == 0 { Err("no".into()) } else { Ok(answers) });
+        let (own, effects) =
+            root.decided(TOPICS[topic], if which.is_multiple_of(3) { Err("no".into()) } else { Ok(answers) });
         self.tell((0, topic, round), own);
         self.perform(0, effects);
     }
@@ -194,12 +197,12 @@ impl World {
     }
 
     fn check(&self) -> Result<(), TestCaseError> {
-        for (call, _) in &self.made {
+        for call in &self.made {
             prop_assert!(self.told.contains_key(call) || self.crashed.contains(&call.0), "{call:?} hears nothing");
         }
         // Ranks that are below a crashed one learn less.
         let is_cut = |rank: u32| self.crashed.iter().any(|crashed| self.topology.subtree(*crashed).contains(&rank));
-        let mut ends: BTreeMap<(usize, usize), Vec<(u32, &Result<Vec<u8>, Error>)>> = BTreeMap::new();
+        let mut ends: BTreeMap<(usize, usize), Vec<(u32, &Answer)>> = BTreeMap::new();
         for (&(rank, topic, round), answer) in &self.told {
             ends.entry((topic, round)).or_default().push((rank, answer));
             match answer {

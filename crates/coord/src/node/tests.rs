@@ -4,11 +4,26 @@ use std::collections::VecDeque;
 
 use super::*;
 use crate::Failure;
+use crate::wire::Encoded;
 
 const LONG: Duration = Duration::from_secs(60);
 
 /// The calls that were told something: rank and reply.
 type Told = Vec<(u32, Reply)>;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Taken {
+    messages: u32,
+    bytes: usize,
+}
+
+/// Takes what is sent as bytes.
+fn carried<M: Encoded>(message: M, taken: &mut Taken) -> M {
+    let bytes = message.encode();
+    taken.messages += 1;
+    taken.bytes += bytes.len();
+    M::decode(bytes.into()).unwrap()
+}
 
 /// All nodes of a tree. A message arrives before anything else happens, unless its receiver is silent.
 struct Tree {
@@ -18,8 +33,8 @@ struct Tree {
     silent: Vec<u32>,
     held: Vec<(u32, Effect<u32>)>,
     now: Duration,
-    /// Messages that each rank took, from below and from above.
-    taken: Vec<(u32, u32)>,
+    /// What each rank took from below, and from above.
+    taken: Vec<(Taken, Taken)>,
 }
 
 impl Tree {
@@ -32,7 +47,7 @@ impl Tree {
             silent: Vec::new(),
             held: Vec::new(),
             now: Duration::ZERO,
-            taken: vec![(0, 0); world as usize],
+            taken: vec![Default::default(); world as usize],
         }
     }
 
@@ -66,14 +81,8 @@ impl Tree {
                     told.push((seat, reply));
                     continue;
                 }
-                Effect::Up(message) => {
-                    self.taken[to as usize].0 += 1;
-                    node.from_child(from, message, now)
-                }
-                Effect::Down(_, message) => {
-                    self.taken[to as usize].1 += 1;
-                    node.from_parent(message, now)
-                }
+                Effect::Up(message) => node.hear_child(from, carried(message, &mut self.taken[to as usize].0), now),
+                Effect::Down(_, message) => node.hear_parent(carried(message, &mut self.taken[to as usize].1), now),
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));
         }
@@ -490,9 +499,49 @@ fn no_node_takes_more_messages_than_it_has_children_and_a_parent() {
         for rank in tree.ranks() {
             let children = tree.topology.children(rank).len() as u32;
             assert!(children <= fan_out);
-            assert_eq!(tree.taken[rank as usize], (children, u32::from(rank > 0)), "rank {rank}");
+            let (below, above) = tree.taken[rank as usize];
+            assert_eq!((below.messages, above.messages), (children, u32::from(rank > 0)), "rank {rank}");
         }
         assert!(tree.is_quiet());
+    }
+}
+
+#[test]
+fn at_100_000_ranks_a_payload_costs_rank_0_little_more_than_its_own_bytes() {
+    let world = 100_000;
+    let mut tree = Tree::new(world, 8, Topology::FAN_OUT_DEFAULT);
+    for rank in tree.ranks() {
+        tree.contribute(rank, "7 commit", Ok([u128::from(rank).to_le_bytes()].concat()), LONG);
+    }
+    let (below, _) = tree.taken[0];
+    let children = tree.topology.children(0).len();
+    assert!(below.messages as usize == children && children <= 32, "{below:?}");
+    assert!(below.bytes <= world as usize * (16 + 2) + children * 64, "{below:?}");
+    // A word to each, and one word to all.
+    let own = tree.ranks().map(|rank| rank.to_le_bytes().to_vec()).collect();
+    assert_eq!(tree.decide("7 commit", Ok(own)).1.len(), world as usize - 1);
+    let sent = |tree: &Tree| {
+        tree.topology.children(0).iter().map(|child| tree.taken[child.start as usize].1.bytes).sum::<usize>()
+    };
+    assert!(sent(&tree) <= world as usize * (4 + 2) + children * 64, "{}", sent(&tree));
+}
+
+#[test]
+fn what_all_ranks_are_told_alike_crosses_each_link_once() {
+    let (world, manifest) = (64, vec![7; 1 << 20]);
+    let mut tree = Tree::new(world, 8, 8);
+    for rank in tree.ranks() {
+        tree.contribute(rank, "open", Ok(b"the same for all".to_vec()), LONG);
+    }
+    for rank in tree.ranks() {
+        let (below, _) = tree.taken[rank as usize];
+        assert!(below.bytes <= below.messages as usize * 64, "{below:?}");
+    }
+    let told = tree.decide("open", Ok(vec![manifest.clone(); world as usize])).1;
+    assert!(told.len() == 63 && told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(manifest.clone()))));
+    for rank in 1..world {
+        let (_, above) = tree.taken[rank as usize];
+        assert!(above.messages == 1 && above.bytes <= manifest.len() + 64, "{above:?}");
     }
 }
 
@@ -505,32 +554,33 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
     };
     let payloads = |ranks: usize| Some(Bundle::new(vec![b"a"[..].into(); ranks]));
     let whole = Report { payloads: payloads(3), ..Report::default() };
+    let runs = |runs: &[(u32, u32)]| runs.iter().map(|&(start, end)| start..end).collect();
     let mut stranger = Failures::default();
     stranger.add(5, "of another".into());
     for (report, problem) in [
         (Report { payloads: payloads(2), ..whole.clone() }, "2 payloads of 3 ranks"),
         (Report { payloads: None, ..whole.clone() }, "0 payloads of 3 ranks"),
         (Report { failures: stranger, ..Report::default() }, "a failure of rank 5 below 1..4"),
-        (Report { missing: vec![1..2], ..whole.clone() }, "3 payloads of 3 ranks"),
-        (Report { missing: vec![3..5], ..Report::default() }, "ranks 3..5 missing below 1..4"),
-        (Report { missing: vec![1..3, 2..4], ..Report::default() }, "ranks 2..4 missing below 1..4"),
-        (Report { missing: vec![3..3], ..Report::default() }, "ranks 3..3 missing below 1..4"),
+        (Report { missing: runs(&[(1, 2)]), ..whole.clone() }, "3 payloads of 3 ranks"),
+        (Report { missing: runs(&[(3, 5)]), ..Report::default() }, "ranks 3..5 missing below 1..4"),
+        (Report { missing: runs(&[(1, 3), (2, 4)]), ..Report::default() }, "ranks 2..4 missing below 1..4"),
+        (Report { missing: runs(&[(3, 3)]), ..Report::default() }, "ranks 3..3 missing below 1..4"),
     ] {
         let mut tree = Tree::new(8, 1, 2);
         tree.come(0, "plan");
-        let told = tree.act(0, |node, now| node.from_child(1, part(report), now));
+        let told = tree.act(0, |node, now| node.hear_child(1, part(report), now));
         let cause = format!(r#"its part of "plan" cannot be: {problem}"#);
         assert_eq!(same_error(&told, [0]), Error::Lost { rank: 1, cause });
     }
     let mut tree = Tree::new(8, 1, 2);
-    tree.act(0, |node, now| node.from_child(3, part(whole.clone()), now));
+    tree.act(0, |node, now| node.hear_child(3, part(whole.clone()), now));
     assert!(tree.is_quiet(), "rank 3 is no child of rank 0");
 
     let mut tree = Tree::new(8, 1, 2);
     tree.come(7, "plan");
     let answers = Bundle::new(vec![b"a"[..].into(); 2]);
     let word = FromParent::Answer { topic: "plan".into(), answers };
-    let told = tree.act(7, |node, now| node.from_parent(Downward { number: 1, word }, now));
+    let told = tree.act(7, |node, now| node.hear_parent(Downward { number: 1, word }, now));
     let cause = r#"it sent 2 answers on "plan" for 1 ranks"#.to_owned();
     assert_eq!(same_error(&told, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
 }

@@ -6,18 +6,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_coord::{Coord, Error, Failure, PAYLOAD_BYTES_MAX, local, solo};
+use shardfast_coord::{Coord, Error, Failure, PAYLOAD_BYTES_MAX, local, local_tree, solo};
 
-use crate::{HOST, LONG, connected, each, everyone, promptly};
+use crate::{HOST, LONG, connected, each, everyone, promptly, star, tree};
 
-/// Every check, for ranks that are threads and for ranks that are connected.
+/// Every check, for ranks that are threads and for ranks that are connected, all below rank 0 and below each other.
 macro_rules! contract {
     ($($check:ident($world:expr);)*) => {
         mod threads {
             $(#[test] fn $check() { super::$check(super::local($world)); })*
         }
+        mod tree_of_threads {
+            $(#[test] fn $check() { super::$check(super::local_tree(super::tree($world))); })*
+        }
         mod connections {
-            $(#[test] fn $check() { super::$check(super::connected($world)); })*
+            $(#[test] fn $check() { super::$check(super::connected(super::star($world))); })*
+        }
+        mod tree_of_connections {
+            $(#[test] fn $check() { super::$check(super::connected(super::tree($world))); })*
         }
     };
 }
@@ -54,7 +60,7 @@ fn a_meeting_has_one_name_and_no_other_has_it(ranks: Vec<Arc<dyn Coord>>) {
     assert!(ranks.iter().all(|rank| rank.meeting() == ranks[0].meeting()));
     assert!(ranks.iter().all(|rank| rank.host() == HOST));
     assert!(
-        [local(2).remove(0).meeting(), connected(2)[1].meeting(), solo().meeting()]
+        [local(2).remove(0).meeting(), connected(star(2))[1].meeting(), solo().meeting()]
             .iter()
             .all(|other| *other != ranks[0].meeting())
     );
@@ -110,7 +116,7 @@ fn failures_are_told_to_everyone(ranks: Vec<Arc<dyn Coord>>) {
         let part = if coord.rank() % 2 == 1 { Err(failure(coord.rank()).reason) } else { Ok(vec![]) };
         coord.agree("write", part, &mut |_| panic!("nothing is to be decided"), LONG).unwrap_err()
     });
-    let failed = Error::Failed { topic: "write".into(), failures: vec![failure(1), failure(3)] };
+    let failed = Error::Failed { topic: "write".into(), failures: vec![failure(1), failure(3)], more: 0 };
     assert_eq!(errors, vec![failed; 4]);
     // The coordinator goes on.
     assert_eq!(each(&ranks, |coord| everyone(coord, "write", LONG)), vec![Ok(vec![0, 1, 2, 3]); 4]);
@@ -124,7 +130,7 @@ fn a_failed_decision_is_told_to_everyone(ranks: Vec<Arc<dyn Coord>>) {
         let decide = |_| decision.clone();
         let errors = each(&ranks, |coord| coord.agree("plan", Ok(vec![]), &mut { decide }, LONG).unwrap_err());
         let failures = vec![Failure { rank: 0, reason: reason.into() }];
-        assert_eq!(errors, vec![Error::Failed { topic: "plan".into(), failures }; 4]);
+        assert_eq!(errors, vec![Error::Failed { topic: "plan".into(), failures, more: 0 }; 4]);
     }
 }
 
@@ -134,7 +140,7 @@ fn a_panic_in_the_decision_is_told_to_everyone(ranks: Vec<Arc<dyn Coord>>) {
         panic::catch_unwind(AssertUnwindSafe(agree)).map_err(|_| "panicked")
     });
     let failures = vec![Failure { rank: 0, reason: "the decision panicked".into() }];
-    let failed = Error::Failed { topic: "plan".into(), failures };
+    let failed = Error::Failed { topic: "plan".into(), failures, more: 0 };
     assert_eq!(results, vec![Err("panicked"), Ok(Err(failed.clone())), Ok(Err(failed))]);
 }
 
@@ -254,7 +260,7 @@ fn large_payloads_pass(ranks: Vec<Arc<dyn Coord>>) {
     });
     let reason = "its contribution has 1075838976 bytes, the most is 1073741824".to_owned();
     let failures = vec![Failure { rank: 1, reason }];
-    assert_eq!(too_large, vec![Error::Failed { topic: "too large".into(), failures }; 2]);
+    assert_eq!(too_large, vec![Error::Failed { topic: "too large".into(), failures, more: 0 }; 2]);
 }
 
 fn wrong_topics_are_refused(ranks: Vec<Arc<dyn Coord>>) {

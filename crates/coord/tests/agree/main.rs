@@ -1,14 +1,17 @@
 //! Agreement as a caller sees it: one contract for all kinds of ranks, what rank 0 refuses, and processes that die.
 
+mod certificates;
 mod contract;
 mod joining;
+mod peers;
 mod processes;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use shardfast_coord::{Coord, Error, grpc};
+use shardfast_coord::grpc::{Membership, Place};
+use shardfast_coord::{Coord, Error, Topology};
 
 /// Of rounds that end sooner for another reason.
 const LONG: Duration = Duration::from_secs(60);
@@ -20,11 +23,30 @@ const TOKEN: &str = "0123456789abcdef";
 
 type Answer = Result<Vec<u8>, Error>;
 
-/// All ranks of a world, each with a connection of its own.
-fn connected(world: u32) -> Vec<Arc<dyn Coord>> {
-    let (root, address) = grpc::serve(HOST, world, TOKEN).unwrap();
-    let members = (1..world).map(|rank| grpc::join(&address, HOST, rank, world, TOKEN, LONG).unwrap());
-    [root].into_iter().chain(members).collect()
+/// Every other rank directly below rank 0.
+fn star(world: u32) -> Topology {
+    Topology::new(world, 1, 64).unwrap()
+}
+
+/// As deep as can be.
+fn tree(world: u32) -> Topology {
+    Topology::new(world, 1, 2).unwrap()
+}
+
+fn membership(topology: Topology, rank: u32) -> Membership {
+    Membership { host: HOST.to_owned(), rank, topology, token: TOKEN.to_owned(), tls: None }
+}
+
+/// All ranks of a world, each with connections of its own.
+fn connected(topology: Topology) -> Vec<Arc<dyn Coord>> {
+    let mut addresses = Vec::new();
+    let ranks = (0..topology.world()).map(|rank| {
+        let place = Place::open(membership(topology, rank), 0).unwrap();
+        addresses.push(place.address().map(ToOwned::to_owned));
+        let parent = place.parent().map(|parent| addresses[parent as usize].clone().unwrap());
+        place.join(parent.as_deref(), LONG).unwrap()
+    });
+    ranks.collect()
 }
 
 /// Runs `act` for every rank at once, and gives what came of it in the order of the ranks.

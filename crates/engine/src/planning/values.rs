@@ -190,8 +190,7 @@ fn compared(held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
                 )));
             }
             let copies = by_name.entry(name).or_insert_with(|| Copies { layout, per_rank, by_digest: BTreeMap::new() });
-            let of_rank = if per_rank { Some(rank) } else { None };
-            copies.by_digest.entry((of_rank, digest)).or_default().push((rank, position));
+            copies.by_digest.entry(digest).or_default().push((rank, position));
         }
     }
     let mut each = vec![Remembered { id, classes: Vec::new(), mine: Vec::new() }; all.classes.len()];
@@ -228,11 +227,8 @@ fn compared(held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
 struct Copies {
     layout: String,
     per_rank: bool,
-    by_digest: BTreeMap<Content, Vec<(u32, u32)>>,
+    by_digest: BTreeMap<[u8; 32], Vec<(u32, u32)>>,
 }
-
-/// The rank, of a value that is each rank's own, and the digest.
-type Content = (Option<u32>, [u8; 32]);
 
 fn objects(catalog: &Catalog) -> impl Iterator<Item = u32> + '_ {
     let leaves = catalog.leaves.iter().enumerate();

@@ -268,7 +268,13 @@ fn state(leaves: Vec<Leaf>) -> State {
         }
     };
     let providers = leaves.iter().map(bytes).collect();
-    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for: false }
+    State {
+        catalog: Arc::new(Catalog { leaves }),
+        providers,
+        replicas: None,
+        is_vouched_for: false,
+        is_waited_for: false,
+    }
 }
 
 /// Saves a state per rank and gives what every rank failed with; nothing is visible then.
@@ -678,6 +684,7 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                     providers: vec![vec![provider]],
                     replicas: None,
                     is_vouched_for: false,
+                    is_waited_for: false,
                 };
                 save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)
             })

@@ -152,7 +152,7 @@ impl Disk for Hooked {
     fn ring(&self, depth: u32) -> Sys<HookedRing> { self.disk.ring(depth).map(HookedRing) }
     fn dont_need(&self, file: &HookedFile, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&file.0, at, bytes) }
     fn map(&self, file: &HookedFile, bytes: u64) -> Sys<Mapping> { self.disk.map(&file.0, bytes) }
-    fn is_cached(&self, file: &HookedFile, at: u64) -> Sys<bool> { self.disk.is_cached(&file.0, at) }
+    fn cached_bytes(&self, f: &HookedFile, at: u64, bytes: u64) -> Sys<u64> { self.disk.cached_bytes(&f.0, at, bytes) }
     fn pwrite(&self, file: &HookedFile, bytes: &[u8], at: u64) -> Sys<usize> { self.disk.pwrite(&file.0, bytes, at) }
     fn pread(&self, file: &HookedFile, buf: &mut [u8], at: u64) -> Sys<usize> { self.disk.pread(&file.0, buf, at) }
     fn fallocate(&self, file: &HookedFile, bytes: u64) -> Sys<()> { self.disk.fallocate(&file.0, bytes) }

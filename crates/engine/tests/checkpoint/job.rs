@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Checkpoint, Destination, Engine, Error, Pending, Provider, Result, State, ValueRef, Want, save, save_to,
+    Checkpoint, Destination, Engine, Error, Pending, Provider, Result, State, Traffic, ValueRef, Want, Way, save,
+    save_to,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 use shardfast_plan::Replicas;
@@ -177,7 +178,7 @@ impl Truth {
             }
         }
         let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
-        State { catalog, providers, replicas, is_vouched_for: false }
+        State { catalog, providers, replicas, is_vouched_for: false, is_waited_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
@@ -334,14 +335,12 @@ pub(crate) struct Job {
 impl Job {
     /// With the least staging memory that there can be.
     pub(crate) fn new(layout: Layout) -> Job {
+        Job::staged(layout, shardfast_engine::staging::STAGING_BYTES_MIN)
+    }
+
+    pub(crate) fn staged(layout: Layout, staging_bytes: u64) -> Job {
         let coords = shardfast_coord::local(layout.world());
-        Job {
-            engines: coords
-                .into_iter()
-                .map(|coord| Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap())
-                .collect(),
-            layout,
-        }
+        Job { engines: coords.into_iter().map(|coord| Engine::new(coord, staging_bytes).unwrap()).collect(), layout }
     }
 
     /// Saves on all ranks.
@@ -390,20 +389,35 @@ impl Job {
         truth: &Truth,
         dice: &mut Dice,
     ) -> Result<Option<String>> {
+        self.compare_by(Way::Measured, open, truth, dice).map(|(flaw, _)| flaw)
+    }
+
+    /// [`Job::compare`] in a way, and what each rank moved.
+    ///
+    /// # Errors
+    /// What all ranks said alike.
+    pub(crate) fn compare_by(
+        &self,
+        way: Way,
+        open: impl Fn(&Arc<Engine>) -> Result<Checkpoint> + Sync,
+        truth: &Truth,
+        dice: &mut Dice,
+    ) -> Result<(Option<String>, Vec<Traffic>)> {
         let places: Vec<Vec<Place>> =
             self.engines.iter().map(|engine| truth.places(&self.layout, engine.rank(), dice)).collect();
         let load = |engine: &Arc<Engine>, mut places: Vec<Place>| {
             let checkpoint = open(engine)?;
             let (wants, values) = wants(checkpoint.manifest(), &mut places);
-            let values = checkpoint.load(&wants, &values, LONG)?;
-            Ok(truth.flaw(checkpoint.manifest(), &places, &values))
+            let loaded = checkpoint.load_by(way, None, &wants, &values, LONG)?;
+            Ok((truth.flaw(checkpoint.manifest(), &places, &loaded.values), loaded.traffic))
         };
-        let flaws = thread::scope(|threads| {
+        let loaded = thread::scope(|threads| {
             let ranks = self.engines.iter().zip(places);
             let running: Vec<_> = ranks.map(|(engine, places)| threads.spawn(|| load(engine, places))).collect();
             running.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        Ok(alike(flaws)?.into_iter().flatten().next())
+        let (flaws, traffic): (Vec<_>, Vec<_>) = alike(loaded)?.into_iter().unzip();
+        Ok((flaws.into_iter().flatten().next(), traffic))
     }
 }
 

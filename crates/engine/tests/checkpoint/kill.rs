@@ -8,7 +8,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 use std::{env, fs, io, thread};
 
-use shardfast_coord::grpc;
+use shardfast_coord::Topology;
+use shardfast_coord::grpc::{Membership, Place};
 use shardfast_engine::{Engine, Error, Kind, checkpoint, save};
 use shardfast_format::step_dir;
 
@@ -33,6 +34,13 @@ fn tell(text: &str) {
     println!("{MARK}{text}");
 }
 
+/// The place of one of two processes.
+pub(crate) fn place(rank: u32) -> Place {
+    let topology = Topology::new(2, 2, Topology::FAN_OUT_DEFAULT).unwrap();
+    let membership = Membership { host: "127.0.0.1".into(), rank, topology, token: TOKEN.into(), tls: None };
+    Place::open(membership, 0).unwrap()
+}
+
 /// Not a test by itself: what the two processes do. Rank 0's role is `0`, rank 1's its own and the address of rank 0.
 /// Each line of input is a step to save; an empty line begins what the line before has prepared.
 #[test]
@@ -41,11 +49,11 @@ fn rank() {
     let run = env::var(RUN).unwrap();
     let coord = match role.split_once(' ') {
         None => {
-            let (root, address) = grpc::serve("127.0.0.1", 2, TOKEN).unwrap();
-            tell(&address);
-            root
+            let place = place(0);
+            tell(place.address().unwrap());
+            place.join(None, LONG).unwrap()
         }
-        Some((_, address)) => grpc::join(address, "127.0.0.1", 1, 2, TOKEN, LONG).unwrap(),
+        Some((_, address)) => place(1).join(Some(address), LONG).unwrap(),
     };
     let engine = Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
     let mut lines = io::stdin().lines();

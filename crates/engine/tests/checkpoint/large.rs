@@ -1,7 +1,7 @@
 //! Tensors larger than staging memory and than 32-bit offsets.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -56,17 +56,19 @@ impl Provider for Sparse {
     }
 }
 
-/// A store that keeps no zeros, and takes no data while it is stalled.
+/// A store that keeps no zeros, takes no data while it is stalled, and panics over any while it has a defect.
 #[derive(Default)]
 struct Zeroless {
     objects: Mutex<BTreeMap<String, Arc<Contents>>>,
     stalled: Arc<(Mutex<bool>, Condvar)>,
+    has_defect: Arc<AtomicBool>,
 }
 
 struct Contents {
     bytes: u64,
     grains: Mutex<BTreeMap<u64, Vec<u8>>>,
     stalled: Arc<(Mutex<bool>, Condvar)>,
+    has_defect: Arc<AtomicBool>,
 }
 
 impl Zeroless {
@@ -80,6 +82,7 @@ impl Contents {
     fn write(&self, offset: u64, bytes: &[u8]) {
         drop(self.stalled.1.wait_while(self.stalled.0.lock().unwrap(), |stalled| *stalled).unwrap());
         assert!(offset.is_multiple_of(GRAIN as u64));
+        assert!(!self.has_defect.load(Ordering::SeqCst), "a defect of the store");
         let mut grains = self.grains.lock().unwrap();
         for (offset, grain) in (offset..).step_by(GRAIN).zip(bytes.chunks(GRAIN)) {
             if grain != &[0; GRAIN][..grain.len()] {
@@ -135,8 +138,8 @@ impl Store for Zeroless {
     }
 
     fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
-        let stalled = Arc::clone(&self.stalled);
-        let contents = Arc::new(Contents { bytes, grains: Mutex::default(), stalled });
+        let (stalled, has_defect) = (Arc::clone(&self.stalled), Arc::clone(&self.has_defect));
+        let contents = Arc::new(Contents { bytes, grains: Mutex::default(), stalled, has_defect });
         self.objects.lock().unwrap().insert(name.to_owned(), Arc::clone(&contents));
         Ok(Box::new(Handle(contents)))
     }
@@ -182,6 +185,7 @@ fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -
         providers: vec![vec![provider]],
         replicas: None,
         is_vouched_for: false,
+        is_waited_for: false,
     }
 }
 
@@ -239,23 +243,57 @@ impl Provider for Counted {
 /// A store that does not keep up slows the copy out of the state; staging memory does not grow.
 #[test]
 fn a_slow_store_holds_the_copy_back() {
+    let slots = staging::STAGING_BYTES_MIN / staging::SLOT_BYTES as u64;
+    assert_eq!(asked_while_stalled(staging::STAGING_BYTES_MIN, false, slots), slots);
+}
+
+/// With room for all of it, a state that the program is to have back is copied whole; a save that is waited for goes
+/// at the store's pace, however much room there is.
+#[test]
+fn a_save_that_is_waited_for_copies_no_further_ahead_than_the_store_needs() {
+    let (slots, room) = (Counted::default().bytes() / staging::SLOT_BYTES as u64, 10 * Counted::default().bytes());
+    assert_eq!(asked_while_stalled(room, false, slots), slots);
+    let asked = asked_while_stalled(room, true, 1);
+    assert!(asked <= slots / 2, "{asked} of {slots}");
+}
+
+/// How much of a state is copied in a save whose store takes nothing: at least `expected` requests, and those that come
+/// in a while after them.
+fn asked_while_stalled(staging_bytes: u64, is_waited_for: bool, expected: u64) -> u64 {
     let store = Arc::new(Zeroless::default());
-    let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
-    let slots = engine.staging_bytes() / staging::SLOT_BYTES as u64;
+    let engine = Engine::new(shardfast_coord::solo(), staging_bytes).unwrap();
     let counted = Arc::new(Counted::default());
-    let state = state("w", DType::U8, &[40 << 20], Arc::clone(&counted) as Arc<dyn Provider>);
+    let state = state("w", DType::U8, &[counted.bytes()], Arc::clone(&counted) as Arc<dyn Provider>);
+    let state = State { is_waited_for, ..state };
     store.stall(true);
     let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
     let asked = || counted.0.load(Ordering::SeqCst);
-    while asked() < slots {
+    while asked() < expected {
         assert!(!pending.done());
         thread::yield_now();
     }
     // Long enough for more, if more were to come.
-    let is_staged = pending.staged(Some(Duration::from_millis(300)));
-    assert_eq!(is_staged.unwrap_err().kind, shardfast_engine::Kind::Unavailable);
-    assert_eq!(asked(), slots);
+    thread::sleep(Duration::from_millis(300));
+    let stalled = asked();
+    let is_staged = pending.staged(Some(Duration::ZERO)).is_ok();
     store.stall(false);
     pending.committed(None).unwrap();
     assert_eq!(asked(), 40);
+    assert_eq!(is_staged, stalled == 40);
+    stalled
+}
+
+/// A panic of the store leaves nobody waiting to hand over what it copied.
+#[test]
+fn a_store_that_panics_fails_the_save() {
+    for is_waited_for in [false, true] {
+        let store = Arc::new(Zeroless::default());
+        store.has_defect.store(true, Ordering::SeqCst);
+        let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
+        let state = state("w", DType::U8, &[40 << 20], Arc::new(Counted::default()));
+        let state = State { is_waited_for, ..state };
+        let pending = save_to(&engine, Ok(store as Arc<dyn Store>), destination("sparse"), state, LONG);
+        let error = pending.committed(Some(Duration::from_secs(20))).unwrap_err();
+        assert_eq!(error.kind, shardfast_engine::Kind::Internal, "{error}");
+    }
 }

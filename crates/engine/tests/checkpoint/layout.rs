@@ -83,6 +83,17 @@ impl Layout {
         Layout { knowing: 0, ..self }
     }
 
+    /// Every tensor sharded by its last dimension.
+    pub(crate) fn columns(world: u32) -> Layout {
+        Layout::even(world, Placement::Shard(1))
+    }
+
+    /// Replicas of such ranks.
+    pub(crate) fn columns_of_replicas(replicas: u32, world: u32) -> Layout {
+        let spread = Spread::Mesh(vec![Placement::Replicate, Placement::Shard(1)]);
+        Layout { mesh: vec![u64::from(replicas), u64::from(world)], spreads: vec![spread], knowing: u64::MAX }
+    }
+
     /// One to three mesh dimensions, up to 16 ranks; placements of every kind, flat runs one time in five.
     pub(crate) fn random(dice: &mut Dice) -> Layout {
         let mut mesh = Vec::new();

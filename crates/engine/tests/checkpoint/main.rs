@@ -12,3 +12,4 @@ mod layout;
 mod planning;
 mod reshard;
 mod runs;
+mod share;

@@ -85,6 +85,7 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
         providers: tensors.iter().map(provider).collect(),
         replicas: None,
         is_vouched_for: false,
+        is_waited_for: false,
     }
 }
 
@@ -239,6 +240,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
             providers: host,
             replicas: None,
             is_vouched_for: false,
+            is_waited_for: false,
         };
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));
         saved.unwrap();

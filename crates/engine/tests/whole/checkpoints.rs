@@ -111,8 +111,13 @@ pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) ->
                     let provider = |bytes: Vec<u8>| -> Arc<dyn Provider> { Arc::new(bytes) };
                     providers.push(parts.into_iter().map(provider).collect());
                 }
-                let state =
-                    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for: false };
+                let state = State {
+                    catalog: Arc::new(Catalog { leaves }),
+                    providers,
+                    replicas: None,
+                    is_vouched_for: false,
+                    is_waited_for: false,
+                };
                 let user = BTreeMap::from([("note".to_owned(), "a test".to_owned())]);
                 let destination = Destination { url: url.to_owned(), step, user, prove: false };
                 save(&Engine::new(coord, 32 << 20).unwrap(), destination, state, DEADLINE).committed(None).unwrap();

@@ -1,10 +1,5 @@
 //! From values to CBOR: one spelling for each value, so that equal values have equal bytes.
 
-use std::convert::Infallible;
-
-use minicbor::Encoder;
-use minicbor::data::{IanaTag, Int as CborInt, Tag as CborTag};
-
 use super::int::u64_of;
 use super::{DEPTH_MAX, Int, Tag, Value};
 use crate::error::Error;
@@ -14,29 +9,130 @@ use crate::error::Error;
 /// # Errors
 /// `Invalid` for nesting beyond [`DEPTH_MAX`], and for a tag whose payload is not what the table says.
 pub fn encode(value: &Value) -> Result<Vec<u8>, Error> {
-    let mut out = Encoder::new(Vec::new());
+    let mut out = Writer::default();
     put(&mut out, value, 0)?;
-    Ok(out.into_writer())
+    Ok(out.bytes)
 }
 
-type Out = Encoder<Vec<u8>>;
+/// The same encoding, written value by value by who has no [`Value`]: a list or a dict is its head and as many values
+/// (of a dict twice as many) behind it. How deep these nest, and that the payload of a tag is what the table says, is
+/// the caller's affair.
+#[derive(Default)]
+pub struct Writer {
+    bytes: Vec<u8>,
+}
 
-fn put(out: &mut Out, value: &Value, depth: usize) -> Result<(), Error> {
+impl Writer {
+    /// `None`.
+    pub fn none(&mut self) {
+        self.bytes.push(SIMPLE << 5 | 22);
+    }
+
+    /// A `bool`.
+    pub fn bool(&mut self, value: bool) {
+        self.bytes.push(SIMPLE << 5 | (20 + u8::from(value)));
+    }
+
+    /// An `int` of 64 bits.
+    pub fn int(&mut self, value: i64) {
+        match u64::try_from(value) {
+            Ok(n) => self.head(UNSIGNED, n),
+            Err(_) => self.head(NEGATIVE, !value as u64),
+        }
+    }
+
+    /// A `float`.
+    pub fn float(&mut self, value: f64) {
+        let mut out = [SIMPLE << 5 | 27; 9];
+        out[1..].copy_from_slice(&value.to_be_bytes());
+        self.bytes.extend_from_slice(&out);
+    }
+
+    /// A `str`.
+    pub fn text(&mut self, text: &str) {
+        self.head(TEXT, text.len() as u64);
+        self.bytes.extend_from_slice(text.as_bytes());
+    }
+
+    /// The head of `bytes`, which follow.
+    pub fn bytes(&mut self, count: u64) {
+        self.head(BYTES, count);
+    }
+
+    /// The head of a `list`, whose items follow.
+    pub fn list(&mut self, items: u64) {
+        self.head(LIST, items);
+    }
+
+    /// The head of a `dict`, whose entries follow, each a key and its value.
+    pub fn dict(&mut self, entries: u64) {
+        self.head(DICT, entries);
+    }
+
+    /// A tag, whose payload follows.
+    pub fn tag(&mut self, tag: Tag) {
+        self.head(TAG, tag.number());
+    }
+
+    /// What is encoded already, whole values or bytes behind their head.
+    pub fn raw(&mut self, encoded: &[u8]) {
+        self.bytes.extend_from_slice(encoded);
+    }
+
+    /// What was written since the last time.
+    pub fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.bytes)
+    }
+
+    /// The first byte of an item, and its argument in the shortest form.
+    #[inline]
+    fn head(&mut self, major: u8, n: u64) {
+        let be = n.to_be_bytes();
+        let (info, argument) = match n {
+            0..24 => (n as u8, &be[8..]),
+            24..0x100 => (24, &be[7..]),
+            0x100..0x1_0000 => (25, &be[6..]),
+            0x1_0000..0x1_0000_0000 => (26, &be[4..]),
+            _ => (27, &be[..]),
+        };
+        self.bytes.push(major << 5 | info);
+        self.bytes.extend_from_slice(argument);
+    }
+}
+
+/// Major types of CBOR.
+const UNSIGNED: u8 = 0;
+const NEGATIVE: u8 = 1;
+const BYTES: u8 = 2;
+const TEXT: u8 = 3;
+const LIST: u8 = 4;
+const DICT: u8 = 5;
+const TAG: u8 = 6;
+const SIMPLE: u8 = 7;
+
+/// Tags of integers beyond 64 bits.
+const POSITIVE_BIGNUM: u64 = 2;
+const NEGATIVE_BIGNUM: u64 = 3;
+
+fn put(out: &mut Writer, value: &Value, depth: usize) -> Result<(), Error> {
     match value {
-        Value::None => out.null().map_err(unwritable)?,
-        Value::Bool(value) => out.bool(*value).map_err(unwritable)?,
-        Value::Int(value) => return put_int(out, value),
-        Value::Float(value) => out.f64(*value).map_err(unwritable)?,
-        Value::Str(text) => out.str(text).map_err(unwritable)?,
-        Value::Bytes(bytes) => out.bytes(bytes).map_err(unwritable)?,
+        Value::None => out.none(),
+        Value::Bool(value) => out.bool(*value),
+        Value::Int(value) => put_int(out, value),
+        Value::Float(value) => out.float(*value),
+        Value::Str(text) => out.text(text),
+        Value::Bytes(bytes) => {
+            out.bytes(bytes.len() as u64);
+            out.raw(bytes);
+        }
         Value::List(items) => {
             let depth = deeper(depth)?;
-            out.array(items.len() as u64).map_err(unwritable)?;
+            out.list(items.len() as u64);
             return items.iter().try_for_each(|item| put(out, item, depth));
         }
         Value::Dict(entries) => {
             let depth = deeper(depth)?;
-            out.map(entries.len() as u64).map_err(unwritable)?;
+            out.dict(entries.len() as u64);
             return entries.iter().try_for_each(|(key, value)| {
                 put(out, key, depth)?;
                 put(out, value, depth)
@@ -47,44 +143,44 @@ fn put(out: &mut Out, value: &Value, depth: usize) -> Result<(), Error> {
     Ok(())
 }
 
-fn put_tagged(out: &mut Out, tag: Tag, payload: &Value, depth: usize) -> Result<(), Error> {
+fn put_tagged(out: &mut Writer, tag: Tag, payload: &Value, depth: usize) -> Result<(), Error> {
     if let Some(expected) = tag.mismatch(payload) {
         return Err(Error::Invalid(format!("object: {tag}: expected {expected}, found {}", payload.kind())));
     }
-    out.tag(CborTag::new(tag.number())).map_err(unwritable)?;
+    out.tag(tag);
     match payload {
         Value::List(items) if matches!(tag, Tag::Set | Tag::FrozenSet) => {
             let depth = deeper(depth)?;
             let encoded: Result<Vec<Vec<u8>>, Error> = items
                 .iter()
                 .map(|item| {
-                    let mut out = Encoder::new(Vec::new());
+                    let mut out = Writer::default();
                     put(&mut out, item, depth)?;
-                    Ok(out.into_writer())
+                    Ok(out.bytes)
                 })
                 .collect();
             let mut encoded = encoded?;
             encoded.sort_unstable();
-            out.array(encoded.len() as u64).map_err(unwritable)?;
-            encoded.iter().for_each(|item| out.writer_mut().extend_from_slice(item));
+            out.list(encoded.len() as u64);
+            encoded.iter().for_each(|item| out.raw(item));
             Ok(())
         }
         _ => put(out, payload, depth),
     }
 }
 
-fn put_int(out: &mut Out, value: &Int) -> Result<(), Error> {
+fn put_int(out: &mut Writer, value: &Int) {
+    if let Int::Small(value) = value {
+        return out.int(*value);
+    }
     let (negative, n) = value.to_cbor();
     if n.len() <= 8 {
-        let n = i128::from(u64_of(&n));
-        let value = CborInt::try_from(if negative { -1 - n } else { n });
-        let value = value.map_err(|_| Error::Invalid("object: integer beyond CBOR's own range".to_owned()))?;
-        out.int(value).map_err(unwritable)?;
+        out.head(if negative { NEGATIVE } else { UNSIGNED }, u64_of(&n));
     } else {
-        out.tag(if negative { IanaTag::NegBignum } else { IanaTag::PosBignum }).map_err(unwritable)?;
-        out.bytes(&n).map_err(unwritable)?;
+        out.head(TAG, if negative { NEGATIVE_BIGNUM } else { POSITIVE_BIGNUM });
+        out.bytes(n.len() as u64);
+        out.raw(&n);
     }
-    Ok(())
 }
 
 fn deeper(depth: usize) -> Result<usize, Error> {
@@ -92,9 +188,4 @@ fn deeper(depth: usize) -> Result<usize, Error> {
         return Err(Error::Invalid(format!("object: nested deeper than {DEPTH_MAX} lists and dicts")));
     }
     Ok(depth + 1)
-}
-
-/// Memory takes every write.
-fn unwritable(error: minicbor::encode::Error<Infallible>) -> Error {
-    Error::Invalid(format!("object: {error}"))
 }

@@ -10,7 +10,7 @@ mod coverage;
 mod flat;
 mod load;
 mod local;
-mod objects;
 mod reshard;
 mod save;
+mod share;
 mod spread;

@@ -190,11 +190,11 @@ fn parts_that_do_not_tile_are_named_with_their_ranks() {
 #[test]
 fn replicas_share_the_writing_and_what_is_written_alone_counts() {
     let whole = |name: &str, n: u64| tensor(name, DType::U8, &[n], &[r(&[0], &[n])]);
-    let sizes: Vec<u64> = (0..40).map(|i| 100 + i * i % 37 * 10).collect();
+    let sizes: Vec<u64> = (0..40).map(|i| 100_000 + i * i % 37 * 10_000).collect();
     let replicated: Vec<Leaf> = sizes.iter().enumerate().map(|(i, &n)| whole(&format!("r{i}"), n)).collect();
     let catalogs: Vec<Vec<Leaf>> = (0..8)
         .map(|rank| match rank {
-            0 => replicated.iter().cloned().chain([whole("alone", 900)]).collect(),
+            0 => replicated.iter().cloned().chain([whole("alone", 900_000)]).collect(),
             _ => replicated.clone(),
         })
         .collect();
@@ -203,10 +203,13 @@ fn replicas_share_the_writing_and_what_is_written_alone_counts() {
         LeafBody::Tensor { shape, .. } => shape[0],
         _ => 0,
     };
-    let load =
-        |rank: usize| plan.writes[rank].iter().map(|part| bytes(&catalogs[rank][part.leaf as usize])).sum::<u64>();
+    let written = |rank: usize, write: &Write| match write.rows {
+        Some(rows) => rows.count,
+        None => bytes(&catalogs[rank][write.leaf as usize]),
+    };
+    let load = |rank: usize| plan.writes[rank].iter().map(|write| written(rank, write)).sum::<u64>();
     let loads: Vec<u64> = (0..8).map(load).collect();
-    let total = sizes.iter().sum::<u64>() + 900;
+    let total = sizes.iter().sum::<u64>() + 900_000;
     let largest = *sizes.iter().max().unwrap();
     assert_eq!(loads.iter().sum::<u64>(), total);
     assert!(loads.iter().all(|&load| load <= total / 8 + largest), "{loads:?}");
@@ -218,7 +221,7 @@ fn replicas_share_the_writing_and_what_is_written_alone_counts() {
 fn many_ranks_and_tensors_are_planned_in_linear_time() {
     const WORLD: u64 = 256;
     const TENSORS: u64 = 200;
-    let shapes = [[WORLD * 2, 64], [64, WORLD * 3], [32, 32]];
+    let shapes = [[WORLD * 2, 64], [64, WORLD * 3], [128, 128]];
     let catalogs: Vec<Catalog> = (0..WORLD)
         .map(|rank| {
             let leaf = |i: u64| {

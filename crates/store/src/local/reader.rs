@@ -47,7 +47,10 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if !again && self.way().is_some() {
             return false;
         }
-        if self.direct.is_some() && !self.is_cached(offset) {
+        if self.direct.is_some() {
+            if self.is_cached(offset, bytes) {
+                return true;
+            }
             self.devices.begun(self.device, false);
             self.announced().insert(offset);
         }
@@ -62,7 +65,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if self.announced().remove(&offset) {
             return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
         }
-        if buf.len() < PREFETCH_BYTES_MIN || self.is_cached(offset) {
+        if buf.len() < PREFETCH_BYTES_MIN || self.is_cached(offset, bytes) {
             return self.fill(offset, buf);
         }
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
@@ -93,8 +96,9 @@ impl<D: Disk> LocalReader<D> {
         Self { disk, file, direct, devices, device, announced: Mutex::default(), path, bytes }
     }
 
-    fn is_cached(&self, offset: u64) -> bool {
-        self.disk.is_cached(&self.file, offset).unwrap_or(true)
+    /// Whether most of a range lies in the page cache: what is missing is read through it then.
+    fn is_cached(&self, offset: u64, bytes: u64) -> bool {
+        self.disk.cached_bytes(&self.file, offset, bytes).map_or(true, |cached| cached >= bytes / 2)
     }
 
     fn announced(&self) -> MutexGuard<'_, HashSet<u64>> {

@@ -1,0 +1,205 @@
+//! Where a rank's children come in.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_stream::{Stream, StreamExt};
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use super::frames::{Arrived, Assembly, FRAME_BYTES_MAX, Frames};
+use super::hub::ProcessHub;
+use super::pass::{Pass, Refusal};
+use super::tls::Tls;
+use super::{BROKEN, KeepAlive, MEETING_HEADER, WINDOW_BYTES};
+use crate::hub::LEFT;
+use crate::node::Upward;
+use crate::wire::proto::tree_server::{Tree, TreeServer};
+use crate::wire::proto::{Asked, Found, Frame};
+use crate::{Error, Meeting, Topology};
+
+/// One for all connections.
+pub(super) struct Door {
+    pass: Pass,
+    topology: Topology,
+    hub: Arc<ProcessHub>,
+    /// None until this rank has joined itself: whoever comes before waits.
+    meeting: watch::Sender<Option<Meeting>>,
+    guests: Mutex<Guests>,
+}
+
+struct Guests {
+    /// Where each child that ever joined came from.
+    joined: HashMap<u32, Guest>,
+    /// Every session holds a copy while it lasts. None once this rank leaves.
+    session: Option<mpsc::Sender<()>>,
+    /// At rank 0: who listens where, as far as they said.
+    addresses: BTreeMap<u32, String>,
+}
+
+struct Guest {
+    from: String,
+    gone: bool,
+}
+
+/// A server that is ready for its services.
+pub(super) fn server(tls: Option<&Tls>, keep_alive: KeepAlive) -> Result<Server, Error> {
+    let server = Server::builder()
+        .http2_keepalive_interval(Some(keep_alive.interval))
+        .http2_keepalive_timeout(Some(keep_alive.timeout))
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES);
+    match tls {
+        Some(tls) => tls.serve(server),
+        None => Ok(server),
+    }
+}
+
+/// Lets children in until the threads end.
+pub(super) async fn serve(mut server: Server, door: Arc<Door>, listener: TcpListener) {
+    let service = TreeServer::new(door).max_decoding_message_size(FRAME_BYTES_MAX);
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    // It ends early when the system takes the socket away; then no rank can join any more, and those that try are told
+    // by the refused connection.
+    let _ = server.add_service(service).serve_with_incoming(incoming).await;
+}
+
+impl Door {
+    /// Gives also what is disconnected when the last session has ended.
+    pub(super) fn new(pass: Pass, topology: &Topology, hub: Arc<ProcessHub>) -> (Door, mpsc::Receiver<()>) {
+        let (session, sessions) = mpsc::channel();
+        let guests = Guests { joined: HashMap::new(), session: Some(session), addresses: BTreeMap::new() };
+        let (meeting, _) = watch::channel(None);
+        (Door { pass, topology: *topology, hub, meeting, guests: Mutex::new(guests) }, sessions)
+    }
+
+    /// Lets in those who wait, and all that come.
+    pub(super) fn open(&self, meeting: Meeting) {
+        self.meeting.send_replace(Some(meeting));
+    }
+
+    /// Lets nobody in any more.
+    pub(super) fn close(&self) {
+        self.guests().session = None;
+    }
+
+    fn guests(&self) -> MutexGuard<'_, Guests> {
+        // Nothing panics with the lock held, and every change is one step.
+        self.guests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, headers: &MetadataMap) -> Result<u32, Status> {
+        self.pass.check(headers).map_err(|refusal| self.refuse(refusal))
+    }
+
+    fn refuse(&self, Refusal { code, reason, rank }: Refusal) -> Status {
+        if let Some(rank) = rank {
+            self.hub.refuse(rank, &format!("rank {} refuses it: {reason}", self.pass.rank));
+        }
+        Status::new(code, reason)
+    }
+
+    fn let_in(&self, rank: u32, from: String) -> Result<mpsc::Sender<()>, Status> {
+        let us = self.pass.rank;
+        let parent = self.topology.parent(rank);
+        if parent != Some(us) {
+            let parent = parent.map_or("none".to_owned(), |rank| format!("rank {rank}"));
+            let reason = format!("its rank is {rank}, whose parent is {parent}, not rank {us}");
+            return Err(self.refuse(Refusal { code: Code::InvalidArgument, reason, rank: Some(rank) }));
+        }
+        let mut guests = self.guests();
+        let Some(session) = guests.session.clone() else {
+            return Err(Status::new(Code::Unavailable, format!("rank {us} is gone: {LEFT}")));
+        };
+        match guests.joined.get(&rank) {
+            Some(Guest { from: first, gone: true }) => {
+                let reason =
+                    format!("rank {rank}, joined from {first}, has come and gone; what is lost does not come back");
+                Err(Status::new(Code::AlreadyExists, reason))
+            }
+            Some(Guest { from: first, gone: false }) => {
+                let reason =
+                    format!("rank {rank}, joined from {first}, is there already, and another one came from {from}");
+                drop(guests);
+                Err(self.refuse(Refusal { code: Code::AlreadyExists, reason, rank: Some(rank) }))
+            }
+            None => {
+                guests.joined.insert(rank, Guest { from, gone: false });
+                Ok(session)
+            }
+        }
+    }
+
+    fn see_off(&self, rank: u32, cause: &str) {
+        if let Some(guest) = self.guests().joined.get_mut(&rank) {
+            guest.gone = true;
+        }
+        self.hub.lose(rank, cause);
+    }
+}
+
+fn origin<T>(request: &Request<T>) -> String {
+    request.remote_addr().map_or_else(|| "an unknown address".to_owned(), |from: SocketAddr| from.to_string())
+}
+
+#[tonic::async_trait]
+impl Tree for Arc<Door> {
+    type JoinStream = std::pin::Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
+
+    async fn join(&self, request: Request<Streaming<Frame>>) -> Result<Response<Self::JoinStream>, Status> {
+        let from = origin(&request);
+        let rank = self.check(request.metadata())?;
+        // One that gives up waiting has not come, and may come again.
+        let opened = self.meeting.subscribe().wait_for(Option::is_some).await.map(|meeting| *meeting);
+        let Ok(Some(meeting)) = opened else {
+            return Err(Status::new(Code::Unavailable, format!("rank {} is gone: {LEFT}", self.pass.rank)));
+        };
+        let session = self.let_in(rank, from)?;
+        let Some(outbound) = self.hub.outbound_to(rank) else {
+            return Err(Status::new(Code::Unavailable, format!("rank {} is gone: {LEFT}", self.pass.rank)));
+        };
+        tokio::spawn(attend(Arc::clone(self), rank, request.into_inner(), session));
+        let frames: Self::JoinStream = Box::pin(Frames::new(outbound).map(Ok));
+        let mut response = Response::new(frames);
+        response.metadata_mut().insert_bin(MEETING_HEADER, MetadataValue::from_bytes(&meeting.0));
+        Ok(response)
+    }
+
+    async fn find(&self, request: Request<Asked>) -> Result<Response<Found>, Status> {
+        let rank = self.check(request.metadata())?;
+        let mut guests = self.guests();
+        let address = request.into_inner().address;
+        if !address.is_empty() {
+            guests.addresses.insert(rank, address);
+        }
+        let parent = self.topology.parent(rank).and_then(|parent| guests.addresses.get(&parent));
+        Ok(Response::new(Found { address: parent.cloned().unwrap_or_default() }))
+    }
+}
+
+/// Takes in what one child says until it ends its stream or is lost.
+async fn attend(door: Arc<Door>, rank: u32, mut inbound: Streaming<Frame>, session: mpsc::Sender<()>) {
+    let mut assembly = Assembly::<Upward>::new();
+    let cause = loop {
+        let Ok(Some(frame)) = inbound.message().await else { break BROKEN.to_owned() };
+        match assembly.take(frame) {
+            Ok(Arrived::Nothing) => {}
+            Ok(Arrived::Message(message)) => {
+                if !door.hub.hear_child(rank, message) {
+                    break BROKEN.to_owned();
+                }
+            }
+            Ok(Arrived::Leave) => break LEFT.to_owned(),
+            Err(problem) => break format!("it sent what cannot be read: {problem}"),
+        }
+    };
+    door.see_off(rank, &cause);
+    // The child is about to end its stream; to stop reading before would cut it.
+    while let Ok(Some(_)) = inbound.message().await {}
+    drop(session);
+}

@@ -1,0 +1,174 @@
+//! Whether ranks share the reads of a load, and on which terms: decided once, by rank 0, for all.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use shardfast_coord::peers::{Joining, Peers};
+use shardfast_format::{BLOCK_BYTES, Manifest};
+use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
+
+use crate::agree::Operation;
+use crate::error::{Error, Kind, Result};
+use crate::load::{ValueRef, Way};
+use crate::shared::{AGAIN_BYTES, Trouble};
+use crate::sink::Want;
+
+/// The most wants that all ranks together hear of others; each takes about 20 bytes.
+const TOLD_MAX: usize = 16 << 20;
+
+/// In one round and with one peer, about as much as fills the network.
+const LINK_BYTES: u64 = 4 << 20;
+
+/// Peers among whom a round's bytes are divided at least: two ranks alone need no larger ones.
+const LINKS_MIN: u64 = 8;
+
+/// The most bytes that a rank sends, or receives, in a round.
+const ROUND_BYTES_MAX: u64 = 512 << 20;
+
+/// Descriptors that are left for data files and everything else in the process.
+const DESCRIPTORS_KEPT: u64 = 512;
+
+/// How long ranks wait for connections before they ask whether all are still there.
+const JOINING: Duration = Duration::from_secs(1);
+
+/// What each rank, on average, must read that another one reads, too, before it is worth while to find out which way is
+/// faster. It must also be a part of the whole that one notices, and what is read to find out one that one does not.
+const REPEATED_BYTES_MIN: u64 = 32 << 20;
+
+/// What a rank says at the beginning of a load.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Opening {
+    /// Wanted, of tensors.
+    pub(crate) bytes: u64,
+    /// What is wanted, sorted, none twice; none where nothing is to be shared.
+    pub(crate) wants: Vec<Wanted>,
+    /// Whether the program carries rounds.
+    pub(crate) has_rounds: bool,
+    /// What the messages of one round, in one direction, may take.
+    pub(crate) exchange_bytes: u64,
+    /// With how many ranks this one can be connected.
+    pub(crate) links_max: u64,
+}
+
+/// What a rank hears.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Opened {
+    /// Whether other ranks read the same bytes, each for itself.
+    pub(crate) again: bool,
+    /// On every rank, or on none.
+    pub(crate) sharing: Option<Terms>,
+}
+
+/// How ranks share.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Terms {
+    /// What this rank has in common with others.
+    pub(crate) common: Common,
+    /// As for [`shardfast_plan::Sharing::new`].
+    pub(crate) chunk_blocks: u32,
+    /// The most bytes that one rank sends another one in a round.
+    pub(crate) link_bytes: u64,
+    /// Longer than every message.
+    pub(crate) message_bytes_max: u64,
+    /// Whether the program carries the rounds.
+    pub(crate) by_rounds: bool,
+    /// Whether the ranks try first.
+    pub(crate) is_measured: bool,
+}
+
+/// What a load wants, in words for all ranks, sorted, each once with its places among the wants and then the values.
+pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<usize>)> {
+    let tensors = wants.iter().filter(|want| !want.region.is_empty());
+    let tensors = tensors.map(|want| Wanted { leaf: want.leaf as u32, region: want.region.clone() });
+    let values = values.iter().map(|value| Wanted::of_value(value.leaf as u32, value.value as u64));
+    let mut places: BTreeMap<Wanted, Vec<usize>> = BTreeMap::new();
+    let nonempty = (0..wants.len()).filter(|&place| !wants[place].region.is_empty()).chain(wants.len()..);
+    for (wanted, place) in tensors.chain(values).zip(nonempty) {
+        places.entry(wanted).or_default().push(place);
+    }
+    places.into_iter().collect()
+}
+
+/// With how many ranks this process can be connected.
+pub(crate) fn links_max() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.unwrap_or(u64::MAX).saturating_sub(DESCRIPTORS_KEPT)
+}
+
+/// Decides for all ranks, given what each of them says.
+pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Result<Vec<Opened>> {
+    // More than there is: some of it is wanted by several.
+    let there: u64 = manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
+    let again = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
+    let least = |of: fn(&Opening) -> u64| ranks.iter().map(of).min().unwrap_or(0);
+    let (exchange_bytes, links_max) = (least(|rank| rank.exchange_bytes), least(|rank| rank.links_max));
+    let by_rounds = ranks.iter().all(|rank| rank.has_rounds);
+    let world = ranks.len();
+    let plain = || Ok((0..world).map(|_| Opened { again, sharing: None }).collect());
+    if world == 1 || way == Way::Plain {
+        return plain();
+    }
+    let wants: Vec<Vec<Wanted>> = ranks.into_iter().map(|rank| rank.wants).collect();
+    let Some(matching) = share(manifest, &wants, TOLD_MAX)? else { return plain() };
+    let peers = u64::from(matching.peers_max);
+    let repeated = matching.bytes_for_each - matching.bytes_for_all;
+    let is_little = repeated < REPEATED_BYTES_MIN * world as u64
+        || repeated < matching.bytes_for_all / 100
+        || AGAIN_BYTES * world as u64 > matching.bytes_for_all / 100;
+    if peers == 0 || way == Way::Measured && is_little || !by_rounds && peers > links_max {
+        return plain();
+    }
+    let round_bytes = exchange_bytes.min(ROUND_BYTES_MAX).min(LINK_BYTES * peers.max(LINKS_MIN));
+    let link_bytes = round_bytes / peers;
+    let chunk_blocks = (link_bytes / BLOCK_BYTES).min(u64::from(CHUNK_BLOCKS_MAX)) as u32;
+    if chunk_blocks == 0 {
+        return plain();
+    }
+    let sharing = matching.common.into_iter().map(|common| {
+        let is_measured = way == Way::Measured;
+        // A rank may want an element by several wants that overlap.
+        let message_bytes_max = there.saturating_mul(4).saturating_add(1 << 20);
+        Terms { common, chunk_blocks, link_bytes, message_bytes_max, by_rounds, is_measured }
+    });
+    Ok(sharing.map(|terms| Opened { again, sharing: Some(terms) }).collect())
+}
+
+/// Connects with the peers, which this rank knows unless it cannot take part; every rank calls it.
+pub(crate) fn connect(
+    operation: &Operation,
+    peers: Result<Vec<u32>>,
+    message_bytes_max: u64,
+) -> std::result::Result<Peers, Trouble> {
+    let joining = Joining::listen(&*operation.engine.coord, &operation.name()).map_err(Error::from);
+    let opening = peers.and_then(|peers| {
+        let address = joining.as_ref().map(|joining| joining.address().to_owned());
+        Ok((address.map_err(Error::clone)?, peers))
+    });
+    let peers = operation.agree("peers", opening, |ranks: Vec<(String, Vec<u32>)>| {
+        let address = |peer: &u32| ranks.get(*peer as usize).map(|(address, _)| (*peer, address.clone()));
+        Ok(ranks.iter().map(|(_, peers)| peers.iter().filter_map(address).collect()).collect::<Vec<Vec<_>>>())
+    });
+    let peers = peers.map_err(Trouble::Everywhere)?;
+    let mut joining = joining?;
+    joining.begin(&peers);
+    let began = Instant::now();
+    loop {
+        // Who waits for a peer that died would not know; who agrees does at once.
+        let missing = joining.go_on(JOINING).map_err(Error::from).and_then(|missing| match missing[..] {
+            [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
+                Kind::Unavailable,
+                format!(
+                    "no connection with rank {peer}, with which bytes are to be shared, within {:?}",
+                    began.elapsed()
+                ),
+            )),
+            _ => Ok(missing.len()),
+        });
+        let missing =
+            operation.agree("joined", missing, |ranks: Vec<usize>| Ok(vec![ranks.iter().sum::<usize>(); ranks.len()]));
+        if missing.map_err(Trouble::Everywhere)? == 0 {
+            return Ok(joining.joined(operation.deadline(), message_bytes_max));
+        }
+    }
+}

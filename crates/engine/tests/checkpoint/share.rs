@@ -1,0 +1,421 @@
+//! Loads in which ranks read for each other: the same bytes as without, each read once; failures, of peers too.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{env, thread};
+
+use shardfast_engine::carrier::{Round, Rounds, handoff};
+use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
+use shardfast_format::{DType, LeafName};
+use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store};
+
+use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
+use crate::kill::place;
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+const STAGING_BYTES: u64 = 32 << 20;
+
+/// One matrix of `rows` times 4 KiB.
+fn matrix(rows: u64) -> Truth {
+    let whole = Whole::random(&mut Dice(rows), DType::C64, &[rows, 512]);
+    Truth { leaves: BTreeMap::from([(LeafName::new("model", "w"), Content::Tensor(whole))]) }
+}
+
+/// Saved by two ranks, by rows; the URL.
+fn saved(place: &Path, truth: &Truth) -> String {
+    let url = place.join("saved").to_str().unwrap().to_owned();
+    Job::new(Layout::rows(2)).save(&url, truth, &mut Dice(1)).unwrap();
+    url
+}
+
+fn open(url: &str) -> impl Fn(&Arc<Engine>) -> Result<shardfast_engine::Checkpoint> + Sync {
+    move |engine| checkpoint::open(engine, url, LONG)
+}
+
+fn total(traffic: &[Traffic], of: fn(&Traffic) -> u64) -> u64 {
+    traffic.iter().map(of).sum()
+}
+
+#[test]
+fn random_pairs_of_layouts_share() {
+    let place = scratch();
+    let mut shared = 0;
+    for seed in 0..80 {
+        let _seed = Seed(seed);
+        let mut dice = Dice(seed);
+        let url = place.path().join(format!("{seed}"));
+        let url = url.to_str().unwrap();
+        let truth = Truth::random(&mut dice);
+        let (saving, loading) = (Layout::random(&mut dice), Layout::random(&mut dice));
+        Job::new(saving).save(url, &truth, &mut dice).unwrap();
+        let (flaw, traffic) =
+            Job::staged(loading, STAGING_BYTES).compare_by(Way::Shared, open(url), &truth, &mut dice).unwrap();
+        assert_eq!(flaw, None);
+        shared += u32::from(traffic.iter().any(|traffic| traffic.bytes_received > 0));
+    }
+    assert!(shared > 50, "only {shared} loads shared anything");
+}
+
+#[test]
+fn each_block_is_read_once_by_turns() {
+    let (place, truth) = (scratch(), matrix(2048));
+    let url = saved(place.path(), &truth);
+    let unique = 2048 * 4096;
+    for (layout, plain) in
+        [(Layout::columns(2), 2.0), (Layout::replicas(4), 4.0), (Layout::columns_of_replicas(2, 2), 4.0)]
+    {
+        let load = |way| {
+            let job = Job::staged(layout.clone(), STAGING_BYTES);
+            job.compare_by(way, open(&url), &truth, &mut Dice(3)).unwrap()
+        };
+        let (flaw, traffic) = load(Way::Plain);
+        let read = total(&traffic, |traffic| traffic.bytes_read);
+        assert!(flaw.is_none() && read as f64 >= plain * f64::from(unique), "{layout:?}: {traffic:?}");
+        assert_eq!(total(&traffic, |traffic| traffic.bytes_sent + traffic.bytes_received), 0);
+
+        let (flaw, traffic) = load(Way::Shared);
+        let read = total(&traffic, |traffic| traffic.bytes_read);
+        assert!(flaw.is_none() && read as f64 <= 1.02 * f64::from(unique), "{layout:?}: {traffic:?}");
+        let (sent, received) =
+            (total(&traffic, |traffic| traffic.bytes_sent), total(&traffic, |traffic| traffic.bytes_received));
+        assert_eq!(sent, received);
+        assert!(traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+        let most = traffic.iter().map(|traffic| traffic.bytes_read).max().unwrap();
+        assert!(most <= read / traffic.len() as u64 + (1 << 20), "{layout:?}: {traffic:?}");
+    }
+}
+
+#[test]
+fn ranks_with_nothing_in_common_send_nothing() {
+    let (place, truth) = (scratch(), matrix(1024));
+    let url = saved(place.path(), &truth);
+    let job = Job::staged(Layout::rows(2), STAGING_BYTES);
+    let (flaw, traffic) = job.compare_by(Way::Shared, open(&url), &truth, &mut Dice(3)).unwrap();
+    assert_eq!(flaw, None);
+    assert!(traffic.iter().all(|traffic| !traffic.is_shared && traffic.bytes_sent == 0), "{traffic:?}");
+}
+
+#[test]
+fn damage_that_one_rank_reads_is_everybodys_failure() {
+    let (place, truth) = (scratch(), matrix(1024));
+    let url = saved(place.path(), &truth);
+    let engine = Engine::solo();
+    let files = checkpoint::open(&engine, &url, LONG).unwrap().manifest().files().to_vec();
+    for (way, told) in [(Way::Plain, 3), (Way::Shared, 1), (Way::Measured, 3)] {
+        let file = Path::new(&url).join(&files[1].path);
+        let mut bytes = std::fs::read(&file).unwrap();
+        let at = bytes.len() - 5;
+        bytes[at] ^= 4;
+        std::fs::write(&file, &bytes).unwrap();
+        let job = Job::staged(Layout::replicas(3), STAGING_BYTES);
+        let error = job.compare_by(way, open(&url), &truth, &mut Dice(3)).unwrap_err();
+        bytes[at] ^= 4;
+        std::fs::write(&file, &bytes).unwrap();
+        assert_eq!(error.kind, Kind::Corrupt, "{error}");
+        let lines: Vec<&str> = error.message.lines().collect();
+        assert_eq!(lines.len(), told, "{way:?}: {error}");
+        for line in lines {
+            let said = format!("{url}: tensor model/w: file {}, bytes ", files[1].path);
+            assert!(line.starts_with("rank ") && line.contains(&said) && line.contains("expected CRC-64"), "{line}");
+        }
+        // The ranks still understand each other.
+        assert_eq!(job.compare_by(way, open(&url), &truth, &mut Dice(3)).unwrap().0, None);
+    }
+}
+
+/// What carries a load's rounds in these tests: all ranks' rounds are collected and delivered, perhaps altered.
+fn carry(ranks: Vec<Rounds>, alter: &Alter<'_>) {
+    let mut is_open = vec![true; ranks.len()];
+    for round in 0.. {
+        let mut received: Vec<BTreeMap<u32, Vec<u8>>> = vec![BTreeMap::new(); ranks.len()];
+        for (rank, rounds) in (0u32..).zip(&ranks).filter(|(rank, _)| is_open[*rank as usize]).collect::<Vec<_>>() {
+            match rounds.next(LONG) {
+                Round::Swap(messages) => {
+                    for (to, message) in messages {
+                        let bytes = message.iter().flat_map(|piece| piece.iter().copied()).collect();
+                        received[to as usize].insert(rank, bytes);
+                    }
+                }
+                Round::Waiting => panic!("rank {rank} neither asks nor ends"),
+                Round::Over => is_open[rank as usize] = false,
+            }
+            assert!(rounds.is_shared());
+        }
+        if is_open.iter().all(|is_open| !is_open) {
+            return;
+        }
+        for (rounds, mut received) in ranks.iter().zip(received) {
+            let altered = alter(round, &mut received);
+            rounds.received(altered.map(|()| received));
+        }
+    }
+}
+
+/// What happens in a round to what a rank receives.
+type Alter<'a> = dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()> + 'a;
+
+/// A load of replicas whose rounds are carried so; what each rank found wrong, and what it moved.
+fn carried(
+    way: Way,
+    (truth, url): (&Truth, &str),
+    world: u32,
+    alter: &Alter<'_>,
+) -> Vec<Result<(Option<String>, Traffic)>> {
+    let job = Job::staged(Layout::replicas(world), STAGING_BYTES);
+    let (handoffs, rounds): (Vec<_>, Vec<_>) = job.engines.iter().map(|_| handoff()).unzip();
+    let load = |engine: &Arc<Engine>, handoff| {
+        let mut places: Vec<Place> = truth.places(&job.layout, engine.rank(), &mut Dice(2));
+        let opened = checkpoint::open(engine, url, LONG)?;
+        let (wants, values) = wants(opened.manifest(), &mut places);
+        let loaded = opened.load_by(way, Some(handoff), &wants, &values, LONG)?;
+        Ok((truth.flaw(opened.manifest(), &places, &loaded.values), loaded.traffic))
+    };
+    thread::scope(|threads| {
+        let ranks = job.engines.iter().zip(handoffs);
+        let ranks: Vec<_> = ranks.map(|(engine, handoff)| threads.spawn(|| load(engine, handoff))).collect();
+        carry(rounds, alter);
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn rounds_can_be_carried_by_the_program() {
+    let (place, truth) = (scratch(), matrix(1024));
+    let url = saved(place.path(), &truth);
+    let carried = |alter: &Alter<'_>| {
+        carried(Way::Shared, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
+    };
+    assert!(carried(&|_, _| Ok(())).all(|found| found == Ok(None)));
+
+    // A bit that turns over on the way is found, and told with the rank that had sent it.
+    for found in carried(&|round, received| {
+        if let Some(message) = received.get_mut(&1).filter(|message| round == 0 && message.len() > 1000) {
+            message[900] ^= 1;
+        }
+        Ok(())
+    }) {
+        let error = found.unwrap_err();
+        assert!(error.kind == Kind::Corrupt, "{error}");
+        assert!(error.message.contains(&format!("{url}: tensor model/w: file model/")), "{error}");
+        assert!(error.message.contains("as rank 1 sent them: expected CRC-64"), "{error}");
+    }
+    for cut in [3, 100, 5000] {
+        for found in carried(&|_, received| {
+            received.values_mut().for_each(|message| message.truncate(cut));
+            Ok(())
+        }) {
+            assert_eq!(found.unwrap_err().kind, Kind::Corrupt, "cut at {cut}");
+        }
+    }
+    for found in carried(&|_, _| Err(Error::new(Kind::Unavailable, "the ring broke"))) {
+        let error = found.unwrap_err();
+        assert!(error.kind == Kind::Unavailable && error.message.contains("rank 2: the ring broke"), "{error}");
+    }
+}
+
+/// A store whose readers share a rate, as those of network storage do, and whose contents are those of another one.
+struct Slow(Arc<dyn Store>, Arc<std::sync::Mutex<()>>);
+
+struct SlowReader(Box<dyn ObjectReader>, Arc<std::sync::Mutex<()>>);
+
+impl ObjectReader for SlowReader {
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn map(&self) -> shardfast_store::Result<Mapping> {
+        self.0.map()
+    }
+
+    fn prefetch(&self, _: u64, _: u64, _: bool) -> bool {
+        false
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
+        let _one_at_a_time = self.1.lock();
+        // 50 MB/s.
+        thread::sleep(Duration::from_nanos(buf.len() as u64 * 20));
+        self.0.read_at(offset, buf)
+    }
+}
+
+impl Store for Slow {
+    fn url(&self) -> &str {
+        self.0.url()
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
+        self.0.create(name, bytes)
+    }
+
+    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn ObjectReader>> {
+        Ok(Box::new(SlowReader(self.0.open(name)?, Arc::clone(&self.1))))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.0.put(name, bytes)
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
+        self.0.publish(name, bytes)
+    }
+
+    fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> {
+        self.0.sync(names)
+    }
+
+    fn list(&self, dir: &str) -> shardfast_store::Result<Vec<Entry>> {
+        self.0.list(dir)
+    }
+
+    fn delete(&self, name: &str) -> shardfast_store::Result<()> {
+        self.0.delete(name)
+    }
+
+    fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> {
+        self.0.delete_tree(dir)
+    }
+}
+
+/// As much for each of two ranks as is worth a trial; a round takes 4 MiB from each of them.
+#[test]
+fn what_is_slower_is_left() {
+    let (place, truth) = (scratch(), matrix(17 << 10));
+    let url = saved(place.path(), &truth);
+    let (unique, turn) = ((17 << 10) * 4096, Arc::default());
+    // Storage, beside which messages take no time.
+    let slow = |engine: &Arc<Engine>| {
+        let store: Arc<dyn Store> = Arc::new(Slow(shardfast_store::open(&url)?, Arc::clone(&turn)));
+        checkpoint::open_from(engine, Ok(store), &url, LONG)
+    };
+    let job = Job::staged(Layout::replicas(2), STAGING_BYTES);
+    let (flaw, traffic) = job.compare_by(Way::Measured, slow, &truth, &mut Dice(3)).unwrap();
+    assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+    let read = total(&traffic, |traffic| traffic.bytes_read);
+    assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
+
+    // Messages, beside which storage takes no time.
+    let carried = carried(Way::Measured, (&truth, &url), 2, &|_, _| {
+        thread::sleep(Duration::from_millis(250));
+        Ok(())
+    });
+    for loaded in carried {
+        let (flaw, traffic) = loaded.unwrap();
+        assert!(flaw.is_none() && !traffic.is_shared && traffic.bytes_received > 0, "{traffic:?}");
+        assert!((unique * 3 / 4..unique).contains(&traffic.bytes_read), "{traffic:?}");
+    }
+}
+
+const ROLE: &str = "SHARDFAST_TEST_ROLE";
+const MARK: &str = "told: ";
+/// In which a rank must learn that the other one is gone, on a busy machine.
+const BOUNDED: Duration = Duration::from_secs(30);
+
+/// Not a test by itself: rank 1 of two, which loads as often as it is asked to, until it is killed.
+#[test]
+fn peer() {
+    let Some((address, url)) = env::var(ROLE).ok().and_then(|role| {
+        role.strip_prefix("share ").and_then(|role| role.split_once(' ')).map(|(a, b)| (a.to_owned(), b.to_owned()))
+    }) else {
+        return;
+    };
+    let coord = place(1).join(Some(&address), LONG).unwrap();
+    let engine = Engine::new(coord, STAGING_BYTES).unwrap();
+    println!("{MARK}joined");
+    loop {
+        load_whole(&engine, &url, LONG).unwrap();
+    }
+}
+
+/// Loads all of a matrix on this rank of two, sharing.
+fn load_whole(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Traffic> {
+    let opened = checkpoint::open(engine, url, deadline)?;
+    let truth = matrix(8);
+    let rows = opened.manifest().files().iter().map(|file| file.bytes - file.data_start).sum::<u64>() / 4096;
+    let shape = [rows, 512];
+    let name = truth.leaves.keys().next().unwrap().clone();
+    let block = crate::block::Block::dense(&shape, 8);
+    let mut places = [Place { name, region: shardfast_format::Region::whole(&shape), block }];
+    let (wants, values) = wants(opened.manifest(), &mut places);
+    opened.load_by(Way::Shared, None, &wants, &values, deadline).map(|loaded| loaded.traffic)
+}
+
+struct Peer(Child, BufReader<ChildStdout>);
+
+impl Peer {
+    fn start(address: &str, url: &str) -> Peer {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "share::peer", "--nocapture"]).env(ROLE, format!("share {address} {url}"));
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Peer(child, output)
+    }
+
+    fn signal(&self, name: &str) {
+        assert!(Command::new("kill").args([name, &self.0.id().to_string()]).status().unwrap().success());
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// Loads with a peer that gets a signal after a while; how long after that this rank knew, and what it heard.
+fn lost(url: &str, after: Duration, signal: &str, deadline: Duration) -> (Duration, Error) {
+    let place = place(0);
+    // Its peer is let in when this rank has joined, too.
+    let mut peer = Peer::start(place.address().unwrap(), url);
+    let coord = place.join(None, LONG).unwrap();
+    let mut line = String::new();
+    while !line.contains(MARK) {
+        line.clear();
+        assert!(peer.1.read_line(&mut line).unwrap() > 0, "the peer ended");
+    }
+    let engine = Engine::new(coord, STAGING_BYTES).unwrap();
+    load_whole(&engine, url, LONG).unwrap();
+    thread::scope(|threads| {
+        let killer = threads.spawn(|| {
+            thread::sleep(after);
+            peer.signal(signal);
+            Instant::now()
+        });
+        let error = loop {
+            if let Err(error) = load_whole(&engine, url, deadline) {
+                break error;
+            }
+        };
+        let heard = Instant::now();
+        std::io::stdout().flush().unwrap();
+        (heard.duration_since(killer.join().unwrap()), error)
+    })
+}
+
+#[test]
+fn a_killed_peer_is_named_at_once() {
+    let (place, truth) = (scratch(), matrix(4096));
+    let url = saved(place.path(), &truth);
+    for kill in 0..8 {
+        let after = Duration::from_millis(7 * kill);
+        let (waited, error) = lost(&url, after, "-KILL", LONG);
+        assert!(waited < BOUNDED, "killed after {after:?}, heard {waited:?} later: {error}");
+        assert!(error.kind == Kind::Unavailable && error.message.contains("rank 1"), "{error}");
+    }
+}
+
+#[test]
+fn a_stopped_peer_is_named_within_the_deadline() {
+    let (place, truth) = (scratch(), matrix(4096));
+    let url = saved(place.path(), &truth);
+    let deadline = Duration::from_secs(2);
+    let (waited, error) = lost(&url, Duration::from_millis(20), "-STOP", deadline);
+    assert!(waited < 5 * deadline, "stopped, heard {waited:?} later: {error}");
+    assert!(error.kind == Kind::Unavailable && error.message.contains("rank 1"), "{error}");
+}

@@ -1,0 +1,76 @@
+//! The memory of tensors, kept allocated, and what is done to it meanwhile.
+
+#![allow(unsafe_code)] // calls of one argument without a tuple for it
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyList, PyString};
+
+/// Keeps the memory of tensors allocated and notices what is done to it; keeps no tensor alive beyond that.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Hold {
+    memory: Vec<Py<PyAny>>,
+    address: Py<PyAny>,
+    version: Py<PyString>,
+    addresses: Vec<u64>,
+}
+
+/// How the tensors of a hold were at a moment.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Stamp {
+    versions: Vec<i64>,
+}
+
+#[pymethods]
+impl Hold {
+    /// `memory` keeps what the tensors lie in, one for each, and `address` tells where that is now; `version` is the
+    /// name of the tensors' attribute that counts writes.
+    #[new]
+    fn new(memory: Vec<Py<PyAny>>, address: Py<PyAny>, version: Py<PyString>, py: Python<'_>) -> PyResult<Hold> {
+        let mut hold = Hold { memory, address, version, addresses: Vec::new() };
+        hold.addresses = hold.now(py)?;
+        Ok(hold)
+    }
+
+    /// How the tensors, those of the hold, are now; `None` when what is held has moved.
+    fn stamp(&self, tensors: &Bound<'_, PyList>) -> PyResult<Option<Stamp>> {
+        if self.now(tensors.py())? != self.addresses {
+            return Ok(None);
+        }
+        Ok(Some(Stamp { versions: self.versions(tensors)? }))
+    }
+
+    /// What was done since the stamp was made: each tensor's number, and a word such as "written".
+    fn changes(&self, tensors: &Bound<'_, PyList>, stamp: &Stamp) -> PyResult<Vec<(usize, &'static str)>> {
+        let (addresses, versions) = (self.now(tensors.py())?, self.versions(tensors)?);
+        let moved = addresses.iter().zip(&self.addresses).map(|(now, then)| now != then);
+        let written = versions.iter().zip(&stamp.versions).map(|(now, then)| now != then);
+        let changes = moved.zip(written).map(|(is_moved, is_written)| match (is_moved, is_written) {
+            (true, _) => Some("resized or moved"),
+            (false, true) => Some("written"),
+            (false, false) => None,
+        });
+        Ok(changes.enumerate().filter_map(|(number, what)| Some((number, what?))).collect())
+    }
+}
+
+impl Hold {
+    /// Memory that is resized is elsewhere before the old is given back.
+    fn now(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let end = std::ptr::null_mut::<ffi::PyObject>();
+        let address = |memory: &Py<PyAny>| {
+            // SAFETY: both are live objects, and the interpreter is attached; a new reference or an error comes back.
+            let found = unsafe {
+                let found = ffi::PyObject_CallFunctionObjArgs(self.address.as_ptr(), memory.as_ptr(), end);
+                Bound::from_owned_ptr_or_err(py, found)?
+            };
+            found.cast_into::<PyInt>()?.extract()
+        };
+        self.memory.iter().map(address).collect()
+    }
+
+    fn versions(&self, tensors: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
+        let name = self.version.bind(tensors.py());
+        tensors.iter().map(|tensor| tensor.getattr(name)?.extract()).collect()
+    }
+}

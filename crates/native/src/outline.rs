@@ -1,0 +1,452 @@
+//! Whether objects of a framework hold what they held: the same names in the same slots, tensors where they lay.
+
+#![allow(unsafe_code)] // looks into containers
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
+
+use crate::borrowed::{entries_while, items_while};
+use crate::dlpack;
+use crate::errors::invalid;
+
+/// What stands in an attribute of an object, and how much of it counts.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// A dict or a set, of which the names count.
+    Names,
+    /// A dict of the outline's objects, or `None`, by name.
+    Objects,
+    /// One of the outline's objects.
+    Object,
+    /// A dict of entries by name.
+    Entries,
+    /// A list of dicts, each with a list of members under "params".
+    Groups,
+    /// A dict by member of dicts of entries by name; or, under a name of its own, of an entry.
+    State,
+}
+
+impl Kind {
+    fn from_name(name: &str) -> PyResult<Kind> {
+        Ok(match name {
+            "names" => Kind::Names,
+            "objects" => Kind::Objects,
+            "object" => Kind::Object,
+            "entries" => Kind::Entries,
+            "groups" => Kind::Groups,
+            "state" => Kind::State,
+            other => return Err(invalid(format!("an attribute of unknown kind {other:?}"))),
+        })
+    }
+}
+
+/// An object and those of its attributes that count.
+struct Part {
+    object: Py<PyWeakrefReference>,
+    attributes: Vec<(Py<PyString>, Kind)>,
+}
+
+/// What a walk met, in order. Names are held: nothing else can come to stand at their addresses.
+#[derive(Default)]
+struct Met {
+    lengths: Vec<usize>,
+    names: Vec<Py<PyAny>>,
+    /// Numbers of objects and members.
+    links: Vec<Option<usize>>,
+}
+
+/// How a tensor that wraps this rank's memory tells of it.
+struct Wrapper {
+    /// The attribute that says how it is sharded: never changed, only replaced.
+    layout: Py<PyString>,
+    /// The attribute with the memory.
+    inner: Py<PyString>,
+    /// The memory's exact type.
+    kind: Py<PyType>,
+}
+
+/// What one bundle's objects hold.
+struct Bundle {
+    parts: Vec<Part>,
+    met: Met,
+    /// The types of all entries that are none of the tensors.
+    others: Vec<(usize, Py<PyType>)>,
+    /// Which entries are the bundle's tensors.
+    tensors: Vec<usize>,
+    /// Which entries are parameters; all members are, too.
+    parameters: Vec<usize>,
+    /// Which entries are asked for beside the tensors.
+    wanted: Vec<usize>,
+    /// Which of the tensors are sharded, and how.
+    sharded: Vec<(usize, Py<PyAny>)>,
+    wrapper: Option<Wrapper>,
+}
+
+/// The objects of a state's bundles as they were when this was made, of which nothing is kept alive but names and
+/// layouts.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Outline {
+    bundles: Vec<Bundle>,
+    places: Vec<u8>,
+    parameters: Same,
+}
+
+/// `(objects, tensors, parameters, others, sharded, wrapper)`, as [`Outline`] takes a bundle.
+type Given<'py> = (
+    Vec<(Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)>,
+    Vec<usize>,
+    Vec<usize>,
+    Vec<usize>,
+    Vec<(usize, Bound<'py, PyAny>)>,
+    Option<(Bound<'py, PyString>, Bound<'py, PyString>, Bound<'py, PyType>)>,
+);
+
+#[pymethods]
+impl Outline {
+    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper)`:
+    ///
+    /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
+    ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
+    ///   whose "params" are members) and "state" (a dict by member of dicts of entries, or by name of an entry). What
+    ///   is met in them in this order numbers the entries.
+    /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
+    /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
+    /// - `others`: numbers of the entries that are wanted, too.
+    /// - `sharded`: `(number among the tensors, layout)` of those that wrap this rank's memory.
+    /// - `wrapper`: the names of these tensors' attributes for the layout and for the memory, and its exact type.
+    ///
+    /// Raises `TypeError` for what cannot be looked at again, and what the framework raises of tensors that do not tell
+    /// where they lie.
+    #[new]
+    fn new(py: Python<'_>, bundles: Vec<Given<'_>>) -> PyResult<Outline> {
+        let bundles = bundles.into_iter().map(Bundle::new).collect::<PyResult<Vec<_>>>()?;
+        let mut outline = Outline { bundles, places: Vec::new(), parameters: Same::default() };
+        let seen = outline.seen(py)?.ok_or_else(unstable)?;
+        outline.places = dlpack::places_of(py, &seen.tensors)?;
+        outline.parameters = Same::of(&seen.parameters);
+        Ok(outline)
+    }
+
+    /// The tensors of all bundles, in order, with this rank's memory in place of what is sharded, and each bundle's
+    /// other entries, if all is as it was: names, types, layouts, places and which parameters are the same.
+    fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
+        let Some(seen) = self.seen(py)? else { return Ok(None) };
+        if !self.parameters.holds_of(&seen.parameters) || dlpack::places_of(py, &seen.tensors)? != self.places {
+            return Ok(None);
+        }
+        Ok(Some((PyList::new(py, seen.tensors)?, seen.others)))
+    }
+}
+
+/// Tensors, and other entries by bundle.
+type Again<'py> = (Bound<'py, PyList>, Vec<Vec<Bound<'py, PyAny>>>);
+
+/// What all bundles hold now.
+#[derive(Default)]
+struct Seen<'py> {
+    tensors: Vec<Bound<'py, PyAny>>,
+    others: Vec<Vec<Bound<'py, PyAny>>>,
+    /// Addresses.
+    parameters: Vec<usize>,
+}
+
+impl Outline {
+    fn seen<'py>(&self, py: Python<'py>) -> PyResult<Option<Seen<'py>>> {
+        let mut seen = Seen::default();
+        for bundle in &self.bundles {
+            let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
+            let mut walk = Walk::new(&objects, Some(&bundle.met));
+            if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen.tensors)? {
+                return Ok(None);
+            }
+            seen.others.push(bundle.wanted.iter().map(|&number| walk.entries[number].clone()).collect());
+            let entries = bundle.parameters.iter().map(|&number| &walk.entries[number]);
+            seen.parameters.extend(entries.chain(&walk.members).map(|parameter| parameter.as_ptr() as usize));
+        }
+        Ok(Some(seen))
+    }
+}
+
+impl Bundle {
+    fn new<'py>(given: Given<'py>) -> PyResult<Bundle> {
+        let (objects, tensors, parameters, wanted, sharded, wrapper) = given;
+        let part = |(object, attributes): (Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)| {
+            let kinds = attributes.into_iter().map(|(name, kind)| Ok((name.unbind(), Kind::from_name(&kind)?)));
+            let part = Part {
+                object: PyWeakrefReference::new(&object)?.unbind(),
+                attributes: kinds.collect::<PyResult<_>>()?,
+            };
+            Ok((object, part))
+        };
+        let parts = objects.into_iter().map(part).collect::<PyResult<Vec<_>>>()?;
+        let (objects, parts): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let mut walk = Walk::new(&objects, None);
+        if !walk.all(&parts)? {
+            return Err(unstable());
+        }
+        let (entries, met) = (walk.entries, walk.made);
+        let numbers = tensors.iter().chain(&parameters).chain(&wanted);
+        if numbers.copied().chain(sharded.iter().map(|(number, _)| tensors[*number])).any(|n| n >= entries.len()) {
+            return Err(invalid(format!("expected numbers of {} entries", entries.len())));
+        }
+        let mut is_tensor = vec![false; entries.len()];
+        tensors.iter().for_each(|&number| is_tensor[number] = true);
+        let others = entries.iter().enumerate().filter(|(number, _)| !is_tensor[*number]);
+        Ok(Bundle {
+            others: others.map(|(number, entry)| (number, entry.get_type().unbind())).collect(),
+            parts,
+            met,
+            tensors,
+            parameters,
+            wanted,
+            sharded: sharded.into_iter().map(|(number, layout)| (number, layout.unbind())).collect(),
+            wrapper: wrapper.map(|(layout, inner, kind)| Wrapper {
+                layout: layout.unbind(),
+                inner: inner.unbind(),
+                kind: kind.unbind(),
+            }),
+        })
+    }
+
+    /// Adds the bundle's tensors to `out`; `false` if an entry is of another type now, or is sharded otherwise.
+    fn tensors<'py>(&self, py: Python<'py>, walk: &Walk<'_, 'py>, out: &mut Vec<Bound<'py, PyAny>>) -> PyResult<bool> {
+        let is_kept = |(number, kind): &(usize, Py<PyType>)| walk.entries[*number].get_type().is(kind);
+        if !self.others.iter().all(is_kept) {
+            return Ok(false);
+        }
+        let first = out.len();
+        out.extend(self.tensors.iter().map(|&number| walk.entries[number].clone()));
+        let Some(wrapper) = &self.wrapper else { return Ok(true) };
+        for (number, layout) in &self.sharded {
+            let tensor = &mut out[first + number];
+            if !tensor.getattr_opt(&wrapper.layout)?.is_some_and(|now| now.is(layout)) {
+                return Ok(false);
+            }
+            match tensor.getattr_opt(&wrapper.inner)? {
+                Some(inner) if inner.get_type().is(wrapper.kind.bind(py)) => *tensor = inner,
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// One walk through the objects of a bundle: it notes what it meets, or compares it with what was met before.
+struct Walk<'a, 'py> {
+    objects: &'a [Bound<'py, PyAny>],
+    known: Option<&'a Met>,
+    made: Met,
+    /// How much of what is known was met.
+    lengths: usize,
+    names: usize,
+    links: usize,
+    entries: Vec<Bound<'py, PyAny>>,
+    members: Vec<Bound<'py, PyAny>>,
+    /// Numbers of objects and of members by address, to note them by.
+    object_numbers: HashMap<usize, usize>,
+    member_numbers: HashMap<usize, usize>,
+}
+
+impl<'a, 'py> Walk<'a, 'py> {
+    fn new(objects: &'a [Bound<'py, PyAny>], known: Option<&'a Met>) -> Self {
+        let mut object_numbers = HashMap::new();
+        if known.is_none() {
+            object_numbers
+                .extend(objects.iter().enumerate().map(|(number, object)| (object.as_ptr() as usize, number)));
+        }
+        let (entries, members) = (Vec::with_capacity(known.map_or(0, |met| met.names.len())), Vec::new());
+        Walk {
+            objects,
+            known,
+            made: Met::default(),
+            lengths: 0,
+            names: 0,
+            links: 0,
+            entries,
+            members,
+            object_numbers,
+            member_numbers: HashMap::new(),
+        }
+    }
+
+    /// Whether all is as it was, and could be looked at.
+    fn all(&mut self, parts: &[Part]) -> PyResult<bool> {
+        for (object, part) in self.objects.iter().zip(parts) {
+            let slots = object.getattr_opt(intern!(object.py(), "__dict__"))?;
+            let slots = slots.as_ref().and_then(|slots| slots.cast::<PyDict>().ok());
+            for (name, kind) in &part.attributes {
+                let name = name.bind(object.py());
+                let there = slots.map(|slots| slots.get_item(name)).transpose()?.flatten();
+                let there = there.map_or_else(|| object.getattr_opt(name), |there| Ok(Some(there)))?;
+                if !there.is_some_and(|there| self.attribute(&there, *kind)) {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn attribute(&mut self, there: &Bound<'py, PyAny>, kind: Kind) -> bool {
+        match kind {
+            Kind::Names => self.names_of(there),
+            Kind::Objects => self.dict(there, |walk, name, child| walk.name(name) && walk.object(child)),
+            Kind::Object => self.object(there),
+            Kind::Entries => self.entries_of(there),
+            Kind::Groups => self.groups(there),
+            Kind::State => self.dict(there, Self::state),
+        }
+    }
+
+    /// A dict, each of its entries said to be as it was. What looks at them runs no code of the program.
+    fn dict(
+        &mut self,
+        there: &Bound<'py, PyAny>,
+        look: impl Fn(&mut Self, &Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
+    ) -> bool {
+        let Ok(dict) = there.cast::<PyDict>() else { return false };
+        let length = dict.len();
+        // SAFETY: `look` is one of the functions of this walk: they compare addresses, exact texts and exact numbers.
+        self.length(length) && (length == 0 || unsafe { entries_while(dict, |k, v| look(self, k, v)) } == length)
+    }
+
+    fn names_of(&mut self, there: &Bound<'py, PyAny>) -> bool {
+        match there.cast::<PySet>() {
+            Ok(set) => self.length(set.len()) && (set.is_empty() || set.iter().all(|name| self.name(&name))),
+            Err(_) => self.dict(there, |walk, name, _| walk.name(name)),
+        }
+    }
+
+    fn entries_of(&mut self, there: &Bound<'py, PyAny>) -> bool {
+        self.dict(there, |walk, name, entry| {
+            walk.entries.push(entry.clone());
+            walk.name(name)
+        })
+    }
+
+    fn groups(&mut self, there: &Bound<'py, PyAny>) -> bool {
+        let Ok(groups) = there.cast::<PyList>() else { return false };
+        self.length(groups.len()) && groups.iter().all(|group| self.group(&group).unwrap_or(false))
+    }
+
+    fn group(&mut self, group: &Bound<'py, PyAny>) -> Option<bool> {
+        let members = group.cast::<PyDict>().ok()?.get_item(intern!(group.py(), "params")).ok()??;
+        let members = members.cast::<PyList>().ok()?;
+        let first = self.members.len();
+        // SAFETY: the closure counts a reference and does nothing else.
+        unsafe {
+            items_while(members, |member| {
+                self.members.push(member.clone());
+                true
+            });
+        }
+        if self.known.is_none() {
+            for (number, member) in self.members.iter().enumerate().skip(first) {
+                self.member_numbers.entry(member.as_ptr() as usize).or_insert(number);
+            }
+        }
+        Some(self.length(members.len()))
+    }
+
+    /// The state of a member, or an entry that belongs to none.
+    fn state(&mut self, key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>) -> bool {
+        if key.is_exact_instance_of::<PyString>() {
+            self.entries.push(value.clone());
+            return self.link(None) && self.name(key);
+        }
+        let address = key.as_ptr() as usize;
+        let number = match self.known {
+            Some(met) => met.links.get(self.links).copied().flatten(),
+            None => self.member_numbers.get(&address).copied(),
+        };
+        let is_member = number.and_then(|number| self.members.get(number)).is_some_and(|member| member.is(key));
+        is_member && self.link(number) && self.entries_of(value)
+    }
+
+    fn object(&mut self, there: &Bound<'py, PyAny>) -> bool {
+        if there.is_none() {
+            return self.link(None);
+        }
+        let number = match self.known {
+            Some(met) => met.links.get(self.links).copied().flatten(),
+            None => self.object_numbers.get(&(there.as_ptr() as usize)).copied(),
+        };
+        number.and_then(|number| self.objects.get(number)).is_some_and(|object| object.is(there)) && self.link(number)
+    }
+
+    fn length(&mut self, length: usize) -> bool {
+        let Some(met) = self.known else {
+            self.made.lengths.push(length);
+            return true;
+        };
+        self.lengths += 1;
+        met.lengths.get(self.lengths - 1) == Some(&length)
+    }
+
+    fn link(&mut self, number: Option<usize>) -> bool {
+        let Some(met) = self.known else {
+            self.made.links.push(number);
+            return true;
+        };
+        self.links += 1;
+        met.links.get(self.links - 1) == Some(&number)
+    }
+
+    /// A name that is a text or a number, of exactly these types: others may do anything when they are compared.
+    fn name(&mut self, name: &Bound<'py, PyAny>) -> bool {
+        let is_text = name.is_exact_instance_of::<PyString>();
+        let Some(met) = self.known else {
+            self.made.names.push(name.clone().unbind());
+            return is_text || name.is_exact_instance_of::<PyInt>();
+        };
+        self.names += 1;
+        let Some(known) = met.names.get(self.names - 1) else { return false };
+        name.is(known) || {
+            let known = known.bind(name.py());
+            known.get_type().is(name.get_type()) && known.eq(name).unwrap_or(false)
+        }
+    }
+}
+
+/// The objects, if all are still there.
+fn upgraded<'py>(py: Python<'py>, parts: &[Part]) -> Option<Vec<Bound<'py, PyAny>>> {
+    parts.iter().map(|part| part.object.bind(py).upgrade()).collect()
+}
+
+fn unstable() -> PyErr {
+    pyo3::exceptions::PyTypeError::new_err("what the objects hold cannot be looked at again")
+}
+
+/// Which of some objects are one and the same.
+#[derive(Default)]
+struct Same {
+    /// For each object, the number of the first one that is the same.
+    first: Vec<usize>,
+    distinct: usize,
+}
+
+impl Same {
+    fn of(addresses: &[usize]) -> Same {
+        let mut numbers = HashMap::new();
+        let first = addresses.iter().enumerate().map(|(number, address)| match numbers.entry(*address) {
+            Entry::Occupied(first) => *first.get(),
+            Entry::Vacant(place) => *place.insert(number),
+        });
+        Same { first: first.collect(), distinct: numbers.len() }
+    }
+
+    /// Whether it is so of these objects, too.
+    fn holds_of(&self, addresses: &[usize]) -> bool {
+        if addresses.len() != self.first.len() {
+            return false;
+        }
+        let mut sorted = addresses.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        sorted.len() == self.distinct
+            && self.first.iter().zip(addresses).all(|(&first, address)| addresses[first] == *address)
+    }
+}

@@ -1,0 +1,113 @@
+//! Which items touch the same blocks: one pass over each file.
+
+use std::collections::HashSet;
+
+use shardfast_format::{BLOCK_BYTES, Manifest};
+
+use super::Sets;
+use super::part::Part;
+
+/// What a pass found.
+pub(super) struct Swept {
+    /// Pairs of items of which something lies in one block, both ways round, sorted; only those of different ranks.
+    pairs: Vec<(u32, u32)>,
+    pub(super) bytes_for_each: u64,
+    pub(super) bytes_for_all: u64,
+}
+
+/// A part's blocks.
+struct Span {
+    file: u32,
+    first: u64,
+    /// The block behind the last one.
+    end: u64,
+    item: u32,
+}
+
+/// Finds the pairs of items that touch the same blocks; `None` when ranks would have to be told of more than `told_max`
+/// foreign items.
+pub(super) fn sweep(
+    manifest: &Manifest,
+    parts: &[Part],
+    set_of: &[u32],
+    sets: &mut Sets,
+    told_max: usize,
+) -> Option<Swept> {
+    let span = |part: &Part| {
+        let data_start = manifest.files()[part.file as usize].data_start;
+        let block = |at: u64| at.saturating_sub(data_start) / BLOCK_BYTES;
+        Span { file: part.file, first: block(part.begin), end: block(part.end - 1) + 1, item: part.item }
+    };
+    let mut spans: Vec<Span> = parts.iter().map(span).collect();
+    spans.sort_unstable_by_key(|span| (span.file, span.first, span.item));
+
+    let mut pass = Pass { active: Vec::new(), at: 0, for_each: 0, for_all: 0 };
+    let (mut pairs, mut told) = (HashSet::new(), 0usize);
+    for group in spans.chunk_by(|a, b| (a.file, a.first) == (b.file, b.first)) {
+        let place = (group[0].file, group[0].first);
+        pass.go_to(place, sets, set_of);
+        for span in group {
+            for active in &pass.active {
+                let (a, b) = (active.item.min(span.item), active.item.max(span.item));
+                let (set_a, set_b) = (set_of[a as usize], set_of[b as usize]);
+                if set_a != set_b && pairs.insert((a, b)) {
+                    told += sets.ranks(set_a).len() + sets.ranks(set_b).len();
+                }
+            }
+            if told > told_max {
+                return None;
+            }
+            pass.active.push(Active { file: span.file, end: span.end, item: span.item });
+        }
+    }
+    pass.go_to((u32::MAX, u64::MAX), sets, set_of);
+    let mut pairs: Vec<(u32, u32)> = pairs.into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect();
+    pairs.sort_unstable();
+    Some(Swept { pairs, bytes_for_each: pass.for_each * BLOCK_BYTES, bytes_for_all: pass.for_all * BLOCK_BYTES })
+}
+
+impl Swept {
+    /// The items that have a block in common with this one and other ranks.
+    pub(super) fn beside(&self, item: u32) -> impl Iterator<Item = u32> {
+        let first = self.pairs.partition_point(|&(a, _)| a < item);
+        self.pairs[first..].iter().take_while(move |&&(a, _)| a == item).map(|&(_, b)| b)
+    }
+}
+
+struct Active {
+    file: u32,
+    end: u64,
+    item: u32,
+}
+
+/// How far the pass has come, and what reaches beyond.
+struct Pass {
+    active: Vec<Active>,
+    at: u64,
+    for_each: u64,
+    for_all: u64,
+}
+
+impl Pass {
+    /// Counts the blocks up to a place, and forgets what ends before it.
+    fn go_to(&mut self, (file, block): (u32, u64), sets: &mut Sets, set_of: &[u32]) {
+        while let Some(first) = self.active.iter().map(|active| active.end).min() {
+            let is_here = self.active[0].file == file;
+            let to = if is_here { first.min(block) } else { first };
+            if to > self.at {
+                let mut known: Vec<u32> = self.active.iter().map(|active| set_of[active.item as usize]).collect();
+                known.sort_unstable();
+                known.dedup();
+                let union = sets.union(&known);
+                self.for_each += (to - self.at) * sets.ranks(union).len() as u64;
+                self.for_all += to - self.at;
+                self.at = to;
+            }
+            if is_here && first > block {
+                break;
+            }
+            self.active.retain(|active| active.end > to);
+        }
+        self.at = block;
+    }
+}

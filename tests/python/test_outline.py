@@ -1,0 +1,213 @@
+"""An outline is that of its objects while they hold what they held, and a hold tells what was done to its memory."""
+
+import gc
+
+import pytest
+import torch
+from shardfast.catalog import Hold, Outline, Wrapper
+from shardfast.description import held, outlined
+
+
+class Box:
+    def __init__(self, **slots):
+        vars(self).update(slots)
+
+
+class Wrapping(torch.Tensor):
+    """Wraps its memory, as a sharded tensor does."""
+
+
+def wrapping(inner, layout):
+    tensor = torch.ones(2).as_subclass(Wrapping)
+    tensor.inner_memory, tensor.sharded_as = inner, layout  # `layout` is an attribute of all tensors
+    return tensor
+
+
+LAYOUT = object()
+
+
+def made():
+    """A state of boxes, and its outline."""
+    inner, below = Box(), Box(entries={"w": torch.ones(3)})
+    first, second, third = (torch.ones(n) for n in (4, 5, 6))
+    box = Box(
+        names={"one": 1, 7: 2},
+        set={"x"},
+        children={"below": below, "none": None},
+        other=inner,
+        entries={"w": first, "again": first, "text": "a text", "sharded": wrapping(torch.ones(2), LAYOUT)},
+        groups=[{"params": [first, second]}, {"params": [third], "lr": 0.1}],
+        state={first: {"step": 1, "mean": torch.ones(4)}, third: {}, "total": 3},
+    )
+    attributes = [("names", "names"), ("set", "names"), ("children", "objects"), ("other", "object"),
+                  ("entries", "entries"), ("groups", "groups"), ("state", "state")]  # fmt: skip
+    objects = [(box, attributes), (inner, []), (below, [("entries", "entries")])]
+    # w again text sharded | step mean | total | w
+    tensors, parameters, others = [0, 1, 3, 5, 7], [0, 1], [4, 6]
+    wrapper = Wrapper("sharded_as", "inner_memory", torch.Tensor)
+    return box, Outline(objects, tensors, parameters, others, [(2, LAYOUT)], wrapper, lambda entries: {})
+
+
+def test_what_is_the_same_is_told_with_what_it_holds_now():
+    box, outline = made()
+    native = outlined([outline])
+    tensors, others = native.again()
+    assert [id(one) for one in tensors] == [
+        *map(id, [box.entries["w"], box.entries["w"], box.entries["sharded"].inner_memory]),
+        *map(id, [box.state[box.entries["w"]]["mean"], box.children["below"].entries["w"]]),
+    ]
+    assert others == [[1, 3]]
+    box.state[box.entries["w"]]["step"] = 2
+    box.state["total"] = 5
+    box.groups[1]["lr"] = "other"
+    box.names["one"] = object()
+    box.entries = dict(box.entries)
+    box.entries["w"] += 1
+    assert native.again()[1] == [[2, 5]]
+
+
+def a_key_by_an_equal_one(box):
+    """A text of its own that is the same is the same name."""
+    box.entries = {"".join(["te", "xt"]) if name == "text" else name: one for name, one in box.entries.items()}
+
+
+def test_equal_names_are_the_same():
+    box, outline = made()
+    native = outlined([outline])
+    a_key_by_an_equal_one(box)
+    assert native.again() is not None
+
+
+CHANGES = {
+    "another name": lambda box: box.names.update(two=2),
+    "no name": lambda box: box.names.pop(7),
+    "names in another order": lambda box: box.names.update(one=box.names.pop("one")),
+    "another number for a name": lambda box: box.names.update({8: box.names.pop(7)}),
+    "a name of another type": lambda box: box.names.update({"7": box.names.pop(7)}),
+    "a name in a set": lambda box: box.set.add("y"),
+    "another name in a set": lambda box: (box.set.clear(), box.set.add("y")),
+    "a slot of another kind": lambda box: vars(box).update(entries=list(box.entries.values())),
+    "no slot": lambda box: vars(box).pop("names"),
+    "another child": lambda box: box.children.update(below=Box(**vars(box.children["below"]))),
+    "a child in place of none": lambda box: box.children.update(none=box.children["below"]),
+    "no child": lambda box: box.children.update(below=None),
+    "another object": lambda box: vars(box).update(other=Box()),
+    "the wrong object": lambda box: vars(box).update(other=box),
+    "a tensor of other memory": lambda box: box.entries.update(w=torch.ones(4)),
+    "a tensor of another shape": lambda box: box.entries["w"].resize_(2, 2),
+    "a tensor of another type": lambda box: vars(box)["entries"].update(w=box.entries["w"].view(torch.int32)),
+    "a tensor of another class": lambda box: box.entries.update(again=torch.nn.Parameter(box.entries["w"])),
+    "no tensor": lambda box: box.entries.update(w=None),
+    "a value of another type": lambda box: box.entries.update(text=b"bytes"),
+    "a tensor in place of a value": lambda box: box.entries.update(text=torch.ones(1)),
+    "the same memory as another tensor": lambda box: box.entries.update(again=box.entries["w"].detach()),
+    "another layout": lambda box: setattr(box.entries["sharded"], "sharded_as", object()),
+    "no layout": lambda box: delattr(box.entries["sharded"], "sharded_as"),
+    "other memory inside": lambda box: setattr(box.entries["sharded"], "inner_memory", torch.ones(2)),
+    "another class inside": lambda box: setattr(box.entries["sharded"], "inner_memory", box.entries["sharded"]),
+    "nothing inside": lambda box: delattr(box.entries["sharded"], "inner_memory"),
+    "another group": lambda box: box.groups.append({"params": []}),
+    "groups cut otherwise": lambda box: box.groups[1]["params"].insert(0, box.groups[0]["params"].pop()),
+    "no members": lambda box: box.groups[1].pop("params"),
+    "another member": lambda box: box.groups[0]["params"].__setitem__(0, torch.ones(1)),
+    "members in another order": lambda box: box.groups[0]["params"].reverse(),
+    "a member twice": lambda box: box.groups[0]["params"].__setitem__(1, box.groups[0]["params"][0]),
+    "state of another member": lambda box: box.state.update({box.groups[0]["params"][1]: {}}),
+    "state of none any more": lambda box: box.state.clear(),
+    "state that is no dict": lambda box: box.state.update({box.groups[1]["params"][0]: []}),
+    "state under another name": lambda box: box.state.update(sum=box.state.pop("total")),
+    "another entry of state": lambda box: box.state[box.groups[1]["params"][0]].update(step=1),
+    "state of another type": lambda box: box.state.update(total="3"),
+    "a class in the slots": lambda box: vars(box.children["below"]).pop("entries"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_is_noticed(name):
+    box, outline = made()
+    native = outlined([outline])
+    assert native.again() is not None
+    CHANGES[name](box)
+    assert native.again() is None
+
+
+def test_two_parameters_that_were_one_are_noticed_between_bundles():
+    shared = torch.ones(3)
+    boxes = [Box(entries={"w": shared}) for _ in range(2)]
+    outlines = [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict) for box in boxes]
+    native = outlined(outlines)
+    assert native.again() is not None
+    boxes[1].entries["w"] = shared.detach()  # where it was
+    assert native.again() is None
+    other = outlined(outlines)
+    assert other.again() is not None
+    boxes[1].entries["w"] = shared
+    assert other.again() is None
+    boxes[0].entries["w"] = boxes[1].entries["w"] = shared.detach()
+    assert native.again() is not None, "which one it is does not count"
+
+
+def test_it_counts_which_parameters_are_the_same():
+    one = torch.ones(3)
+    other = one.detach()  # where it is
+    boxes = [Box(entries={"w": of}) for of in (one, one, other)]
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict) for box in boxes])
+    assert native.again() is not None
+    boxes[1].entries["w"] = other
+    assert native.again() is None
+    boxes[0].entries["w"] = other
+    boxes[2].entries["w"] = one
+    assert native.again() is not None
+
+
+class Odd(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda box: box.names.update({(1, 2): 3}),
+        lambda box: box.entries.update({Odd("name"): 1}),
+        lambda box: box.children.update(stranger=Box()),
+        lambda box: box.state.update({torch.ones(1): {}}),
+        lambda box: box.entries.update(w="no tensor"),
+        lambda box: vars(box).pop("groups"),
+    ],
+)
+def test_what_cannot_be_looked_at_again_has_no_outline(spoil):
+    box, outline = made()
+    spoil(box)
+    assert outlined([outline]) is None
+
+
+def test_an_outline_keeps_nothing_alive():
+    box, outline = made()
+    native = outlined([outline])
+    seen = [sum(one is box for one in gc.get_objects())]
+    del box, outline
+    gc.collect()
+    assert seen == [1] and native.again() is None
+    assert not any(type(one) is Box for one in gc.get_objects())
+
+
+def test_numbers_that_are_none_are_errors():
+    box = Box(entries={})
+    with pytest.raises(Exception, match="numbers of 0 entries"):
+        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict)])
+
+
+def test_a_hold_tells_what_was_done():
+    tensors = [torch.ones(4) for _ in range(4)]
+    hold = held(Hold([one.untyped_storage() for one in tensors], torch.UntypedStorage.data_ptr, "_version"))
+    stamp = hold.stamp(tensors)
+    assert hold.changes(tensors, stamp) == []
+    tensors[1] += 1
+    tensors[2].untyped_storage().resize_(1 << 20)
+    tensors[3].data = torch.zeros(4)
+    assert hold.changes(tensors, stamp) == [(1, "written"), (2, "resized or moved")]
+    assert hold.stamp(tensors) is None
+    with pytest.raises(AttributeError):
+        hold.changes([object()] * 4, stamp)
+    with pytest.raises(TypeError):
+        held(Hold([1], lambda memory: "here", "_version"))

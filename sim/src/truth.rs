@@ -305,7 +305,7 @@ impl Tensor {
         let (rows, columns) = if is_large { (400, 50) } else { (1 + dice.below(9), 1 + dice.below(5)) };
         let shape = vec![rows, columns];
         let is_flat = dice.once_in(3);
-        let divisors: Vec<u32> = (1..=world).filter(|shards| world % shards == 0).collect();
+        let divisors: Vec<u32> = (1..=world).filter(|shards| world.is_multiple_of(*shards)).collect();
         let shards = u64::from(dice.pick(&divisors));
         let most = if is_flat { rows * columns } else { rows };
         let mut borders: Vec<u64> = (0..=shards).map(|shard| shard * most / shards).collect();

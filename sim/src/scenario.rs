@@ -95,6 +95,9 @@ impl Scenario {
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
         let is_storm = weather == Weather::Storm;
+        if !matches!(weather, Weather::Calm | Weather::Mischief) {
+            scenario.rival(&mut dice);
+        }
         if weather == Weather::Mischief || is_storm {
             let at = dice.below(saves) as usize;
             scenario.saves[at].do_wrong(&mut dice);
@@ -134,6 +137,15 @@ impl Scenario {
         scenario
     }
 
+    /// Lets saves that overlap go to one place, now and then: either may win.
+    fn rival(&mut self, dice: &mut Dice) {
+        for save in 1..self.saves.len() {
+            if self.saves[save].overlaps && dice.once_in(2) {
+                self.saves[save].place = self.saves[save - 1].place.clone();
+            }
+        }
+    }
+
     /// A job of so many ranks that saves below `run` so many times, with nothing in its way.
     pub(crate) fn calm(dice: &mut Dice, world: u32, run: &str, saves: u64) -> Scenario {
         let topology = Topology::new(world, 1 + dice.rank(4), 2 + dice.rank(3)).expect("a world of ranks");
@@ -151,7 +163,7 @@ impl Scenario {
         let mut truth = Truth::random(dice, world);
         for number in 0..saves {
             truth.change(dice);
-            let overlaps = number > 0 && dice.once_in(6);
+            let overlaps = number > 0 && dice.once_in(4);
             let again = scenario.saves.last().filter(|_| !overlaps && dice.once_in(3));
             let place = again.map_or_else(|| format!("{run}/step-{number:08}"), |last| last.place.clone());
             let deadline = Duration::from_secs(8 + dice.below(10));

@@ -115,6 +115,9 @@ fn run(
     let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
     let draft = ready.and_then(|()| planning::draft(operation, &state.catalog, state.replicas.as_ref()));
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
+    if drafted.is_some() {
+        progress.mark("planned");
+    }
 
     let (agreed, written) = std::thread::scope(|scope| {
         let (orders, planned) = mpsc::channel();
@@ -129,9 +132,9 @@ fn run(
             agreed.inspect_err(|error| progress.cancel(error))
         });
         // Without a draft nothing can be written before the others were heard.
-        let writes = drafted.map_or_else(|| planned.recv().unwrap_or_else(|_| Err(unheard())), Ok);
+        let ordered = || planned.recv().unwrap_or_else(|_| Err(unheard())).inspect(|_| progress.mark("planned"));
+        let writes = drafted.map_or_else(ordered, Ok);
         let written = writes.and_then(|writes| {
-            progress.mark("planned");
             while ablation::is_off("providers") && !agreement.is_finished() {
                 std::thread::yield_now();
             }
@@ -139,6 +142,7 @@ fn run(
             let checksums = destination.prove.then(|| replicas::checksums(&state, &operation.engine.staging, progress));
             let written =
                 Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress, state.is_waited_for);
+            progress.mark("written");
             Ok((written, checksums))
         });
         (agreement.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)

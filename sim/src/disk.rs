@@ -1,0 +1,218 @@
+//! The disk that all ranks share, as one of them has it: gone when the rank is, and failing where a trap is set.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_store::Mapping;
+use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
+use shardfast_store::simdisk::{SimDisk, SimFile, SimRing};
+
+use crate::process::Process;
+
+/// What a dead process's system calls fail with: nothing tries that again.
+const DEAD: Errno = Errno::ROFS;
+
+/// What happens at a system call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Fate {
+    /// The process dies, before the call or after it.
+    Die { after: bool },
+    /// The call fails and does nothing.
+    Fail(Errno),
+    /// It has its effect, and fails.
+    Lost(Errno),
+    /// It takes that long.
+    Slow(Duration),
+}
+
+/// At which system call something happens, once.
+#[derive(Clone, Debug)]
+pub(crate) struct Trap {
+    pub(crate) site: Site,
+    pub(crate) fate: Fate,
+}
+
+/// A system call of one rank. Several threads of it write at a time, so only the calls of one name on one kind of file
+/// have an order, and those of a decision.
+#[derive(Clone, Debug)]
+pub(crate) enum Site {
+    /// The call of that name on a data file of that key (on the key's directory where the call is for directories),
+    /// after so many others.
+    Data { name: &'static str, key: &'static str, left: u32 },
+    /// The `at`-th call, from 1, of the decision of that stage, after so many decisions.
+    Deciding { stage: &'static str, at: u32, left: u32 },
+}
+
+impl Trap {
+    /// Whether this call springs it. `deciding` is the decision under way, and the number of this call in it.
+    pub(crate) fn is_sprung(&mut self, name: &str, path: &Path, deciding: Option<(&str, u32)>) -> bool {
+        match (&mut self.site, deciding) {
+            (Site::Deciding { stage, at, left }, Some((found, number))) if found == *stage && number == *at => {
+                *left = left.wrapping_sub(1);
+                *left == u32::MAX
+            }
+            (Site::Data { name: wanted, key, left }, None) => {
+                let is_data = path.extension().is_some_and(|extension| extension == "safetensors");
+                let dir = if is_data { path.parent() } else { Some(path) };
+                if name != *wanted || !dir.is_some_and(|dir| dir.ends_with(&**key)) {
+                    return false;
+                }
+                *left = left.wrapping_sub(1);
+                *left == u32::MAX
+            }
+            _ => false,
+        }
+    }
+}
+
+/// One rank's view of the disk.
+#[derive(Clone)]
+pub(crate) struct RankDisk {
+    pub(crate) disk: SimDisk,
+    pub(crate) process: Arc<Process>,
+}
+
+impl RankDisk {
+    fn call<T>(&self, name: &str, path: &Path, body: impl FnOnce(&SimDisk) -> Sys<T>) -> Sys<T> {
+        gated(&self.process, name, path, || body(&self.disk))
+    }
+}
+
+fn gated<T>(process: &Process, name: &str, path: &Path, body: impl FnOnce() -> Sys<T>) -> Sys<T> {
+    if process.is_dead() {
+        return Err(DEAD);
+    }
+    match process.trapped(name, path) {
+        None => body(),
+        Some(Fate::Die { after }) => {
+            // What its result would be nobody hears any more.
+            let _ = after.then(body);
+            process.die();
+            Err(DEAD)
+        }
+        Some(Fate::Fail(errno)) => Err(errno),
+        Some(Fate::Lost(errno)) => body().and(Err(errno)),
+        Some(Fate::Slow(time)) => {
+            process.linger(time);
+            if process.is_dead() { Err(DEAD) } else { body() }
+        }
+    }
+}
+
+/// An open file and its path.
+pub(crate) struct RankFile(SimFile, std::path::PathBuf);
+
+/// Writes in flight of one rank.
+pub(crate) struct RankRing {
+    ring: SimRing,
+    process: Arc<Process>,
+}
+
+impl Ring for RankRing {
+    type File = RankFile;
+
+    fn submit(&mut self, file: &RankFile, flight: Flight) -> Sys<()> {
+        gated(&self.process, "pwrite", &file.1, || self.ring.submit(&file.0, flight))
+    }
+
+    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
+        if self.process.is_dead() { Err(DEAD) } else { self.ring.wait() }
+    }
+}
+
+impl Disk for RankDisk {
+    type File = RankFile;
+    type Ring = RankRing;
+
+    fn mkdir(&self, path: &Path) -> Sys<()> {
+        self.call("mkdir", path, |disk| disk.mkdir(path))
+    }
+
+    fn create_new(&self, path: &Path, direct: bool) -> Sys<RankFile> {
+        let create = |disk: &SimDisk| Ok(RankFile(disk.create_new(path, direct)?, path.to_owned()));
+        self.call("create_new", path, create)
+    }
+
+    fn open_read(&self, path: &Path, direct: bool) -> Sys<RankFile> {
+        self.call("open_read", path, |disk| Ok(RankFile(disk.open_read(path, direct)?, path.to_owned())))
+    }
+
+    fn ring(&self, depth: u32) -> Sys<RankRing> {
+        let process = Arc::clone(&self.process);
+        self.call("ring", Path::new(""), |disk| Ok(RankRing { ring: disk.ring(depth)?, process }))
+    }
+
+    fn pwrite(&self, file: &RankFile, bytes: &[u8], offset: u64) -> Sys<usize> {
+        self.call("pwrite", &file.1, |disk| disk.pwrite(&file.0, bytes, offset))
+    }
+
+    fn pread(&self, file: &RankFile, buf: &mut [u8], offset: u64) -> Sys<usize> {
+        self.call("pread", &file.1, |disk| disk.pread(&file.0, buf, offset))
+    }
+
+    fn fallocate(&self, file: &RankFile, bytes: u64) -> Sys<()> {
+        self.call("fallocate", &file.1, |disk| disk.fallocate(&file.0, bytes))
+    }
+
+    fn ftruncate(&self, file: &RankFile, bytes: u64) -> Sys<()> {
+        self.call("ftruncate", &file.1, |disk| disk.ftruncate(&file.0, bytes))
+    }
+
+    fn fdatasync(&self, file: &RankFile) -> Sys<()> {
+        self.call("fdatasync", &file.1, |disk| disk.fdatasync(&file.0))
+    }
+
+    fn will_need(&self, file: &RankFile, offset: u64, bytes: u64) -> Sys<()> {
+        self.call("will_need", &file.1, |disk| disk.will_need(&file.0, offset, bytes))
+    }
+
+    fn dont_need(&self, file: &RankFile, offset: u64, bytes: u64) -> Sys<()> {
+        self.call("dont_need", &file.1, |disk| disk.dont_need(&file.0, offset, bytes))
+    }
+
+    fn map(&self, file: &RankFile, bytes: u64) -> Sys<Mapping> {
+        self.call("map", &file.1, |disk| disk.map(&file.0, bytes))
+    }
+
+    fn cached_bytes(&self, file: &RankFile, offset: u64, bytes: u64) -> Sys<u64> {
+        self.call("cached_bytes", &file.1, |disk| disk.cached_bytes(&file.0, offset, bytes))
+    }
+
+    fn fstat(&self, file: &RankFile) -> Sys<Stat> {
+        self.call("fstat", &file.1, |disk| disk.fstat(&file.0))
+    }
+
+    fn fsync_dir(&self, path: &Path) -> Sys<()> {
+        self.call("fsync_dir", path, |disk| disk.fsync_dir(path))
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("link", to, |disk| disk.link(from, to))
+    }
+
+    fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("rename_noreplace", to, |disk| disk.rename_noreplace(from, to))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Sys<()> {
+        self.call("rename", to, |disk| disk.rename(from, to))
+    }
+
+    fn unlink(&self, path: &Path) -> Sys<()> {
+        self.call("unlink", path, |disk| disk.unlink(path))
+    }
+
+    fn rmdir(&self, path: &Path) -> Sys<()> {
+        self.call("rmdir", path, |disk| disk.rmdir(path))
+    }
+
+    fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>> {
+        self.call("readdir", path, |disk| disk.readdir(path))
+    }
+
+    fn stat(&self, path: &Path) -> Sys<Stat> {
+        self.call("stat", path, |disk| disk.stat(path))
+    }
+}

@@ -1,0 +1,61 @@
+//! What happened, and when: lines that a run of the same seed repeats word for word.
+
+use std::time::Duration;
+
+use shardfast_coord::node::{Downward, FromChild, FromParent, Part, Upward};
+use shardfast_format::sha256;
+
+/// The lines of a run.
+#[derive(Default)]
+pub(crate) struct Journal(Vec<String>);
+
+impl Journal {
+    pub(crate) fn note(&mut self, now: Duration, text: impl FnOnce() -> String) {
+        self.0.push(format!("{:12.6} s  {}", now.as_secs_f64(), without_chance(&text())));
+    }
+
+    pub(crate) fn headline(&mut self, text: String) {
+        self.0.push(text);
+    }
+
+    pub(crate) fn digest(&self) -> [u8; 32] {
+        sha256(self.0.join("\n").as_bytes())
+    }
+
+    pub(crate) fn into_lines(self) -> Vec<String> {
+        self.0
+    }
+}
+
+/// Temporary files are named by the system's own chance, and are nobody's business.
+fn without_chance(text: &str) -> String {
+    const TEMPORARY: &str = ".tmp-";
+    let mut parts = text.split(TEMPORARY);
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |known, rest| known + TEMPORARY + rest.trim_start_matches(|c: char| c.is_ascii_hexdigit()))
+}
+
+pub(crate) fn of_upward(message: &Upward) -> String {
+    let number = message.number;
+    match &message.word {
+        FromChild::Part(Part { topic, report, .. }) => {
+            let what = if report.payloads.is_some() {
+                "all of it".to_owned()
+            } else {
+                format!("failures, or missing {:?}", report.missing)
+            };
+            format!("#{number} part of {topic:?}, {what}")
+        }
+        FromChild::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
+    }
+}
+
+pub(crate) fn of_downward(message: &Downward) -> String {
+    let number = message.number;
+    match &message.word {
+        FromParent::Close { topic } => format!("#{number} close {topic:?}"),
+        FromParent::Answer { topic, .. } => format!("#{number} answers on {topic:?}"),
+        FromParent::Failed { topic, error } => format!("#{number} {topic:?} failed: {error}"),
+        FromParent::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
+    }
+}

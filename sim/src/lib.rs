@@ -1,0 +1,140 @@
+//! Whole jobs in one process, in seeded virtual time, through everything that may go wrong.
+//!
+//! A run is a job of a few ranks that saves a few times. Ranks are real engines, the tree between them is made of the
+//! real [nodes](shardfast_coord::node), and they write through the real local store; only the links, the clock and the
+//! disk are simulated. [`run`] draws all of it from a seed, and judges what came of it:
+//!
+//! * What is committed is whole: it opens, verifies, and loads bit for bit as it was saved.
+//! * A save has one outcome. If any rank heard that it is committed, it is, and a loss of power cannot undo it; if any
+//!   heard that it failed for a reason, nothing is there, and all who heard a reason heard the same.
+//! * Every call of every living rank ends within twice its deadline and a grace, soon after a rank is gone; what it
+//!   hears names ranks that are gone or did not come. No round is decided that had expired.
+//! * Where nothing went wrong every save is committed; where one rank did something wrong all hear what, and who.
+//! * Whatever was left behind, the next job saves to the same places.
+//!
+//! The same seed gives the same [`Run::digest`] of all that happened.
+
+mod dice;
+mod disk;
+mod journal;
+mod meeting;
+mod process;
+mod scenario;
+mod truth;
+mod verdict;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use shardfast_coord::Error as Coord;
+use shardfast_engine::Kind;
+use shardfast_store::simdisk::SimDisk;
+
+use dice::Dice;
+use journal::Journal;
+use meeting::{Meeting, Past};
+use scenario::Scenario;
+pub use scenario::Weather;
+
+/// A run that was judged.
+pub struct Run {
+    /// What went wrong.
+    pub weather: Weather,
+    /// How saves and calls ended, over all ranks.
+    pub endings: BTreeMap<String, u64>,
+    /// SHA-256 of the log.
+    pub digest: [u8; 32],
+    /// What happened, in virtual time.
+    pub log: Vec<String>,
+    /// The promise that was broken, if one was.
+    pub broken: Option<String>,
+}
+
+/// The job of that seed, and the job after it.
+pub fn run(seed: u64) -> Run {
+    let (mut journal, mut endings) = (Journal::default(), BTreeMap::new());
+    let scenario = Scenario::draw(seed);
+    let weather = scenario.weather;
+    let judged = panic::catch_unwind(AssertUnwindSafe(|| live(seed, scenario, &mut journal, &mut endings)));
+    let broken = judged.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned())).unwrap_or_default())
+    });
+    Run { weather, endings, digest: journal.digest(), log: journal.into_lines(), broken: broken.err() }
+}
+
+/// Runs these seeds, several at a time, and hands out each run as it ends.
+pub fn run_all(seeds: Range<u64>, judge: impl Fn(u64, Run) + Sync) {
+    let next = AtomicU64::new(seeds.start);
+    // A rank that waits for another thread leaves the core to another seed.
+    let threads = 2 * thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    judge(seed, run(seed));
+                }
+            });
+        }
+    });
+}
+
+fn live(
+    seed: u64,
+    scenario: Scenario,
+    journal: &mut Journal,
+    endings: &mut BTreeMap<String, u64>,
+) -> Result<(), String> {
+    journal.headline(format!("{:?}, {:?}", scenario.weather, scenario.topology));
+    let traps = scenario.traps.iter().map(|(rank, trap)| format!("rank {rank}: {trap:?}"));
+    traps.collect::<Vec<_>>().into_iter().for_each(|trap| journal.headline(trap));
+    for (number, save) in scenario.saves.iter().enumerate() {
+        let (place, deadline, mischief) = (&save.place, save.deadline, save.mischief);
+        journal.headline(format!("save {number} to {place} within {deadline:?}, with {mischief:?}"));
+    }
+    let disk = SimDisk::new();
+    let (scenario, past) = Meeting::new(scenario, &disk, journal).run();
+    count(&past, endings);
+    let published = verdict::judge(&scenario, &past, &disk)?;
+    journal.headline(format!("published: {published:?}"));
+
+    // The power may have failed since, or only the job have ended.
+    let mut dice = Dice(!seed);
+    let disk = disk.crash(dice.below(2));
+    let world = 1 + dice.rank(4);
+    let mut later = Scenario::calm(&mut dice, world, "/runs/gpt", 1);
+    let taken: BTreeSet<&str> = published.iter().map(|&save| scenario.saves[save].place.as_str()).collect();
+    let free = scenario.saves.iter().map(|save| save.place.as_str()).find(|place| !taken.contains(place));
+    later.saves[0].place = free.unwrap_or("/runs/gpt/step-later").to_owned();
+    journal.headline(format!("a later job, {:?}, saves to {}", later.topology, later.saves[0].place));
+    let (later, past) = Meeting::new(later, &disk, journal).run();
+    verdict::judge(&later, &past, &disk).map(drop).map_err(|broken| format!("the later job: {broken}"))
+}
+
+/// How each save and each call ended.
+fn count(past: &Past, endings: &mut BTreeMap<String, u64>) {
+    let mut add = |ending: String| *endings.entry(ending).or_default() += 1;
+    for heard in past.heard.iter().flat_map(BTreeMap::values) {
+        add(heard
+            .as_ref()
+            .map_or_else(|error| format!("save: {}", Kind::name(error.kind)), |()| "save: Ok".to_owned()));
+    }
+    for (_, answer) in past.calls.iter().filter_map(|call| call.answered.as_ref()) {
+        add(match answer {
+            Ok(_) => "call: Ok".to_owned(),
+            Err(Coord::Failed { .. }) => "call: Failed".to_owned(),
+            Err(Coord::Missing { .. }) => "call: Missing".to_owned(),
+            Err(Coord::Lost { .. }) => "call: Lost".to_owned(),
+            Err(Coord::Unavailable(_)) => "call: Unavailable".to_owned(),
+            Err(Coord::Invalid(_)) => "call: Invalid".to_owned(),
+        });
+    }
+    add(format!("crashes: {}", past.crashed.len()));
+}

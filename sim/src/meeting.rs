@@ -1,0 +1,583 @@
+//! One meeting of ranks, from its first save to its last word, in virtual time.
+//!
+//! Every rank is an engine with threads of its own. The simulation lets one save of one rank run at a time, until it
+//! waits in `agree` with nothing else to do, or has ended; only then does time pass, to the next event. So what happens
+//! is a function of the scenario, whatever the scheduler does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use shardfast_coord::node::{Downward, Effect, Effects, Node, Reply, Upward};
+use shardfast_coord::{Error as Coord, Meeting as Name};
+use shardfast_engine::staging::STAGING_BYTES_MIN;
+use shardfast_engine::{Destination, Engine, Pending, Result, save_to};
+use shardfast_store::Store;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+
+use crate::disk::RankDisk;
+use crate::journal::{Journal, of_downward, of_upward};
+use crate::process::{Call, Process, Seat, Word};
+use crate::scenario::{Scenario, Weather, What};
+
+/// The longest that a message is on its way, unless its link is cut.
+pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
+
+/// The longest until an end of a broken link knows.
+pub(crate) const DETECTION_MAX: Duration = Duration::from_secs(2);
+
+/// How often a rank that works is looked at, in real time.
+const GLANCE: Duration = Duration::from_micros(50);
+
+/// The longest that a rank works before it waits for others, in real time.
+const HANGS: Duration = Duration::from_secs(60);
+
+/// More events than any meeting has.
+const EVENTS_MAX: u64 = 200_000;
+
+/// What became of a meeting.
+pub(crate) struct Past {
+    pub(crate) calls: Vec<OneCall>,
+    /// By save, then by rank: what those heard who lived.
+    pub(crate) heard: Vec<BTreeMap<u32, Result<()>>>,
+    /// By save: what a loss of power would have left when the first rank heard of its success.
+    pub(crate) promised: BTreeMap<usize, SimDisk>,
+    /// By topic: when rank 0 had everything.
+    pub(crate) complete: BTreeMap<String, Duration>,
+    pub(crate) crashed: BTreeMap<u32, Duration>,
+    /// By the rank below.
+    pub(crate) broken: BTreeMap<u32, Duration>,
+    pub(crate) was_partitioned: bool,
+    pub(crate) events: u64,
+}
+
+/// A call of `agree`, as its rank has it.
+pub(crate) struct OneCall {
+    pub(crate) rank: u32,
+    pub(crate) topic: String,
+    pub(crate) deadline: Duration,
+    /// When its node had it.
+    pub(crate) came: Option<Duration>,
+    pub(crate) answered: Option<(Duration, std::result::Result<Vec<u8>, Coord>)>,
+    /// Whether it was asked to decide.
+    pub(crate) decides: bool,
+    reply: Option<Sender<Reply>>,
+}
+
+struct Rank {
+    process: Arc<Process>,
+    engine: Arc<Engine>,
+    /// None once it has crashed.
+    node: Option<Node<usize>>,
+    /// By save.
+    tasks: BTreeMap<usize, Task>,
+}
+
+struct Task {
+    pending: Pending,
+    has_ended: bool,
+}
+
+#[derive(Default)]
+struct Link {
+    cut_until: Duration,
+    is_broken: bool,
+    /// The ends that know that it is.
+    known_by: BTreeSet<u32>,
+}
+
+enum Event {
+    Begin { rank: u32, save: usize },
+    Come { call: usize, contribution: std::result::Result<Vec<u8>, String> },
+    Up { child: u32, message: Upward },
+    Down { child: u32, message: Downward },
+    Gone { rank: u32, child: u32, cause: &'static str },
+    Decide { call: usize, parts: Vec<Vec<u8>> },
+    Decided { call: usize, decision: std::result::Result<Vec<Vec<u8>>, String> },
+    Resume { call: usize },
+    Hear { call: usize, answer: std::result::Result<Vec<u8>, Coord> },
+}
+
+/// What a rank waits for.
+enum Quiet {
+    Waits,
+    Decided(std::result::Result<Vec<Vec<u8>>, String>),
+    Slow(Duration, Sender<()>),
+}
+
+pub(crate) struct Meeting<'a> {
+    scenario: Scenario,
+    disk: &'a SimDisk,
+    journal: &'a mut Journal,
+    now: Duration,
+    queue: BTreeMap<(Duration, u64), Event>,
+    scheduled: u64,
+    ranks: Vec<Rank>,
+    /// By the rank below.
+    links: BTreeMap<u32, Link>,
+    words: Receiver<Word>,
+    /// What holds rank 0 up in a slow system call, by the call that it decides.
+    slow: BTreeMap<usize, Sender<()>>,
+    past: Past,
+}
+
+impl<'a> Meeting<'a> {
+    pub(crate) fn new(scenario: Scenario, disk: &'a SimDisk, journal: &'a mut Journal) -> Meeting<'a> {
+        let (sender, words) = channel();
+        let topology = scenario.topology;
+        let rank = |rank| {
+            let traps = scenario.traps.iter().filter(|(of, _)| *of == rank).map(|(_, trap)| trap.clone()).collect();
+            let process = Process::new(rank, sender.clone(), traps);
+            let (world, meeting) = (topology.world(), Name(scenario.meeting));
+            let seat = Seat { process: Arc::clone(&process), world, meeting };
+            let engine = Engine::new(Arc::new(seat), STAGING_BYTES_MIN).expect("the least that is allowed");
+            Rank { process, engine, node: Some(Node::new(&topology, rank)), tasks: BTreeMap::new() }
+        };
+        let past = Past {
+            calls: Vec::new(),
+            heard: vec![BTreeMap::new(); scenario.saves.len()],
+            promised: BTreeMap::new(),
+            complete: BTreeMap::new(),
+            crashed: BTreeMap::new(),
+            broken: BTreeMap::new(),
+            was_partitioned: false,
+            events: 0,
+        };
+        Meeting {
+            ranks: (0..topology.world()).map(rank).collect(),
+            links: (1..topology.world()).map(|child| (child, Link::default())).collect(),
+            scenario,
+            disk,
+            journal,
+            now: Duration::ZERO,
+            queue: BTreeMap::new(),
+            scheduled: 0,
+            words,
+            slow: BTreeMap::new(),
+            past,
+        }
+    }
+
+    /// Until nothing more can happen.
+    ///
+    /// # Panics
+    /// When a rank waits for nothing, or works without end.
+    pub(crate) fn run(mut self) -> (Scenario, Past) {
+        for rank in 0..self.scenario.topology.world() {
+            self.begin_soon(rank, 0);
+        }
+        while let Some(next) = self.next() {
+            self.past.events += 1;
+            assert!(self.past.events < EVENTS_MAX, "the meeting has no end");
+            let event = self.past.events;
+            let due: Vec<What> =
+                self.scenario.faults.extract_if(.., |fault| fault.event < event).map(|f| f.what).collect();
+            due.into_iter().for_each(|what| self.befall(what));
+            match next {
+                Next::Tick { rank, at } => {
+                    self.now = self.now.max(at);
+                    let now = self.now;
+                    self.act(rank, |node| node.tick(now));
+                }
+                Next::Event(key) => {
+                    // A fault may have taken it away.
+                    if let Some(event) = self.queue.remove(&key) {
+                        self.now = self.now.max(key.0);
+                        self.happen(event);
+                    }
+                }
+            }
+        }
+        for (rank, save, task) in self.tasks() {
+            assert!(task.has_ended, "rank {rank} never hears what became of save {save}");
+        }
+        (self.scenario, self.past)
+    }
+
+    fn next(&self) -> Option<Next> {
+        let event = self.queue.keys().next().copied();
+        let due = |rank: &Rank| Some((rank.node.as_ref()?.due()?, rank.process.rank));
+        let tick = self.ranks.iter().filter_map(due).min();
+        match (event, tick) {
+            (Some(key), Some((at, rank))) if at < key.0 => Some(Next::Tick { rank, at }),
+            (Some(key), _) => Some(Next::Event(key)),
+            (None, tick) => tick.map(|(at, rank)| Next::Tick { rank, at }),
+        }
+    }
+
+    fn tasks(&self) -> impl Iterator<Item = (u32, usize, &Task)> {
+        let of = |rank: &'_ Rank| rank.process.rank;
+        let living = self.ranks.iter().filter(|rank| rank.node.is_some());
+        living.flat_map(move |rank| rank.tasks.iter().map(move |(save, task)| (of(rank), *save, task)))
+    }
+
+    fn schedule(&mut self, after: Duration, event: Event) {
+        self.scheduled += 1;
+        self.queue.insert((self.now + after, self.scheduled), event);
+    }
+
+    fn note(&mut self, text: impl FnOnce() -> String) {
+        self.journal.note(self.now, text);
+    }
+
+    fn is_dead(&self, rank: u32) -> bool {
+        self.ranks[rank as usize].node.is_none()
+    }
+
+    fn is_slow(&self) -> bool {
+        matches!(self.scenario.weather, Weather::Slow | Weather::Storm)
+    }
+
+    /// How long a rank works before it comes to an agreement, or over one.
+    fn work(&mut self, once_in: u64) -> Duration {
+        let is_slow = self.is_slow() && self.scenario.dice.once_in(once_in);
+        self.scenario.dice.time(if is_slow { Duration::from_secs(50) } else { Duration::from_millis(60) })
+    }
+
+    fn begin_soon(&mut self, rank: u32, save: usize) {
+        if save < self.scenario.saves.len() {
+            let after = self.work(40);
+            self.schedule(after, Event::Begin { rank, save });
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        let now = self.now;
+        match event {
+            Event::Begin { rank, save } => self.begin(rank, save),
+            Event::Hear { call, answer } => self.hear(call, answer),
+            Event::Come { call, contribution } => {
+                let OneCall { rank, topic, deadline, .. } = &self.past.calls[call];
+                let (rank, topic, deadline) = (*rank, topic.clone(), *deadline);
+                if self.is_dead(rank) {
+                    return;
+                }
+                self.past.calls[call].came = Some(now);
+                self.note(|| {
+                    format!("rank {rank} comes to {topic:?}{}", if contribution.is_ok() { "" } else { ", failed" })
+                });
+                self.act(rank, |node| node.contribute(&topic, contribution, call, now, deadline));
+            }
+            Event::Up { child, message } => {
+                let Some(parent) = self.scenario.topology.parent(child) else { return };
+                if self.arrives(child, parent) {
+                    if self.links[&child].cut_until > now {
+                        return self.wait_for_link(child, Event::Up { child, message });
+                    }
+                    self.note(|| format!("rank {child} -> {parent}: {}", of_upward(&message)));
+                    self.act(parent, |node| node.hear_child(child, message, now));
+                }
+            }
+            Event::Down { child, message } => {
+                let Some(parent) = self.scenario.topology.parent(child) else { return };
+                if self.arrives(child, child) {
+                    if self.links[&child].cut_until > now {
+                        return self.wait_for_link(child, Event::Down { child, message });
+                    }
+                    self.note(|| format!("rank {parent} -> {child}: {}", of_downward(&message)));
+                    self.act(child, |node| node.hear_parent(message, now));
+                }
+            }
+            Event::Gone { rank, child, cause } => {
+                self.links.entry(child).or_default().known_by.insert(rank);
+                self.note(|| format!("rank {rank} finds its link broken (rank {child} and its parent)"));
+                match rank == child {
+                    true => self.act(rank, |node| node.lose_parent(cause, now)),
+                    false => self.act(rank, |node| node.lose(child, cause, now)),
+                }
+            }
+            Event::Decide { call, parts } => {
+                let OneCall { topic, reply, .. } = &self.past.calls[call];
+                // It may have given up meanwhile, or crashed.
+                let Some(reply) = reply else { return };
+                let _ = reply.send(Reply::Decide(parts));
+                let topic = topic.clone();
+                self.note(|| format!("rank 0 decides {topic:?}"));
+                self.decide(call);
+            }
+            Event::Resume { call } => {
+                self.slow.remove(&call);
+                if !self.is_dead(0) {
+                    self.decide(call);
+                }
+            }
+            Event::Decided { call, decision } => {
+                if self.is_dead(0) {
+                    return;
+                }
+                let topic = self.past.calls[call].topic.clone();
+                let verdict = if decision.is_ok() { "yes" } else { "no" };
+                self.note(|| format!("rank 0 has decided {topic:?}: {verdict}"));
+                let mut own = None;
+                self.act(0, |node| {
+                    let (answer, effects) = node.decided(&topic, decision);
+                    own = Some(answer);
+                    effects
+                });
+                if let Some(own) = own {
+                    self.answer(call, own);
+                }
+            }
+        }
+    }
+
+    /// Whether what is on the link of `child` still arrives at its end `to`.
+    fn arrives(&self, child: u32, to: u32) -> bool {
+        !self.is_dead(to) && !self.links[&child].known_by.contains(&to)
+    }
+
+    fn wait_for_link(&mut self, child: u32, event: Event) {
+        let open = self.links[&child].cut_until;
+        let after = open - self.now + self.scenario.dice.time(DELAY_MAX / 10);
+        self.schedule(after, event);
+    }
+
+    /// A node changes, and what follows from it.
+    fn act(&mut self, rank: u32, act: impl FnOnce(&mut Node<usize>) -> Effects<usize>) {
+        let Some(node) = &mut self.ranks[rank as usize].node else { return };
+        for effect in act(node) {
+            match effect {
+                Effect::Up(message) => self.send(rank, |message| Event::Up { child: rank, message }, message),
+                Effect::Down(child, message) => self.send(child, |message| Event::Down { child, message }, message),
+                Effect::Reply(call, Reply::Answer(answer)) => self.answer(call, answer),
+                Effect::Reply(call, Reply::Decide(parts)) => {
+                    let topic = self.past.calls[call].topic.clone();
+                    self.past.complete.insert(topic, self.now);
+                    self.past.calls[call].decides = true;
+                    let after = self.work(6);
+                    self.schedule(after, Event::Decide { call, parts });
+                }
+            }
+        }
+    }
+
+    /// Over the link of `child`, perhaps twice.
+    fn send<M: Clone>(&mut self, child: u32, event: impl Fn(M) -> Event, message: M) {
+        if self.links[&child].is_broken {
+            return;
+        }
+        let copies = if self.scenario.dice.once_in(10) { 2 } else { 1 };
+        for _ in 0..copies {
+            let is_late = self.scenario.dice.once_in(20);
+            let delay = self.scenario.dice.time(if is_late { DELAY_MAX } else { DELAY_MAX / 15 });
+            self.schedule(delay, event(message.clone()));
+        }
+    }
+
+    fn answer(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
+        let OneCall { rank, topic, answered, .. } = &mut self.past.calls[call];
+        assert!(answered.is_none(), "rank {rank} is answered twice on {topic:?}");
+        *answered = Some((self.now, answer.clone()));
+        // Until the thread that waits is woken.
+        let after = self.work(50);
+        self.schedule(after, Event::Hear { call, answer });
+    }
+
+    fn hear(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
+        let OneCall { rank, topic, reply, .. } = &mut self.past.calls[call];
+        // It may have crashed meanwhile.
+        let Some(reply) = reply.take() else { return };
+        let (rank, save, topic) = (*rank, number(topic), topic.clone());
+        self.note(|| match &answer {
+            Ok(_) => format!("rank {rank} has its answer on {topic:?}"),
+            Err(error) => format!("rank {rank} hears on {topic:?}: {error}"),
+        });
+        let _ = reply.send(Reply::Answer(answer));
+        drop(reply);
+        self.proceed(rank, save);
+    }
+
+    fn begin(&mut self, rank: u32, save: usize) {
+        if self.is_dead(rank) {
+            return;
+        }
+        self.note(|| format!("rank {rank} begins save {save}"));
+        let spec = &self.scenario.saves[save];
+        let mischief = spec.mischief.filter(|(culprit, _)| *culprit == rank).map(|(_, mischief)| mischief);
+        let elsewhere = mischief == Some(crate::truth::Mischief::OtherUrl);
+        let destination = Destination {
+            url: if elsewhere { format!("{}-elsewhere", spec.place) } else { spec.place.clone() },
+            step: None,
+            user: BTreeMap::from([("save".to_owned(), save.to_string())]),
+            prove: spec.prove,
+        };
+        let rank_of = &self.ranks[rank as usize];
+        let disk = RankDisk { disk: self.disk.clone(), process: Arc::clone(&rank_of.process) };
+        let store = LocalStore::on(disk, PathBuf::from(&destination.url));
+        let store = store.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(Into::into);
+        let (state, deadline) = (spec.truth.state(rank, mischief), spec.deadline);
+        let pending = save_to(&rank_of.engine, store, destination, state, deadline);
+        let task = Task { pending, has_ended: false };
+        self.ranks[rank as usize].tasks.insert(save, task);
+        if self.scenario.saves.get(save + 1).is_some_and(|next| next.overlaps) {
+            self.begin_soon(rank, save + 1);
+        }
+        self.proceed(rank, save);
+    }
+
+    /// A save of a rank goes on until it waits for others again, or has ended.
+    fn proceed(&mut self, rank: u32, save: usize) {
+        let quiet = self.work_off(rank, save);
+        assert!(matches!(quiet, None | Some(Quiet::Waits)), "rank {rank} decides what it was not asked to decide");
+        if quiet.is_none() {
+            return;
+        }
+        let Some(task) = self.ranks[rank as usize].tasks.get_mut(&save) else { return };
+        if !task.pending.done() {
+            return;
+        }
+        task.has_ended = true;
+        let outcome = task.pending.committed(None);
+        self.note(|| match &outcome {
+            Ok(()) => format!("rank {rank} has committed save {save}"),
+            Err(error) => format!("rank {rank} has lost save {save}: {:?}: {error}", error.kind),
+        });
+        if outcome.is_ok() {
+            let disk = self.disk;
+            self.past.promised.entry(save).or_insert_with(|| disk.crash(0));
+        }
+        self.past.heard[save].insert(rank, outcome);
+        if self.scenario.saves.get(save + 1).is_some_and(|next| !next.overlaps) {
+            self.begin_soon(rank, save + 1);
+        }
+    }
+
+    /// Rank 0 goes on deciding.
+    fn decide(&mut self, call: usize) {
+        let save = number(&self.past.calls[call].topic);
+        match self.work_off(0, save) {
+            None => {}
+            Some(Quiet::Waits) => panic!("rank 0 does not decide save {save}"),
+            Some(Quiet::Slow(time, resume)) => {
+                self.slow.insert(call, resume);
+                self.note(|| format!("rank 0's disk takes {time:?}"));
+                self.schedule(time, Event::Resume { call });
+            }
+            Some(Quiet::Decided(decision)) => {
+                let after = self.work(6);
+                self.schedule(after, Event::Decided { call, decision });
+            }
+        }
+    }
+
+    /// Lets one save of one rank run in real time, until it waits; `None` when the rank has died of it.
+    fn work_off(&mut self, rank: u32, save: usize) -> Option<Quiet> {
+        let started = Instant::now();
+        let mut called: Option<Call> = None;
+        loop {
+            let mut quiet = None;
+            match self.words.recv_timeout(GLANCE) {
+                Ok(Word::Called(call)) => called = Some(call),
+                Ok(Word::Decided(decision)) => quiet = Some(Quiet::Decided(decision)),
+                Ok(Word::Slow { time, resume }) => quiet = Some(Quiet::Slow(time, resume)),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+            }
+            let task = self.ranks[rank as usize].tasks.get(&save)?;
+            let waits = called.as_ref().is_some_and(|call| has_written(&task.pending, &call.topic));
+            if waits || task.pending.done() {
+                quiet = Some(Quiet::Waits);
+            }
+            // Only now: what is quiet cannot die any more.
+            if self.ranks[rank as usize].process.is_dead() {
+                drop((called, quiet));
+                self.crash(rank);
+                return None;
+            }
+            if quiet.is_some() {
+                called.into_iter().for_each(|call| self.called(call));
+                return quiet;
+            }
+            assert!(started.elapsed() < HANGS, "rank {rank} works on save {save} without end");
+        }
+    }
+
+    fn called(&mut self, call: Call) {
+        let Call { rank, topic, contribution, deadline, reply } = call;
+        let (id, reply) = (self.past.calls.len(), Some(reply));
+        self.past.calls.push(OneCall { rank, topic, deadline, came: None, answered: None, decides: false, reply });
+        let after = self.work(25);
+        self.schedule(after, Event::Come { call: id, contribution });
+    }
+
+    fn befall(&mut self, what: What) {
+        match what {
+            What::Crash { rank } if !self.is_dead(rank) => self.crash(rank),
+            What::Crash { .. } => {}
+            What::Break { child } => {
+                self.note(|| format!("the link of rank {child} to its parent breaks"));
+                self.past.broken.entry(child).or_insert(self.now);
+                self.break_link(child, "the connection broke");
+            }
+            What::Partition { child, time } => {
+                self.note(|| format!("nothing comes through from rank {child} to its parent for {time:?}"));
+                self.past.was_partitioned = true;
+                let until = self.now + time;
+                let link = self.links.entry(child).or_default();
+                link.cut_until = link.cut_until.max(until);
+            }
+        }
+    }
+
+    fn crash(&mut self, rank: u32) {
+        self.note(|| format!("rank {rank} crashes"));
+        self.ranks[rank as usize].process.die();
+        self.bury(rank);
+        self.ranks[rank as usize].node = None;
+        self.past.crashed.insert(rank, self.now);
+        let children = self.scenario.topology.children(rank).into_iter().map(|subtree| subtree.start);
+        for child in children.chain((rank > 0).then_some(rank)) {
+            self.break_link(child, "its process has crashed");
+        }
+    }
+
+    /// Both ends find out, each in its time.
+    fn break_link(&mut self, child: u32, cause: &'static str) {
+        let Some(parent) = self.scenario.topology.parent(child) else { return };
+        let link = self.links.entry(child).or_default();
+        if std::mem::replace(&mut link.is_broken, true) {
+            return;
+        }
+        for rank in [parent, child] {
+            let after = self.scenario.dice.time(DETECTION_MAX);
+            self.schedule(after, Event::Gone { rank, child, cause });
+        }
+    }
+
+    /// Waits, in real time, until no thread of a dead process does anything any more.
+    fn bury(&mut self, rank: u32) {
+        if rank == 0 {
+            self.slow.clear();
+        }
+        for call in self.past.calls.iter_mut().filter(|call| call.rank == rank) {
+            call.reply = None;
+        }
+        let started = Instant::now();
+        while !self.ranks[rank as usize].tasks.values().all(|task| task.pending.done()) {
+            // Nobody else runs: these are its last words.
+            drop(self.words.recv_timeout(GLANCE));
+            assert!(started.elapsed() < HANGS, "rank {rank} is dead and works on");
+        }
+        while self.words.try_recv().is_ok() {}
+    }
+}
+
+enum Next {
+    Tick { rank: u32, at: Duration },
+    Event((Duration, u64)),
+}
+
+/// The save that a topic is about.
+pub(crate) fn number(topic: &str) -> usize {
+    topic.split_once(' ').and_then(|(number, _)| number.parse().ok()).unwrap_or_else(|| panic!("a topic {topic:?}"))
+}
+
+/// Whether nothing of a save that waits on `topic` is at work beside the wait. A rank writes while it waits on the
+/// plan, if it has drafted one; and while it waits on the values, always.
+fn has_written(pending: &Pending, topic: &str) -> bool {
+    let phases = pending.report().phases_ms;
+    let may_wait_for_orders = ["open", "plan", "astray"].iter().any(|stage| topic.ends_with(stage));
+    phases.contains_key("written") || (may_wait_for_orders && !phases.contains_key("planned"))
+}

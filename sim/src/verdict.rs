@@ -1,0 +1,278 @@
+//! What must be true of every meeting, whatever went wrong in it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_coord::Error as Coord;
+use shardfast_coord::node::{CLOSING, GRACE};
+use shardfast_engine::staging::STAGING_BYTES_MIN;
+use shardfast_engine::verify::Problem;
+use shardfast_engine::{Engine, Kind, Result, checkpoint, verify_in};
+use shardfast_store::Store;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+
+use crate::meeting::{DELAY_MAX, DETECTION_MAX, OneCall, Past, number};
+use crate::scenario::{Save, Scenario, Weather};
+use crate::truth::{Mischief, UNREADABLE};
+
+/// Of calls in real time that wait for nobody.
+const ALONE: Duration = Duration::from_secs(60);
+
+/// A promise that was broken, in words.
+type Judged = std::result::Result<(), String>;
+
+macro_rules! hold {
+    ($holds:expr, $($words:tt)+) => {
+        if !$holds {
+            return Err(format!($($words)+));
+        }
+    };
+}
+
+/// All promises, over a meeting and the disk that it left. Gives the saves that were published.
+///
+/// # Errors
+/// The first promise that was broken.
+pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::result::Result<Vec<usize>, String> {
+    let engine = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
+    let mut published = Vec::new();
+    let mut places: Vec<&str> = scenario.saves.iter().map(|save| save.place.as_str()).collect();
+    places.sort_unstable();
+    places.dedup();
+    for place in places {
+        published.extend(published_at(&engine, disk, place, &scenario.saves)?);
+    }
+    for save in 0..scenario.saves.len() {
+        one_outcome(past, save, &published)?;
+    }
+    for (&save, disk) in &past.promised {
+        let kept = published_at(&engine, disk, &scenario.saves[save].place, &scenario.saves)?;
+        hold!(kept == Some(save), "save {save} was said to be committed before a loss of power could not undo it");
+    }
+    for call in &past.calls {
+        in_time(scenario, past, call)?;
+        names_whom_it_may(scenario, past, call)?;
+    }
+    one_end_of_each_round(scenario, past)?;
+    complete_in_time(scenario, past)?;
+    if matches!(scenario.weather, Weather::Calm | Weather::Mischief) {
+        for save in 0..scenario.saves.len() {
+            as_expected(scenario, past, save)?;
+        }
+    }
+    Ok(published)
+}
+
+fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
+    Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?))
+}
+
+/// Which save is committed at that place, if any. What is committed is whole: it opens, is sound, and is bit for bit
+/// what was saved.
+fn published_at(
+    engine: &Arc<Engine>,
+    disk: &SimDisk,
+    place: &str,
+    saves: &[Save],
+) -> std::result::Result<Option<usize>, String> {
+    let checkpoint = match checkpoint::open_from(engine, store(disk, place), place, ALONE) {
+        Ok(checkpoint) => checkpoint,
+        Err(error) if error.kind == Kind::NotFound => return Ok(None),
+        Err(error) => return Err(format!("{place} is committed and does not open: {error}")),
+    };
+    let save = checkpoint.manifest().info.user.get("save").and_then(|save| save.parse::<usize>().ok());
+    let Some((save, spec)) = save.and_then(|save| Some((save, saves.get(save)?))) else {
+        return Err(format!("{place} holds what nobody saved"));
+    };
+    hold!(spec.place == place, "{place} holds save {save}, which was to go to {}", spec.place);
+    let found = spec.truth.flaw(&checkpoint);
+    hold!(found == Ok(None), "{place} holds save {save}, but not as it was: {found:?}");
+    let verified = store(disk, place).and_then(|store| verify_in(engine, store, place, &|_, _| {}));
+    // An index has one name for all attempts: one that lost to a rival and died may leave its own there.
+    let has_rivals = saves.iter().any(|save| save.place == place && save.overlaps);
+    let is_sound = verified.as_ref().is_ok_and(|report| {
+        report.findings.iter().all(|finding| has_rivals && matches!(finding.problem, Problem::Index))
+    });
+    hold!(is_sound, "{place} holds save {save}, and is not sound: {verified:?}");
+    Ok(Some(save))
+}
+
+/// Never two outcomes, and none that is not true.
+fn one_outcome(past: &Past, save: usize, published: &[usize]) -> Judged {
+    let is_published = published.contains(&save);
+    let mut decided: Option<(u32, Kind, &str)> = None;
+    for (&rank, heard) in &past.heard[save] {
+        match heard {
+            Ok(()) => hold!(is_published, "rank {rank} heard that save {save} is committed, and it is not"),
+            Err(error) if error.kind == Kind::Unavailable => {}
+            Err(error) => {
+                let is_defect = error.kind == Kind::Internal && !error.message.contains(UNREADABLE);
+                hold!(!is_defect, "save {save} met a defect on rank {rank}: {error}");
+                hold!(!is_published, "rank {rank} heard that save {save} failed, and it is committed: {error}");
+                let (first, kind, message) = *decided.get_or_insert((rank, error.kind, &error.message));
+                hold!(
+                    (kind, message) == (error.kind, &*error.message),
+                    "save {save} failed in two ways: on rank {first} {kind:?}: {message}; on rank {rank} {:?}: {}",
+                    error.kind,
+                    error.message
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How long rounds may take to close after their time: each level waits for those below it.
+fn closing(scenario: &Scenario) -> Duration {
+    let levels = scenario.topology.height(0);
+    CLOSING * (levels * (levels + 1) / 2) + DELAY_MAX * (4 * levels + 4)
+}
+
+/// Every call ends: twice the deadline and a grace after it came, and soon once a rank is known to be gone.
+fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
+    let OneCall { rank, topic, deadline, answered, decides, .. } = call;
+    let Some(came) = call.came else { return Ok(()) };
+    let Some((at, answer)) = answered else {
+        hold!(past.crashed.contains_key(rank), "rank {rank} is never answered on {topic:?}");
+        return Ok(());
+    };
+    let most = came + *deadline * 2 + GRACE;
+    hold!(*decides || *at <= most, "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}");
+    let gone = past.crashed.values().chain(past.broken.values()).min();
+    if let (Some(gone), Err(Coord::Lost { .. } | Coord::Missing { .. }), false) = (gone, answer, past.was_partitioned) {
+        let known = *gone + DETECTION_MAX + closing(scenario);
+        let prompt = came.max(known) + closing(scenario);
+        hold!(
+            *at <= prompt,
+            "rank {rank} came to {topic:?} at {came:?} and heard only at {at:?} of what went at {gone:?}: {answer:?}"
+        );
+    }
+    Ok(())
+}
+
+/// When each rank came to a round.
+fn comings<'a>(past: &'a Past, topic: &'a str) -> BTreeMap<u32, Duration> {
+    let calls = past.calls.iter().filter(|call| call.topic == topic);
+    calls.filter_map(|call| Some((call.rank, call.came?))).collect()
+}
+
+/// Errors name ranks that are gone, or have not come, and of those all.
+fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
+    let (rank, topic) = (call.rank, &call.topic);
+    match &call.answered {
+        Some((_, Err(Coord::Lost { rank: named, .. }))) => {
+            let mut ends = past.broken.keys().flat_map(|child| [Some(*child), scenario.topology.parent(*child)]);
+            let is_gone = past.crashed.contains_key(named) || ends.any(|end| end == Some(*named));
+            hold!(is_gone, "rank {rank} hears on {topic:?} that rank {named} is gone, and it is not");
+        }
+        Some((at, Err(Coord::Missing { ranks, .. }))) => {
+            hold!(!ranks.is_empty(), "rank {rank} hears on {topic:?} that nobody is missing");
+            if past.was_partitioned || !past.broken.is_empty() || !past.crashed.is_empty() {
+                return Ok(());
+            }
+            let came = comings(past, topic);
+            let expired = came.values().min().map_or(Duration::MAX, |first| *first + call.deadline);
+            for missing in 0..scenario.topology.world() {
+                let came = came.get(&missing);
+                let (is_named, is_there) =
+                    (ranks.contains(&missing), came.is_some_and(|came| *came + DELAY_MAX < expired));
+                hold!(
+                    !is_named || !is_there,
+                    "rank {rank} hears on {topic:?} that rank {missing} did not come; it did"
+                );
+                let is_absent = came.is_none_or(|came| came > at);
+                hold!(
+                    is_named || !is_absent,
+                    "rank {rank} does not hear that rank {missing} did not come to {topic:?}"
+                );
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// All who can be reached hear the same of a round, and nobody hears that it failed where others have an answer.
+fn one_end_of_each_round(scenario: &Scenario, past: &Past) -> Judged {
+    let is_cut = |rank: u32| {
+        let above = std::iter::successors(Some(rank), |rank| scenario.topology.parent(*rank));
+        above.into_iter().any(|rank| past.crashed.contains_key(&rank) || past.broken.contains_key(&rank))
+    };
+    let mut ends: BTreeMap<&str, (u32, &std::result::Result<Vec<u8>, Coord>)> = BTreeMap::new();
+    for call in &past.calls {
+        let Some((_, answer)) = &call.answered else { continue };
+        let is_known = match answer {
+            Ok(_) => true,
+            Err(Coord::Unavailable(_)) => false,
+            Err(_) => !is_cut(call.rank),
+        };
+        if is_known {
+            let (first, end) = *ends.entry(&call.topic).or_insert((call.rank, answer));
+            hold!(
+                end.as_ref().err() == answer.as_ref().err(),
+                "{:?} ended in two ways: on rank {first} with {end:?}, on rank {} with {answer:?}",
+                call.topic,
+                call.rank
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Nothing is decided that had expired.
+fn complete_in_time(scenario: &Scenario, past: &Past) -> Judged {
+    for (topic, at) in past.complete.iter().filter(|_| !past.was_partitioned) {
+        let deadline = scenario.saves[number(topic)].deadline;
+        let first = comings(past, topic).into_values().min().unwrap_or_default();
+        let most = first + deadline + closing(scenario);
+        hold!(*at <= most, "{topic:?} was opened at {first:?} for {deadline:?}, and is decided at {at:?}");
+    }
+    Ok(())
+}
+
+/// What becomes of a save where at most a rank does something wrong.
+fn as_expected(scenario: &Scenario, past: &Past, save: usize) -> Judged {
+    let spec = &scenario.saves[save];
+    let world = scenario.topology.world();
+    let heard = &past.heard[save];
+    hold!(heard.len() == world as usize, "only {} of {world} ranks heard of save {save}", heard.len());
+    let earlier = &scenario.saves[..save];
+    let is_taken = earlier.iter().any(|earlier| earlier.place == spec.place && earlier.mischief.is_none());
+    let (kinds, words): (&[Kind], Vec<String>) = match spec.mischief {
+        None if is_taken => (&[Kind::Conflict], vec![spec.place.clone()]),
+        None => (&[], Vec::new()),
+        Some(mischief) => complaint(scenario, spec, mischief),
+    };
+    for (rank, heard) in heard {
+        let is_expected = match heard {
+            Ok(()) => kinds.is_empty(),
+            // What is taken is found first.
+            Err(error) if is_taken && error.kind == Kind::Conflict => true,
+            Err(error) => kinds.contains(&error.kind) && words.iter().all(|word| error.message.contains(word)),
+        };
+        let mischief = spec.mischief;
+        hold!(is_expected, "save {save}, with {mischief:?}, on rank {rank}: expected {kinds:?}, {words:?}; {heard:?}");
+    }
+    Ok(())
+}
+
+/// What all ranks hear of what one does wrong.
+fn complaint(scenario: &Scenario, spec: &Save, (culprit, mischief): (u32, Mischief)) -> (&'static [Kind], Vec<String>) {
+    let leaf = spec.truth.tensors[0].name.to_string();
+    let named = if scenario.topology.world() == 1 { String::new() } else { format!("rank {culprit}") };
+    match mischief {
+        Mischief::OtherUrl => {
+            let other = if culprit == 0 { 1 } else { culprit };
+            (&[Kind::Invalid], vec![format!("rank {other} calls"), format!("{}-elsewhere", spec.place)])
+        }
+        Mischief::Unreadable => (&[Kind::Internal], vec![named, leaf, UNREADABLE.to_owned()]),
+        Mischief::Alone => (&[Kind::Invalid], vec![named]),
+        // Those who planned alone know by digests only that they did not plan the same.
+        Mischief::OtherShape if spec.truth.plans_alone(culprit) => (&[Kind::Invalid], vec!["rank".to_owned()]),
+        Mischief::OtherShape | Mischief::Hole | Mischief::Overlap | Mischief::Shifted => (&[Kind::Invalid], vec![leaf]),
+        Mischief::OtherBytes => (&[Kind::Invalid], vec![leaf, "replicas".to_owned()]),
+    }
+}

@@ -249,10 +249,10 @@ class Value:
 class Described:
     """What a state holds and where its tensors lie, for all the saves during which both stay the same.
 
-    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when)`` with parts ``(offsets, lengths, pointer,
-    strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if the memory is
-    one's, and ``when`` as :data:`shardfast.catalog.When`; ``("object", key, name, layout, per_rank)``; or
-    ``("alias", key, name, layout, of_key, of_name)``.
+    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when, holders)`` with parts ``(offsets, lengths,
+    pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if the
+    memory is one's, ``when`` as :data:`shardfast.catalog.When`, ``holders`` a tuple of ranks or ``None``;
+    ``("object", key, name, layout, per_rank)``; or ``("alias", key, name, layout, of_key, of_name)``.
     """
 
     def __new__(cls, leaves: Sequence[tuple[Any, ...]]) -> Self: ...

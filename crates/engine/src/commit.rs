@@ -326,8 +326,8 @@ fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) 
     })
 }
 
-/// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot be
-/// made so by asking twice, for the system may have forgotten by then what it could not write.
+/// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot
+/// be made so by asking twice, for the system may have forgotten by then what it could not write.
 fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
     let mut outcome = Ok(());
     retry(|| {

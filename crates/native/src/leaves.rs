@@ -168,9 +168,9 @@ enum Body {
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders)` with parts `(offsets, lengths,
-    /// pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the memory
-    /// is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the same parts
-    /// or `None`;
+    /// pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the
+    /// memory is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the
+    /// same parts or `None`;
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
@@ -205,7 +205,8 @@ impl Described {
         let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().unzip();
         let is_lazy = bodies.iter().any(|body| matches!(body, Body::Tensor(Capture::Lazily, _)));
         // One tensor of unknown holders makes ranks ask, and then they ask about all.
-        let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if group.is_none() && !parts.is_empty());
+        let has_parts = |leaf: &Leaf| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if !parts.is_empty());
+        let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| group.is_none() && has_parts(leaf);
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         Ok(Described { catalog: Arc::new(Catalog { leaves }), replicas, bodies, is_lazy })

@@ -61,8 +61,8 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
                     writes[rank].extend(gaps.into_iter().map(|rows| Write { rows, ..write }));
                 }
                 None => problems.push(format!(
-                    "{name}: nobody writes {region}: what other ranks hold has changed, and those that hold it have begun \
-                     to write without it; the next save is planned anew"
+                    "{name}: nobody writes {region}: what other ranks hold has changed, and those that hold it have \
+                     begun to write without it; the next save is planned anew"
                 )),
             },
         }

@@ -2,8 +2,8 @@
 //!
 //! Replicas that drifted apart unnoticed (statistics of normalisation layers under data parallelism) still belong
 //! together: a mean of one rank beside a variance of another one is of no rank. So what is small and hangs below one
-//! name is written by one rank, and so are neighbours up to a block in all. That costs the balance no more than a block,
-//! and spares files entries of a few bytes.
+//! name is written by one rank, and so are neighbours up to a block in all. That costs the balance no more than a
+//! block, and spares files entries of a few bytes.
 
 use std::collections::HashMap;
 

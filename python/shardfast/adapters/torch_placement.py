@@ -162,9 +162,10 @@ def everyone() -> Ints:
 
 def _holders(mesh: Any, coordinate: Ints | None, placements: tuple[Any, ...]) -> Ints | None:
     """The ranks with this rank's part, unless the mesh leaves ranks out: of what those hold it says nothing."""
-    ranks = mesh.mesh
-    if coordinate is None or ranks.numel() != torch.distributed.get_world_size():
+    distributed = torch.distributed
+    if coordinate is None or not distributed.is_initialized() or mesh.size() != distributed.get_world_size():
         return None
+    ranks = mesh.mesh
     same = tuple(
         slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
     )

@@ -74,8 +74,8 @@ impl PlannedAll {
         Ok(Arc::new(PlannedAll { id: draw()?, basis, structures, values: Mutex::default() }))
     }
 
-    /// Whether the rank goes by this plan, or would if it remembered it. A rank that planned alone has another plan, for
-    /// what it claims does not tell what it holds alone.
+    /// Whether the rank goes by this plan, or would if it remembered it. A rank that planned alone has another plan,
+    /// for what it claims does not tell what it holds alone.
     fn agrees(&self, rank: usize, opening: &Opening) -> bool {
         match (opening, &self.basis) {
             (Opening::Same { id }, _) => *id == self.id,

@@ -92,8 +92,9 @@ def _resharding(found: dict[str, Any]) -> list[Row]:
     if OURS in found["resharded_of_same"]:
         own = found["resharded_of_same"][OURS]["median"]
         rows.append(("resharded load", "0.9 of the same layout's", f"{own:.2f}", own >= 0.9))
-        read = found["bytes_read_of_needed"]
-        rows.append(("bytes read, resharded", "1.02 of those needed", f"{read:.3f}", read <= 1.02))
+        read, asked = found["bytes_from_disk_of_needed"], found["bytes_read_of_needed"]
+        text = f"{read:.3f} from the disk ({asked:.2f} asked for)"
+        rows.append(("bytes read, resharded", "1.02 of those needed", text, read <= 1.02))
     return rows
 
 

@@ -25,14 +25,16 @@ def measure(settings: Settings) -> Figures:
     columns = ("same layout GB/s", "resharded GB/s", "(min .. max)", "resharded of same", "(min .. max)")
     title = f"cold load, saved as Shard(0), loaded as Shard(1), {settings.processes} processes, {size / 1e9:.2f} GB"
     table(title, ("", *columns, "of best rival"), rows)
-    wanted, read = found["wanted"], found["read"]
-    print(f"  shardfast reads {read:,} bytes for {wanted:,} needed: {read / wanted:.4f}")
+    wanted, read, fetched = found["wanted"], found["read"], found["from_disk"]
+    print(f"  shardfast asks for {read:,} bytes for {wanted:,} needed: {read / wanted:.4f}")
+    print(f"  the disk was read for {fetched:,} of them: {fetched / wanted:.4f} (median of the loads)")
     for name, reason in found["failed"].items():
         print(f"  not in the table: {name}: {reason}")
     return {
         "bytes": size,
         "failed": found["failed"],
         "bytes_read_of_needed": read / wanted,
+        "bytes_from_disk_of_needed": fetched / wanted,
         "resharded_of_same": {name: summary(ratio(*seconds)) for name, seconds in found["seconds"].items()},
         "seconds": found["seconds"],
     }
@@ -45,9 +47,12 @@ def _worker(settings: Settings) -> dict[str, Any]:
     order, failed = systems(resharding=True)
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     amounts: list[int] = []
+    from_disk: list[int] = []
 
     def one(system: System, path: Path, is_measured: bool) -> None:
-        costs = _one(settings, system, path, rows, same, columns)
+        *costs, fetched = _one(settings, system, path, rows, same, columns)
+        if isinstance(system, Shardfast) and is_measured:
+            from_disk.append(fetched)
         if isinstance(system, Shardfast):
             plan = sf.plan_load(path, {"model": columns})
             amounts[:] = [plan.bytes_wanted, plan.bytes_read]
@@ -59,10 +64,26 @@ def _worker(settings: Settings) -> dict[str, Any]:
     wanted, read = (sum(amount[at] for amount in of_all(amounts)) for at in range(2))
     # A replicated tensor counts once for each rank that holds it: as many bytes as all ranks want.
     size = sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
-    return {"bytes": size, "seconds": seconds, "failed": failed, "wanted": wanted, "read": read}
+    fetched = sum(sorted(loads)[len(loads) // 2] for loads in of_all(from_disk))
+    return {
+        "bytes": size,
+        "seconds": seconds,
+        "failed": failed,
+        "wanted": wanted,
+        "read": read,
+        "from_disk": fetched,
+    }
 
 
-def _one(settings: Settings, system: System, path: Path, rows: State, same: State, columns: State) -> list[Cost]:
+def _from_disk() -> int:
+    """Bytes that this process had storage read, past the page cache or into it."""
+    counters = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in counters if line.startswith("read_bytes")).split()[1])
+
+
+def _one(
+    settings: Settings, system: System, path: Path, rows: State, same: State, columns: State
+) -> tuple[Cost, Cost, int]:
     system.save(path, rows)
     settle(settings)
     zero(same)
@@ -71,6 +92,8 @@ def _one(settings: Settings, system: System, path: Path, rows: State, same: Stat
     expect_equal(same, rows, system.name)
     zero(columns)
     drop_page_cache(path)
+    before = _from_disk()
     resharded = timed(lambda: system.load(path, columns))
+    fetched = _from_disk() - before
     expect_equal_whole(columns, rows, system.name)
-    return [straight, resharded]
+    return straight, resharded, fetched

@@ -11,14 +11,17 @@ __all__ = [
     "Described",
     "Error",
     "Exhausted",
+    "Hold",
     "Internal",
     "Invalid",
     "Mapped",
     "NotFound",
+    "Outline",
     "Part",
     "Pending",
     "Place",
     "Session",
+    "Stamp",
     "Tagged",
     "Unavailable",
     "Unsupported",
@@ -28,7 +31,6 @@ __all__ = [
     "decode",
     "newest",
     "open",
-    "places",
     "retain",
     "save",
 ]
@@ -102,7 +104,6 @@ class Place:
     ) -> Session:
         """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0."""
 
-@final
 class Session:
     """The ranks that save and load together, and the memory that they stage in."""
 
@@ -185,12 +186,45 @@ class Checkpoint:
         values: Sequence[tuple[int, int]],
         timeout_s: float,
         streams: Mapping[int, int] = ...,
-    ) -> list[bytes]:
-        """Fills the wants' memory and returns the encoded values, in order. Every rank calls it.
+        way: str = "measured",
+    ) -> tuple[list[bytes], dict[str, int]]:
+        """Fills the wants' memory. Every rank calls it, in the same way: ``"measured"``, ``"shared"`` or ``"plain"``.
+
+        Returns the encoded values, in order, and what was moved: bytes_read, bytes_received, bytes_sent, is_shared.
 
         A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
         ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
         """
+
+    def begin_load(
+        self,
+        wants: Sequence[tuple[Any, ...]],
+        values: Sequence[tuple[int, int]],
+        timeout_s: float,
+        streams: Mapping[int, int] = ...,
+        way: str = "measured",
+    ) -> Loading:
+        """Begins :meth:`load` on a thread of its own; the caller carries what ranks send each other."""
+
+@final
+class Loading:
+    """A load under way, which asks for rounds. The memory is the load's until ``finish`` has returned."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks swap bytes at all; known when ``next`` has returned."""
+
+    def next(self) -> tuple[list[int], bytearray] | None:
+        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
+
+    def received(self, sizes: list[int], data: bytearray, /) -> None:
+        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+
+    def broken(self, reason: str) -> None:
+        """Says that the round could not be carried out: the load fails on all ranks."""
+
+    def finish(self) -> tuple[list[bytes], dict[str, int]]:
+        """Waits for the end of the load; as :meth:`Checkpoint.load`."""
 
 @final
 class Mapped:
@@ -232,7 +266,7 @@ class Tagged:
 
 @final
 class Value:
-    """A Python value as it was when this was made, encoded when that is first needed.
+    """The encoding of a Python value as it was when this was made.
 
     ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
     these types. What is none of these goes, with the keys and indices that lead to it, through ``lower``, which says it
@@ -260,6 +294,43 @@ class Described:
     def devices(self) -> set[int]:
         """The numbers of the CUDA devices on which tensors lie."""
 
+@final
+class Outline:
+    """The objects of a state's bundles as they were when this was made; keeps nothing alive but names and layouts.
+
+    A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``wrapper`` is a tuple.
+
+    Raises:
+        TypeError: For what cannot be looked at again, and for tensors whose type does not tell where they lie by way of
+            DLPack's exchange table; other errors of the framework when one tensor cannot tell.
+    """
+
+    def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
+    def again(self) -> tuple[list[Any], list[list[Any]]] | None:
+        """The tensors of all bundles, in order, with this rank's memory in place of what is sharded.
+
+        With them each bundle's other entries. ``None`` unless all is as it was: names, types, layouts, which parameters
+        are the same, and where tensors lie: device, address, element type, shape and strides.
+        """
+
+@final
+class Hold:
+    """Keeps the memory of tensors allocated and notices what is done to it; keeps no tensor alive beyond that.
+
+    The arguments are the fields of :class:`shardfast.catalog.Hold`.
+    """
+
+    def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
+    def stamp(self, tensors: list[Any]) -> Stamp | None:
+        """How the tensors, those of the hold, are now; ``None`` when what is held is not where it was."""
+
+    def changes(self, tensors: list[Any], stamp: Stamp) -> list[tuple[int, str]]:
+        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
+
+@final
+class Stamp:
+    """How the tensors of a :class:`Hold` were at a moment."""
+
 def save(
     session: Session,
     url: str,
@@ -272,19 +343,12 @@ def save(
     timeout_s: float,
     streams: Mapping[int, int] = ...,
     is_waited_for: bool = False,
+    prove: bool = False,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 
     ``values`` are those of the described objects, in order; ``owner`` is kept until the tensors' memory is needed no
     more.
-    """
-
-def places(tensors: list[Any]) -> bytes:
-    """Device, address, types, shape and strides of all tensors, as bytes that are equal exactly while all of these are.
-
-    Raises:
-        TypeError: When a tensor's type does not tell by way of DLPack's exchange table; other errors of its framework
-            when one tensor cannot be told.
     """
 
 def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:

@@ -4,8 +4,6 @@ A *leaf* is one tensor or one value with a name below a key of the state. A tens
 global shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -4,7 +4,7 @@
 //!
 //! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`], and the ranks tell each other where,
 //!    by agreeing. Of two ranks the higher one connects.
-//! 2. Who was connected to sends 16 random bytes. The other side answers with [`MAGIC`], its rank, 16 random bytes of
+//! 2. Who was connected to sends 16 random bytes. The other side answers with `MAGIC`, its rank, 16 random bytes of
 //!    its own and a proof: a keyed SHA-256 of all that was said, of both ranks and of what the connection is for. The
 //!    first side answers with a proof of its own. The key is the name of the meeting, which only ranks that the
 //!    coordinator let in have ever heard; it does not travel. Whoever cannot prove it is dropped and learns nothing.

@@ -4,9 +4,7 @@
 //! plan (pure, each rank alone) → agree that all have a plan → read, prove, scatter → agree that all arrived
 //! ```
 //!
-//! Where ranks want the same blocks, the first agreement tells them so, and they read for each other ([`shared`]).
-//!
-//! [`shared`]: crate::shared
+//! Where ranks want the same blocks, the first agreement tells them so, and they read for each other (`shared.rs`).
 
 use std::time::Duration;
 

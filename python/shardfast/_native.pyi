@@ -14,6 +14,7 @@ __all__ = [
     "Hold",
     "Internal",
     "Invalid",
+    "Loading",
     "Mapped",
     "NotFound",
     "Outline",
@@ -104,6 +105,7 @@ class Place:
     ) -> Session:
         """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0."""
 
+@final
 class Session:
     """The ranks that save and load together, and the memory that they stage in."""
 
@@ -217,7 +219,7 @@ class Loading:
     def next(self) -> tuple[list[int], bytearray] | None:
         """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
 
-    def received(self, sizes: list[int], data: bytearray, /) -> None:
+    def received(self, sizes: list[int], data: bytearray) -> None:
         """Gives how many bytes came from each rank in the round, and these bytes by rank."""
 
     def broken(self, reason: str) -> None:

@@ -94,12 +94,12 @@ impl Loading {
     }
 
     /// Gives what came in the round: how many bytes from each rank, and these bytes in the order of the ranks.
-    fn received(&self, sizes: Vec<usize>, bytes: &Bound<'_, PyByteArray>) -> PyResult<()> {
-        if sizes.len() != self.world || sizes.iter().sum::<usize>() != bytes.len() {
-            let (ranks, world, found) = (sizes.len(), self.world, bytes.len());
+    fn received(&self, sizes: Vec<usize>, data: &Bound<'_, PyByteArray>) -> PyResult<()> {
+        if sizes.len() != self.world || sizes.iter().sum::<usize>() != data.len() {
+            let (ranks, world, found) = (sizes.len(), self.world, data.len());
             return Err(invalid(format!("{found} bytes of {ranks} ranks: expected those of {world}")));
         }
-        let bytes = bytes.to_vec();
+        let bytes = data.to_vec();
         let (mut at, mut messages) = (0, BTreeMap::new());
         for (rank, size) in (0u32..).zip(sizes) {
             if size > 0 {

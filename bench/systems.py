@@ -85,6 +85,7 @@ class Shardfast:
             {"model": state},
             step=None,
             pickle=False,
+            prove=False,
             timeout_s=TIMEOUT_S,
             is_waited_for=True,
         )

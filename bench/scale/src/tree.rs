@@ -12,9 +12,9 @@ use crate::timed;
 const RANKS_PER_NODE: u32 = 8;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What a rank says when nothing has changed: to open, the digest of the operation and the number of the plan; then a
-/// number and a digest for the values that all have alike; then the checksums of two files of tensors, and where one
-/// file of values lies.
+/// About what a rank says when nothing has changed, given here and not taken from a save: to open, the digest of the
+/// operation and the number of the plan; then a number and a digest for the values that all have alike; then the
+/// checksums of two files of tensors, and where one file of values lies.
 const EXCHANGES: [(&str, usize); 3] = [("7 open", 19), ("7 values", 28), ("7 commit", 50)];
 
 /// One exchange at one size of job.

@@ -20,12 +20,15 @@ pub enum Error {
         more: u32,
     },
     /// Ranks did not contribute in time.
-    #[error("agreement on {topic:?} failed: no word from {} within {waited:?}", Ranks(.ranks))]
+    #[error("agreement on {topic:?} failed: no word from {} within {waited:?}{}", Ranks(.ranks), Silent(.silent))]
     Missing {
         /// What was to be agreed on.
         topic: String,
         /// The ranks that did not contribute, ascending.
         ranks: Vec<u32>,
+        /// Those of them that do not even answer that they live, ascending: their processes stand still, or cannot be
+        /// reached. Of ranks below these nothing is known.
+        silent: Vec<u32>,
         /// How long the round had been open.
         waited: Duration,
     },
@@ -90,6 +93,19 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
+/// Nothing to say of none.
+struct Silent<'a>(&'a [u32]);
+
+impl fmt::Display for Silent<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.len() {
+            0 => Ok(()),
+            1 => write!(f, "; {} does not answer", Ranks(self.0)),
+            _ => write!(f, "; {} do not answer", Ranks(self.0)),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,15 +122,16 @@ mod tests {
         assert!(failed(20, 0).to_string().ends_with("; rank 16: disk 16 is full; and 4 more"));
         assert!(failed(1, 7).to_string().ends_with("rank 1: disk 1 is full; and 7 more"));
 
-        let missing = |ranks: &[u32]| {
-            let waited = Duration::from_millis(1500);
-            Error::Missing { topic: "save/7".into(), ranks: ranks.to_vec(), waited }.to_string()
+        let missing = |ranks: &[u32], silent: &[u32]| {
+            let (ranks, silent, waited) = (ranks.to_vec(), silent.to_vec(), Duration::from_millis(1500));
+            Error::Missing { topic: "save/7".into(), ranks, silent, waited }.to_string()
         };
-        assert_eq!(missing(&[3]), r#"agreement on "save/7" failed: no word from rank 3 within 1.5s"#);
+        assert_eq!(missing(&[3], &[]), r#"agreement on "save/7" failed: no word from rank 3 within 1.5s"#);
         assert_eq!(
-            missing(&[0, 3, 4, 5, 9, u32::MAX]),
-            r#"agreement on "save/7" failed: no word from ranks 0, 3-5, 9, 4294967295 within 1.5s"#
+            missing(&[0, 3, 4, 5, 9, u32::MAX], &[3]),
+            r#"agreement on "save/7" failed: no word from ranks 0, 3-5, 9, 4294967295 within 1.5s; rank 3 does not answer"#
         );
+        assert!(missing(&[3, 4, 5], &[3, 5]).ends_with("; ranks 3, 5 do not answer"));
         let lost = Error::Lost { rank: 2, cause: "its connection broke".into() };
         assert_eq!(lost.to_string(), "rank 2 is gone: its connection broke");
     }

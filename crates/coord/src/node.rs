@@ -17,15 +17,21 @@
 //!    can become complete, so that each is closed at once.
 //! 5. Whoever loses its parent can reach nobody but its own subtree: what it has reported fails there with
 //!    [`Error::Lost`] of the parent, and it closes all later rounds as rank 0 would.
+//! 6. Towards the end of a round's time, and after it, whoever still waits for the other end of a link asks it whether
+//!    it lives ([`FromChild::Asks`]): the node answers, whatever the rank's program does. A child that gives no answer is
+//!    not waited for any more when the round is closed, and is named as silent. If it is the parent, the outcome cannot
+//!    come through: once the round's time is over the whole subtree is told so, with the parent's name
+//!    ([`FromParent::Unheard`]). Neither costs anybody its place: who was silent for a while takes part again.
 //!
 //! Complete is complete: rank 0 never closes what it decides, and a node never takes back a part. So no round has two
-//! outcomes; whether an answer arrives is another matter, and whoever waited twice its deadline and [`GRACE`] is told
-//! that the outcome is unknown.
+//! outcomes; whether an answer arrives is another matter. Whoever is below a silent rank, or has waited twice its
+//! deadline and [`GRACE`], is told that the outcome is unknown, and takes no notice of it later.
 
 mod bundle;
 mod inbox;
 mod message;
 mod round;
+mod watch;
 
 #[cfg(test)]
 mod scenarios;
@@ -39,8 +45,9 @@ use std::time::Duration;
 pub use self::bundle::Bundle;
 use self::inbox::Inbox;
 pub use self::message::{Downward, FAILURES_MAX, Failures, FromChild, FromParent, Part, Report, Upward};
-use self::round::check_topic;
-use self::round::{Round, Seated, Stage};
+use self::round::{Round, Seated, Stage, check_topic};
+pub use self::watch::SILENCE;
+use self::watch::{Look, Wanted, Watch};
 use crate::topology::Position;
 pub use crate::wire::Encoded;
 use crate::{Error, PAYLOAD_BYTES_MAX, Topology};
@@ -58,7 +65,7 @@ const OWED_MAX: usize = 256;
 pub type Contribution = Result<Vec<u8>, String>;
 
 /// What a local call is told.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
     /// To rank 0 only: everything is in; call [`Node::decided`] with the decision over these.
     Decide(Vec<Vec<u8>>),
@@ -103,6 +110,7 @@ struct Parent {
     rank: u32,
     sent: u64,
     inbox: Inbox<FromParent>,
+    watch: Watch,
 }
 
 #[derive(Debug)]
@@ -111,6 +119,7 @@ struct Child {
     is_lost: bool,
     sent: u64,
     inbox: Inbox<(u64, FromChild)>,
+    watch: Watch,
     /// Rounds that failed without a part of this child, by the number of the message that tells it so.
     failed: BTreeMap<String, u64>,
 }
@@ -119,12 +128,19 @@ impl<S> Node<S> {
     /// The node of `rank` in that tree; `rank` must be below its world.
     pub fn new(topology: &Topology, rank: u32) -> Node<S> {
         let Position { parent, subtree, children, height } = topology.position(rank);
-        let child = |subtree| Child { subtree, is_lost: false, sent: 0, inbox: Inbox::new(), failed: BTreeMap::new() };
+        let child = |subtree| Child {
+            subtree,
+            is_lost: false,
+            sent: 0,
+            inbox: Inbox::new(),
+            watch: Watch::default(),
+            failed: BTreeMap::new(),
+        };
         Node {
             rank,
             subtree,
             height,
-            parent: parent.map(|rank| Parent { rank, sent: 0, inbox: Inbox::new() }),
+            parent: parent.map(|rank| Parent { rank, sent: 0, inbox: Inbox::new(), watch: Watch::default() }),
             children: children.into_iter().map(child).collect(),
             rounds: BTreeMap::new(),
             owed: VecDeque::new(),
@@ -146,6 +162,8 @@ impl<S> Node<S> {
             Some(error)
         } else if let Some(index) = self.owed.iter().position(|(owed, _)| owed == topic) {
             self.owed.remove(index).map(|(_, error)| error)
+        } else if let Some(error) = self.rounds.get_mut(topic).and_then(|round| round.come_unheard(topic)) {
+            Some(error)
         } else if self.rounds.get(topic).is_some_and(|round| round.has_come) {
             let rank = self.rank;
             Some(Error::Invalid(format!("rank {rank} contributes to {topic:?} twice; its first call still waits")))
@@ -204,12 +222,18 @@ impl<S> Node<S> {
     /// A message of a child has arrived. One that cannot be meant costs the child its place.
     pub fn hear_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<S> {
         if let Some(sender) = self.child(child) {
-            sender.inbox.put(message.number, (message.seen, message.word));
+            sender.watch.heard();
+            match message.word {
+                FromChild::Asks => self.effects.push(Effect::Down(child, Downward::LIVES)),
+                FromChild::Lives => {}
+                word => sender.inbox.put(message.number, (message.seen, word)),
+            }
         }
         while let Some((seen, word)) = self.child(child).and_then(|sender| sender.inbox.take()) {
             match word {
                 FromChild::Part(part) => self.take_part(child, seen, part, now),
                 FromChild::Lost { rank, cause } => self.report_lost(rank, cause, now),
+                FromChild::Asks | FromChild::Lives => {}
             }
         }
         self.effects()
@@ -218,7 +242,12 @@ impl<S> Node<S> {
     /// A message of the parent has arrived. One that cannot be meant costs the parent its place.
     pub fn hear_parent(&mut self, message: Downward, now: Duration) -> Effects<S> {
         if let Some(parent) = &mut self.parent {
-            parent.inbox.put(message.number, message.word);
+            parent.watch.heard();
+            match message.word {
+                FromParent::Asks => self.effects.push(Effect::Up(Upward::LIVES)),
+                FromParent::Lives => {}
+                word => parent.inbox.put(message.number, word),
+            }
         }
         while let Some(word) = self.parent.as_mut().and_then(|parent| parent.inbox.take()) {
             match word {
@@ -237,7 +266,9 @@ impl<S> Node<S> {
                     }
                 },
                 FromParent::Failed { topic, error } => self.fail(&topic, &error),
+                FromParent::Unheard { topic, rank } => self.give_up(&topic, rank),
                 FromParent::Lost { rank, cause } => self.set_lost(rank, cause, now),
+                FromParent::Asks | FromParent::Lives => {}
             }
         }
         self.effects()
@@ -273,8 +304,17 @@ impl<S> Node<S> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
         }
+        self.watch(now);
         for topic in self.topics(|round| matches!(round.stage, Stage::Closing { until } if until <= now)) {
             self.settle(&topic, now);
+        }
+        if let Some(Parent { rank, watch, .. }) = &self.parent
+            && watch.is_silent()
+        {
+            let rank = *rank;
+            for topic in self.topics(|round| round.gives_up_on_parent().is_some_and(|due| due <= now)) {
+                self.give_up(&topic, rank);
+            }
         }
         for (topic, round) in &mut self.rounds {
             if let Some(Seated { seat, deadline, .. }) = round.seated.take_if(|seated| seated.gives_up <= now) {
@@ -286,7 +326,13 @@ impl<S> Node<S> {
 
     /// When [`tick`](Node::tick) has something to do next.
     pub fn due(&self) -> Option<Duration> {
-        self.rounds.values().filter_map(Round::due).min()
+        let rounds = self.rounds.values().filter_map(Round::due);
+        let parent = self.parent.as_ref().and_then(|parent| match parent.watch.is_silent() {
+            true => self.rounds.values().filter_map(Round::gives_up_on_parent).min(),
+            false => self.wants_parent().and_then(|wanted| parent.watch.due(wanted)),
+        });
+        let children = self.children.iter().filter_map(|child| child.watch.due(wants(&self.rounds, child)?));
+        rounds.chain(parent).chain(children).min()
     }
 
     /// Whether that child's messages still count: it is one, and not lost.
@@ -352,6 +398,45 @@ impl<S> Node<S> {
         }
     }
 
+    /// Asks whoever is waited for whether it lives.
+    fn watch(&mut self, now: Duration) {
+        let wanted = self.wants_parent();
+        if let Some((parent, wanted)) = self.parent.as_mut().zip(wanted)
+            && parent.watch.look(wanted, now) == Look::Ask
+        {
+            self.effects.push(Effect::Up(Upward::ASKS));
+        }
+        let mut is_found_silent = false;
+        for child in &mut self.children {
+            let Some(wanted) = wants(&self.rounds, child) else { continue };
+            match child.watch.look(wanted, now) {
+                Look::Ask => self.effects.push(Effect::Down(child.subtree.start, Downward::ASKS)),
+                Look::Silent => is_found_silent = true,
+                Look::Nothing => {}
+            }
+        }
+        if is_found_silent {
+            for topic in self.topics(|round| matches!(round.stage, Stage::Closing { .. })) {
+                self.advance(&topic, now);
+            }
+        }
+    }
+
+    /// When it matters whether the parent lives; never where nobody waits for it.
+    fn wants_parent(&self) -> Option<Wanted> {
+        self.rounds.values().filter(|round| round.waits_for_parent()).map(Round::wanted).reduce(Wanted::and)
+    }
+
+    /// What comes of a round cannot be heard of here, since `rank` is silent.
+    fn give_up(&mut self, topic: &str, rank: u32) {
+        let Some(round) = self.rounds.get_mut(topic).filter(|round| round.unheard.is_none()) else { return };
+        round.unheard = Some(rank);
+        if let Some(Seated { seat, .. }) = round.seated.take() {
+            self.effects.push(Effect::Reply(seat, Reply::Answer(Err(round::unheard(topic, rank)))));
+        }
+        self.down(|_| Some(FromParent::Unheard { topic: topic.to_owned(), rank }));
+    }
+
     /// Something came to a round of which no part was sent yet.
     fn advance(&mut self, topic: &str, now: Duration) {
         let Some(round) = self.rounds.get(topic) else { return };
@@ -361,7 +446,9 @@ impl<S> Node<S> {
         match round.stage {
             Stage::Gathering if round.own.is_some() && missing.next().is_none() => self.settle(topic, now),
             Stage::Gathering if hopeless => self.close(topic, now),
-            Stage::Closing { .. } if missing.all(|child| child.is_lost) => self.settle(topic, now),
+            Stage::Closing { .. } if missing.all(|child| child.is_lost || child.watch.is_silent()) => {
+                self.settle(topic, now);
+            }
             _ => {}
         }
     }
@@ -383,23 +470,24 @@ impl<S> Node<S> {
         if self.parent.is_some() {
             round.stage = Stage::Reported;
             let (age, left) = (now.saturating_sub(round.opened), round.expires.saturating_sub(now));
-            let report = round.report(self.rank, self.children.iter().map(|child| &child.subtree));
+            let report = round.report(self.rank, self.children.iter().map(Child::known));
             return self.up(FromChild::Part(Part { topic: topic.to_owned(), age, left, report }));
         }
         let lost = self.lost.as_ref().map(|(rank, cause)| (*rank, cause.as_str()));
-        match round.payloads(self.rank, self.children.iter().map(|child| &child.subtree)) {
+        match round.payloads(self.children.iter().map(|child| &child.subtree)) {
             // Whoever is not rank 0 and has no parent is a part of the world.
-            Ok(payloads) if self.rank == 0 => {
+            Some(payloads) if self.rank == 0 => {
                 round.stage = Stage::Deciding;
                 if let Some(Seated { seat, .. }) = round.seated.take() {
                     self.effects.push(Effect::Reply(seat, Reply::Decide(payloads)));
                 }
             }
-            Ok(_) => {
+            Some(_) => {
                 let error = round::failed(topic, Report::default(), Duration::ZERO, lost);
                 self.fail(topic, &error);
             }
-            Err(report) => {
+            None => {
+                let report = round.report(self.rank, self.children.iter().map(Child::known));
                 let lost = lost.filter(|_| !report.is_complete() || self.rank != 0);
                 let waited = round.expires.saturating_sub(round.opened);
                 let error = round::failed(topic, report, waited, lost);
@@ -470,6 +558,19 @@ impl<S> Node<S> {
             self.fail(&topic, &Error::Lost { rank, cause: cause.to_owned() });
         }
     }
+}
+
+impl Child {
+    /// Its subtree, and whether it is silent.
+    fn known(&self) -> (&Range<u32>, bool) {
+        (&self.subtree, self.watch.is_silent() && !self.is_lost)
+    }
+}
+
+/// When it matters whether that child lives; never where nobody waits for it.
+fn wants<S>(rounds: &BTreeMap<String, Round<S>>, child: &Child) -> Option<Wanted> {
+    let waiting = rounds.values().filter(|round| !child.is_lost && round.waits_for_child(child.subtree.start));
+    waiting.map(Round::wanted).reduce(Wanted::and)
 }
 
 /// The error of a rank whose contribution was in time and whose answer is not.

@@ -1,5 +1,7 @@
 //! The messages of `proto/coord.proto`, and what they say.
 
+mod sequence;
+
 use std::ops::Range;
 use std::time::Duration;
 
@@ -21,6 +23,12 @@ const RANKS_MAX: u64 = 1 << 24;
 
 /// A message of a link, as bytes.
 pub trait Encoded: Sized {
+    /// Whether it overtakes all others: it has no number and is short.
+    fn is_urgent(&self) -> bool;
+
+    /// Says that the sender lives, and nothing else.
+    fn lives() -> Self;
+
     /// The bytes that travel.
     fn encode(self) -> Vec<u8>;
 
@@ -32,9 +40,17 @@ pub trait Encoded: Sized {
 }
 
 impl Encoded for Upward {
+    fn is_urgent(&self) -> bool {
+        matches!(self.word, FromChild::Asks | FromChild::Lives)
+    }
+
+    fn lives() -> Upward {
+        Upward::LIVES
+    }
+
     fn encode(self) -> Vec<u8> {
         let word = match self.word {
-            FromChild::Part(Part { topic, age, left, report: Report { failures, missing, payloads } }) => {
+            FromChild::Part(Part { topic, age, left, report: Report { failures, missing, silent, payloads } }) => {
                 upward::Word::Part(proto::Part {
                     topic,
                     age_ns: nanoseconds(age),
@@ -42,9 +58,12 @@ impl Encoded for Upward {
                     payloads: payloads.map(Into::into),
                     failures: (!failures.is_empty()).then(|| failures.into()),
                     missing: missing.into_iter().map(Into::into).collect(),
+                    silent,
                 })
             }
             FromChild::Lost { rank, cause } => upward::Word::Lost(proto::Lost { rank, cause }),
+            FromChild::Asks => upward::Word::Asks(proto::Asks {}),
+            FromChild::Lives => upward::Word::Lives(proto::Lives {}),
         };
         proto::Upward { number: self.number, seen: self.seen, word: Some(word) }.encode_to_vec()
     }
@@ -56,18 +75,29 @@ impl Encoded for Upward {
                 let report = Report {
                     failures: part.failures.map(Into::into).unwrap_or_default(),
                     missing: runs(part.missing)?,
+                    silent: part.silent,
                     payloads: part.payloads.map(bundle).transpose()?,
                 };
                 let (age, left) = (Duration::from_nanos(part.age_ns), Duration::from_nanos(part.left_ns));
                 FromChild::Part(Part { topic: part.topic, age, left, report })
             }
             upward::Word::Lost(proto::Lost { rank, cause }) => FromChild::Lost { rank, cause },
+            upward::Word::Asks(proto::Asks {}) => FromChild::Asks,
+            upward::Word::Lives(proto::Lives {}) => FromChild::Lives,
         };
         Ok(Upward { number, seen, word })
     }
 }
 
 impl Encoded for Downward {
+    fn is_urgent(&self) -> bool {
+        matches!(self.word, FromParent::Asks | FromParent::Lives)
+    }
+
+    fn lives() -> Downward {
+        Downward::LIVES
+    }
+
     fn encode(self) -> Vec<u8> {
         let word = match self.word {
             FromParent::Close { topic } => downward::Word::Close(topic),
@@ -77,7 +107,10 @@ impl Encoded for Downward {
             FromParent::Failed { topic, error } => {
                 downward::Word::Ended(proto::Ended { topic, error: Some(error.into()) })
             }
+            FromParent::Unheard { topic, rank } => downward::Word::Unheard(proto::Unheard { topic, rank }),
             FromParent::Lost { rank, cause } => downward::Word::Lost(proto::Lost { rank, cause }),
+            FromParent::Asks => downward::Word::Asks(proto::Asks {}),
+            FromParent::Lives => downward::Word::Lives(proto::Lives {}),
         };
         proto::Downward { number: self.number, word: Some(word) }.encode_to_vec()
     }
@@ -93,7 +126,10 @@ impl Encoded for Downward {
                 let error = error(&topic, end.ok_or("a failure of an unknown kind")?)?;
                 FromParent::Failed { topic, error }
             }
+            downward::Word::Unheard(proto::Unheard { topic, rank }) => FromParent::Unheard { topic, rank },
             downward::Word::Lost(proto::Lost { rank, cause }) => FromParent::Lost { rank, cause },
+            downward::Word::Asks(proto::Asks {}) => FromParent::Asks,
+            downward::Word::Lives(proto::Lives {}) => FromParent::Lives,
         };
         Ok(Downward { number, word })
     }
@@ -101,11 +137,33 @@ impl Encoded for Downward {
 
 impl From<Bundle> for proto::Bundle {
     fn from(Bundle { ranks, distinct, which }: Bundle) -> proto::Bundle {
-        proto::Bundle { ranks, distinct, which }
+        let lengths: Vec<u32> = distinct.iter().map(|payload| payload.len() as u32).collect();
+        let payloads = match &distinct[..] {
+            [one] => one.clone(),
+            many => many.concat().into(),
+        };
+        let (lengths, which) = (sequence::encode(&lengths).into(), sequence::encode(&which).into());
+        proto::Bundle { ranks, distinct: distinct.len() as u32, lengths, payloads, which }
     }
 }
 
-fn bundle(proto::Bundle { ranks, distinct, which }: proto::Bundle) -> Result<Bundle, String> {
+fn bundle(bundle: proto::Bundle) -> Result<Bundle, String> {
+    let proto::Bundle { ranks, distinct, lengths, mut payloads, which } = bundle;
+    if u64::from(ranks) > RANKS_MAX {
+        return Err(format!("payloads of {ranks} ranks, the most is {RANKS_MAX}"));
+    }
+    // Of different payloads one at most is empty: so the bytes that are here bound what they cost.
+    if distinct as usize > payloads.len() + 1 {
+        return Err(format!("{distinct} different payloads in {} bytes", payloads.len()));
+    }
+    let lengths = sequence::decode(&lengths, distinct as usize).map_err(|error| format!("lengths: {error}"))?;
+    let bytes: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
+    if bytes != payloads.len() as u64 {
+        return Err(format!("payloads of {bytes} bytes in {}", payloads.len()));
+    }
+    let distinct = lengths.into_iter().map(|length| payloads.split_to(length as usize)).collect();
+    let places = if which.is_empty() { 0 } else { ranks as usize };
+    let which = sequence::decode(&which, places).map_err(|error| format!("places: {error}"))?;
     Bundle::from_parts(ranks, distinct, which)
 }
 
@@ -149,10 +207,11 @@ impl From<Error> for ended::Error {
                 let spelled = failures.into_iter().map(|Failure { rank, reason }| proto::Failure { rank, reason });
                 ended::Error::Failed(proto::Failures { spelled: spelled.collect(), more })
             }
-            Error::Missing { ranks, waited, .. } => {
+            Error::Missing { ranks, silent, waited, .. } => {
                 let runs = ranks.chunk_by(|a, b| a + 1 == *b);
                 let runs = runs.map(|run| proto::Run { first: run[0], count: run.len() as u32 });
-                ended::Error::Missing(proto::Missing { ranks: runs.collect(), waited_ns: nanoseconds(waited) })
+                let (ranks, waited_ns) = (runs.collect(), nanoseconds(waited));
+                ended::Error::Missing(proto::Missing { ranks, waited_ns, silent })
             }
             Error::Lost { rank, cause } => ended::Error::Lost(proto::Lost { rank, cause }),
             Error::Unavailable(message) => ended::Error::Unavailable(message),
@@ -165,9 +224,9 @@ fn error(topic: &str, error: ended::Error) -> Result<Error, String> {
     let topic = topic.to_owned();
     Ok(match error {
         ended::Error::Failed(failures) => Failures::from(failures).into_error(&topic),
-        ended::Error::Missing(proto::Missing { ranks, waited_ns }) => {
+        ended::Error::Missing(proto::Missing { ranks, waited_ns, silent }) => {
             let ranks = runs(ranks)?.into_iter().flatten().collect();
-            Error::Missing { topic, ranks, waited: Duration::from_nanos(waited_ns) }
+            Error::Missing { topic, ranks, silent, waited: Duration::from_nanos(waited_ns) }
         }
         ended::Error::Lost(proto::Lost { rank, cause }) => Error::Lost { rank, cause },
         ended::Error::Unavailable(message) => Error::Unavailable(message),
@@ -197,7 +256,12 @@ mod tests {
             vec![Failure { rank: 3, reason: "disk full".into() }, Failure { rank: 9, reason: String::new() }];
         for error in [
             Error::Failed { topic: topic(), failures, more: 7 },
-            Error::Missing { topic: topic(), ranks: vec![0, 1, 2, 5], waited: Duration::from_millis(1500) },
+            Error::Missing {
+                topic: topic(),
+                ranks: vec![0, 1, 2, 5],
+                silent: vec![1],
+                waited: Duration::from_millis(1500),
+            },
             Error::Lost { rank: 4, cause: "killed".into() },
             Error::Unavailable("unknown".into()),
             Error::Invalid("wrong".into()),
@@ -209,17 +273,29 @@ mod tests {
 
     #[test]
     fn what_no_version_of_ours_sends_is_refused_in_words() {
-        let bundle = |ranks, which| proto::Bundle { ranks, distinct: vec![Bytes::from_static(b"a")], which };
+        let bundle = |ranks, distinct, lengths: &[u32], which: &[u32]| {
+            let (lengths, which) = (sequence::encode(lengths).into(), sequence::encode(which).into());
+            Some(proto::Bundle { ranks, distinct, lengths, payloads: Bytes::from_static(b"abc"), which })
+        };
         let answer = |answers| downward::Word::Answer(proto::Answer { topic: String::new(), answers });
         let missing = |first, count| {
-            let missing = proto::Missing { ranks: vec![proto::Run { first, count }], waited_ns: 0 };
+            let missing = proto::Missing { ranks: vec![proto::Run { first, count }], ..Default::default() };
             let error = Some(ended::Error::Missing(missing));
             downward::Word::Ended(proto::Ended { topic: String::new(), error })
         };
         for (word, told) in [
             (answer(None), "an answer without answers"),
-            (answer(Some(bundle(0, vec![]))), "a bundle of 1 payloads and 0 places that does not suit 0 ranks"),
-            (answer(Some(bundle(2, vec![0, 1]))), "a bundle of 1 payloads and 2 places that does not suit 2 ranks"),
+            (answer(bundle(0, 1, &[3], &[])), "a bundle of 1 payloads and 0 places that does not suit 0 ranks"),
+            (answer(bundle(3, 2, &[1, 2], &[])), "a bundle of 2 payloads and 0 places that does not suit 3 ranks"),
+            (
+                answer(bundle(3, 2, &[1, 2], &[0, 1, 2])),
+                "a bundle of 2 payloads and 3 places that does not suit 3 ranks",
+            ),
+            (answer(bundle(3, 2, &[1, 2], &[1; 4])), "places: a run of 4 where 3 numbers are left"),
+            (answer(bundle(2, 2, &[1, 1], &[])), "payloads of 2 bytes in 3"),
+            (answer(bundle(2, 2, &[3], &[])), "lengths: numbers that were cut short"),
+            (answer(bundle(9, 5, &[], &[])), "5 different payloads in 3 bytes"),
+            (answer(bundle(u32::MAX, 1, &[3], &[])), "payloads of 4294967295 ranks, the most is 16777216"),
             (missing(0, u32::MAX), "4294967295 missing ranks, the most is 16777216"),
             (missing(u32::MAX, 2), "2 ranks from rank 4294967295 on"),
             (downward::Word::Ended(proto::Ended::default()), "a failure of an unknown kind"),
@@ -235,6 +311,30 @@ mod tests {
         fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..60)) {
             let _ = Upward::decode(bytes.clone().into());
             let _ = Downward::decode(bytes.into());
+        }
+
+        #[test]
+        fn a_damaged_message_is_refused_or_is_another_message(
+            payloads in prop::collection::vec(prop::collection::vec(0_u8..3, 0..4), 1..60),
+            damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let answers = Bundle::new(payloads.into_iter().map(Bytes::from));
+            let message = Downward { number: 7, word: FromParent::Answer { topic: "7 commit".to_owned(), answers } };
+            let mut bytes = message.clone().encode();
+            prop_assert_eq!(Downward::decode(bytes.clone().into()), Ok(message));
+            for (at, value) in damage {
+                let at = at.index(bytes.len());
+                bytes[at] = value;
+            }
+            bytes.truncate(cut.map_or(bytes.len(), |cut| cut.index(bytes.len())));
+            let Ok(Downward { number, word: FromParent::Answer { topic, answers } }) = Downward::decode(bytes.into()) else {
+                return Ok(());
+            };
+            // Whatever is let in can be used: no rank is without a payload, and it may be sent on.
+            prop_assert_eq!(answers.payloads().count(), answers.ranks() as usize);
+            let again = Downward { number, word: FromParent::Answer { topic, answers } };
+            prop_assert_eq!(Downward::decode(again.clone().encode().into()), Ok(again));
         }
     }
 }

@@ -188,7 +188,6 @@ async fn attend(door: Arc<Door>, rank: u32, mut inbound: Streaming<Frame>, sessi
     let cause = loop {
         let Ok(Some(frame)) = inbound.message().await else { break BROKEN.to_owned() };
         match assembly.take(frame) {
-            Ok(Arrived::Nothing) => {}
             Ok(Arrived::Message(message)) => {
                 if !door.hub.hear_child(rank, message) {
                     break BROKEN.to_owned();

@@ -29,37 +29,59 @@ pub(super) enum Outbound<M> {
 /// A link's messages as the frames of its stream. They are encoded when it is their turn.
 pub(super) struct Frames<M> {
     messages: UnboundedReceiver<Outbound<M>>,
+    urgent: VecDeque<Frame>,
+    waiting: VecDeque<Outbound<M>>,
+    /// Of the message whose turn it is.
     ready: VecDeque<Frame>,
 }
 
 impl<M> Frames<M> {
     pub(super) fn new(messages: UnboundedReceiver<Outbound<M>>) -> Frames<M> {
-        Frames { messages, ready: VecDeque::new() }
+        Frames { messages, urgent: VecDeque::new(), waiting: VecDeque::new(), ready: VecDeque::new() }
     }
 }
 
-impl<M: Encoded> Stream for Frames<M> {
+impl<M: Encoded> Frames<M> {
+    /// Sorts what has come meanwhile. Whether more may come.
+    fn sort(&mut self, context: &mut Context<'_>) -> bool {
+        loop {
+            match self.messages.poll_recv(context) {
+                Poll::Pending => return true,
+                Poll::Ready(None) => return false,
+                Poll::Ready(Some(Outbound::Message(message))) if message.is_urgent() => {
+                    self.urgent.push_back(said(frame::Said::Urgent(message.encode().into())));
+                }
+                Poll::Ready(Some(Outbound::Leave)) => {
+                    self.messages.close();
+                    self.waiting.push_back(Outbound::Leave);
+                }
+                Poll::Ready(Some(message)) => self.waiting.push_back(message),
+            }
+        }
+    }
+}
+
+impl<M: Encoded + Unpin> Stream for Frames<M> {
     type Item = Frame;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Frame>> {
+        let may_come = self.sort(context);
         loop {
-            if let Some(frame) = self.ready.pop_front() {
+            let next = self.urgent.pop_front();
+            if let Some(frame) = next.or_else(|| self.ready.pop_front()) {
                 return Poll::Ready(Some(frame));
             }
-            match self.messages.poll_recv(context) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(None) => return Poll::Ready(None),
-                Poll::Ready(Some(Outbound::Message(message))) => {
+            match self.waiting.pop_front() {
+                None if may_come => return Poll::Pending,
+                None => return Poll::Ready(None),
+                Some(Outbound::Message(message)) => {
                     let mut bytes = Bytes::from(message.encode());
                     while bytes.len() > FRAME_BYTES {
                         self.ready.push_back(said(frame::Said::Part(bytes.split_to(FRAME_BYTES))));
                     }
                     self.ready.push_back(said(frame::Said::Last(bytes)));
                 }
-                Poll::Ready(Some(Outbound::Leave)) => {
-                    self.messages.close();
-                    self.ready.push_back(said(frame::Said::Leave(Leave {})));
-                }
+                Some(Outbound::Leave) => self.ready.push_back(said(frame::Said::Leave(Leave {}))),
             }
         }
     }
@@ -71,8 +93,7 @@ fn said(said: frame::Said) -> Frame {
 
 /// What a frame brings.
 pub(super) enum Arrived<M> {
-    /// Not yet a whole message.
-    Nothing,
+    /// A message, or as much as a piece of one says: that the sender lives.
     Message(M),
     Leave,
 }
@@ -93,8 +114,9 @@ impl<M: Encoded> Assembly<M> {
         match frame.said {
             Some(frame::Said::Part(part)) => {
                 self.parts.extend_from_slice(&part);
-                Ok(Arrived::Nothing)
+                Ok(Arrived::Message(M::lives()))
             }
+            Some(frame::Said::Urgent(urgent)) => M::decode(urgent).map(Arrived::Message),
             Some(frame::Said::Last(last)) if self.parts.is_empty() => M::decode(last).map(Arrived::Message),
             Some(frame::Said::Last(last)) => {
                 self.parts.extend_from_slice(&last);
@@ -103,5 +125,41 @@ impl<M: Encoded> Assembly<M> {
             Some(frame::Said::Leave(_)) => Ok(Arrived::Leave),
             None => Err("a frame of an unknown kind".to_owned()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc::unbounded_channel;
+    use tokio_stream::StreamExt;
+
+    use super::*;
+    use crate::node::{Bundle, Downward, FromParent, Upward};
+
+    #[tokio::test]
+    async fn whoever_asks_whether_somebody_lives_does_not_wait_behind_a_large_message() {
+        let answers = Bundle::new([Bytes::from(vec![7; 3 * FRAME_BYTES])]);
+        let large = Downward { number: 1, word: FromParent::Answer { topic: "plan".into(), answers } };
+        let (sender, receiver) = unbounded_channel();
+        let mut frames = Frames::new(receiver);
+        let mut assembly = Assembly::<Downward>::new();
+        let mut arrived = async || match assembly.take(frames.next().await.unwrap()) {
+            Ok(Arrived::Message(message)) => message,
+            _ => panic!("expected a message"),
+        };
+        for message in [large.clone(), Downward { number: 2, word: FromParent::Close { topic: "next".into() } }] {
+            assert!(sender.send(Outbound::Message(message)).is_ok());
+        }
+        // A piece of a message shows that its sender lives.
+        assert_eq!(arrived().await, Downward::LIVES);
+        assert!(sender.send(Outbound::Message(Downward::ASKS)).is_ok());
+        assert!(sender.send(Outbound::Leave).is_ok());
+        assert_eq!(arrived().await, Downward::ASKS);
+        assert_eq!([arrived().await, arrived().await], [Downward::LIVES, Downward::LIVES]);
+        assert_eq!(arrived().await, large);
+        assert_eq!(arrived().await.number, 2);
+        assert!(matches!(assembly.take(frames.next().await.unwrap()), Ok(Arrived::Leave)));
+        assert!(frames.next().await.is_none());
+        assert_eq!(Upward::decode(Upward::LIVES.encode().into()), Ok(Upward::LIVES));
     }
 }

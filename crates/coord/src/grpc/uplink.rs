@@ -177,7 +177,6 @@ pub(super) async fn listen(mut inbound: Streaming<Frame>, hub: Arc<ProcessHub>, 
     let cause = loop {
         let Ok(Some(frame)) = inbound.message().await else { break BROKEN.to_owned() };
         match assembly.take(frame) {
-            Ok(Arrived::Nothing) => {}
             Ok(Arrived::Message(message)) => hub.hear_parent(message),
             Ok(Arrived::Leave) => break LEFT.to_owned(),
             Err(problem) => break format!("it sent what cannot be read: {problem}"),

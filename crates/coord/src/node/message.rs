@@ -1,6 +1,7 @@
 //! What parents and children in the tree tell each other.
 //!
 //! Messages of one link are numbered from 1, so that a node takes each once and in order, whatever the transport does.
+//! Whether somebody lives is asked and answered without a number: such messages may overtake all others.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,6 +33,20 @@ pub struct Downward {
     pub word: FromParent,
 }
 
+impl Upward {
+    /// Asks the parent whether it lives.
+    pub const ASKS: Upward = Upward { number: 0, seen: 0, word: FromChild::Asks };
+    /// Says that this rank lives.
+    pub const LIVES: Upward = Upward { number: 0, seen: 0, word: FromChild::Lives };
+}
+
+impl Downward {
+    /// Asks a child whether it lives.
+    pub const ASKS: Downward = Downward { number: 0, word: FromParent::Asks };
+    /// Says that this rank lives.
+    pub const LIVES: Downward = Downward { number: 0, word: FromParent::Lives };
+}
+
 /// What a child tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromChild {
@@ -44,6 +59,10 @@ pub enum FromChild {
         /// How it went.
         cause: String,
     },
+    /// Asks whether the parent lives.
+    Asks,
+    /// Says that this rank does.
+    Lives,
 }
 
 /// A subtree's part of one round.
@@ -66,6 +85,8 @@ pub struct Report {
     pub failures: Failures,
     /// Those that have not come, ascending runs.
     pub missing: Vec<Range<u32>>,
+    /// Those of them that did not even answer that they live, ascending.
+    pub silent: Vec<u32>,
     /// The payloads of all; none when some failed or have not come, since then nothing is decided.
     pub payloads: Option<Bundle>,
 }
@@ -92,6 +113,13 @@ pub enum FromParent {
         /// Why.
         error: Error,
     },
+    /// The time of a round is over, and what comes of it cannot be heard of.
+    Unheard {
+        /// The round's topic.
+        topic: String,
+        /// The rank above that is silent.
+        rank: u32,
+    },
     /// The first rank that went: rounds that are not complete fail, and all later ones.
     Lost {
         /// The rank.
@@ -99,6 +127,10 @@ pub enum FromParent {
         /// How it went.
         cause: String,
     },
+    /// Asks whether the child lives.
+    Asks,
+    /// Says that the parent does.
+    Lives,
 }
 
 /// The failures of some ranks: those of the lowest ranks in words, the others counted.
@@ -152,6 +184,13 @@ impl Report {
                 return Err(format!("ranks {run:?} missing below {subtree:?}"));
             }
             next = run.end;
+        }
+        let is_missing = |rank: &u32| {
+            let at = self.missing.partition_point(|run| run.end <= *rank);
+            self.missing.get(at).is_some_and(|run| run.contains(rank))
+        };
+        if !self.silent.is_sorted_by(|a, b| a < b) || !self.silent.iter().all(is_missing) {
+            return Err(format!("ranks {:?} silent of {:?} missing", self.silent, self.missing));
         }
         if let Some(rank) = self.failures.spelled.keys().find(|rank| !subtree.contains(rank)) {
             return Err(format!("a failure of rank {rank} below {subtree:?}"));

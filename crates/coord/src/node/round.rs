@@ -9,6 +9,7 @@ use prost::bytes::Bytes;
 use super::Contribution;
 use super::bundle::Collector;
 use super::message::{FAILURES_MAX, Report};
+use super::watch::Wanted;
 use crate::{Error, PAYLOAD_BYTES_MAX};
 
 const TOPIC_BYTES_MAX: usize = 4096;
@@ -24,6 +25,8 @@ pub(super) struct Round<S> {
     /// Who waits here.
     pub(super) seated: Option<Seated<S>>,
     pub(super) own: Option<Result<Bytes, String>>,
+    /// The silent rank above, once whoever waits here has been told that nothing can be heard because of it.
+    pub(super) unheard: Option<u32>,
     /// By child.
     pub(super) reports: BTreeMap<u32, Report>,
 }
@@ -60,6 +63,7 @@ impl<S> Round<S> {
             has_come: false,
             seated: None,
             own: None,
+            unheard: None,
             reports: BTreeMap::new(),
         }
     }
@@ -74,8 +78,36 @@ impl<S> Round<S> {
         stage.into_iter().chain(gives_up).min()
     }
 
-    /// What the subtree of `rank` contributed, and forgets the payloads.
-    pub(super) fn report<'a>(&mut self, rank: u32, children: impl Iterator<Item = &'a Range<u32>>) -> Report {
+    /// When it matters whether those live who are waited for.
+    pub(super) fn wanted(&self) -> Wanted {
+        Wanted::by(self.opened, self.expires)
+    }
+
+    /// Whether somebody in this subtree waits, so that the parent had better live.
+    pub(super) fn waits_for_parent(&self) -> bool {
+        let somebody_waits = self.seated.is_some() || !self.has_come;
+        somebody_waits && self.unheard.is_none() && self.stage != Stage::Deciding
+    }
+
+    pub(super) fn waits_for_child(&self, child: u32) -> bool {
+        matches!(self.stage, Stage::Gathering | Stage::Closing { .. }) && !self.reports.contains_key(&child)
+    }
+
+    /// From when on a silent parent is not waited for.
+    pub(super) fn gives_up_on_parent(&self) -> Option<Duration> {
+        (self.stage == Stage::Reported && self.waits_for_parent()).then_some(self.expires)
+    }
+
+    /// What this rank's call is told at once: the others have given the round up, and it comes only now.
+    pub(super) fn come_unheard(&mut self, topic: &str) -> Option<Error> {
+        let rank = self.unheard.filter(|_| !self.has_come)?;
+        self.has_come = true;
+        Some(unheard(topic, rank))
+    }
+
+    /// What the subtree of `rank` contributed, and forgets the payloads. `children`: each subtree, and whether it is
+    /// silent.
+    pub(super) fn report<'a>(&mut self, rank: u32, children: impl Iterator<Item = (&'a Range<u32>, bool)>) -> Report {
         let mut report = Report::default();
         let mut payloads = Collector::default();
         match self.own.take() {
@@ -83,15 +115,17 @@ impl<S> Round<S> {
             Some(Err(reason)) => report.failures.add(rank, reason),
             None => report.add_missing(rank..rank + 1),
         }
-        for subtree in children {
+        for (subtree, is_silent) in children {
             // The entry stays: it tells who has reported.
             let Some(child) = self.reports.get_mut(&subtree.start) else {
                 report.add_missing(subtree.clone());
+                report.silent.extend(is_silent.then_some(subtree.start));
                 continue;
             };
             let child = std::mem::take(child);
             report.failures.append(child.failures);
             child.missing.into_iter().for_each(|run| report.add_missing(run));
+            report.silent.extend(child.silent);
             if let Some(bundle) = child.payloads {
                 payloads.append(&bundle);
             }
@@ -101,31 +135,25 @@ impl<S> Round<S> {
         report
     }
 
-    /// At the top: every rank's payload, in their order, or why they are not all there.
-    pub(super) fn payloads<'a>(
-        &mut self,
-        rank: u32,
-        children: impl Iterator<Item = &'a Range<u32>> + Clone,
-    ) -> Result<Vec<Vec<u8>>, Report> {
-        let whole = |subtree: &Range<u32>| self.reports.get(&subtree.start).is_some_and(|r| r.payloads.is_some());
-        match &self.own {
-            Some(Ok(own)) if children.clone().all(whole) => {
-                let bundles = self.reports.values().filter_map(|report| report.payloads.as_ref());
-                let all = [own].into_iter().chain(bundles.flat_map(|bundle| bundle.payloads()));
-                let payloads = all.map(|payload| payload.to_vec()).collect();
-                self.own = None;
-                self.reports.values_mut().for_each(|report| *report = Report::default());
-                Ok(payloads)
-            }
-            _ => Err(self.report(rank, children)),
+    /// At the top: every rank's payload, in their order; none when they are not all there.
+    pub(super) fn payloads<'a>(&mut self, mut children: impl Iterator<Item = &'a Range<u32>>) -> Option<Vec<Vec<u8>>> {
+        let own = self.own.as_ref()?.as_ref().ok()?;
+        if !children.all(|subtree| self.reports.get(&subtree.start).is_some_and(|report| report.payloads.is_some())) {
+            return None;
         }
+        let bundles = self.reports.values().filter_map(|report| report.payloads.as_ref());
+        let all = [own].into_iter().chain(bundles.flat_map(|bundle| bundle.payloads()));
+        let payloads = all.map(|payload| payload.to_vec()).collect();
+        self.own = None;
+        self.reports.values_mut().for_each(|report| *report = Report::default());
+        Some(payloads)
     }
 }
 
 /// Why a round ends without a decision. Failures that ranks told are what everybody wants to know, so they come
 /// first; ranks that kept it from ending otherwise are added to them.
 pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
-    let Report { mut failures, missing, .. } = report;
+    let Report { mut failures, missing, silent, .. } = report;
     match lost {
         Some((rank, cause)) if failures.is_empty() => Error::Lost { rank, cause: cause.to_owned() },
         Some((rank, cause)) => {
@@ -135,7 +163,8 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
             failures.into_error(topic)
         }
         None if failures.is_empty() => {
-            Error::Missing { topic: topic.to_owned(), ranks: missing.into_iter().flatten().collect(), waited }
+            let ranks = missing.into_iter().flatten().collect();
+            Error::Missing { topic: topic.to_owned(), ranks, silent, waited }
         }
         None => {
             let mut absent = missing.into_iter().flatten();
@@ -157,6 +186,11 @@ impl Report {
             _ => self.missing.push(run),
         }
     }
+}
+
+/// The error of a rank below one that does not answer.
+pub(super) fn unheard(topic: &str, rank: u32) -> Error {
+    Error::Unavailable(format!("rank {rank} does not answer; the outcome of the agreement on {topic:?} is unknown"))
 }
 
 pub(super) fn check_topic(topic: &str) -> Result<(), Error> {

@@ -1,0 +1,160 @@
+//! Whether the other end of a link still answers, found out only while somebody waits for it.
+
+use std::time::Duration;
+
+/// Questions without an answer after which the other end counts as silent.
+const ASKS: u32 = 3;
+
+/// The shortest time for an answer. The other end's transport answers, not its program, so this is what a machine
+/// needs to run a thread that has work: some tens of milliseconds at a load of 8 per core.
+const INTERVAL_MIN: Duration = Duration::from_millis(150);
+
+/// The longest: who stands still for less than [`ASKS`] of them is only slow.
+const INTERVAL_MAX: Duration = Duration::from_millis(500);
+
+/// The longest from the moment that a rank falls silent until whoever waits for it knows, beside the journey of a
+/// question: the question before may just have been answered.
+pub const SILENCE: Duration = INTERVAL_MAX.saturating_mul(ASKS + 1);
+
+/// When somebody wants to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Wanted {
+    /// From then on.
+    from: Duration,
+    interval: Duration,
+}
+
+impl Wanted {
+    /// By the end of a round that was opened then and expires then, and from that end on.
+    pub(super) fn by(opened: Duration, expires: Duration) -> Wanted {
+        let interval = (expires.saturating_sub(opened) / 8).clamp(INTERVAL_MIN, INTERVAL_MAX);
+        Wanted { from: expires.saturating_sub(interval * (ASKS + 1)).max(opened), interval }
+    }
+
+    /// For two who want to know.
+    pub(super) fn and(self, other: Wanted) -> Wanted {
+        Wanted { from: self.from.min(other.from), interval: self.interval.min(other.interval) }
+    }
+}
+
+/// One end's view of the other.
+///
+/// Unanswered questions count, not time: a process that stood still itself, and finds the answers unread when it goes
+/// on, has asked no more often for it. Whoever is silent is not asked again; it will find the questions when it goes
+/// on, and answer them.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    /// Since the other end was last heard.
+    unanswered: u32,
+    is_silent: bool,
+    /// Not before that is it asked again, or given up.
+    next: Duration,
+}
+
+/// What a look at the other end comes to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    Ask,
+    /// It has just been found silent.
+    Silent,
+    Nothing,
+}
+
+impl Watch {
+    /// The other end has said something, whatever it was.
+    pub(super) fn heard(&mut self) {
+        (self.unanswered, self.is_silent) = (0, false);
+    }
+
+    pub(super) fn is_silent(&self) -> bool {
+        self.is_silent
+    }
+
+    pub(super) fn look(&mut self, wanted: Wanted, now: Duration) -> Look {
+        if self.due(wanted).is_none_or(|due| due > now) {
+            return Look::Nothing;
+        }
+        if self.unanswered == ASKS {
+            self.is_silent = true;
+            return Look::Silent;
+        }
+        self.unanswered += 1;
+        self.next = now.saturating_add(wanted.interval);
+        Look::Ask
+    }
+
+    /// When [`look`](Watch::look) has something to do.
+    pub(super) fn due(&self, wanted: Wanted) -> Option<Duration> {
+        (!self.is_silent).then(|| self.next.max(wanted.from))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Looks whenever it is due, until `end`; when it asked, and when it found silence.
+    fn watched(watch: &mut Watch, wanted: Wanted, end: Duration) -> (Vec<Duration>, Option<Duration>) {
+        let mut asked = Vec::new();
+        while let Some(due) = watch.due(wanted).filter(|due| *due <= end) {
+            match watch.look(wanted, due) {
+                Look::Ask => asked.push(due),
+                Look::Silent => return (asked, Some(due)),
+                Look::Nothing => panic!("was due at {due:?}"),
+            }
+        }
+        (asked, None)
+    }
+
+    #[test]
+    fn silence_is_known_when_a_round_expires_and_nobody_asks_long_before() {
+        for millis in [1200, 2000, 3000, 10_000, 1_800_000] {
+            let (opened, expires) = (SECOND * 7, SECOND * 7 + Duration::from_millis(millis));
+            let wanted = Wanted::by(opened, expires);
+            let (asked, silent) = watched(&mut Watch::default(), wanted, expires);
+            assert!(asked.len() == 3 && asked[0] >= expires - SECOND * 2 && asked[0] > opened, "{asked:?}");
+            assert!(silent.unwrap() < expires && silent.unwrap() + SILENCE >= expires, "{silent:?}");
+        }
+        // A shorter deadline than that is too short to be sure.
+        let (_, silent) = watched(&mut Watch::default(), Wanted::by(SECOND, SECOND), SECOND * 3);
+        assert_eq!(silent, Some(SECOND + INTERVAL_MIN * 3));
+    }
+
+    #[test]
+    fn whoever_answers_is_not_silent_and_is_asked_on_while_somebody_waits() {
+        let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
+        let mut asked = 0;
+        while let Some(due) = watch.due(wanted).filter(|due| *due <= SECOND * 20) {
+            assert_eq!(watch.look(wanted, due), Look::Ask);
+            asked += 1;
+            if asked % 3 == 0 {
+                watch.heard();
+            }
+        }
+        // From two seconds before the end on, twice a second.
+        assert_eq!(asked, 2 * (20 - 6) + 1);
+    }
+
+    #[test]
+    fn whoever_stood_still_itself_takes_nobody_for_silent() {
+        let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
+        assert_eq!(watch.look(wanted, SECOND * 7), Look::Ask);
+        // Between this question and the next it was stopped for a minute; the answer lies there unread.
+        assert_eq!(watch.look(wanted, SECOND * 67), Look::Ask);
+        watch.heard();
+        assert_eq!(watch.look(wanted, SECOND * 67), Look::Nothing);
+        assert!(!watch.is_silent());
+    }
+
+    #[test]
+    fn whoever_is_silent_is_not_asked_again_until_it_is_heard() {
+        let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
+        assert!(watched(&mut watch, wanted, SECOND * 8).1.is_some());
+        assert_eq!((watch.due(wanted), watch.look(wanted, SECOND * 60)), (None, Look::Nothing));
+        watch.heard();
+        assert!(!watch.is_silent());
+        assert_eq!(watch.look(wanted, SECOND * 60), Look::Ask);
+    }
+}

@@ -37,8 +37,6 @@ mod uplink;
 mod workers;
 
 #[cfg(test)]
-mod network;
-#[cfg(test)]
 mod tests;
 
 use std::sync::mpsc::Receiver;

@@ -2,6 +2,8 @@
 
 mod certificates;
 mod contract;
+mod cut;
+mod job;
 mod joining;
 mod peers;
 mod processes;

@@ -18,10 +18,11 @@
 //! 5. Whoever loses its parent can reach nobody but its own subtree: what it has reported fails there with
 //!    [`Error::Lost`] of the parent, and it closes all later rounds as rank 0 would.
 //! 6. Towards the end of a round's time, and after it, whoever still waits for the other end of a link asks it whether
-//!    it lives ([`FromChild::Asks`]): the node answers, whatever the rank's program does. A child that gives no answer is
-//!    not waited for any more when the round is closed, and is named as silent. If it is the parent, the outcome cannot
-//!    come through: once the round's time is over the whole subtree is told so, with the parent's name
-//!    ([`FromParent::Unheard`]). Neither costs anybody its place: who was silent for a while takes part again.
+//!    it lives ([`FromChild::Asks`]), and it asks on in the same direction, so that all on the way know by the end who
+//!    is silent: nodes answer, whatever their rank's program does. A child that gives no answer is not waited for any
+//!    more when the round is closed, and is named as silent. If it is the parent, the outcome cannot come through: once
+//!    the round's time is over the whole subtree is told so, with the parent's name ([`FromParent::Unheard`]). Neither
+//!    costs anybody its place: who was silent for a while takes part again.
 //!
 //! Complete is complete: rank 0 never closes what it decides, and a node never takes back a part. So no round has two
 //! outcomes; whether an answer arrives is another matter. Whoever is below a silent rank, or has waited twice its
@@ -224,7 +225,10 @@ impl<S> Node<S> {
         if let Some(sender) = self.child(child) {
             sender.watch.heard();
             match message.word {
-                FromChild::Asks => self.effects.push(Effect::Down(child, Downward::LIVES)),
+                FromChild::Asks { interval } => {
+                    self.effects.push(Effect::Down(child, Downward::LIVES));
+                    self.watch_parent(Wanted::passed_on(interval, now), now);
+                }
                 FromChild::Lives => {}
                 word => sender.inbox.put(message.number, (message.seen, word)),
             }
@@ -233,7 +237,7 @@ impl<S> Node<S> {
             match word {
                 FromChild::Part(part) => self.take_part(child, seen, part, now),
                 FromChild::Lost { rank, cause } => self.report_lost(rank, cause, now),
-                FromChild::Asks | FromChild::Lives => {}
+                FromChild::Asks { .. } | FromChild::Lives => {}
             }
         }
         self.effects()
@@ -244,7 +248,10 @@ impl<S> Node<S> {
         if let Some(parent) = &mut self.parent {
             parent.watch.heard();
             match message.word {
-                FromParent::Asks => self.effects.push(Effect::Up(Upward::LIVES)),
+                FromParent::Asks { interval } => {
+                    self.effects.push(Effect::Up(Upward::LIVES));
+                    self.watch_children(now, |_, _| Some(Wanted::passed_on(interval, now)));
+                }
                 FromParent::Lives => {}
                 word => parent.inbox.put(message.number, word),
             }
@@ -268,7 +275,7 @@ impl<S> Node<S> {
                 FromParent::Failed { topic, error } => self.fail(&topic, &error),
                 FromParent::Unheard { topic, rank } => self.give_up(&topic, rank),
                 FromParent::Lost { rank, cause } => self.set_lost(rank, cause, now),
-                FromParent::Asks | FromParent::Lives => {}
+                FromParent::Asks { .. } | FromParent::Lives => {}
             }
         }
         self.effects()
@@ -304,7 +311,10 @@ impl<S> Node<S> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
         }
-        self.watch(now);
+        if let Some(wanted) = self.wants_parent() {
+            self.watch_parent(wanted, now);
+        }
+        self.watch_children(now, wants);
         for topic in self.topics(|round| matches!(round.stage, Stage::Closing { until } if until <= now)) {
             self.settle(&topic, now);
         }
@@ -398,21 +408,29 @@ impl<S> Node<S> {
         }
     }
 
-    /// Asks whoever is waited for whether it lives.
-    fn watch(&mut self, now: Duration) {
-        let wanted = self.wants_parent();
-        if let Some((parent, wanted)) = self.parent.as_mut().zip(wanted)
-            && parent.watch.look(wanted, now) == Look::Ask
+    /// Asks the parent whether it lives, if it is time.
+    fn watch_parent(&mut self, wanted: Wanted, now: Duration) {
+        if let Some(parent) = &mut self.parent
+            && let Look::Ask(interval) = parent.watch.look(wanted, now)
         {
-            self.effects.push(Effect::Up(Upward::ASKS));
+            self.effects.push(Effect::Up(Upward::asks(interval)));
         }
+    }
+
+    /// Asks the children of which somebody wants to know it whether they live, those for which it is time.
+    fn watch_children(
+        &mut self,
+        now: Duration,
+        wanted: impl Fn(&BTreeMap<String, Round<S>>, &Child) -> Option<Wanted>,
+    ) {
         let mut is_found_silent = false;
-        for child in &mut self.children {
-            let Some(wanted) = wants(&self.rounds, child) else { continue };
-            match child.watch.look(wanted, now) {
-                Look::Ask => self.effects.push(Effect::Down(child.subtree.start, Downward::ASKS)),
-                Look::Silent => is_found_silent = true,
-                Look::Nothing => {}
+        for child in self.children.iter_mut().filter(|child| !child.is_lost) {
+            match wanted(&self.rounds, child).map(|wanted| child.watch.look(wanted, now)) {
+                Some(Look::Ask(interval)) => {
+                    self.effects.push(Effect::Down(child.subtree.start, Downward::asks(interval)));
+                }
+                Some(Look::Silent) => is_found_silent = true,
+                Some(Look::Nothing) | None => {}
             }
         }
         if is_found_silent {

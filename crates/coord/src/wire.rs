@@ -41,7 +41,7 @@ pub trait Encoded: Sized {
 
 impl Encoded for Upward {
     fn is_urgent(&self) -> bool {
-        matches!(self.word, FromChild::Asks | FromChild::Lives)
+        matches!(self.word, FromChild::Asks { .. } | FromChild::Lives)
     }
 
     fn lives() -> Upward {
@@ -62,7 +62,7 @@ impl Encoded for Upward {
                 })
             }
             FromChild::Lost { rank, cause } => upward::Word::Lost(proto::Lost { rank, cause }),
-            FromChild::Asks => upward::Word::Asks(proto::Asks {}),
+            FromChild::Asks { interval } => upward::Word::Asks(interval.into()),
             FromChild::Lives => upward::Word::Lives(proto::Lives {}),
         };
         proto::Upward { number: self.number, seen: self.seen, word: Some(word) }.encode_to_vec()
@@ -82,7 +82,7 @@ impl Encoded for Upward {
                 FromChild::Part(Part { topic: part.topic, age, left, report })
             }
             upward::Word::Lost(proto::Lost { rank, cause }) => FromChild::Lost { rank, cause },
-            upward::Word::Asks(proto::Asks {}) => FromChild::Asks,
+            upward::Word::Asks(asks) => FromChild::Asks { interval: asks.into() },
             upward::Word::Lives(proto::Lives {}) => FromChild::Lives,
         };
         Ok(Upward { number, seen, word })
@@ -91,7 +91,7 @@ impl Encoded for Upward {
 
 impl Encoded for Downward {
     fn is_urgent(&self) -> bool {
-        matches!(self.word, FromParent::Asks | FromParent::Lives)
+        matches!(self.word, FromParent::Asks { .. } | FromParent::Lives)
     }
 
     fn lives() -> Downward {
@@ -109,7 +109,7 @@ impl Encoded for Downward {
             }
             FromParent::Unheard { topic, rank } => downward::Word::Unheard(proto::Unheard { topic, rank }),
             FromParent::Lost { rank, cause } => downward::Word::Lost(proto::Lost { rank, cause }),
-            FromParent::Asks => downward::Word::Asks(proto::Asks {}),
+            FromParent::Asks { interval } => downward::Word::Asks(interval.into()),
             FromParent::Lives => downward::Word::Lives(proto::Lives {}),
         };
         proto::Downward { number: self.number, word: Some(word) }.encode_to_vec()
@@ -128,10 +128,22 @@ impl Encoded for Downward {
             }
             downward::Word::Unheard(proto::Unheard { topic, rank }) => FromParent::Unheard { topic, rank },
             downward::Word::Lost(proto::Lost { rank, cause }) => FromParent::Lost { rank, cause },
-            downward::Word::Asks(proto::Asks {}) => FromParent::Asks,
+            downward::Word::Asks(asks) => FromParent::Asks { interval: asks.into() },
             downward::Word::Lives(proto::Lives {}) => FromParent::Lives,
         };
         Ok(Downward { number, word })
+    }
+}
+
+impl From<Duration> for proto::Asks {
+    fn from(interval: Duration) -> proto::Asks {
+        proto::Asks { interval_ms: u32::try_from(interval.as_millis()).unwrap_or(u32::MAX) }
+    }
+}
+
+impl From<proto::Asks> for Duration {
+    fn from(asks: proto::Asks) -> Duration {
+        Duration::from_millis(asks.interval_ms.into())
     }
 }
 

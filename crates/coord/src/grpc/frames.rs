@@ -130,6 +130,8 @@ impl<M: Encoded> Assembly<M> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tokio::sync::mpsc::unbounded_channel;
     use tokio_stream::StreamExt;
 
@@ -152,14 +154,17 @@ mod tests {
         }
         // A piece of a message shows that its sender lives.
         assert_eq!(arrived().await, Downward::LIVES);
-        assert!(sender.send(Outbound::Message(Downward::ASKS)).is_ok());
+        let asks = Downward::asks(Duration::from_millis(500));
+        assert!(sender.send(Outbound::Message(asks.clone())).is_ok());
         assert!(sender.send(Outbound::Leave).is_ok());
-        assert_eq!(arrived().await, Downward::ASKS);
+        assert_eq!(arrived().await, asks);
         assert_eq!([arrived().await, arrived().await], [Downward::LIVES, Downward::LIVES]);
         assert_eq!(arrived().await, large);
         assert_eq!(arrived().await.number, 2);
         assert!(matches!(assembly.take(frames.next().await.unwrap()), Ok(Arrived::Leave)));
         assert!(frames.next().await.is_none());
-        assert_eq!(Upward::decode(Upward::LIVES.encode().into()), Ok(Upward::LIVES));
+        for message in [Upward::LIVES, Upward::asks(Duration::from_millis(150))] {
+            assert_eq!(Upward::decode(message.clone().encode().into()), Ok(message));
+        }
     }
 }

@@ -35,16 +35,22 @@ pub struct Downward {
 
 impl Upward {
     /// Asks the parent whether it lives.
-    pub const ASKS: Upward = Upward { number: 0, seen: 0, word: FromChild::Asks };
+    pub(crate) fn asks(interval: Duration) -> Upward {
+        Upward { number: 0, seen: 0, word: FromChild::Asks { interval } }
+    }
+
     /// Says that this rank lives.
-    pub const LIVES: Upward = Upward { number: 0, seen: 0, word: FromChild::Lives };
+    pub(crate) const LIVES: Upward = Upward { number: 0, seen: 0, word: FromChild::Lives };
 }
 
 impl Downward {
     /// Asks a child whether it lives.
-    pub const ASKS: Downward = Downward { number: 0, word: FromParent::Asks };
+    pub(crate) fn asks(interval: Duration) -> Downward {
+        Downward { number: 0, word: FromParent::Asks { interval } }
+    }
+
     /// Says that this rank lives.
-    pub const LIVES: Downward = Downward { number: 0, word: FromParent::Lives };
+    pub(crate) const LIVES: Downward = Downward { number: 0, word: FromParent::Lives };
 }
 
 /// What a child tells.
@@ -59,8 +65,11 @@ pub enum FromChild {
         /// How it went.
         cause: String,
     },
-    /// Asks whether the parent lives.
-    Asks,
+    /// Asks whether the parent lives, so that it asks its own parent the same.
+    Asks {
+        /// When it asks again.
+        interval: Duration,
+    },
     /// Says that this rank does.
     Lives,
 }
@@ -127,8 +136,11 @@ pub enum FromParent {
         /// How it went.
         cause: String,
     },
-    /// Asks whether the child lives.
-    Asks,
+    /// Asks whether the child lives, so that it asks its own children the same.
+    Asks {
+        /// When it asks again.
+        interval: Duration,
+    },
     /// Says that the parent does.
     Lives,
 }

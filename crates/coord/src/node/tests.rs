@@ -443,6 +443,30 @@ fn whoever_comes_after_the_others_below_a_silent_rank_were_told_is_told_the_same
 }
 
 #[test]
+fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well() {
+    let deadline = Duration::from_secs(2);
+    let chain = || Tree::new(40, 1, 2);
+    let topology = chain().topology;
+    let above = |rank| std::iter::successors(topology.parent(rank), |rank| topology.parent(*rank));
+    let waiting = topology.parent(39).unwrap();
+    // It waits for the rank below it, so that nobody above knows of the round before its time is over.
+    for silent in above(waiting).skip(2) {
+        let mut tree = chain();
+        tree.silent.push(silent);
+        tree.contribute(waiting, "plan", Ok(vec![]), deadline);
+        assert_eq!(same_error(&tree.pass(deadline), [waiting]), unheard(silent));
+    }
+    // Seen from above likewise.
+    for silent in above(39).take_while(|rank| *rank > 0) {
+        let mut tree = chain();
+        tree.silent.push(silent);
+        tree.contribute(0, "plan", Ok(vec![]), deadline);
+        let told = tree.pass(deadline);
+        assert!(matches!(same_error(&told, [0]), Error::Missing { silent: named, .. } if named == [silent]));
+    }
+}
+
+#[test]
 fn nobody_is_asked_whether_it_lives_while_nobody_waits_for_it_or_long_before_it_matters() {
     let mut tree = Tree::new(8, 1, 2);
     let messages = |tree: &Tree| tree.taken.iter().map(|(below, above)| below.messages + above.messages).sum::<u32>();

@@ -31,6 +31,11 @@ impl Wanted {
         Wanted { from: expires.saturating_sub(interval * (ASKS + 1)).max(opened), interval }
     }
 
+    /// Whoever asked us wants to know it too, of those behind us: how soon is its word, within our bounds.
+    pub(super) fn passed_on(interval: Duration, now: Duration) -> Wanted {
+        Wanted { from: now, interval: interval.clamp(INTERVAL_MIN, INTERVAL_MAX) }
+    }
+
     /// For two who want to know.
     pub(super) fn and(self, other: Wanted) -> Wanted {
         Wanted { from: self.from.min(other.from), interval: self.interval.min(other.interval) }
@@ -54,7 +59,8 @@ pub(super) struct Watch {
 /// What a look at the other end comes to.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    Ask,
+    /// Ask it, and again after this time.
+    Ask(Duration),
     /// It has just been found silent.
     Silent,
     Nothing,
@@ -80,7 +86,7 @@ impl Watch {
         }
         self.unanswered += 1;
         self.next = now.saturating_add(wanted.interval);
-        Look::Ask
+        Look::Ask(wanted.interval)
     }
 
     /// When [`look`](Watch::look) has something to do.
@@ -100,7 +106,7 @@ mod tests {
         let mut asked = Vec::new();
         while let Some(due) = watch.due(wanted).filter(|due| *due <= end) {
             match watch.look(wanted, due) {
-                Look::Ask => asked.push(due),
+                Look::Ask(_) => asked.push(due),
                 Look::Silent => return (asked, Some(due)),
                 Look::Nothing => panic!("was due at {due:?}"),
             }
@@ -127,7 +133,7 @@ mod tests {
         let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
         let mut asked = 0;
         while let Some(due) = watch.due(wanted).filter(|due| *due <= SECOND * 20) {
-            assert_eq!(watch.look(wanted, due), Look::Ask);
+            assert_eq!(watch.look(wanted, due), Look::Ask(INTERVAL_MAX));
             asked += 1;
             if asked % 3 == 0 {
                 watch.heard();
@@ -140,9 +146,9 @@ mod tests {
     #[test]
     fn whoever_stood_still_itself_takes_nobody_for_silent() {
         let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
-        assert_eq!(watch.look(wanted, SECOND * 7), Look::Ask);
+        assert_eq!(watch.look(wanted, SECOND * 7), Look::Ask(INTERVAL_MAX));
         // Between this question and the next it was stopped for a minute; the answer lies there unread.
-        assert_eq!(watch.look(wanted, SECOND * 67), Look::Ask);
+        assert_eq!(watch.look(wanted, SECOND * 67), Look::Ask(INTERVAL_MAX));
         watch.heard();
         assert_eq!(watch.look(wanted, SECOND * 67), Look::Nothing);
         assert!(!watch.is_silent());
@@ -155,6 +161,6 @@ mod tests {
         assert_eq!((watch.due(wanted), watch.look(wanted, SECOND * 60)), (None, Look::Nothing));
         watch.heard();
         assert!(!watch.is_silent());
-        assert_eq!(watch.look(wanted, SECOND * 60), Look::Ask);
+        assert_eq!(watch.look(wanted, SECOND * 60), Look::Ask(INTERVAL_MAX));
     }
 }

@@ -47,6 +47,8 @@ pub(crate) fn of_upward(message: &Upward) -> String {
             format!("#{number} part of {topic:?}, {what}")
         }
         FromChild::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
+        FromChild::Asks { .. } => "do you live?".to_owned(),
+        FromChild::Lives => "it lives".to_owned(),
     }
 }
 
@@ -56,6 +58,11 @@ pub(crate) fn of_downward(message: &Downward) -> String {
         FromParent::Close { topic } => format!("#{number} close {topic:?}"),
         FromParent::Answer { topic, .. } => format!("#{number} answers on {topic:?}"),
         FromParent::Failed { topic, error } => format!("#{number} {topic:?} failed: {error}"),
+        FromParent::Unheard { topic, rank } => {
+            format!("#{number} nothing is heard of {topic:?}: rank {rank} is silent")
+        }
         FromParent::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
+        FromParent::Asks { .. } => "do you live?".to_owned(),
+        FromParent::Lives => "it lives".to_owned(),
     }
 }

@@ -7,8 +7,9 @@
 //! * What is committed is whole: it opens, verifies, and loads bit for bit as it was saved.
 //! * A save has one outcome. If any rank heard that it is committed, it is, and a loss of power cannot undo it; if any
 //!   heard that it failed for a reason, nothing is there, and all who heard a reason heard the same.
-//! * Every call of every living rank ends within twice its deadline and a grace, soon after a rank is gone; what it
-//!   hears names ranks that are gone or did not come. No round is decided that had expired.
+//! * Every call of every living rank ends within twice its deadline and a grace, soon after a rank is gone, and soon
+//!   after its deadline where a rank above stands still or nothing comes through; what it hears names ranks that are
+//!   gone, are silent or did not come. No round is decided that had expired.
 //! * Where nothing went wrong every save is committed; where one rank did something wrong all hear what, and who.
 //! * Whatever was left behind, the next job saves to the same places.
 //!
@@ -132,6 +133,7 @@ fn count(past: &Past, endings: &mut BTreeMap<String, u64>) {
             Err(Coord::Failed { .. }) => "call: Failed".to_owned(),
             Err(Coord::Missing { .. }) => "call: Missing".to_owned(),
             Err(Coord::Lost { .. }) => "call: Lost".to_owned(),
+            Err(Coord::Unavailable(said)) if said.contains("does not answer;") => "call: Unheard".to_owned(),
             Err(Coord::Unavailable(_)) => "call: Unavailable".to_owned(),
             Err(Coord::Invalid(_)) => "call: Invalid".to_owned(),
         });

@@ -5,6 +5,7 @@
 //! is a function of the scenario, whatever the scheduler does.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -50,8 +51,18 @@ pub(crate) struct Past {
     pub(crate) crashed: BTreeMap<u32, Duration>,
     /// By the rank below.
     pub(crate) broken: BTreeMap<u32, Duration>,
-    pub(crate) was_partitioned: bool,
+    /// By the rank below: from when to when nothing came through.
+    pub(crate) partitions: Vec<(u32, Range<Duration>)>,
+    /// Who stood still, from when to when.
+    pub(crate) stops: Vec<(u32, Range<Duration>)>,
     pub(crate) events: u64,
+}
+
+impl Past {
+    /// Whether anything came later than links and processes take by themselves.
+    pub(crate) fn was_held_up(&self) -> bool {
+        !self.partitions.is_empty() || !self.stops.is_empty()
+    }
 }
 
 /// A call of `agree`, as its rank has it.
@@ -143,7 +154,8 @@ impl<'a> Meeting<'a> {
             complete: BTreeMap::new(),
             crashed: BTreeMap::new(),
             broken: BTreeMap::new(),
-            was_partitioned: false,
+            partitions: Vec::new(),
+            stops: Vec::new(),
             events: 0,
         };
         Meeting {
@@ -199,7 +211,10 @@ impl<'a> Meeting<'a> {
 
     fn next(&self) -> Option<Next> {
         let event = self.queue.keys().next().copied();
-        let due = |rank: &Rank| Some((rank.node.as_ref()?.due()?, rank.process.rank));
+        let due = |rank: &Rank| {
+            let due = rank.node.as_ref()?.due()?;
+            Some((due.max(self.still_until(rank.process.rank)), rank.process.rank))
+        };
         let tick = self.ranks.iter().filter_map(due).min();
         match (event, tick) {
             (Some(key), Some((at, rank))) if at < key.0 => Some(Next::Tick { rank, at }),
@@ -244,8 +259,32 @@ impl<'a> Meeting<'a> {
         }
     }
 
+    /// When the last stop of that rank ends; zero without one.
+    fn still_until(&self, rank: u32) -> Duration {
+        let stops = self.past.stops.iter().filter(|(stopped, _)| *stopped == rank);
+        stops.map(|(_, stop)| stop.end).max().unwrap_or_default()
+    }
+
+    /// In which process it happens.
+    fn place(&self, event: &Event) -> u32 {
+        let caller = |call: usize| self.past.calls[call].rank;
+        match event {
+            Event::Begin { rank, .. } | Event::Gone { rank, .. } => *rank,
+            Event::Come { call, .. } | Event::Hear { call, .. } => caller(*call),
+            Event::Up { child, .. } => self.scenario.topology.parent(*child).unwrap_or_default(),
+            Event::Down { child, .. } => *child,
+            Event::Decide { .. } | Event::Decided { .. } | Event::Resume { .. } => 0,
+        }
+    }
+
     fn happen(&mut self, event: Event) {
         let now = self.now;
+        let place = self.place(&event);
+        let still_until = self.still_until(place);
+        if still_until > now && !self.is_dead(place) {
+            // Its clock runs on: when it goes on, it finds what is overdue before what has arrived.
+            return self.schedule(still_until - now + Duration::from_nanos(1), event);
+        }
         match event {
             Event::Begin { rank, save } => self.begin(rank, save),
             Event::Hear { call, answer } => self.hear(call, answer),
@@ -513,10 +552,14 @@ impl<'a> Meeting<'a> {
             }
             What::Partition { child, time } => {
                 self.note(|| format!("nothing comes through from rank {child} to its parent for {time:?}"));
-                self.past.was_partitioned = true;
                 let until = self.now + time;
+                self.past.partitions.push((child, self.now..until));
                 let link = self.links.entry(child).or_default();
                 link.cut_until = link.cut_until.max(until);
+            }
+            What::Stop { rank, time } => {
+                self.note(|| format!("rank {rank} stands still for {time:?}"));
+                self.past.stops.push((rank, self.now..self.now + time));
             }
         }
     }

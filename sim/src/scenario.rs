@@ -23,6 +23,8 @@ pub enum Weather {
     Crash,
     /// Links break, or nothing comes through for a while.
     Links,
+    /// Processes stand still for a while.
+    Still,
     /// System calls fail.
     Disk,
     /// Some ranks and decisions take longer than a deadline.
@@ -75,6 +77,11 @@ pub(crate) enum What {
         child: u32,
         time: Duration,
     },
+    /// The process of that rank, for so long: it keeps its connections and does nothing.
+    Stop {
+        rank: u32,
+        time: Duration,
+    },
 }
 
 impl Scenario {
@@ -86,6 +93,7 @@ impl Scenario {
             Weather::Crash,
             Weather::Crash,
             Weather::Links,
+            Weather::Still,
             Weather::Disk,
             Weather::Slow,
             Weather::Storm,
@@ -123,6 +131,11 @@ impl Scenario {
                         fault(What::Partition { child, time: dice.time(Duration::from_secs(time)) });
                     }
                 }
+            }
+            if weather == Weather::Still || is_storm {
+                // Not so long that pings would find it out.
+                let time = dice.pick(&[1, 10, 25]);
+                fault(What::Stop { rank, time: dice.time(Duration::from_secs(time)) });
             }
             if weather == Weather::Disk || is_storm {
                 let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::ACCESS]);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_coord::Error as Coord;
-use shardfast_coord::node::{CLOSING, GRACE};
+use shardfast_coord::node::{CLOSING, GRACE, SILENCE};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::verify::Problem;
 use shardfast_engine::{Engine, Kind, Result, checkpoint, verify_in};
@@ -54,6 +54,7 @@ pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::re
     }
     for call in &past.calls {
         in_time(scenario, past, call)?;
+        despite_silence(scenario, past, call)?;
         names_whom_it_may(scenario, past, call)?;
     }
     one_end_of_each_round(scenario, past)?;
@@ -139,10 +140,13 @@ fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         hold!(past.crashed.contains_key(rank), "rank {rank} is never answered on {topic:?}");
         return Ok(());
     };
-    let most = came + *deadline * 2 + GRACE;
+    let mut most = came + *deadline * 2 + GRACE;
+    for (_, stop) in past.stops.iter().filter(|(stopped, _)| stopped == rank) {
+        most = if stop.contains(&most) { stop.end } else { most };
+    }
     hold!(*decides || *at <= most, "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}");
     let gone = past.crashed.values().chain(past.broken.values()).min();
-    if let (Some(gone), Err(Coord::Lost { .. } | Coord::Missing { .. }), false) = (gone, answer, past.was_partitioned) {
+    if let (Some(gone), Err(Coord::Lost { .. } | Coord::Missing { .. }), false) = (gone, answer, past.was_held_up()) {
         let known = *gone + DETECTION_MAX + closing(scenario);
         let prompt = came.max(known) + closing(scenario);
         hold!(
@@ -151,6 +155,48 @@ fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         );
     }
     Ok(())
+}
+
+/// Whoever is below a rank that stands still, or behind a link on which nothing comes through, hears who that is by the
+/// end of its deadline, or soon after the silence began.
+fn despite_silence(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
+    let OneCall { rank, topic, deadline, came: Some(came), answered: Some((at, answer)), decides: false, .. } = call
+    else {
+        return Ok(());
+    };
+    if past.stops.iter().any(|(stopped, stop)| stopped == rank && stop.start < *at && stop.end > *came) {
+        return Ok(());
+    }
+    let way: Vec<u32> = std::iter::successors(Some(*rank), |rank| scenario.topology.parent(*rank)).collect();
+    let stops = past.stops.iter().filter(|(stopped, _)| way.contains(stopped));
+    let partitions = past.partitions.iter().filter(|(child, _)| way.contains(child));
+    for (silent, silence) in stops.chain(partitions) {
+        let known = (*came + *deadline).max(silence.start) + SILENCE + journeys(scenario);
+        hold!(
+            *at <= known || known > silence.end,
+            "rank {rank} came to {topic:?} at {came:?} for {deadline:?}; rank {silent} was silent in {silence:?}, and it \
+             heard only at {at:?}: {answer:?}"
+        );
+    }
+    Ok(())
+}
+
+/// How long what is known takes to all, with the questions that are asked on the way.
+fn journeys(scenario: &Scenario) -> Duration {
+    let levels = scenario.topology.height(0);
+    CLOSING * levels + DELAY_MAX * (2 * levels + 2)
+}
+
+/// Those that the answer says are silent.
+fn silent(answer: &std::result::Result<Vec<u8>, Coord>) -> Vec<u32> {
+    match answer {
+        Err(Coord::Missing { silent, .. }) => silent.clone(),
+        Err(Coord::Unavailable(said)) => {
+            let named = said.strip_prefix("rank ").and_then(|said| said.split_once(" does not answer;"));
+            named.and_then(|(rank, _)| rank.parse().ok()).into_iter().collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// When each rank came to a round.
@@ -162,6 +208,14 @@ fn comings<'a>(past: &'a Past, topic: &'a str) -> BTreeMap<u32, Duration> {
 /// Errors name ranks that are gone, or have not come, and of those all.
 fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
     let (rank, topic) = (call.rank, &call.topic);
+    for named in call.answered.iter().flat_map(|(_, answer)| silent(answer)) {
+        let links = past.partitions.iter().map(|(child, _)| child).chain(past.broken.keys());
+        let mut ends = links.flat_map(|child| [Some(*child), scenario.topology.parent(*child)]);
+        let is_silent = past.stops.iter().any(|(stopped, _)| *stopped == named)
+            || past.crashed.contains_key(&named)
+            || ends.any(|end| end == Some(named));
+        hold!(is_silent, "rank {rank} hears on {topic:?} that rank {named} does not answer, and it does");
+    }
     match &call.answered {
         Some((_, Err(Coord::Lost { rank: named, .. }))) => {
             let mut ends = past.broken.keys().flat_map(|child| [Some(*child), scenario.topology.parent(*child)]);
@@ -170,7 +224,7 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
         }
         Some((at, Err(Coord::Missing { ranks, .. }))) => {
             hold!(!ranks.is_empty(), "rank {rank} hears on {topic:?} that nobody is missing");
-            if past.was_partitioned || !past.broken.is_empty() || !past.crashed.is_empty() {
+            if past.was_held_up() || !past.broken.is_empty() || !past.crashed.is_empty() {
                 return Ok(());
             }
             let came = comings(past, topic);
@@ -224,7 +278,7 @@ fn one_end_of_each_round(scenario: &Scenario, past: &Past) -> Judged {
 
 /// Nothing is decided that had expired.
 fn complete_in_time(scenario: &Scenario, past: &Past) -> Judged {
-    for (topic, at) in past.complete.iter().filter(|_| !past.was_partitioned) {
+    for (topic, at) in past.complete.iter().filter(|_| !past.was_held_up()) {
         let deadline = scenario.saves[number(topic)].deadline;
         let first = comings(past, topic).into_values().min().unwrap_or_default();
         let most = first + deadline + closing(scenario);

@@ -44,14 +44,16 @@ fn every_promise_is_kept_whatever_goes_wrong() {
         Weather::Mischief,
         Weather::Crash,
         Weather::Links,
+        Weather::Still,
         Weather::Disk,
         Weather::Slow,
         Weather::Storm,
     ];
     let endings = ["save: Ok", "save: Conflict", "save: Exhausted", "save: Internal", "save: Invalid"];
-    let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: Unavailable", "crashes: 2"];
+    let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: Unheard"];
+    let more = more.into_iter().chain(["call: Unavailable", "crashes: 2"]);
     let expected = weathers.iter().map(|weather| format!("{weather:?}"));
-    for what in expected.chain(endings.iter().chain(&more).map(ToString::to_string)) {
+    for what in expected.chain(endings.into_iter().chain(more).map(str::to_owned)) {
         assert!(seen.get(&what).is_some_and(|times| *times >= 5), "{what} is hardly ever met: {seen:#?}");
     }
 }

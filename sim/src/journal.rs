@@ -47,6 +47,7 @@ pub(crate) fn of_upward(message: &Upward) -> String {
             format!("#{number} part of {topic:?}, {what}")
         }
         FromChild::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
+        FromChild::Overdue { topic } => format!("#{number} {topic:?} is overdue"),
         FromChild::Asks { .. } => "do you live?".to_owned(),
         FromChild::Lives => "it lives".to_owned(),
     }

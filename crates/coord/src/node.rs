@@ -12,6 +12,8 @@
 //!    rank 0: a node asks the children that it has no part from ([`FromParent::Close`]), waits for them up to
 //!    [`CLOSING`] for each level below it, and reports who failed and who is missing. Rank 0 makes one error of it, and
 //!    [`FromParent::Failed`] goes to every node. A rank that has not come by then finds it at its own node.
+//!    The time that is left travels with a part and was shorter than it seems if the part was held up on the way: so
+//!    whoever has reported and hears nothing by its time says so as well ([`FromChild::Overdue`]).
 //! 3. A part that crosses the failure of its round on the link belongs to that failed round: [`Upward::seen`] tells.
 //! 4. Whoever loses a child tells rank 0, and rank 0 tells every node the first rank that went. From then on no round
 //!    can become complete, so that each is closed at once.
@@ -236,6 +238,11 @@ impl<S> Node<S> {
         while let Some((seen, word)) = self.child(child).and_then(|sender| sender.inbox.take()) {
             match word {
                 FromChild::Part(part) => self.take_part(child, seen, part, now),
+                FromChild::Overdue { topic } => {
+                    // Without its part it speaks of an earlier round, of whose end it has yet to hear.
+                    let round = self.rounds.get_mut(&topic).filter(|round| round.reports.contains_key(&child));
+                    round.into_iter().for_each(|round| round.expires = round.expires.min(now));
+                }
                 FromChild::Lost { rank, cause } => self.report_lost(rank, cause, now),
                 FromChild::Asks { .. } | FromChild::Lives => {}
             }
@@ -310,6 +317,12 @@ impl<S> Node<S> {
     pub fn tick(&mut self, now: Duration) -> Effects<S> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
+        }
+        for topic in self.topics(|round| round.is_overdue_at(now)) {
+            if let Some(round) = self.rounds.get_mut(&topic) {
+                round.is_overdue = true;
+            }
+            self.up(FromChild::Overdue { topic });
         }
         if let Some(wanted) = self.wants_parent() {
             self.watch_parent(wanted, now);

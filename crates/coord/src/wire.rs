@@ -62,6 +62,7 @@ impl Encoded for Upward {
                 })
             }
             FromChild::Lost { rank, cause } => upward::Word::Lost(proto::Lost { rank, cause }),
+            FromChild::Overdue { topic } => upward::Word::Overdue(topic),
             FromChild::Asks { interval } => upward::Word::Asks(interval.into()),
             FromChild::Lives => upward::Word::Lives(proto::Lives {}),
         };
@@ -82,6 +83,7 @@ impl Encoded for Upward {
                 FromChild::Part(Part { topic: part.topic, age, left, report })
             }
             upward::Word::Lost(proto::Lost { rank, cause }) => FromChild::Lost { rank, cause },
+            upward::Word::Overdue(topic) => FromChild::Overdue { topic },
             upward::Word::Asks(asks) => FromChild::Asks { interval: asks.into() },
             upward::Word::Lives(proto::Lives {}) => FromChild::Lives,
         };

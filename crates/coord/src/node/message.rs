@@ -65,6 +65,11 @@ pub enum FromChild {
         /// How it went.
         cause: String,
     },
+    /// The time of somebody who waits below is over, in a round of which the parent has this child's part.
+    Overdue {
+        /// The round's topic.
+        topic: String,
+    },
     /// Asks whether the parent lives, so that it asks its own parent the same.
     Asks {
         /// When it asks again.

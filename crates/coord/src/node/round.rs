@@ -25,6 +25,8 @@ pub(super) struct Round<S> {
     /// Who waits here.
     pub(super) seated: Option<Seated<S>>,
     pub(super) own: Option<Result<Bytes, String>>,
+    /// Whether the parent was told that the time of this round is over here.
+    pub(super) is_overdue: bool,
     /// The silent rank above, once whoever waits here has been told that nothing can be heard because of it.
     pub(super) unheard: Option<u32>,
     /// By child.
@@ -63,6 +65,7 @@ impl<S> Round<S> {
             has_come: false,
             seated: None,
             own: None,
+            is_overdue: false,
             unheard: None,
             reports: BTreeMap::new(),
         }
@@ -72,10 +75,16 @@ impl<S> Round<S> {
         let stage = match self.stage {
             Stage::Gathering => Some(self.expires),
             Stage::Closing { until } => Some(until),
+            Stage::Reported if self.is_overdue_at(Duration::MAX) => Some(self.expires),
             Stage::Reported | Stage::Deciding => None,
         };
         let gives_up = self.seated.as_ref().map(|seated| seated.gives_up);
         stage.into_iter().chain(gives_up).min()
+    }
+
+    /// Whether the parent has yet to be told that the time of this round is over.
+    pub(super) fn is_overdue_at(&self, now: Duration) -> bool {
+        self.stage == Stage::Reported && !self.is_overdue && self.unheard.is_none() && self.expires <= now
     }
 
     /// When it matters whether those live who are waited for.

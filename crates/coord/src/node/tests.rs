@@ -467,6 +467,54 @@ fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well()
 }
 
 #[test]
+fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() {
+    let mut tree = Tree::new(8, 1, 2);
+    tree.silent.push(6);
+    // Rank 7 is not heard by rank 6 for half its time, and rank 4 not at all.
+    for rank in tree.ranks().filter(|rank| ![4, 6].contains(rank)) {
+        tree.come(rank, "plan");
+    }
+    assert_eq!(tree.pass(LONG / 2), vec![]);
+    assert_eq!(tree.wake(), vec![]);
+    tree.come(6, "plan");
+    tree.silent.push(4);
+    let told = tree.pass(LONG / 2);
+    let missing = Error::Missing { topic: "plan".into(), ranks: vec![4, 5, 6, 7], silent: vec![4], waited: LONG };
+    assert_eq!(same_error(&only(&told, 0..4), 0..4), missing);
+    assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), unheard(4));
+
+    // With nobody silent, who has not come is named in time as well.
+    let mut tree = Tree::new(8, 1, 2);
+    tree.silent.push(6);
+    tree.come(7, "plan");
+    tree.pass(LONG / 2);
+    tree.wake();
+    tree.come(6, "plan");
+    assert_eq!(sorted(&tree.pass(LONG / 2)), [6, 7]);
+}
+
+#[test]
+fn what_is_overdue_is_told_once_and_never_of_an_earlier_round() {
+    let mut tree = Tree::new(2, 1, 2);
+    tree.come(1, "plan");
+    tree.come(0, "plan");
+    tree.pass(LONG);
+    assert_eq!(tree.nodes[1].parent.as_ref().map(|parent| parent.sent), Some(2));
+    tree.pass(LONG / 2);
+    assert_eq!(tree.nodes[1].parent.as_ref().map(|parent| parent.sent), Some(2));
+
+    // Rank 0 has failed the round when rank 1 finds it overdue.
+    let mut tree = Tree::new(2, 1, 2);
+    tree.come(1, "plan");
+    tree.silent.push(1);
+    tree.contribute(0, "plan", Err("disk full".into()), LONG);
+    tree.come(0, "plan");
+    let overdue = Upward { number: 2, seen: 0, word: FromChild::Overdue { topic: "plan".into() } };
+    tree.act(0, |node, now| node.hear_child(1, overdue, now));
+    assert_eq!(tree.pass(LONG - Duration::from_nanos(1)), vec![]);
+}
+
+#[test]
 fn nobody_is_asked_whether_it_lives_while_nobody_waits_for_it_or_long_before_it_matters() {
     let mut tree = Tree::new(8, 1, 2);
     let messages = |tree: &Tree| tree.taken.iter().map(|(below, above)| below.messages + above.messages).sum::<u32>();

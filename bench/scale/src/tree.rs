@@ -12,15 +12,49 @@ use crate::timed;
 const RANKS_PER_NODE: u32 = 8;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// About what a rank says when nothing has changed, given here and not taken from a save: to open, the digest of the
-/// operation and the number of the plan; then a number and a digest for the values that all have alike; then the
-/// checksums of two files of tensors, and where one file of values lies.
-const EXCHANGES: [(&str, usize); 3] = [("7 open", 19), ("7 values", 28), ("7 commit", 50)];
+/// What ranks say of a save when nothing has changed, by how much of it is a rank's own.
+#[derive(Debug, Clone, Copy)]
+enum Words {
+    /// All say the same.
+    Same,
+    /// Whoever has the same place among the tensor and pipeline parallel ranks: 128 different words.
+    OfClass,
+    /// Each rank another.
+    Own,
+    /// Each rank another, as numbers are written that take a byte more or less.
+    OwnOfSomeLength,
+}
+
+const EXCHANGES: [(&str, usize, Words); 4] = [
+    ("the same 20 bytes of all", 20, Words::Same),
+    ("28 bytes, one of 128", 28, Words::OfClass),
+    ("16 bytes of each rank's own", 16, Words::Own),
+    ("16 or 17 bytes of each rank's own", 16, Words::OwnOfSomeLength),
+];
+
+const TOPIC: &str = "7 commit";
+const TENSOR_PARALLEL: u32 = 8;
+const PIPELINE_PARALLEL: u32 = 16;
+
+impl Words {
+    fn of(self, rank: u32, world: u32, bytes: usize) -> Vec<u8> {
+        let number = match self {
+            Words::Same => 0,
+            Words::OfClass => {
+                let of_stage = world.div_ceil(PIPELINE_PARALLEL);
+                rank % TENSOR_PARALLEL + rank / of_stage * TENSOR_PARALLEL
+            }
+            Words::Own | Words::OwnOfSomeLength => rank,
+        };
+        let longer = usize::from(matches!(self, Words::OwnOfSomeLength) && rank % 3 == 0);
+        (0..bytes + longer).map(|i| (number >> (8 * (i % 4))) as u8).collect()
+    }
+}
 
 /// One exchange at one size of job.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Exchange {
-    stage: &'static str,
+    words: &'static str,
     payload_bytes: usize,
     /// The most that any node takes from below.
     messages_most: u32,
@@ -38,15 +72,15 @@ enum Sent {
 pub(crate) fn measure(world: u32) -> Vec<Exchange> {
     let topology = Topology::new(world, RANKS_PER_NODE, Topology::FAN_OUT_DEFAULT).expect("a sound tree");
     let mut nodes: Vec<Node<()>> = (0..world).map(|rank| Node::new(&topology, rank)).collect();
-    let run = |(topic, payload_bytes): (&'static str, usize)| {
+    let run = |(what, payload_bytes, words): (&'static str, usize, Words)| {
         let mut taken = vec![0u32; world as usize];
         let mut root_bytes = 0;
         let ((), all_nodes_ms) = timed(|| {
             let mut sent = VecDeque::new();
             for rank in 0..world {
-                let payload = (0..payload_bytes).map(|i| (rank >> (8 * (i % 4))) as u8).collect();
-                let effects = nodes[rank as usize].contribute(topic, Ok(payload), (), Duration::ZERO, DEADLINE);
-                send(&mut sent, rank, effects, world, topic, &mut nodes);
+                let payload = words.of(rank, world, payload_bytes);
+                let effects = nodes[rank as usize].contribute(TOPIC, Ok(payload), (), Duration::ZERO, DEADLINE);
+                send(&mut sent, rank, effects, world, &mut nodes);
             }
             while let Some(message) = sent.pop_front() {
                 let (rank, effects) = match message {
@@ -60,31 +94,24 @@ pub(crate) fn measure(world: u32) -> Vec<Exchange> {
                     }
                     Sent::Down(child, message) => (child, nodes[child as usize].hear_parent(message, Duration::ZERO)),
                 };
-                send(&mut sent, rank, effects, world, topic, &mut nodes);
+                send(&mut sent, rank, effects, world, &mut nodes);
             }
         });
         let messages_most = taken.into_iter().max().unwrap_or(0);
-        Exchange { stage: topic, payload_bytes, messages_most, root_bytes, all_nodes_ms }
+        Exchange { words: what, payload_bytes, messages_most, root_bytes, all_nodes_ms }
     };
     EXCHANGES.map(run).to_vec()
 }
 
-fn send(
-    sent: &mut VecDeque<Sent>,
-    rank: u32,
-    effects: Vec<Effect<()>>,
-    world: u32,
-    topic: &str,
-    nodes: &mut [Node<()>],
-) {
+fn send(sent: &mut VecDeque<Sent>, rank: u32, effects: Vec<Effect<()>>, world: u32, nodes: &mut [Node<()>]) {
     for effect in effects {
         match effect {
             Effect::Up(message) => sent.push_back(Sent::Up(rank, message)),
             Effect::Down(child, message) => sent.push_back(Sent::Down(child, message)),
             Effect::Reply((), Reply::Decide(payloads)) => {
                 assert_eq!(payloads.len(), world as usize, "everyone was heard");
-                let (_, effects) = nodes[0].decided(topic, Ok(vec![b"go".to_vec(); world as usize]));
-                send(sent, 0, effects, world, topic, nodes);
+                let (_, effects) = nodes[0].decided(TOPIC, Ok(vec![b"go".to_vec(); world as usize]));
+                send(sent, 0, effects, world, nodes);
             }
             Effect::Reply((), Reply::Answer(answer)) => {
                 answer.expect("an answer for all");
@@ -95,8 +122,8 @@ fn send(
 
 /// One block for each exchange, one line a figure.
 pub(crate) fn print(worlds: &[u32], rows: &[Vec<Exchange>]) {
-    for (at, (stage, payload)) in EXCHANGES.iter().enumerate() {
-        println!("{}, {payload} bytes of each rank", stage.trim_start_matches("7 "));
+    for (at, (what, ..)) in EXCHANGES.iter().enumerate() {
+        println!("{what}");
         let line = |what: &str, digits: usize, figure: &dyn Fn(&Exchange) -> f64| {
             let figures: Vec<f64> = rows.iter().map(|row| figure(&row[at])).collect();
             let cells: String = figures.iter().map(|figure| format!("{figure:>11.digits$}")).collect();
@@ -108,7 +135,7 @@ pub(crate) fn print(worlds: &[u32], rows: &[Vec<Exchange>]) {
         line("all nodes' work on one core, ms", 0, &|exchange| exchange.all_nodes_ms);
         let beside: Vec<f64> =
             rows.iter().zip(worlds).map(|(row, &world)| row[at].root_bytes as f64 / f64::from(world)).collect();
-        let cells: String = beside.iter().map(|bytes| format!("{bytes:>11.1}")).collect();
+        let cells: String = beside.iter().map(|bytes| format!("{bytes:>11.2}")).collect();
         println!("  {:<40}{cells}", "bytes a rank at rank 0");
     }
 }

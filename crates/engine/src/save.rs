@@ -11,9 +11,10 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::{Receiver, Select, bounded};
 use shardfast_format::{
     Catalog, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, sha256, value_name,
 };
@@ -23,6 +24,7 @@ use smallvec::smallvec;
 
 use crate::ablation;
 use crate::agree::{Engine, Operation};
+use crate::ahead::Ahead;
 use crate::commit::{self, FileShape, Receipt, Structure, Tensors, Values, WrittenLeaf};
 use crate::error::{Error, Result, retry};
 use crate::pending::{Pending, Progress, panicked};
@@ -118,9 +120,10 @@ fn run(
     if drafted.is_some() {
         progress.mark("planned");
     }
+    let is_sound = draft.is_ok();
 
     let (agreed, written) = std::thread::scope(|scope| {
-        let (orders, planned) = mpsc::channel();
+        let (orders, planned) = bounded(1);
         let agreement = scope.spawn(|| {
             let agreed = planning::agree(operation, &state.catalog, state.replicas.as_ref(), draft, admit);
             let _ = orders.send(agreed.as_ref().map(|orders| Arc::clone(&orders.writes)).map_err(Error::clone));
@@ -131,7 +134,11 @@ fn run(
             });
             agreed.inspect_err(|error| progress.cancel(error))
         });
-        // Without a draft nothing can be written before the others were heard.
+        let staging = &operation.engine.staging;
+        let checksums = (is_sound && destination.prove).then(|| replicas::checksums(&state, staging, progress));
+        // Without a draft nothing can be written before the others were heard; but copied.
+        let ahead = (is_sound && drafted.is_none() && !state.is_waited_for)
+            .then(|| Ahead::stage(&state, staging, progress, &|pause| is_heard(&planned, pause)));
         let ordered = || planned.recv().unwrap_or_else(|_| Err(unheard())).inspect(|_| progress.mark("planned"));
         let writes = drafted.map_or_else(ordered, Ok);
         let written = writes.and_then(|writes| {
@@ -139,9 +146,10 @@ fn run(
                 std::thread::yield_now();
             }
             let store = store.as_deref().map_err(Error::clone)?;
-            let checksums = destination.prove.then(|| replicas::checksums(&state, &operation.engine.staging, progress));
+            let copied = ahead.map(|ahead| ahead.over(&state, &writes));
+            let source = copied.as_ref().unwrap_or(&state);
             let written =
-                Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress, state.is_waited_for);
+                Batch::bind(operation, source, &writes, &[]).write(operation, store, progress, state.is_waited_for);
             progress.mark("written");
             Ok((written, checksums))
         });
@@ -185,6 +193,13 @@ fn run(
     planning::committed(operation, &orders);
     progress.mark("committed");
     Ok(())
+}
+
+/// Whether the orders are there, or will never be, within that time.
+fn is_heard<T>(orders: &Receiver<T>, within: Duration) -> bool {
+    let mut arrival = Select::new();
+    arrival.recv(orders);
+    arrival.ready_timeout(within).is_ok()
 }
 
 fn unheard() -> Error {
@@ -407,12 +422,25 @@ impl State {
         let of = self.providers[write.leaf as usize].get(write.part as usize);
         let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
         match &leaf.body {
-            LeafBody::Tensor { dtype, parts, .. } if write.rows.is_some() => {
-                let (part, item) = (&parts[write.part as usize], dtype.size_bytes());
-                let (at, bytes) = (write.skipped(part) * item, region(leaf, write)?.numel() * item);
+            LeafBody::Tensor { .. } if write.rows.is_some() => {
+                let (at, bytes) = self.extent(write)?;
                 Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
             }
             _ => Ok(Arc::clone(of)),
+        }
+    }
+
+    /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
+    pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
+        let leaf = &self.catalog.leaves[write.leaf as usize];
+        match &leaf.body {
+            LeafBody::Tensor { dtype, parts, .. } => {
+                let bytes = region(leaf, write)?.numel() * dtype.size_bytes();
+                Ok((write.skipped(&parts[write.part as usize]) * dtype.size_bytes(), bytes))
+            }
+            LeafBody::Object { .. } | LeafBody::Alias { .. } => {
+                Err(Error::internal(format!("{}: it is no tensor and has no extents", leaf.name)))
+            }
         }
     }
 

@@ -38,21 +38,17 @@ const COMMIT_BYTES_MAX: u64 = 4096;
 /// What one rank wrote.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    pub(crate) tensors: Tensors,
-    pub(crate) values: Values,
+    /// `None` when its files look as rank 0 remembers them.
+    pub(crate) news: Option<News>,
+    /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
+    pub(crate) header_crcs: Vec<[u8; 8]>,
 }
 
-/// A rank's files of tensors.
+/// How a rank's files look, as far as rank 0 does not remember it.
 #[derive(Serialize, Deserialize)]
-pub(crate) enum Tensors {
-    /// As in this rank's last receipt of the same plan, but for what is in them: the checksums of their headers.
-    Same {
-        header_crcs: Vec<u64>,
-    },
-    New {
-        structure: Structure,
-        header_crcs: Vec<u64>,
-    },
+pub(crate) struct News {
+    pub(crate) tensors: Option<Structure>,
+    pub(crate) values: Option<ValueFiles>,
 }
 
 /// How a rank's files of tensors look, whatever is in them.
@@ -87,10 +83,10 @@ pub(crate) struct WrittenLeaf {
     pub(crate) regions: Vec<(Region, u32, u64)>,
 }
 
-/// A rank's files of values.
-#[derive(Default, Serialize, Deserialize)]
-pub(crate) struct Values {
-    pub(crate) files: Vec<(FileShape, u64)>,
+/// How a rank's files of values look, whatever is in them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ValueFiles {
+    pub(crate) files: Vec<FileShape>,
     /// For each value that the rank had to write, in the order of the names: the index of its file, its offset there
     /// from the file's start, and its length, in bytes.
     pub(crate) extents: Vec<(u32, u64, u64)>,
@@ -116,10 +112,11 @@ pub(crate) fn agree(
     let mut published = false;
     let attempt = operation.attempt();
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let (Some(plan), Some(values)) = (&orders.all, &values.all) else {
+        let (Some(plan), Some(compared)) = (&orders.all, &values.all) else {
             return Err(Error::internal("only rank 0 can commit"));
         };
-        let manifest = assemble(plan, &values.values, info(destination, &attempt, world), receipts)?;
+        let reported = plan.reported(receipts, values.files.as_deref().map_or(&[], Vec::as_slice))?;
+        let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
         published = true;
@@ -131,6 +128,7 @@ pub(crate) fn agree(
         // A rival may have put its own in between, and died before it could take them back. What fails here is for the
         // rival's like to mend: the checkpoint is committed.
         let _ = put_indexes(store, &manifest);
+        plan.remember_files(operation.number(), reported);
         Ok(vec![(); world as usize])
     });
     match answer {
@@ -214,34 +212,35 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
     }
 }
 
+/// How one rank's files look, and what is in them.
+struct Reported {
+    tensors: Arc<Structure>,
+    values: Arc<ValueFiles>,
+    header_crcs: Vec<[u8; 8]>,
+}
+
 /// Steps 1 and 2: the manifest of what all ranks wrote.
-fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<Receipt>) -> Result<Manifest> {
+fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
     let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
-    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
-    let mut structures = Vec::with_capacity(receipts.len());
-    for (rank, receipt) in (0u32..).zip(receipts) {
-        let mut add = |file: &FileShape, header_crc: u64| {
+    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(reported.len());
+    let mut structures = Vec::with_capacity(reported.len());
+    for (rank, Reported { tensors, values, header_crcs }) in (0u32..).zip(reported) {
+        let add = |(file, crc): (&FileShape, &[u8; 8])| {
             let path = data_file(&file.key, &attempt, rank, file.index)?;
-            Ok::<u32, Error>(builder.file(FileEntry {
-                path,
-                bytes: file.bytes,
-                data_start: file.data_start,
-                header_crc,
-            }))
+            let (bytes, data_start, header_crc) = (file.bytes, file.data_start, u64::from_le_bytes(*crc));
+            Ok::<u32, Error>(builder.file(FileEntry { path, bytes, data_start, header_crc }))
         };
-        let (structure, header_crcs) = plan.structure(rank, receipt.tensors)?;
-        let files = structure.files.iter().zip(header_crcs).map(|(file, crc)| add(file, crc));
-        let files = files.collect::<Result<Vec<u32>>>()?;
-        let value_files =
-            receipt.values.files.iter().map(|(file, crc)| add(file, *crc)).collect::<Result<Vec<u32>>>()?;
+        let files = tensors.files.iter().chain(&values.files).zip(header_crcs).map(add);
+        let mut files = files.collect::<Result<Vec<u32>>>()?;
+        let value_files = files.split_off(tensors.files.len());
         let extent = |&(file, offset, bytes): &(u32, u64, u64)| {
             let file = value_files.get(file as usize).copied();
             file.map(|file| Extent { file, offset, bytes }).ok_or_else(|| unknown_file(rank))
         };
-        extents.push(receipt.values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
-        structures.push((rank, structure, files));
+        extents.push(values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
+        structures.push((rank, tensors, files));
     }
     let mut tensors = Assembly::default();
     for (rank, structure, files) in &structures {
@@ -287,28 +286,40 @@ fn unknown_file(rank: u32) -> Error {
 }
 
 impl PlannedAll {
-    /// How the rank's files look and their headers' checksums.
-    fn structure(&self, rank: u32, tensors: Tensors) -> Result<(Arc<Structure>, Vec<u64>)> {
+    /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
+    /// were told that rank 0 remembers them.
+    fn reported(&self, receipts: Vec<Receipt>, known: &[Arc<ValueFiles>]) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = structures
-            .get_mut(rank as usize)
-            .ok_or_else(|| Error::internal(format!("rank {rank} is none of this plan's")))?;
-        let header_crcs = match tensors {
-            Tensors::Same { header_crcs } => header_crcs,
-            Tensors::New { structure, header_crcs } => {
-                *known = Some(Arc::new(structure));
-                header_crcs
+        let report = |(rank, Receipt { news, header_crcs }): (usize, Receipt)| {
+            let News { tensors, values } = news.unwrap_or(News { tensors: None, values: None });
+            if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
+                *known = Some(Arc::new(tensors));
+            }
+            let tensors = structures.get(rank).cloned().flatten();
+            let values = values.map(Arc::new).or_else(|| known.get(rank).cloned());
+            let (Some(tensors), Some(values)) = (tensors, values) else {
+                return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
+            };
+            let expected = tensors.files.len() + values.files.len();
+            match header_crcs.len() == expected {
+                true => Ok(Reported { tensors, values, header_crcs }),
+                false => Err(Error::internal(format!(
+                    "rank {rank} reports {} files, expected {expected}",
+                    header_crcs.len()
+                ))),
             }
         };
-        match known {
-            Some(structure) if structure.files.len() == header_crcs.len() => Ok((Arc::clone(structure), header_crcs)),
-            Some(structure) => Err(Error::internal(format!(
-                "rank {rank} reports {} files of tensors, expected {}",
-                header_crcs.len(),
-                structure.files.len()
-            ))),
-            None => Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember"))),
-        }
+        receipts.into_iter().enumerate().map(report).collect()
+    }
+
+    /// How each rank's files of values looked in the last save that was committed, and that save's number.
+    pub(crate) fn remembered_files(&self) -> Option<(u64, Arc<Vec<Arc<ValueFiles>>>)> {
+        self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn remember_files(&self, number: u64, reported: Vec<Reported>) {
+        let files = reported.into_iter().map(|rank| rank.values).collect();
+        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some((number, Arc::new(files)));
     }
 }
 

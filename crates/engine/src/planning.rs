@@ -17,6 +17,7 @@ use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
 use crate::agree::Operation;
+use crate::commit::ValueFiles;
 use crate::error::{Error, Kind, Result};
 
 pub(crate) use opening::PlannedAll;
@@ -24,7 +25,8 @@ pub(crate) use values::{Value, ValueOrders, agree_values};
 
 use opening::{Answer, Opening, Told};
 
-/// Names a plan of all ranks among those of this job. Drawn at random by rank 0.
+/// Names a plan of all ranks, or what rank 0 found of their values: the number of the operation that it was made in,
+/// which makes one at most. So all ranks say it in the same few bytes.
 pub(crate) type PlanId = u64;
 
 /// Plans that rank 0 remembers: those of the saves in flight, and the one before.
@@ -50,6 +52,8 @@ struct Planned {
     /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
     is_known: bool,
     values: Option<Arc<values::Remembered>>,
+    /// How this rank's files of values looked, by the number of the save that told rank 0; the latest last.
+    value_files: Vec<(u64, Arc<ValueFiles>)>,
 }
 
 /// What a rank has to do in one save.
@@ -139,7 +143,7 @@ fn open(
     })?;
     if let Answer::Tell = answer {
         let told = Told { catalog: (**catalog).clone(), writes: drafted.as_deref().cloned() };
-        answer = operation.agree("plan", Ok(told), |told| opening::decide_told(told, &mut all))?;
+        answer = operation.agree("plan", Ok(told), |told| opening::decide_told(operation.number(), told, &mut all))?;
     }
     let Answer::Go { id, writes } = answer else {
         return Err(Error::internal("rank 0 asked twice for the same catalogs"));
@@ -159,11 +163,33 @@ fn open(
     }
     if memory.mine.as_ref().is_none_or(|planned| planned.id != id) {
         let (catalog, writes) = (Arc::clone(catalog), Arc::clone(&writes));
-        memory.mine = Some(Planned { id, catalog, replicas: replicas.cloned(), writes, is_known: false, values: None });
+        memory.mine = Some(Planned {
+            id,
+            catalog,
+            replicas: replicas.cloned(),
+            writes,
+            is_known: false,
+            values: None,
+            value_files: Vec::new(),
+        });
     }
     let (is_known, values) =
         memory.mine.as_ref().map_or((false, None), |planned| (planned.is_known, planned.values.clone()));
     Ok(Orders { id, writes, is_known, values, all })
+}
+
+/// Whether rank 0 remembers that this rank's files of values look so, by what it said when the values were compared.
+/// From the commit of this operation on it will.
+pub(crate) fn knows(operation: &Operation, orders: &Orders, values: &ValueOrders, files: &Arc<ValueFiles>) -> bool {
+    let mut is_known = false;
+    operation.remember(orders.id, |planned| {
+        let told = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
+        is_known = values.known.as_ref().and_then(told).is_some_and(|(_, known)| known == files);
+        planned.value_files.push((operation.number(), Arc::clone(files)));
+        let surplus = planned.value_files.len().saturating_sub(PLANS_MAX);
+        planned.value_files.drain(..surplus);
+    });
+    is_known
 }
 
 /// Remembers that a save of these orders was committed: rank 0 knows how this rank's files look.
@@ -196,11 +222,4 @@ impl Operation {
             change(planned);
         }
     }
-}
-
-/// A number that names something new.
-fn draw() -> Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| Error::internal(format!("no random number for a name: {error}")))?;
-    Ok(u64::from_le_bytes(bytes))
 }

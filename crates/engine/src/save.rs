@@ -25,10 +25,10 @@ use smallvec::smallvec;
 use crate::ablation;
 use crate::agree::{Engine, Operation};
 use crate::ahead::Ahead;
-use crate::commit::{self, FileShape, Receipt, Structure, Tensors, Values, WrittenLeaf};
+use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::error::{Error, Result, retry};
 use crate::pending::{Pending, Progress, panicked};
-use crate::planning::{self, Orders};
+use crate::planning::{self, Orders, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
 use crate::replicas;
 use crate::writer::{self, FileJob};
@@ -183,7 +183,8 @@ fn run(
     progress.wrote(&values_written.shapes);
 
     let paths = [written.paths.as_slice(), values_written.paths.as_slice()].concat();
-    let receipt = receipt(&state, &orders, written, values_written).map_err(|error| progress.told(error));
+    let receipt = receipt(operation, &state, &orders, &values, written, values_written);
+    let receipt = receipt.map_err(|error| progress.told(error));
     commit::agree(operation, &*store, destination, &orders, &values, receipt).map_err(|failed| {
         if failed.nothing_published {
             discard(&*store, &paths);
@@ -316,23 +317,30 @@ impl Writing {
 }
 
 /// What this rank tells rank 0 of what it wrote.
-fn receipt(state: &State, orders: &Orders, tensors: Writing, values: Writing) -> Result<Receipt> {
+fn receipt(
+    operation: &Operation,
+    state: &State,
+    orders: &Orders,
+    compared: &ValueOrders,
+    tensors: Writing,
+    values: Writing,
+) -> Result<Receipt> {
     if let Some(error) = tensors.failure.or(values.failure) {
         return Err(error);
     }
+    let header_crcs = tensors.header_crcs.iter().chain(&values.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
     placed.sort_by_key(|placed| placed.write);
-    let values = Values {
-        files: values.shapes.into_iter().zip(values.header_crcs).collect(),
-        extents: placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect(),
+    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
+    let files = Arc::new(ValueFiles { files: values.shapes, extents });
+    let is_known = planning::knows(operation, orders, compared, &files);
+    let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
+    let tensors = match orders.is_known {
+        true => None,
+        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)?),
     };
-    let header_crcs = tensors.header_crcs;
-    let tensors = if orders.is_known {
-        Tensors::Same { header_crcs }
-    } else {
-        Tensors::New { structure: structure(&state.catalog, tensors.shapes, tensors.placed)?, header_crcs }
-    };
-    Ok(Receipt { tensors, values })
+    let news = (tensors.is_some() || values.is_some()).then_some(News { tensors, values });
+    Ok(Receipt { news, header_crcs })
 }
 
 fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {

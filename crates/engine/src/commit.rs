@@ -118,16 +118,17 @@ pub(crate) fn agree(
         let reported = plan.reported(receipts, values.files.as_deref().map_or(&[], Vec::as_slice))?;
         let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
-        let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
-        published = true;
-        let outcome = publish(store, &commit);
-        if outcome.as_ref().is_err_and(|error| error.kind != Kind::Unavailable) {
+        let commit = record(&manifest_bytes, &attempt);
+        let prepared = retry(|| prepare(store, destination, &commit, &manifest, &manifest_bytes));
+        published = prepared.is_ok();
+        let outcome = prepared.and_then(|()| publish(store, &commit));
+        if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
         outcome?;
         // A rival may have put its own in between, and died before it could take them back. What fails here is for the
         // rival's like to mend: the checkpoint is committed.
-        let _ = put_indexes(store, &manifest);
+        let _ = mend_indexes(store, &manifest);
         plan.remember_files(operation.number(), reported);
         Ok(vec![(); world as usize])
     });
@@ -323,25 +324,31 @@ impl PlannedAll {
     }
 }
 
-/// Step 3.
-fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) -> Result<Commit> {
-    let name = manifest_name(attempt);
-    retry(|| {
-        if store.open(COMMIT).is_ok() {
-            let message = format!("{}: a rival has committed a checkpoint there meanwhile", store.url());
-            return Err(Error::new(Kind::Conflict, message));
-        }
-        put_indexes(store, manifest)?;
-        Ok(store.put(&name, bytes)?)
-    })?;
-    Ok(Commit {
+/// What is published of this manifest.
+fn record(manifest: &[u8], attempt: &str) -> Commit {
+    Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
         attempt: attempt.to_owned(),
-        manifest: name,
-        manifest_bytes: bytes.len() as u64,
-        manifest_sha256: sha256(bytes),
-    })
+        manifest: manifest_name(attempt),
+        manifest_bytes: manifest.len() as u64,
+        manifest_sha256: sha256(manifest),
+    }
+}
+
+/// Step 3. The indexes come last: they alone have names that rivals share, and whoever dies after he has put his over
+/// that of a rival's checkpoint leaves it there. So little time is left for that: from here to the publishing.
+fn prepare(
+    store: &dyn Store,
+    destination: &Destination,
+    commit: &Commit,
+    manifest: &Manifest,
+    bytes: &[u8],
+) -> Result<()> {
+    store.put(&commit.manifest, bytes)?;
+    refuse_taken(store, destination)?;
+    // All of them, each time: one that is to be seen after a failure may not be durable.
+    put_indexes(store, indexes(manifest))
 }
 
 /// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot
@@ -358,15 +365,17 @@ fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
     .and(outcome)
 }
 
-/// Puts the index of every key that has one. Removes what another attempt left where there is none, for an index's name
-/// is not of one attempt alone.
-fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+/// The indexes of all keys; `None` for a key that has none.
+fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>)> {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf).key).collect();
     keys.dedup();
-    for key in keys {
-        let name = format!("{key}/{HUGGING_FACE_INDEX}");
-        match hugging_face_index(manifest, key) {
-            Some(index) if store.read(&name, index.len() as u64).is_ok_and(|there| there == index) => {}
+    keys.into_iter().map(|key| (format!("{key}/{HUGGING_FACE_INDEX}"), hugging_face_index(manifest, key)))
+}
+
+/// Puts indexes. Removes what another attempt left where there is none, for an index's name is not of one attempt alone.
+fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<Vec<u8>>)>) -> Result<()> {
+    for (name, index) in indexes {
+        match index {
             Some(index) => store.put(&name, &index)?,
             None if store.open(&name).is_ok() => store.delete(&name)?,
             None => {}
@@ -375,9 +384,18 @@ fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     Ok(())
 }
 
+/// Puts the indexes of a committed checkpoint where others are to be seen.
+fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+    let is_there =
+        |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
+    let differs =
+        |(name, index): &(String, Option<Vec<u8>>)| !index.as_ref().is_some_and(|index| is_there(name, index));
+    put_indexes(store, indexes(manifest).filter(differs))
+}
+
 /// Undoes step 3 of an attempt that was not published. A rival's checkpoint, if that is why, gets its indexes back.
 fn withdraw(store: &dyn Store, commit: &Commit) {
     // What cannot be undone now is an orphan like that of a crash.
     let _ = store.delete(&commit.manifest);
-    let _ = read_manifest(store).and_then(|bytes| put_indexes(store, &Manifest::decode(&bytes)?));
+    let _ = read_manifest(store).and_then(|bytes| mend_indexes(store, &Manifest::decode(&bytes)?));
 }

@@ -29,7 +29,7 @@ use shardfast_store::Store;
 
 use crate::agree::Operation;
 use crate::error::{Error, Kind, Result, retry};
-use crate::planning::{Orders, PlannedAll, Value, ValueOrders};
+use crate::planning::{KnownFiles, Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
 /// Longer than any `COMMIT` of this format.
@@ -115,7 +115,7 @@ pub(crate) fn agree(
         let (Some(plan), Some(compared)) = (&orders.all, &values.all) else {
             return Err(Error::internal("only rank 0 can commit"));
         };
-        let reported = plan.reported(receipts, values.files.as_deref().map_or(&[], Vec::as_slice))?;
+        let reported = plan.reported(receipts, values.files.as_deref())?;
         let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
@@ -289,7 +289,7 @@ fn unknown_file(rank: u32) -> Error {
 impl PlannedAll {
     /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
     /// were told that rank 0 remembers them.
-    fn reported(&self, receipts: Vec<Receipt>, known: &[Arc<ValueFiles>]) -> Result<Vec<Reported>> {
+    fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
         let report = |(rank, Receipt { news, header_crcs }): (usize, Receipt)| {
             let News { tensors, values } = news.unwrap_or(News { tensors: None, values: None });
@@ -297,7 +297,7 @@ impl PlannedAll {
                 *known = Some(Arc::new(tensors));
             }
             let tensors = structures.get(rank).cloned().flatten();
-            let values = values.map(Arc::new).or_else(|| known.get(rank).cloned());
+            let values = values.map(Arc::new).or_else(|| known?.by_rank.get(rank).cloned());
             let (Some(tensors), Some(values)) = (tensors, values) else {
                 return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
             };
@@ -313,14 +313,15 @@ impl PlannedAll {
         receipts.into_iter().enumerate().map(report).collect()
     }
 
-    /// How each rank's files of values looked in the last save that was committed, and that save's number.
-    pub(crate) fn remembered_files(&self) -> Option<(u64, Arc<Vec<Arc<ValueFiles>>>)> {
+    /// How the files of values looked in the last save that was committed.
+    pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
         self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn remember_files(&self, number: u64, reported: Vec<Reported>) {
-        let files = reported.into_iter().map(|rank| rank.values).collect();
-        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some((number, Arc::new(files)));
+        let by_rank = reported.into_iter().map(|rank| rank.values).collect();
+        let known = Arc::new(KnownFiles { number, by_rank });
+        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
     }
 }
 

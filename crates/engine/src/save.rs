@@ -28,7 +28,7 @@ use crate::ahead::Ahead;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::error::{Error, Result, retry};
 use crate::pending::{Pending, Progress, panicked};
-use crate::planning::{self, Orders, ValueOrders};
+use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
 use crate::replicas;
 use crate::writer::{self, FileJob};
@@ -115,7 +115,8 @@ fn run(
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
     let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
-    let draft = ready.and_then(|()| planning::draft(operation, &state.catalog, state.replicas.as_ref()));
+    let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref() };
+    let draft = ready.and_then(|()| planning.draft());
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
     if drafted.is_some() {
         progress.mark("planned");
@@ -125,7 +126,7 @@ fn run(
     let (agreed, written) = std::thread::scope(|scope| {
         let (orders, planned) = bounded(1);
         let agreement = scope.spawn(|| {
-            let agreed = planning::agree(operation, &state.catalog, state.replicas.as_ref(), draft, admit);
+            let agreed = planning.agree(draft, admit);
             let _ = orders.send(agreed.as_ref().map(|orders| Arc::clone(&orders.writes)).map_err(Error::clone));
             drop(orders);
             let agreed = agreed.and_then(|orders| {

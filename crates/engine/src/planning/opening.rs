@@ -49,8 +49,15 @@ pub(crate) struct PlannedAll {
     /// How each rank's files look, from its first save that was committed.
     pub(crate) structures: Mutex<Vec<Option<Arc<Structure>>>>,
     pub(super) values: Mutex<Option<Arc<values::RememberedAll>>>,
-    /// How each rank's files of values looked in the last save that was committed, and that save's number.
-    pub(crate) value_files: Mutex<Option<(u64, Arc<Vec<Arc<ValueFiles>>>)>>,
+    /// Of the last save that was committed.
+    pub(crate) value_files: Mutex<Option<Arc<KnownFiles>>>,
+}
+
+/// How the files of values looked in one save.
+pub(crate) struct KnownFiles {
+    /// The save's number.
+    pub(crate) number: u64,
+    pub(crate) by_rank: Vec<Arc<ValueFiles>>,
 }
 
 /// What a plan rests on.

@@ -11,9 +11,8 @@ use std::sync::{Arc, PoisonError};
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, sha256};
 
-use super::{Orders, PlanId};
+use super::{KnownFiles, Orders, PlanId};
 use crate::agree::Operation;
-use crate::commit::ValueFiles;
 use crate::error::{Error, Result};
 
 /// Which values one rank has to write.
@@ -24,8 +23,8 @@ pub(crate) struct ValueOrders {
     pub(crate) known: Option<u64>,
     /// On rank 0.
     pub(crate) all: Option<Arc<RememberedAll>>,
-    /// On rank 0, those files, by rank.
-    pub(crate) files: Option<Arc<Vec<Arc<ValueFiles>>>>,
+    /// On rank 0, those files.
+    pub(crate) files: Option<Arc<KnownFiles>>,
 }
 
 /// What a rank remembers of the values that were compared.
@@ -115,7 +114,7 @@ pub(crate) fn agree_values(
         None => all(&digests),
     });
     let files = orders.all.as_ref().and_then(|plan| plan.remembered_files());
-    let (known, files) = files.unzip();
+    let known = files.as_ref().map(|files| files.number);
     let mut found = None;
     let mut decide = |said: Vec<Said>| match &orders.all {
         Some(plan) => {

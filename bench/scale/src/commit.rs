@@ -1,10 +1,10 @@
 //! One save, from what a rank holds to the manifest at the root.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use shardfast_format::{
-    Catalog, DType, Dims, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file,
+    Catalog, DType, Dims, FileEntry, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, crc64, data_file,
 };
 use shardfast_plan::{Assembly, Claim, Limits, Local, Want, load, local, prove};
 
@@ -16,12 +16,18 @@ const DATA_START: u64 = 4096;
 /// The engine's, about.
 pub(crate) const LIMITS: Limits = Limits { gap_max_bytes: 64 << 10, read_max_bytes: 8 << 20 };
 
-/// What a rank tells the root of its files when the root does not remember them; its parts are those of the engine's.
+/// What a rank tells the root of its files; its parts are those of the engine's.
 #[derive(Serialize)]
 struct Receipt {
+    /// `None` when the root remembers them.
+    news: Option<News>,
+    header_crcs: Vec<[u8; 8]>,
+}
+
+#[derive(Serialize)]
+struct News {
     files: Vec<(String, u32, u64, u64)>,
     leaves: Vec<Written>,
-    header_crcs: Vec<u64>,
 }
 
 #[derive(Serialize)]
@@ -35,28 +41,56 @@ struct Written {
 
 impl Receipt {
     /// One file for each key, everything behind each other.
-    fn new(catalog: &Catalog, local: &Local) -> Receipt {
-        let mut receipt = Receipt { files: Vec::new(), leaves: Vec::new(), header_crcs: Vec::new() };
+    fn new(rank: u32, catalog: &Catalog, local: &Local) -> Receipt {
+        let mut news = News { files: Vec::new(), leaves: Vec::new() };
+        let mut header_crcs = Vec::new();
         for writes in local.writes.chunk_by(|a, b| a.leaf == b.leaf) {
             let leaf = &catalog.leaves[writes[0].leaf as usize];
             let LeafBody::Tensor { dtype, shape, parts } = &leaf.body else { continue };
-            if receipt.files.last().is_none_or(|file| file.0 != leaf.name.key) {
-                receipt.files.push((leaf.name.key.clone(), 0, DATA_START, DATA_START));
-                receipt.header_crcs.push(0x9AE8_51C5_7A1B_0000 + receipt.files.len() as u64);
+            if news.files.last().is_none_or(|file| file.0 != leaf.name.key) {
+                news.files.push((leaf.name.key.clone(), 0, DATA_START, DATA_START));
+                header_crcs.push(crc64(format!("{rank} {}", leaf.name.key).as_bytes()).to_le_bytes());
             }
-            let file = receipt.files.len() - 1;
+            let file = news.files.len() - 1;
             let mut regions = Vec::with_capacity(writes.len());
             for write in writes {
                 let region = write.region(&parts[write.part as usize]).expect("rows that the part has");
                 let bytes = region.numel() * dtype.size_bytes();
-                regions.push((region, file as u32, receipt.files[file].2));
-                receipt.files[file].2 += bytes;
+                regions.push((region, file as u32, news.files[file].2));
+                news.files[file].2 += bytes;
             }
             let (name, layout) = (leaf.name.clone(), leaf.layout.clone());
-            receipt.leaves.push(Written { name, dtype: *dtype, shape: shape.clone(), layout, regions });
+            news.leaves.push(Written { name, dtype: *dtype, shape: shape.clone(), layout, regions });
         }
-        receipt
+        Receipt { news: Some(news), header_crcs }
     }
+
+    /// The one of a save whose files look as the root remembers them.
+    fn again(&self) -> Receipt {
+        Receipt { news: None, header_crcs: self.header_crcs.clone() }
+    }
+}
+
+/// What a rank says to open a save whose plan it remembers: the digest of the operation, and that it goes by the plan of
+/// that number.
+#[derive(Serialize)]
+struct Opening([u8; 8], u8, u64);
+
+/// What it says of values that were equal on all ranks and still are: so, as of that number, one digest.
+#[derive(Serialize)]
+struct Values(u8, u64, Vec<[u8; 16]>);
+
+/// What an unchanged save costs at the root, in bytes, if nothing but tensors' files differs from rank to rank: payloads
+/// as bundles carry them, equal ones once, two bytes for the frame of each.
+fn cached_bytes(receipts: &[Receipt]) -> usize {
+    let (opening, values) = (Opening([0x5A; 8], 0, 1_000_000), Values(0, 1_000, vec![[0x5A; 16]]));
+    let alike = [encoded(&opening), encoded(&values)].map(|payload| payload.len() + 2);
+    let receipts: BTreeSet<Vec<u8>> = receipts.iter().map(|receipt| encoded(&receipt.again())).collect();
+    alike.iter().sum::<usize>() + receipts.iter().map(|payload| payload.len() + 2).sum::<usize>()
+}
+
+fn encoded(message: &impl Serialize) -> Vec<u8> {
+    postcard::to_stdvec(message).expect("plain data")
 }
 
 /// Everything there is to say of one size of job.
@@ -72,6 +106,7 @@ pub(crate) struct Row {
     claim_bytes: usize,
     prove_ms: f64,
     receipt_bytes: usize,
+    cached_bytes: usize,
     assemble_ms: f64,
     encode_ms: f64,
     manifest_bytes: usize,
@@ -96,13 +131,14 @@ pub(crate) fn measure(job: Job) -> Row {
             let again = (0..4).map(|_| timed(|| local(&catalog, &replicas, rank, world)).1);
             row.plan_ms = row.plan_ms.max(again.fold(ms, f64::min));
         }
-        let receipt = Receipt::new(&catalog, &plan);
-        loads.push(receipt.files.iter().map(|file| file.2 - DATA_START).sum::<u64>());
-        row.receipt_bytes += postcard::to_stdvec(&receipt).expect("plain data").len();
-        row.claim_bytes += postcard::to_stdvec(&plan.claims).expect("plain data").len();
+        let receipt = Receipt::new(rank, &catalog, &plan);
+        loads.push(receipt.news.iter().flat_map(|news| &news.files).map(|file| file.2 - DATA_START).sum::<u64>());
+        row.receipt_bytes += encoded(&receipt).len();
+        row.claim_bytes += encoded(&plan.claims).len();
         claims.push(plan.claims);
         receipts.push(receipt);
     }
+    row.cached_bytes = cached_bytes(&receipts);
     let mean = loads.iter().sum::<u64>() as f64 / f64::from(world);
     row.imbalance = loads.into_iter().max().unwrap_or(0) as f64 / mean;
     let (proof, ms) = timed(|| prove(&claims));
@@ -157,6 +193,7 @@ pub(crate) fn print(rows: &[Row]) {
     line("plan of one rank, the slowest, ms", 3, &|row| row.plan_ms);
     line("claims, bytes a rank", 0, &|row| a_rank(row.claim_bytes, row));
     line("receipts, bytes a rank", 0, &|row| a_rank(row.receipt_bytes, row));
+    line("cached save, equal words once, bytes a rank", 1, &|row| row.cached_bytes as f64 / f64::from(row.ranks));
     line("root: proof of claims, ms", 1, &|row| row.prove_ms);
     line("root: coverage and manifest, ms", 0, &|row| row.assemble_ms);
     line("root: encoding of the manifest, ms", 0, &|row| row.encode_ms);
@@ -178,12 +215,18 @@ fn assemble(world: u32, receipts: &[Receipt]) -> Manifest {
     let mut builder = ManifestBuilder::new(info);
     let mut assembly = Assembly::default();
     for (rank, receipt) in (0u32..).zip(receipts) {
-        let entry = |((key, index, bytes, data_start), crc): (&(String, u32, u64, u64), &u64)| {
+        let entry = |((key, index, bytes, data_start), crc): (&(String, u32, u64, u64), &[u8; 8])| {
             let path = data_file(key, ATTEMPT, rank, *index).expect("a sound key");
-            builder.file(FileEntry { path, bytes: *bytes, data_start: *data_start, header_crc: *crc })
+            builder.file(FileEntry {
+                path,
+                bytes: *bytes,
+                data_start: *data_start,
+                header_crc: u64::from_le_bytes(*crc),
+            })
         };
-        let files: Vec<u32> = receipt.files.iter().zip(&receipt.header_crcs).map(entry).collect();
-        for leaf in &receipt.leaves {
+        let news = receipt.news.as_ref().expect("a first save");
+        let files: Vec<u32> = news.files.iter().zip(&receipt.header_crcs).map(entry).collect();
+        for leaf in &news.leaves {
             let regions = leaf.regions.iter().map(|(region, file, at)| (region.clone(), files[*file as usize], *at));
             assembly.tensor(rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
         }

@@ -29,7 +29,7 @@ use shardfast_store::Store;
 
 use crate::agree::Operation;
 use crate::error::{Error, Kind, Result, retry};
-use crate::planning::{Orders, PlannedAll, Value, ValueOrders};
+use crate::planning::{KnownFiles, Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
 /// Longer than any `COMMIT` of this format.
@@ -38,21 +38,17 @@ const COMMIT_BYTES_MAX: u64 = 4096;
 /// What one rank wrote.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    pub(crate) tensors: Tensors,
-    pub(crate) values: Values,
+    /// `None` when its files look as rank 0 remembers them.
+    pub(crate) news: Option<News>,
+    /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
+    pub(crate) header_crcs: Vec<[u8; 8]>,
 }
 
-/// A rank's files of tensors.
+/// How a rank's files look, as far as rank 0 does not remember it.
 #[derive(Serialize, Deserialize)]
-pub(crate) enum Tensors {
-    /// As in this rank's last receipt of the same plan, but for what is in them: the checksums of their headers.
-    Same {
-        header_crcs: Vec<u64>,
-    },
-    New {
-        structure: Structure,
-        header_crcs: Vec<u64>,
-    },
+pub(crate) struct News {
+    pub(crate) tensors: Option<Structure>,
+    pub(crate) values: Option<ValueFiles>,
 }
 
 /// How a rank's files of tensors look, whatever is in them.
@@ -87,10 +83,10 @@ pub(crate) struct WrittenLeaf {
     pub(crate) regions: Vec<(Region, u32, u64)>,
 }
 
-/// A rank's files of values.
-#[derive(Default, Serialize, Deserialize)]
-pub(crate) struct Values {
-    pub(crate) files: Vec<(FileShape, u64)>,
+/// How a rank's files of values look, whatever is in them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ValueFiles {
+    pub(crate) files: Vec<FileShape>,
     /// For each value that the rank had to write, in the order of the names: the index of its file, its offset there
     /// from the file's start, and its length, in bytes.
     pub(crate) extents: Vec<(u32, u64, u64)>,
@@ -116,21 +112,24 @@ pub(crate) fn agree(
     let mut published = false;
     let attempt = operation.attempt();
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let (Some(plan), Some(values)) = (&orders.all, &values.all) else {
+        let (Some(plan), Some(compared)) = (&orders.all, &values.all) else {
             return Err(Error::internal("only rank 0 can commit"));
         };
-        let manifest = assemble(plan, &values.values, info(destination, &attempt, world), receipts)?;
+        let reported = plan.reported(receipts, values.files.as_deref())?;
+        let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
-        let commit = prepare(store, &manifest, &manifest_bytes, &attempt)?;
-        published = true;
-        let outcome = publish(store, &commit);
-        if outcome.as_ref().is_err_and(|error| error.kind != Kind::Unavailable) {
+        let commit = record(&manifest_bytes, &attempt);
+        let prepared = retry(|| prepare(store, destination, &commit, &manifest, &manifest_bytes));
+        published = prepared.is_ok();
+        let outcome = prepared.and_then(|()| publish(store, &commit));
+        if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
         outcome?;
         // A rival may have put its own in between, and died before it could take them back. What fails here is for the
         // rival's like to mend: the checkpoint is committed.
-        let _ = put_indexes(store, &manifest);
+        let _ = mend_indexes(store, &manifest);
+        plan.remember_files(operation.number(), reported);
         Ok(vec![(); world as usize])
     });
     match answer {
@@ -214,34 +213,35 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
     }
 }
 
+/// How one rank's files look, and what is in them.
+struct Reported {
+    tensors: Arc<Structure>,
+    values: Arc<ValueFiles>,
+    header_crcs: Vec<[u8; 8]>,
+}
+
 /// Steps 1 and 2: the manifest of what all ranks wrote.
-fn assemble(plan: &PlannedAll, values: &[Value], info: SaveInfo, receipts: Vec<Receipt>) -> Result<Manifest> {
+fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
     let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
-    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
-    let mut structures = Vec::with_capacity(receipts.len());
-    for (rank, receipt) in (0u32..).zip(receipts) {
-        let mut add = |file: &FileShape, header_crc: u64| {
+    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(reported.len());
+    let mut structures = Vec::with_capacity(reported.len());
+    for (rank, Reported { tensors, values, header_crcs }) in (0u32..).zip(reported) {
+        let add = |(file, crc): (&FileShape, &[u8; 8])| {
             let path = data_file(&file.key, &attempt, rank, file.index)?;
-            Ok::<u32, Error>(builder.file(FileEntry {
-                path,
-                bytes: file.bytes,
-                data_start: file.data_start,
-                header_crc,
-            }))
+            let (bytes, data_start, header_crc) = (file.bytes, file.data_start, u64::from_le_bytes(*crc));
+            Ok::<u32, Error>(builder.file(FileEntry { path, bytes, data_start, header_crc }))
         };
-        let (structure, header_crcs) = plan.structure(rank, receipt.tensors)?;
-        let files = structure.files.iter().zip(header_crcs).map(|(file, crc)| add(file, crc));
-        let files = files.collect::<Result<Vec<u32>>>()?;
-        let value_files =
-            receipt.values.files.iter().map(|(file, crc)| add(file, *crc)).collect::<Result<Vec<u32>>>()?;
+        let files = tensors.files.iter().chain(&values.files).zip(header_crcs).map(add);
+        let mut files = files.collect::<Result<Vec<u32>>>()?;
+        let value_files = files.split_off(tensors.files.len());
         let extent = |&(file, offset, bytes): &(u32, u64, u64)| {
             let file = value_files.get(file as usize).copied();
             file.map(|file| Extent { file, offset, bytes }).ok_or_else(|| unknown_file(rank))
         };
-        extents.push(receipt.values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
-        structures.push((rank, structure, files));
+        extents.push(values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
+        structures.push((rank, tensors, files));
     }
     let mut tensors = Assembly::default();
     for (rank, structure, files) in &structures {
@@ -287,50 +287,69 @@ fn unknown_file(rank: u32) -> Error {
 }
 
 impl PlannedAll {
-    /// How the rank's files look and their headers' checksums.
-    fn structure(&self, rank: u32, tensors: Tensors) -> Result<(Arc<Structure>, Vec<u64>)> {
+    /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
+    /// were told that rank 0 remembers them.
+    fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = structures
-            .get_mut(rank as usize)
-            .ok_or_else(|| Error::internal(format!("rank {rank} is none of this plan's")))?;
-        let header_crcs = match tensors {
-            Tensors::Same { header_crcs } => header_crcs,
-            Tensors::New { structure, header_crcs } => {
-                *known = Some(Arc::new(structure));
-                header_crcs
+        let report = |(rank, Receipt { news, header_crcs }): (usize, Receipt)| {
+            let News { tensors, values } = news.unwrap_or(News { tensors: None, values: None });
+            if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
+                *known = Some(Arc::new(tensors));
+            }
+            let tensors = structures.get(rank).cloned().flatten();
+            let values = values.map(Arc::new).or_else(|| known?.by_rank.get(rank).cloned());
+            let (Some(tensors), Some(values)) = (tensors, values) else {
+                return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
+            };
+            let expected = tensors.files.len() + values.files.len();
+            match header_crcs.len() == expected {
+                true => Ok(Reported { tensors, values, header_crcs }),
+                false => Err(Error::internal(format!(
+                    "rank {rank} reports {} files, expected {expected}",
+                    header_crcs.len()
+                ))),
             }
         };
-        match known {
-            Some(structure) if structure.files.len() == header_crcs.len() => Ok((Arc::clone(structure), header_crcs)),
-            Some(structure) => Err(Error::internal(format!(
-                "rank {rank} reports {} files of tensors, expected {}",
-                header_crcs.len(),
-                structure.files.len()
-            ))),
-            None => Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember"))),
-        }
+        receipts.into_iter().enumerate().map(report).collect()
+    }
+
+    /// How the files of values looked in the last save that was committed.
+    pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
+        self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn remember_files(&self, number: u64, reported: Vec<Reported>) {
+        let by_rank = reported.into_iter().map(|rank| rank.values).collect();
+        let known = Arc::new(KnownFiles { number, by_rank });
+        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
     }
 }
 
-/// Step 3.
-fn prepare(store: &dyn Store, manifest: &Manifest, bytes: &[u8], attempt: &str) -> Result<Commit> {
-    let name = manifest_name(attempt);
-    retry(|| {
-        if store.open(COMMIT).is_ok() {
-            let message = format!("{}: a rival has committed a checkpoint there meanwhile", store.url());
-            return Err(Error::new(Kind::Conflict, message));
-        }
-        put_indexes(store, manifest)?;
-        Ok(store.put(&name, bytes)?)
-    })?;
-    Ok(Commit {
+/// What is published of this manifest.
+fn record(manifest: &[u8], attempt: &str) -> Commit {
+    Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
         attempt: attempt.to_owned(),
-        manifest: name,
-        manifest_bytes: bytes.len() as u64,
-        manifest_sha256: sha256(bytes),
-    })
+        manifest: manifest_name(attempt),
+        manifest_bytes: manifest.len() as u64,
+        manifest_sha256: sha256(manifest),
+    }
+}
+
+/// Step 3. The indexes come last: they alone have names that rivals share, and whoever dies after he has put his over
+/// that of a rival's checkpoint leaves it there. So little time is left for that: from here to the publishing.
+fn prepare(
+    store: &dyn Store,
+    destination: &Destination,
+    commit: &Commit,
+    manifest: &Manifest,
+    bytes: &[u8],
+) -> Result<()> {
+    store.put(&commit.manifest, bytes)?;
+    refuse_taken(store, destination)?;
+    // All of them, each time: one that is to be seen after a failure may not be durable.
+    put_indexes(store, indexes(manifest))
 }
 
 /// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot
@@ -347,15 +366,17 @@ fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
     .and(outcome)
 }
 
-/// Puts the index of every key that has one. Removes what another attempt left where there is none, for an index's name
-/// is not of one attempt alone.
-fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+/// The indexes of all keys; `None` for a key that has none.
+fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>)> {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf).key).collect();
     keys.dedup();
-    for key in keys {
-        let name = format!("{key}/{HUGGING_FACE_INDEX}");
-        match hugging_face_index(manifest, key) {
-            Some(index) if store.read(&name, index.len() as u64).is_ok_and(|there| there == index) => {}
+    keys.into_iter().map(|key| (format!("{key}/{HUGGING_FACE_INDEX}"), hugging_face_index(manifest, key)))
+}
+
+/// Puts indexes. Removes what another attempt left where there is none, for an index's name is not of one attempt alone.
+fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<Vec<u8>>)>) -> Result<()> {
+    for (name, index) in indexes {
+        match index {
             Some(index) => store.put(&name, &index)?,
             None if store.open(&name).is_ok() => store.delete(&name)?,
             None => {}
@@ -364,9 +385,18 @@ fn put_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     Ok(())
 }
 
+/// Puts the indexes of a committed checkpoint where others are to be seen.
+fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+    let is_there =
+        |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
+    let differs =
+        |(name, index): &(String, Option<Vec<u8>>)| !index.as_ref().is_some_and(|index| is_there(name, index));
+    put_indexes(store, indexes(manifest).filter(differs))
+}
+
 /// Undoes step 3 of an attempt that was not published. A rival's checkpoint, if that is why, gets its indexes back.
 fn withdraw(store: &dyn Store, commit: &Commit) {
     // What cannot be undone now is an orphan like that of a crash.
     let _ = store.delete(&commit.manifest);
-    let _ = read_manifest(store).and_then(|bytes| put_indexes(store, &Manifest::decode(&bytes)?));
+    let _ = read_manifest(store).and_then(|bytes| mend_indexes(store, &Manifest::decode(&bytes)?));
 }

@@ -4,6 +4,7 @@
 
 mod ablation;
 mod agree;
+mod ahead;
 pub mod carrier;
 pub mod checkpoint;
 pub mod commit;

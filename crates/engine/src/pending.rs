@@ -191,10 +191,10 @@ impl Progress {
         })
     }
 
-    /// The phase is over.
+    /// The phase is over. Only the first word counts.
     pub(crate) fn mark(&self, phase: &'static str) {
         let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
-        self.shared.lock().report.phases_ms.insert(phase, ms);
+        self.shared.lock().report.phases_ms.entry(phase).or_insert(ms);
     }
 
     /// Bytes were copied into this staging memory.

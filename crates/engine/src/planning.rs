@@ -17,14 +17,16 @@ use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
 use crate::agree::Operation;
+use crate::commit::ValueFiles;
 use crate::error::{Error, Kind, Result};
 
-pub(crate) use opening::PlannedAll;
+pub(crate) use opening::{KnownFiles, PlannedAll};
 pub(crate) use values::{Value, ValueOrders, agree_values};
 
 use opening::{Answer, Opening, Told};
 
-/// Names a plan of all ranks among those of this job. Drawn at random by rank 0.
+/// Names a plan of all ranks, or what rank 0 found of their values: the number of the operation that it was made in,
+/// which makes one at most. So all ranks say it in the same few bytes.
 pub(crate) type PlanId = u64;
 
 /// Plans that rank 0 remembers: those of the saves in flight, and the one before.
@@ -50,6 +52,8 @@ struct Planned {
     /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
     is_known: bool,
     values: Option<Arc<values::Remembered>>,
+    /// How this rank's files of values looked, by the number of the save that told rank 0; the latest last.
+    value_files: Vec<(u64, Arc<ValueFiles>)>,
 }
 
 /// What a rank has to do in one save.
@@ -71,99 +75,140 @@ pub(crate) struct Draft {
     opening: Opening,
 }
 
-/// The writes of this rank as far as it can know them alone: those of the remembered plan when it holds what it held
-/// then, or those that follow from who holds what. `None` when it must ask.
-///
-/// # Errors
-/// `Invalid` when `replicas` contradict themselves or the catalog.
-pub(crate) fn draft(
-    operation: &Operation,
-    catalog: &Arc<Catalog>,
-    replicas: Option<&Arc<Replicas>>,
-) -> Result<Option<Draft>> {
-    if let Some(planned) = operation.memory().mine.clone()
-        && planned.is_of(catalog, replicas)
-    {
-        return Ok(Some(Draft { writes: planned.writes, opening: Opening::Same { id: planned.id } }));
-    }
-    let (rank, world) = (operation.engine.rank(), operation.engine.world());
-    let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
-    let local = match replicas {
-        _ if world == 1 => shardfast_plan::local(catalog, &alone(), rank, world)?,
-        Some(replicas) if operation.memory().disproved.as_ref() != Some(replicas) => {
-            shardfast_plan::local(catalog, replicas, rank, world)?
-        }
-        _ => None,
-    };
-    Ok(local.map(|local| Draft { writes: Arc::new(local.writes), opening: Opening::Local { claims: local.claims } }))
+/// The planning of one save.
+pub(crate) struct Planning<'a> {
+    pub(crate) operation: &'a Operation,
+    /// What this rank holds.
+    pub(crate) catalog: &'a Arc<Catalog>,
+    /// Who else does, where that is known.
+    pub(crate) replicas: Option<&'a Arc<Replicas>>,
 }
 
-/// Agrees with all ranks on who writes which parts. `draft` is what this rank begins with, or its failure; `admit` rank
-/// 0's last word before anything is agreed.
-///
-/// # Errors
-/// The same on every rank: what any of them brought, what `admit` said, or how their catalogs or drafts contradict each
-/// other.
-pub(crate) fn agree(
-    operation: &Operation,
-    catalog: &Arc<Catalog>,
-    replicas: Option<&Arc<Replicas>>,
-    draft: Result<Option<Draft>>,
-    admit: impl FnOnce() -> Result<()>,
-) -> Result<Orders> {
-    let is_local = matches!(&draft, Ok(Some(Draft { opening: Opening::Local { .. }, .. })));
-    open(operation, catalog, replicas, draft, admit).inspect_err(|error| {
-        // What was no plan of all ranks once is none the next time either.
-        let mut memory = operation.memory();
-        memory.mine = None;
-        if is_local && error.kind == Kind::Invalid {
-            memory.disproved = replicas.cloned();
+impl Planning<'_> {
+    /// The writes of this rank as far as it can know them alone: those of the remembered plan when it holds what it
+    /// held then, or those that follow from who holds what. `None` when it must ask.
+    ///
+    /// # Errors
+    /// `Invalid` when the replicas contradict themselves or the catalog.
+    pub(crate) fn draft(&self) -> Result<Option<Draft>> {
+        let Planning { operation, catalog, replicas } = *self;
+        if let Some(planned) = operation.memory().mine.clone()
+            && planned.is_of(catalog, replicas)
+        {
+            return Ok(Some(Draft { writes: planned.writes, opening: Opening::Same { id: planned.id } }));
         }
-    })
+        let (rank, world) = (operation.engine.rank(), operation.engine.world());
+        let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
+        let local = match replicas {
+            _ if world == 1 => shardfast_plan::local(catalog, &alone(), rank, world)?,
+            Some(replicas) if operation.memory().disproved.as_ref() != Some(replicas) => {
+                shardfast_plan::local(catalog, replicas, rank, world)?
+            }
+            _ => None,
+        };
+        Ok(local
+            .map(|local| Draft { writes: Arc::new(local.writes), opening: Opening::Local { claims: local.claims } }))
+    }
+
+    /// Agrees with all ranks on who writes which parts. `draft` is what this rank begins with, or its failure; `admit`
+    /// rank 0's last word before anything is agreed.
+    ///
+    /// # Errors
+    /// The same on every rank: what any of them brought, what `admit` said, or how their catalogs or drafts contradict
+    /// each other.
+    pub(crate) fn agree(&self, draft: Result<Option<Draft>>, admit: impl FnOnce() -> Result<()>) -> Result<Orders> {
+        let (mut drafted, mut is_local) = (None, false);
+        let first = draft.map(|draft| match draft {
+            Some(Draft { writes, opening }) => {
+                is_local = matches!(opening, Opening::Local { .. });
+                drafted = Some(writes);
+                opening
+            }
+            None => Opening::Ask { catalog: (**self.catalog).clone() },
+        });
+        let mut all = None;
+        let agreed = self.open(first, drafted.as_ref(), admit, &mut all);
+        let (id, writes) = agreed.inspect_err(|error| {
+            // What was no plan of all ranks once is none the next time either.
+            let mut memory = self.operation.memory();
+            memory.mine = None;
+            if is_local && error.kind == Kind::Invalid {
+                memory.disproved = self.replicas.cloned();
+            }
+        })?;
+        Ok(self.remembered(id, writes, all))
+    }
+
+    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan then
+    /// stands in `all`.
+    fn open(
+        &self,
+        first: Result<Opening>,
+        drafted: Option<&Arc<Vec<Write>>>,
+        admit: impl FnOnce() -> Result<()>,
+        all: &mut Option<Arc<PlannedAll>>,
+    ) -> Result<(PlanId, Arc<Vec<Write>>)> {
+        let mut admit = Some(admit);
+        let mut answer = self.operation.agree("open", first, |openings| {
+            admit.take().map_or(Ok(()), |admit| admit())?;
+            opening::decide(self.operation, &openings, all)
+        })?;
+        if let Answer::Tell = answer {
+            let told = Told { catalog: (**self.catalog).clone(), writes: drafted.map(|writes| (**writes).clone()) };
+            answer = self
+                .operation
+                .agree("plan", Ok(told), |told| opening::decide_told(self.operation.number(), told, all))?;
+        }
+        let Answer::Go { id, writes } = answer else {
+            return Err(Error::internal("rank 0 asked twice for the same catalogs"));
+        };
+        let writes = match (writes.map(Arc::new), drafted) {
+            (None, Some(drafted)) => Arc::clone(drafted),
+            (Some(writes), None) => writes,
+            (Some(writes), Some(drafted)) if writes == *drafted => writes,
+            _ => return Err(Error::internal("rank 0 orders something else than this rank has drafted, or nothing")),
+        };
+        Ok((id, writes))
+    }
+
+    /// The orders of that plan, with what is remembered of it already.
+    fn remembered(&self, id: PlanId, writes: Arc<Vec<Write>>, all: Option<Arc<PlannedAll>>) -> Orders {
+        let mut memory = self.operation.memory();
+        if let Some(all) = &all {
+            memory.all.retain(|known| known.id != all.id);
+            memory.all.push(Arc::clone(all));
+            let surplus = memory.all.len().saturating_sub(PLANS_MAX);
+            memory.all.drain(..surplus);
+        }
+        let planned = match memory.mine.take() {
+            Some(planned) if planned.id == id => planned,
+            _ => Planned {
+                id,
+                catalog: Arc::clone(self.catalog),
+                replicas: self.replicas.cloned(),
+                writes: Arc::clone(&writes),
+                is_known: false,
+                values: None,
+                value_files: Vec::new(),
+            },
+        };
+        let planned = memory.mine.insert(planned);
+        Orders { id, writes, is_known: planned.is_known, values: planned.values.clone(), all }
+    }
 }
 
-fn open(
-    operation: &Operation,
-    catalog: &Arc<Catalog>,
-    replicas: Option<&Arc<Replicas>>,
-    draft: Result<Option<Draft>>,
-    admit: impl FnOnce() -> Result<()>,
-) -> Result<Orders> {
-    let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
-    let first = draft.map(|draft| draft.map_or_else(|| Opening::Ask { catalog: (**catalog).clone() }, |d| d.opening));
-    let mut admit = Some(admit);
-    let mut all = None;
-    let mut answer = operation.agree("open", first, |openings| {
-        admit.take().map_or(Ok(()), |admit| admit())?;
-        opening::decide(operation, &openings, &mut all)
-    })?;
-    if let Answer::Tell = answer {
-        let told = Told { catalog: (**catalog).clone(), writes: drafted.as_deref().cloned() };
-        answer = operation.agree("plan", Ok(told), |told| opening::decide_told(told, &mut all))?;
-    }
-    let Answer::Go { id, writes } = answer else {
-        return Err(Error::internal("rank 0 asked twice for the same catalogs"));
-    };
-    let writes = match (writes.map(Arc::new), drafted) {
-        (None, Some(drafted)) => drafted,
-        (Some(writes), None) => writes,
-        (Some(writes), Some(drafted)) if writes == drafted => drafted,
-        _ => return Err(Error::internal("rank 0 orders something else than this rank has drafted, or nothing")),
-    };
-    let mut memory = operation.memory();
-    if let Some(all) = &all {
-        memory.all.retain(|known| known.id != all.id);
-        memory.all.push(Arc::clone(all));
-        let surplus = memory.all.len().saturating_sub(PLANS_MAX);
-        memory.all.drain(..surplus);
-    }
-    if memory.mine.as_ref().is_none_or(|planned| planned.id != id) {
-        let (catalog, writes) = (Arc::clone(catalog), Arc::clone(&writes));
-        memory.mine = Some(Planned { id, catalog, replicas: replicas.cloned(), writes, is_known: false, values: None });
-    }
-    let (is_known, values) =
-        memory.mine.as_ref().map_or((false, None), |planned| (planned.is_known, planned.values.clone()));
-    Ok(Orders { id, writes, is_known, values, all })
+/// Whether rank 0 remembers that this rank's files of values look so, by what it said when the values were compared.
+/// From the commit of this operation on it will.
+pub(crate) fn knows(operation: &Operation, orders: &Orders, values: &ValueOrders, files: &Arc<ValueFiles>) -> bool {
+    let mut is_known = false;
+    operation.remember(orders.id, |planned| {
+        let told = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
+        is_known = values.known.as_ref().and_then(told).is_some_and(|(_, known)| known == files);
+        planned.value_files.push((operation.number(), Arc::clone(files)));
+        let surplus = planned.value_files.len().saturating_sub(PLANS_MAX);
+        planned.value_files.drain(..surplus);
+    });
+    is_known
 }
 
 /// Remembers that a save of these orders was committed: rank 0 knows how this rank's files look.
@@ -196,11 +241,4 @@ impl Operation {
             change(planned);
         }
     }
-}
-
-/// A number that names something new.
-fn draw() -> Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| Error::internal(format!("no random number for a name: {error}")))?;
-    Ok(u64::from_le_bytes(bytes))
 }

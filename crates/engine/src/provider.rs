@@ -23,6 +23,12 @@ pub trait Provider: Send + Sync {
     fn is_urgent(&self) -> bool {
         false
     }
+
+    /// Whether the bytes cannot change any more, whatever becomes of where they came from: they are copied last, and
+    /// [`Pending::staged`](crate::Pending::staged) does not wait for them.
+    fn is_settled(&self) -> bool {
+        false
+    }
 }
 
 /// Copies that a device has been told to make.
@@ -94,6 +100,10 @@ impl Provider for Run {
 
     fn is_urgent(&self) -> bool {
         self.of.is_urgent()
+    }
+
+    fn is_settled(&self) -> bool {
+        self.of.is_settled()
     }
 }
 

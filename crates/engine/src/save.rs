@@ -11,9 +11,10 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::{Receiver, Select, bounded};
 use shardfast_format::{
     Catalog, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, sha256, value_name,
 };
@@ -23,10 +24,11 @@ use smallvec::smallvec;
 
 use crate::ablation;
 use crate::agree::{Engine, Operation};
-use crate::commit::{self, FileShape, Receipt, Structure, Tensors, Values, WrittenLeaf};
+use crate::ahead::Ahead;
+use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::error::{Error, Result, retry};
 use crate::pending::{Pending, Progress, panicked};
-use crate::planning::{self, Orders};
+use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
 use crate::replicas;
 use crate::writer::{self, FileJob};
@@ -113,16 +115,18 @@ fn run(
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
     let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
-    let draft = ready.and_then(|()| planning::draft(operation, &state.catalog, state.replicas.as_ref()));
+    let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref() };
+    let draft = ready.and_then(|()| planning.draft());
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
     if drafted.is_some() {
         progress.mark("planned");
     }
+    let is_sound = draft.is_ok();
 
     let (agreed, written) = std::thread::scope(|scope| {
-        let (orders, planned) = mpsc::channel();
+        let (orders, planned) = bounded(1);
         let agreement = scope.spawn(|| {
-            let agreed = planning::agree(operation, &state.catalog, state.replicas.as_ref(), draft, admit);
+            let agreed = planning.agree(draft, admit);
             let _ = orders.send(agreed.as_ref().map(|orders| Arc::clone(&orders.writes)).map_err(Error::clone));
             drop(orders);
             let agreed = agreed.and_then(|orders| {
@@ -131,7 +135,11 @@ fn run(
             });
             agreed.inspect_err(|error| progress.cancel(error))
         });
-        // Without a draft nothing can be written before the others were heard.
+        let staging = &operation.engine.staging;
+        let checksums = (is_sound && destination.prove).then(|| replicas::checksums(&state, staging, progress));
+        // Without a draft nothing can be written before the others were heard; but copied.
+        let ahead = (is_sound && drafted.is_none() && !state.is_waited_for)
+            .then(|| Ahead::stage(&state, staging, progress, &|pause| is_heard(&planned, pause)));
         let ordered = || planned.recv().unwrap_or_else(|_| Err(unheard())).inspect(|_| progress.mark("planned"));
         let writes = drafted.map_or_else(ordered, Ok);
         let written = writes.and_then(|writes| {
@@ -139,9 +147,10 @@ fn run(
                 std::thread::yield_now();
             }
             let store = store.as_deref().map_err(Error::clone)?;
-            let checksums = destination.prove.then(|| replicas::checksums(&state, &operation.engine.staging, progress));
+            let copied = ahead.map(|ahead| ahead.over(&state, &writes));
+            let source = copied.as_ref().unwrap_or(&state);
             let written =
-                Batch::bind(operation, &state, &writes, &[]).write(operation, store, progress, state.is_waited_for);
+                Batch::bind(operation, source, &writes, &[]).write(operation, store, progress, state.is_waited_for);
             progress.mark("written");
             Ok((written, checksums))
         });
@@ -175,7 +184,8 @@ fn run(
     progress.wrote(&values_written.shapes);
 
     let paths = [written.paths.as_slice(), values_written.paths.as_slice()].concat();
-    let receipt = receipt(&state, &orders, written, values_written).map_err(|error| progress.told(error));
+    let receipt = receipt(operation, &state, &orders, &values, written, values_written);
+    let receipt = receipt.map_err(|error| progress.told(error));
     commit::agree(operation, &*store, destination, &orders, &values, receipt).map_err(|failed| {
         if failed.nothing_published {
             discard(&*store, &paths);
@@ -185,6 +195,13 @@ fn run(
     planning::committed(operation, &orders);
     progress.mark("committed");
     Ok(())
+}
+
+/// Whether the orders are there, or will never be, within that time.
+fn is_heard<T>(orders: &Receiver<T>, within: Duration) -> bool {
+    let mut arrival = Select::new();
+    arrival.recv(orders);
+    arrival.ready_timeout(within).is_ok()
 }
 
 fn unheard() -> Error {
@@ -301,23 +318,30 @@ impl Writing {
 }
 
 /// What this rank tells rank 0 of what it wrote.
-fn receipt(state: &State, orders: &Orders, tensors: Writing, values: Writing) -> Result<Receipt> {
+fn receipt(
+    operation: &Operation,
+    state: &State,
+    orders: &Orders,
+    compared: &ValueOrders,
+    tensors: Writing,
+    values: Writing,
+) -> Result<Receipt> {
     if let Some(error) = tensors.failure.or(values.failure) {
         return Err(error);
     }
+    let header_crcs = tensors.header_crcs.iter().chain(&values.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
     placed.sort_by_key(|placed| placed.write);
-    let values = Values {
-        files: values.shapes.into_iter().zip(values.header_crcs).collect(),
-        extents: placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect(),
+    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
+    let files = Arc::new(ValueFiles { files: values.shapes, extents });
+    let is_known = planning::knows(operation, orders, compared, &files);
+    let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
+    let tensors = match orders.is_known {
+        true => None,
+        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)?),
     };
-    let header_crcs = tensors.header_crcs;
-    let tensors = if orders.is_known {
-        Tensors::Same { header_crcs }
-    } else {
-        Tensors::New { structure: structure(&state.catalog, tensors.shapes, tensors.placed)?, header_crcs }
-    };
-    Ok(Receipt { tensors, values })
+    let news = (tensors.is_some() || values.is_some()).then_some(News { tensors, values });
+    Ok(Receipt { news, header_crcs })
 }
 
 fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {
@@ -407,12 +431,25 @@ impl State {
         let of = self.providers[write.leaf as usize].get(write.part as usize);
         let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
         match &leaf.body {
-            LeafBody::Tensor { dtype, parts, .. } if write.rows.is_some() => {
-                let (part, item) = (&parts[write.part as usize], dtype.size_bytes());
-                let (at, bytes) = (write.skipped(part) * item, region(leaf, write)?.numel() * item);
+            LeafBody::Tensor { .. } if write.rows.is_some() => {
+                let (at, bytes) = self.extent(write)?;
                 Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
             }
             _ => Ok(Arc::clone(of)),
+        }
+    }
+
+    /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
+    pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
+        let leaf = &self.catalog.leaves[write.leaf as usize];
+        match &leaf.body {
+            LeafBody::Tensor { dtype, parts, .. } => {
+                let bytes = region(leaf, write)?.numel() * dtype.size_bytes();
+                Ok((write.skipped(&parts[write.part as usize]) * dtype.size_bytes(), bytes))
+            }
+            LeafBody::Object { .. } | LeafBody::Alias { .. } => {
+                Err(Error::internal(format!("{}: it is no tensor and has no extents", leaf.name)))
+            }
         }
     }
 

@@ -36,7 +36,7 @@ pub(crate) struct FileJob {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none at all will. While the program goes on it copies as fast
+/// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it copies as fast
 /// as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as the store.
 /// Gives the checksum of each file's header.
 ///
@@ -83,6 +83,8 @@ struct Chunk {
     bytes: usize,
     /// Whether some of it may change at any time.
     is_urgent: bool,
+    /// Whether none of it changes any more.
+    is_settled: bool,
 }
 
 struct Run<'a> {
@@ -117,7 +119,7 @@ impl Failure {
     }
 }
 
-/// The files cut into chunks, the urgent ones in front, taken from all files in turn.
+/// The files cut into chunks, the urgent ones in front, the settled ones last, taken from all files in turn.
 fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -125,13 +127,14 @@ fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
         let mut offset = job.layout.data_start;
         while offset < end {
             let bytes = (end - offset).min(SLOT_BYTES as u64);
-            let is_urgent = job.entries_in(offset..offset + bytes).any(|entry| job.providers[entry].is_urgent());
-            out.push(Chunk { file, offset, bytes: bytes as usize, is_urgent });
+            let of = || job.entries_in(offset..offset + bytes).map(|entry| &job.providers[entry]);
+            let (is_urgent, is_settled) = (of().any(|of| of.is_urgent()), of().all(|of| of.is_settled()));
+            out.push(Chunk { file, offset, bytes: bytes as usize, is_urgent, is_settled });
             offset += bytes;
         }
     }
     let in_turn = !ablation::is_off("parallel-files");
-    out.sort_by_key(|chunk| (!chunk.is_urgent, if in_turn { chunk.offset } else { 0 }));
+    out.sort_by_key(|chunk| (!chunk.is_urgent, chunk.is_settled, if in_turn { chunk.offset } else { 0 }));
     out
 }
 
@@ -144,20 +147,20 @@ impl FileJob {
 }
 
 /// Calls `reached` when `left` has been counted down.
-struct Countdown<F: Fn()> {
+pub(crate) struct Countdown<F: Fn()> {
     left: AtomicUsize,
     reached: F,
 }
 
 impl<F: Fn()> Countdown<F> {
-    fn new(left: usize, reached: F) -> Self {
+    pub(crate) fn new(left: usize, reached: F) -> Self {
         if left == 0 {
             reached();
         }
         Countdown { left: AtomicUsize::new(left), reached }
     }
 
-    fn one(&self) {
+    pub(crate) fn one(&self) {
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             (self.reached)();
         }
@@ -169,7 +172,8 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
     let (sender, receiver) = if is_waited_for { bounded::<(Chunk, Slot)>(AHEAD) } else { unbounded() };
     let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
     let captured = Countdown::new(urgent, || progress.captured());
-    let staged = Countdown::new(run.chunks.len(), || progress.staged());
+    let unsettled = run.chunks.iter().filter(|chunk| !chunk.is_settled).count();
+    let staged = Countdown::new(unsettled, || progress.staged());
     std::thread::scope(|scope| {
         for _ in 0..fillers {
             let sender = sender.clone();
@@ -191,7 +195,9 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                             if chunk.is_urgent {
                                 captured.one();
                             }
-                            staged.one();
+                            if !chunk.is_settled {
+                                staged.one();
+                            }
                             // The receiver lives until the last sender is gone.
                             let _ = sender.send((chunk, slot));
                         }

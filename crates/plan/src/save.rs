@@ -20,8 +20,6 @@ pub struct SavePlan {
     /// The leaves of all ranks, sorted by name. A tensor's parts are the distinct regions that ranks hold, sorted; the
     /// layout is that of the lowest rank.
     pub leaves: Vec<Leaf>,
-    /// Per rank, for each leaf of its catalog, the index in `leaves`.
-    pub merged: Vec<Vec<u32>>,
     /// Per rank, what it writes of the parts that it holds, sorted. Every element of `leaves` is written by exactly one
     /// rank; a part that was cut, by several, some rows each.
     pub writes: Vec<Vec<Write>>,
@@ -44,11 +42,7 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
     let by_name = merge(catalogs, &mut problems);
     let mut share = Replicated::default();
     let mut leaves = Vec::with_capacity(by_name.len());
-    let mut merged: Vec<Vec<u32>> = catalogs.iter().map(|catalog| vec![0; catalog.leaves.len()]).collect();
-    for (index, (name, holders)) in by_name.iter().enumerate() {
-        for holder in holders {
-            merged[holder.rank as usize][holder.index as usize] = index as u32;
-        }
+    for (name, holders) in &by_name {
         let body = match agreed(name, holders) {
             Ok(Kind::Tensor { dtype, shape }) => {
                 let parts = share.tensor(name, dtype, shape, holders, &mut problems);
@@ -81,7 +75,7 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
         writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });
     }
     writes.iter_mut().for_each(|parts| parts.sort_unstable());
-    Ok(SavePlan { leaves, merged, writes })
+    Ok(SavePlan { leaves, writes })
 }
 
 /// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::Catalog;
 use shardfast_plan::{Claim, Write};
 
-use super::{PlanId, draw, values};
+use super::{PlanId, values};
 use crate::agree::Operation;
-use crate::commit::Structure;
+use crate::commit::{Structure, ValueFiles};
 use crate::error::{Error, Result};
 
 /// What a rank goes by.
@@ -49,6 +49,15 @@ pub(crate) struct PlannedAll {
     /// How each rank's files look, from its first save that was committed.
     pub(crate) structures: Mutex<Vec<Option<Arc<Structure>>>>,
     pub(super) values: Mutex<Option<Arc<values::RememberedAll>>>,
+    /// Of the last save that was committed.
+    pub(crate) value_files: Mutex<Option<Arc<KnownFiles>>>,
+}
+
+/// How the files of values looked in one save.
+pub(crate) struct KnownFiles {
+    /// The save's number.
+    pub(crate) number: u64,
+    pub(crate) by_rank: Vec<Arc<ValueFiles>>,
 }
 
 /// What a plan rests on.
@@ -69,9 +78,9 @@ impl Basis {
 }
 
 impl PlannedAll {
-    fn new(basis: Basis) -> Result<Arc<PlannedAll>> {
+    fn new(id: PlanId, basis: Basis) -> Arc<PlannedAll> {
         let structures = Mutex::new(vec![None; basis.world()]);
-        Ok(Arc::new(PlannedAll { id: draw()?, basis, structures, values: Mutex::default() }))
+        Arc::new(PlannedAll { id, basis, structures, values: Mutex::default(), value_files: Mutex::default() })
     }
 
     /// Whether the rank goes by this plan, or would if it remembered it. A rank that planned alone has another plan,
@@ -104,7 +113,7 @@ pub(super) fn decide(
     let has_draft = |rank: usize| !matches!(openings[rank], Opening::Ask { .. });
     let plan = match known.iter().rev().find(agree) {
         Some(plan) => Some(Arc::clone(plan)),
-        None => renewed(&known, openings)?,
+        None => renewed(operation.number(), &known, openings)?,
     };
     let answers = match &plan {
         Some(plan) => plan.answers(has_draft),
@@ -114,9 +123,9 @@ pub(super) fn decide(
     Ok(answers)
 }
 
-/// A plan of what the openings say, with what is remembered of those that say too little; `None` when that does not
+/// A plan of that number of what the openings say, with what is remembered of those that say too little; `None` when that does not
 /// make one plan.
-fn renewed(known: &[Arc<PlannedAll>], openings: &[Opening]) -> Result<Option<Arc<PlannedAll>>> {
+fn renewed(number: PlanId, known: &[Arc<PlannedAll>], openings: &[Opening]) -> Result<Option<Arc<PlannedAll>>> {
     let remembered = |id: PlanId| known.iter().find(|plan| plan.id == id);
     let claims = openings.iter().enumerate().map(|(rank, opening)| match opening {
         Opening::Local { claims } => Some(claims.clone()),
@@ -128,7 +137,7 @@ fn renewed(known: &[Arc<PlannedAll>], openings: &[Opening]) -> Result<Option<Arc
     });
     if let Some(claims) = claims.collect::<Option<Vec<_>>>() {
         shardfast_plan::prove(&claims)?;
-        return PlannedAll::new(Basis::Claims(claims)).map(Some);
+        return Ok(Some(PlannedAll::new(number, Basis::Claims(claims))));
     }
     let told = openings.iter().enumerate().map(|(rank, opening)| match opening {
         Opening::Ask { catalog } => Some(Told { catalog: catalog.clone(), writes: None }),
@@ -140,20 +149,20 @@ fn renewed(known: &[Arc<PlannedAll>], openings: &[Opening]) -> Result<Option<Arc
         },
         Opening::Local { .. } => None,
     });
-    told.collect::<Option<Vec<_>>>().map(planned).transpose()
+    told.collect::<Option<Vec<_>>>().map(|told| planned(number, told)).transpose()
 }
 
 /// Decides over everything about all ranks. Whatever plan comes of it stands in `found`.
-pub(super) fn decide_told(told: Vec<Told>, found: &mut Option<Arc<PlannedAll>>) -> Result<Vec<Answer>> {
+pub(super) fn decide_told(number: PlanId, told: Vec<Told>, found: &mut Option<Arc<PlannedAll>>) -> Result<Vec<Answer>> {
     let has_draft: Vec<bool> = told.iter().map(|told| told.writes.is_some()).collect();
-    let plan = planned(told)?;
+    let plan = planned(number, told)?;
     let answers = plan.answers(|rank| has_draft[rank]);
     *found = Some(plan);
     Ok(answers)
 }
 
-/// A plan of these catalogs around what was drafted.
-fn planned(told: Vec<Told>) -> Result<Arc<PlannedAll>> {
+/// A plan of that number of these catalogs around what was drafted.
+fn planned(number: PlanId, told: Vec<Told>) -> Result<Arc<PlannedAll>> {
     let (catalogs, drafted): (Vec<_>, Vec<_>) = told.into_iter().map(|told| (told.catalog, told.writes)).unzip();
     for (rank, catalog) in catalogs.iter().enumerate() {
         catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
@@ -163,5 +172,5 @@ fn planned(told: Vec<Told>) -> Result<Arc<PlannedAll>> {
     } else {
         shardfast_plan::amend(&catalogs, &drafted)?
     };
-    PlannedAll::new(Basis::Catalogs { catalogs, writes })
+    Ok(PlannedAll::new(number, Basis::Catalogs { catalogs, writes }))
 }

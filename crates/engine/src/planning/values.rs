@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError};
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, sha256};
 
-use super::{Orders, PlanId, draw};
+use super::{KnownFiles, Orders, PlanId};
 use crate::agree::Operation;
 use crate::error::{Error, Result};
 
@@ -19,8 +19,12 @@ use crate::error::{Error, Result};
 pub(crate) struct ValueOrders {
     /// As indices of the rank's catalog.
     pub(crate) mine: Vec<u32>,
+    /// The number of the save whose files of values rank 0 remembers.
+    pub(crate) known: Option<u64>,
     /// On rank 0.
     pub(crate) all: Option<Arc<RememberedAll>>,
+    /// On rank 0, those files.
+    pub(crate) files: Option<Arc<KnownFiles>>,
 }
 
 /// What a rank remembers of the values that were compared.
@@ -70,7 +74,14 @@ struct Held {
 }
 
 #[derive(Serialize, Deserialize)]
-enum Answer {
+struct Answer {
+    verdict: Verdict,
+    /// As [`ValueOrders::known`].
+    known: Option<u64>,
+}
+
+#[derive(Serialize, Deserialize)]
+enum Verdict {
     /// The values are no longer alike as they were: everyone says what it holds.
     Tell,
     /// As remembered.
@@ -102,33 +113,35 @@ pub(crate) fn agree_values(
         Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
         None => all(&digests),
     });
+    let files = orders.all.as_ref().and_then(|plan| plan.remembered_files());
+    let known = files.as_ref().map(|files| files.number);
     let mut found = None;
     let mut decide = |said: Vec<Said>| match &orders.all {
         Some(plan) => {
-            let mut known = plan.values.lock().unwrap_or_else(PoisonError::into_inner);
-            let answers = decide(said, known.as_ref())?;
-            if let Some(renewed) = answers.1 {
-                *known = Some(renewed);
+            let mut values = plan.values.lock().unwrap_or_else(PoisonError::into_inner);
+            let (verdicts, renewed) = decide(operation.number(), said, values.as_ref())?;
+            if let Some(renewed) = renewed {
+                *values = Some(renewed);
             }
-            found.clone_from(&*known);
-            Ok(answers.0)
+            found.clone_from(&*values);
+            Ok(verdicts.into_iter().map(|verdict| Answer { verdict, known }).collect())
         }
         None => Err(Error::internal("only rank 0 can compare values")),
     };
     let mut answer = operation.agree("values", said, &mut decide)?;
-    if let Answer::Tell = answer {
+    if let Verdict::Tell = answer.verdict {
         answer = operation.agree("values told", digests.map(|digests| all(&digests)), &mut decide)?;
     }
-    let remembered = match (answer, &orders.values) {
-        (Answer::Same, Some(known)) => Arc::clone(known),
-        (Answer::New(known), _) => Arc::new(known),
+    let remembered = match (answer.verdict, &orders.values) {
+        (Verdict::Same, Some(known)) => Arc::clone(known),
+        (Verdict::New(known), _) => Arc::new(known),
         _ => return Err(Error::internal("rank 0 refers to values that this rank does not remember")),
     };
     operation.remember(orders.id, |planned| planned.values = Some(Arc::clone(&remembered)));
     let mine = remembered.mine.iter().map(|&position| objects.get(position as usize).copied());
     let mine = mine.collect::<Option<_>>();
     let mine = mine.ok_or_else(|| Error::internal("rank 0 orders a value that this rank does not have"))?;
-    Ok(ValueOrders { mine, all: found })
+    Ok(ValueOrders { mine, known: answer.known, all: found, files })
 }
 
 impl Remembered {
@@ -142,23 +155,27 @@ impl Remembered {
     }
 }
 
-/// The answers, and what is to be remembered if it is new.
-fn decide(said: Vec<Said>, known: Option<&Arc<RememberedAll>>) -> Result<(Vec<Answer>, Option<Arc<RememberedAll>>)> {
+/// The verdicts, and what is to be remembered, under that number, if it is new.
+fn decide(
+    number: PlanId,
+    said: Vec<Said>,
+    known: Option<&Arc<RememberedAll>>,
+) -> Result<(Vec<Verdict>, Option<Arc<RememberedAll>>)> {
     let world = said.len();
     if let Some(known) = known
         && known.still_holds(&said)
     {
-        return Ok(((0..world).map(|_| Answer::Same).collect(), None));
+        return Ok(((0..world).map(|_| Verdict::Same).collect(), None));
     }
     let held = said.into_iter().map(|said| match said {
         Said::All(held) => Some(held),
         Said::Same { .. } => None,
     });
     match held.collect::<Option<Vec<_>>>() {
-        None => Ok(((0..world).map(|_| Answer::Tell).collect(), None)),
+        None => Ok(((0..world).map(|_| Verdict::Tell).collect(), None)),
         Some(held) => {
-            let (all, remembered) = compared(held)?;
-            Ok((remembered.into_iter().map(Answer::New).collect(), Some(Arc::new(all))))
+            let (all, remembered) = compared(number, held)?;
+            Ok((remembered.into_iter().map(Verdict::New).collect(), Some(Arc::new(all))))
         }
     }
 }
@@ -177,8 +194,7 @@ impl RememberedAll {
 }
 
 /// Groups equal values, and says for all and for each rank what follows.
-fn compared(held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
-    let id = draw()?;
+fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
     let mut all = RememberedAll { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
     let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
     for (rank, held) in (0u32..).zip(held) {

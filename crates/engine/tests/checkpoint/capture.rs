@@ -5,11 +5,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_engine::{Engine, Error, Fence, Fences, Kind, Provider, Result, State, checkpoint, save};
+use shardfast_engine::{Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save};
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 
-use crate::job::{Job, LONG, alike, destination, outcomes};
-use crate::layout::Layout;
+use crate::job::{Job, LONG, Seed, Truth, alike, destination, outcomes};
+use crate::layout::{Dice, Layout};
 
 const SHORT: Duration = Duration::from_millis(200);
 
@@ -263,4 +263,150 @@ fn what_a_device_copies_is_waited_for_once_per_slot() {
     device.is_lost.store(true, Ordering::SeqCst);
     let error = save(&engine, destination(&url(2)), state(leaves(), false), LONG).committed(None).unwrap_err();
     assert_eq!(error, Error::new(Kind::Unavailable, "the device is lost (its part was captured, not yet staged)"));
+}
+
+/// A tensor that its owner writes as soon as it may.
+struct Scribbled {
+    bytes: Mutex<Vec<u8>>,
+    is_urgent: bool,
+}
+
+impl Scribbled {
+    fn scribble(&self) {
+        self.bytes.lock().unwrap().as_mut_slice().fill(0xee);
+    }
+}
+
+impl Provider for Scribbled {
+    fn bytes(&self) -> u64 {
+        self.bytes.lock().unwrap().len() as u64
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+        let at = at as usize;
+        out.copy_from_slice(&self.bytes.lock().unwrap()[at..at + out.len()]);
+        Ok(())
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.is_urgent
+    }
+}
+
+/// Puts tensors that are written as early as possible into the place of a state's; gives them all.
+fn scribbled(state: &mut State, dice: &mut Dice) -> Vec<Arc<Scribbled>> {
+    let mut all = Vec::new();
+    for (leaf, providers) in state.catalog.leaves.iter().zip(&mut state.providers) {
+        let LeafBody::Tensor { .. } = leaf.body else { continue };
+        for provider in providers {
+            let mut bytes = vec![0; provider.bytes() as usize];
+            provider.fill(0, &mut bytes, &mut Fences::default()).unwrap();
+            let one = Arc::new(Scribbled { bytes: bytes.into(), is_urgent: dice.once_in(3) });
+            all.push(Arc::clone(&one));
+            *provider = one;
+        }
+    }
+    all
+}
+
+/// Begins a save of a rank whose state is written as early as that is allowed, by a thread of its own.
+fn save_scribbled(
+    job: &Job,
+    rank: u32,
+    url: &str,
+    truth: &Truth,
+    dice: &mut Dice,
+) -> (Pending, thread::JoinHandle<()>) {
+    let mut state = truth.state(&job.layout, rank, &mut Dice(dice.next()));
+    let tensors = scribbled(&mut state, dice);
+    let pending = save(&job.engines[rank as usize], destination(url), state, LONG);
+    let told = pending.clone();
+    let writer = thread::spawn(move || {
+        told.captured(None).unwrap();
+        tensors.iter().filter(|tensor| tensor.is_urgent).for_each(|tensor| tensor.scribble());
+        told.staged(None).unwrap();
+        tensors.iter().for_each(|tensor| tensor.scribble());
+    });
+    (pending, writer)
+}
+
+/// Nobody knows who holds what, and one rank comes only when all others are staged: nothing of their planning stands in
+/// the way of their training.
+#[test]
+fn a_first_save_is_captured_and_staged_before_a_late_rank_has_come() {
+    let place = crate::reshard::scratch();
+    for (name, layout) in [("rows", Layout::rows(3)), ("replicas", Layout::replicas(3))] {
+        let url = place.path().join(name).to_str().unwrap().to_owned();
+        let (truth, mut dice) = (Truth::small(1, 7), Dice(5));
+        let job = Job::new(layout.ignorant());
+        let early: Vec<_> = (0..2).map(|rank| save_scribbled(&job, rank, &url, &truth, &mut dice)).collect();
+        for (pending, _) in &early {
+            pending.captured(Some(LONG)).unwrap();
+            pending.staged(Some(LONG)).unwrap();
+            let phases = pending.report().phases_ms;
+            assert!(phases.contains_key("staged") && !phases.contains_key("planned"), "{phases:?}");
+        }
+        let late = save_scribbled(&job, 2, &url, &truth, &mut dice);
+        let (pendings, writers): (Vec<_>, Vec<_>) = early.into_iter().chain([late]).unzip();
+        alike(outcomes(pendings)).unwrap();
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        let loading = Job::new(Layout::rows(2));
+        assert_eq!(loading.compare(|engine| checkpoint::open(engine, &url, LONG), &truth, &mut dice), Ok(None));
+    }
+}
+
+/// States of all kinds, some larger than what may be copied ahead, one or two saves in flight, one rank late.
+#[test]
+fn what_is_written_after_it_was_captured_or_staged_is_not_saved() {
+    let place = crate::reshard::scratch();
+    for seed in 0..30 {
+        let _told = Seed(seed);
+        let mut dice = Dice(seed);
+        let job = Job::new(Layout::random(&mut dice).ignorant());
+        let truth = |dice: &mut Dice| match dice.below(4) {
+            0 => Truth::small(dice.next(), 150_000 + dice.below(300_000)),
+            _ => Truth::random(dice),
+        };
+        let truths: Vec<Truth> = (0..=dice.below(2)).map(|_| truth(&mut dice)).collect();
+        let url = |number: usize| place.path().join(format!("{seed} {number}")).to_str().unwrap().to_owned();
+        let late = dice.below(u64::from(job.layout.world())) as u32;
+        let mut begun: Vec<Vec<_>> = truths.iter().map(|_| Vec::new()).collect();
+        for rank in (0..job.layout.world()).filter(|&rank| rank != late).chain([late]) {
+            if rank == late {
+                let wait = Duration::from_millis(dice.below(30));
+                begun.iter().flatten().for_each(|(pending, _): &(Pending, _)| _ = pending.staged(Some(wait)));
+            }
+            for (number, truth) in truths.iter().enumerate() {
+                begun[number].push(save_scribbled(&job, rank, &url(number), truth, &mut dice));
+            }
+        }
+        for (number, begun) in begun.into_iter().enumerate() {
+            let (pendings, writers): (Vec<_>, Vec<_>) = begun.into_iter().unzip();
+            alike(outcomes(pendings)).unwrap();
+            writers.into_iter().for_each(|writer| writer.join().unwrap());
+            let loading = Job::new(Layout::rows(2));
+            let flaw =
+                loading.compare(|engine| checkpoint::open(engine, &url(number), LONG), &truths[number], &mut dice);
+            assert_eq!(flaw, Ok(None), "save {number}");
+        }
+    }
+}
+
+#[test]
+fn what_a_device_copies_ahead_has_arrived_when_it_is_staged() {
+    let device = Arc::new(Device::default());
+    let fence: Arc<dyn Fence> = Arc::clone(&device) as _;
+    let contents: Vec<u8> = (0..(3u32 << 19)).map(|i| (i % 251) as u8).collect();
+    let remote = Remote { device: Arc::clone(&device), fence, contents: contents.clone() };
+    let leaves: Vec<(Leaf, Arc<dyn Provider>)> = vec![(tensor("t", contents.len() as u64), Arc::new(remote))];
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().to_str().unwrap();
+    let job = Job::new(Layout::replicas(2));
+    let early = save(&job.engines[0], destination(url), state(leaves, false), LONG);
+    early.staged(Some(LONG)).unwrap();
+    assert_eq!(device.under_way.load(Ordering::SeqCst), 0, "staged, and still under way");
+    let late = save(&job.engines[1], destination(url), state(Vec::new(), false), LONG);
+    alike(outcomes(vec![early, late])).unwrap();
+    let path = checkpoint::open(&Engine::solo(), url, LONG).unwrap().manifest().files()[0].path.clone();
+    assert!(std::fs::read(dir.path().join(path)).unwrap().ends_with(&contents));
 }

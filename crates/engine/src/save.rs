@@ -64,18 +64,25 @@ pub struct Destination {
     pub prove: bool,
 }
 
-/// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
-/// takes longer than `deadline` fails the save.
+/// Begins to save a state in the background, where `state` also puts it together: that takes a while when there are many
+/// tensors. `is_urgent` tells whether any of its providers [is](Provider::is_urgent). Every rank of the engine must call
+/// it; an exchange between ranks that takes longer than `deadline` fails the save.
 ///
 /// # Errors
 /// Through the [`Pending`], the same on every rank: `Invalid` when the state is not one state (two leaves of one name,
 /// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
-pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
+pub fn save(
+    engine: &Arc<Engine>,
+    destination: Destination,
+    is_urgent: bool,
+    state: impl FnOnce() -> State + Send + 'static,
+    deadline: Duration,
+) -> Pending {
     let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
     // Not here: even to look at a place can take long where it is far away.
     let open = move || retry(|| Ok(shardfast_store::open_on(&url, &devices)?));
-    begin(engine, open, destination, state, deadline)
+    begin(engine, open, destination, is_urgent, state, deadline)
 }
 
 /// [`save`] into a store that is already open at the checkpoint's place.
@@ -86,20 +93,21 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    begin(engine, move || store, destination, state, deadline)
+    let is_urgent = state.providers.iter().flatten().any(|provider| provider.is_urgent());
+    begin(engine, move || store, destination, is_urgent, || state, deadline)
 }
 
 fn begin(
     engine: &Arc<Engine>,
     open: impl FnOnce() -> Result<Arc<dyn Store>> + Send + 'static,
     destination: Destination,
-    state: State,
+    is_urgent: bool,
+    state: impl FnOnce() -> State + Send + 'static,
     deadline: Duration,
 ) -> Pending {
     let how = if destination.prove { ", replicas proven" } else { "" };
     let operation = engine.begin(format!("save {}{how}", destination.url), deadline);
-    let captured = !state.providers.iter().flatten().any(|provider| provider.is_urgent());
-    Pending::spawn(captured, move |progress| run(&operation, open(), &destination, state, progress))
+    Pending::spawn(!is_urgent, move |progress| run(&operation, open(), &destination, state(), progress))
 }
 
 fn run(

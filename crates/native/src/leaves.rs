@@ -14,7 +14,7 @@ use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
 use crate::errors::{invalid, raise};
-use crate::values::Value;
+use crate::values::{Encoded, Value};
 
 /// When a tensor's bytes are copied.
 #[derive(Clone, Copy, PartialEq)]
@@ -125,8 +125,53 @@ pub(crate) struct Described {
     /// When the holders of all tensors are known.
     replicas: Option<Arc<Replicas>>,
     /// In the catalog's order.
-    bodies: Vec<Body>,
+    bodies: Arc<Vec<Body>>,
     is_lazy: bool,
+    is_urgent: bool,
+}
+
+/// What one save takes of a state beside its tensors' places.
+struct Now {
+    values: Vec<Arc<Encoded>>,
+    copied: Arc<Vec<u8>>,
+    copies: BTreeMap<u32, Arc<CopyStream>>,
+    owner: Arc<Py<PyAny>>,
+    is_waited_for: bool,
+}
+
+impl Now {
+    /// For each leaf its parts' bytes.
+    fn providers(&self, bodies: &[Body]) -> Vec<Vec<Arc<dyn Provider>>> {
+        let mut copied = 0;
+        let of = |body: &Body| match body {
+            Body::Alias => Vec::new(),
+            Body::Object(number) => vec![Arc::clone(&self.values[*number]) as Arc<dyn Provider>],
+            Body::Tensor(Capture::Now, parts) => parts
+                .iter()
+                .map(|part| {
+                    let range = copied..copied + part.block.total_bytes() as usize;
+                    copied = range.end;
+                    Arc::new(Copied { buffer: Arc::clone(&self.copied), range }) as Arc<dyn Provider>
+                })
+                .collect(),
+            Body::Tensor(when, parts) => parts.iter().map(|part| self.held(*when, part)).collect(),
+        };
+        bodies.iter().map(of).collect()
+    }
+
+    fn held(&self, when: Capture, part: &Part) -> Arc<dyn Provider> {
+        let (is_urgent, _owner) = (when == Capture::Soon, Arc::clone(&self.owner));
+        match part.device {
+            Some(device) => {
+                let memory = device_memory(&self.copies[&device], &part.block);
+                Arc::new(Held { memory, is_urgent, _owner })
+            }
+            None => {
+                let memory = memory(&part.block, when == Capture::Lazily && !self.is_waited_for);
+                Arc::new(Held { memory, is_urgent, _owner })
+            }
+        }
+    }
 }
 
 /// Sets of ranks, each once.
@@ -203,13 +248,15 @@ impl Described {
         out.sort_by(|a, b| a.0.0.name.cmp(&b.0.0.name));
         let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
         let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().unzip();
-        let is_lazy = bodies.iter().any(|body| matches!(body, Body::Tensor(Capture::Lazily, _)));
+        let any = |when: Capture| bodies.iter().any(|body| matches!(body, Body::Tensor(one, _) if *one == when));
+        let (is_lazy, is_urgent) = (any(Capture::Lazily), any(Capture::Soon));
         // One tensor of unknown holders makes ranks ask, and then they ask about all.
         let has_parts = |leaf: &Leaf| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if !parts.is_empty());
         let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| group.is_none() && has_parts(leaf);
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
-        Ok(Described { catalog: Arc::new(Catalog { leaves }), replicas, bodies, is_lazy })
+        let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
+        Ok(Described { catalog, replicas, bodies, is_lazy, is_urgent })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -224,8 +271,9 @@ impl Described {
 }
 
 impl Described {
-    /// The state as it is now. `values` are those of the objects, in the order in which these were given; `owner` keeps
-    /// the memory of all tensors allocated that are not copied here. `is_waited_for`: nothing else goes on meanwhile.
+    /// What puts the state as it is now together, on whatever thread. `values` are those of the objects, in the order in
+    /// which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
+    /// `is_waited_for`: nothing else goes on meanwhile.
     pub(crate) fn state(
         &self,
         engine: &Engine,
@@ -233,50 +281,28 @@ impl Described {
         owner: Py<PyAny>,
         streams: &Streams,
         is_waited_for: bool,
-    ) -> PyResult<State> {
-        let owner = Arc::new(owner);
-        let mut copies = CopyStreams::new(engine, streams);
-        let buffer = self.copied_now()?;
-        let mut copied = 0;
-        let mut providers = Vec::with_capacity(self.bodies.len());
-        for (body, leaf) in self.bodies.iter().zip(&self.catalog.leaves) {
-            providers.push(match body {
-                Body::Alias => Vec::new(),
-                Body::Object(number) => {
-                    let value = values.get(*number).ok_or_else(|| invalid(format!("leaf {}: no value", leaf.name)))?;
-                    vec![Arc::clone(&value.encoded) as Arc<dyn Provider>]
-                }
-                Body::Tensor(Capture::Now, parts) => parts
-                    .iter()
-                    .map(|part| {
-                        let range = copied..copied + part.block.total_bytes() as usize;
-                        copied = range.end;
-                        Arc::new(Copied { buffer: Arc::clone(&buffer), range }) as Arc<dyn Provider>
-                    })
-                    .collect(),
-                Body::Tensor(when, parts) => {
-                    let (is_urgent, is_lazy) = (*when == Capture::Soon, *when == Capture::Lazily && !is_waited_for);
-                    let provider = |part: &Part| -> PyResult<Arc<dyn Provider>> {
-                        let _owner = Arc::clone(&owner);
-                        Ok(match part.device {
-                            Some(device) => {
-                                let memory = device_memory(copies.of(device)?, &part.block);
-                                Arc::new(Held { memory, is_urgent, _owner })
-                            }
-                            None => Arc::new(Held { memory: memory(&part.block, is_lazy), is_urgent, _owner }),
-                        })
-                    };
-                    parts.iter().map(provider).collect::<PyResult<_>>()?
-                }
-            });
+    ) -> PyResult<impl FnOnce() -> State + Send + 'static> {
+        let objects = self.bodies.iter().filter(|body| matches!(body, Body::Object(_))).count();
+        if values.len() != objects {
+            return Err(invalid(format!("expected the values of {objects} objects, found {}", values.len())));
         }
-        Ok(State {
-            catalog: Arc::clone(&self.catalog),
-            providers,
-            replicas: self.replicas.clone(),
-            is_vouched_for: self.is_lazy,
+        let mut copies = CopyStreams::new(engine, streams);
+        self.devices().into_iter().try_for_each(|device| copies.of(device).map(|_| ()))?;
+        let now = Now {
+            values: values.iter().map(|value| Arc::clone(&value.encoded)).collect(),
+            copied: self.copied_now()?,
+            copies: copies.made,
+            owner: Arc::new(owner),
             is_waited_for,
-        })
+        };
+        let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));
+        let is_vouched_for = self.is_lazy;
+        Ok(move || State { catalog, providers: now.providers(&bodies), replicas, is_vouched_for, is_waited_for })
+    }
+
+    /// Whether anything is copied in the background that may change before the save is staged.
+    pub(crate) fn is_urgent(&self) -> bool {
+        self.is_urgent
     }
 
     /// The bytes of all tensors that are copied in the call, in the catalog's order.

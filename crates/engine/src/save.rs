@@ -24,7 +24,7 @@ use smallvec::smallvec;
 use crate::ablation;
 use crate::agree::{Engine, Operation};
 use crate::commit::{self, FileShape, Receipt, Structure, Tensors, Values, WrittenLeaf};
-use crate::error::{Error, Result, retry};
+use crate::error::{Error, Result, retry_within};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders};
 use crate::provider::{Fences, Provider, Run};
@@ -72,7 +72,7 @@ pub struct Destination {
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
     let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
     // Not here: even to look at a place can take long where it is far away.
-    let open = move || retry(|| Ok(shardfast_store::open_on(&url, &devices)?));
+    let open = move || retry_within(deadline, || None, || Ok(shardfast_store::open_on(&url, &devices)?));
     begin(engine, open, destination, state, deadline)
 }
 
@@ -112,7 +112,10 @@ fn run(
         let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
-    let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
+    let admit = || {
+        let store = store.as_ref().map_err(Error::clone)?;
+        retry_within(operation.deadline(), || None, || commit::refuse_taken(&**store, destination))
+    };
     let draft = ready.and_then(|()| planning::draft(operation, &state.catalog, state.replicas.as_ref()));
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
     if drafted.is_some() {
@@ -263,7 +266,14 @@ impl Batch {
         let header_crcs = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress, is_waited_for)?;
+                let header_crcs = writer::run(
+                    store,
+                    &jobs,
+                    &operation.engine.staging,
+                    progress,
+                    is_waited_for,
+                    operation.deadline(),
+                )?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
                 Ok(header_crcs)

@@ -104,7 +104,7 @@ impl ObjectWriter for Handle {
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> shardfast_store::Result<()> {
+    fn finish(&mut self) -> shardfast_store::Result<()> {
         Ok(())
     }
 }

@@ -78,8 +78,8 @@ pub(crate) fn run(
     finish(files, staging, again)
 }
 
-/// Creates a file. Who is patient gives it a name that nobody else has: where it `was_tried` and the name is taken, that
-/// was the try, which failed later or of which the answer was lost.
+/// Creates a file. Who is patient gives it a name that nobody else has: where it `was_tried` and the name is taken,
+/// that was the try, which failed later or of which the answer was lost.
 fn create(store: &dyn Store, job: &FileJob, was_tried: bool) -> Result<Box<dyn ObjectWriter>> {
     let create = || store.create(&job.path, job.layout.file_bytes());
     match create() {

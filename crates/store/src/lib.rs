@@ -170,8 +170,8 @@ pub trait ObjectWriter: Any + Send + Sync {
     /// [`Kind::Invalid`] for what is misaligned or lies beyond the object's padded length.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros. Nothing
-    /// is called after it, but itself after an error that is not [final](Error::is_final).
+    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros. It is
+    /// the last call, unless it fails with an error that is not [final](Error::is_final).
     fn finish(&mut self) -> Result<()>;
 }
 

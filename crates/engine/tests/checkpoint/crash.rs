@@ -153,14 +153,14 @@ impl<D: Disk> Disk for Hooked<D> {
         Ok(HookedFile(self.disk.open_read(path, direct)?, path.to_owned()))
     }
     fn ring(&self, depth: u32) -> Sys<HookedRing<D>> { self.disk.ring(depth).map(HookedRing) }
-    fn dont_need(&self, file: &HookedFile<D>, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&file.0, at, bytes) }
+    fn dont_need(&self, f: &HookedFile<D>, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&f.0, at, bytes) }
     fn map(&self, file: &HookedFile<D>, bytes: u64) -> Sys<Mapping> { self.disk.map(&file.0, bytes) }
-    fn cached_bytes(&self, f: &HookedFile<D>, at: u64, bytes: u64) -> Sys<u64> { self.disk.cached_bytes(&f.0, at, bytes) }
+    fn cached_bytes(&self, f: &HookedFile<D>, at: u64, n: u64) -> Sys<u64> { self.disk.cached_bytes(&f.0, at, n) }
     fn pwrite(&self, file: &HookedFile<D>, bytes: &[u8], at: u64) -> Sys<usize> { self.disk.pwrite(&file.0, bytes, at) }
     fn pread(&self, file: &HookedFile<D>, buf: &mut [u8], at: u64) -> Sys<usize> { self.disk.pread(&file.0, buf, at) }
     fn fallocate(&self, file: &HookedFile<D>, bytes: u64) -> Sys<()> { self.disk.fallocate(&file.0, bytes) }
     fn ftruncate(&self, file: &HookedFile<D>, bytes: u64) -> Sys<()> { self.disk.ftruncate(&file.0, bytes) }
-    fn will_need(&self, file: &HookedFile<D>, at: u64, bytes: u64) -> Sys<()> { self.disk.will_need(&file.0, at, bytes) }
+    fn will_need(&self, f: &HookedFile<D>, at: u64, bytes: u64) -> Sys<()> { self.disk.will_need(&f.0, at, bytes) }
     fn fstat(&self, file: &HookedFile<D>) -> Sys<Stat> { self.disk.fstat(&file.0) }
     fn mkdir(&self, path: &Path) -> Sys<()> { self.disk.mkdir(path) }
     fn link(&self, from: &Path, to: &Path) -> Sys<()> { self.disk.link(from, to) }

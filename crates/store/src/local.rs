@@ -359,7 +359,12 @@ impl<D: Disk> Store for LocalStore<D> {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let target = self.path("put", name)?;
         let mut file = self.prepare(name, &target, bytes)?;
-        self.call("rename", &target, |disk| disk.rename(&file.path, &target))?;
+        if let Err(errno) = uninterrupted(|| self.disk.rename(&file.path, &target)) {
+            // As in 5.4: perhaps only the answer was lost.
+            let identity = self.call("put", &file.path, |disk| disk.fstat(&file.file))?.identity;
+            let found = uninterrupted(|| self.disk.stat(&target));
+            found.ok().filter(|found| found.identity == identity).ok_or_else(|| of_errno("rename", &target, errno))?;
+        }
         file.keep = true;
         self.fsync_dir(name::parent(name).unwrap_or_default())
     }

@@ -150,18 +150,20 @@ impl SimDisk {
     /// everything (as when only the process dies), every other one mixes and tears. This disk is left as it is.
     pub fn crash(&self, seed: u64) -> SimDisk {
         let state = self.lock();
-        let mut chance = Chance::new(seed);
-        let settle = |inode: &Inode| match inode {
-            Inode::File(file) => {
-                let contents = file.after_crash(&mut chance);
-                Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
-            }
-            Inode::Dir(dir) => {
-                let entries = dir.after_crash(&mut chance);
-                Inode::Dir(Dir { cached: entries.clone(), durable: entries, changes: BTreeMap::new() })
+        let settle = |(number, inode): (u64, &Inode)| {
+            let mut chance = Chance::of(seed, number);
+            match inode {
+                Inode::File(file) => {
+                    let contents = file.after_crash(&mut chance);
+                    Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
+                }
+                Inode::Dir(dir) => {
+                    let entries = dir.after_crash(&mut chance);
+                    Inode::Dir(Dir { cached: entries.clone(), durable: entries, changes: BTreeMap::new() })
+                }
             }
         };
-        let inodes = state.inodes.iter().map(settle).collect();
+        let inodes = (0..).zip(&state.inodes).map(settle).collect();
         SimDisk(Arc::new(Mutex::new(State { inodes, ..State::default() })))
     }
 
@@ -263,10 +265,15 @@ impl File {
     }
 }
 
+const TEMPORARY: &str = ".tmp-";
+
+fn is_temporary(name: &OsStr) -> bool {
+    name.to_string_lossy().starts_with(TEMPORARY)
+}
+
 /// The call with the random part of a temporary file's name left out.
 fn of_any_attempt(name: &'static str, path: &Path) -> Call {
-    const TEMPORARY: &str = ".tmp-";
-    let is_temporary = path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(TEMPORARY));
+    let is_temporary = path.file_name().is_some_and(is_temporary);
     Call { name, path: if is_temporary { path.with_file_name(TEMPORARY) } else { path.to_owned() } }
 }
 
@@ -299,7 +306,9 @@ impl Dir {
 
     fn after_crash(&self, chance: &mut Chance) -> BTreeMap<OsString, usize> {
         let mut entries = self.durable.clone();
-        for (name, states) in &self.changes {
+        // Names drawn by chance come last: the same seed means the same for all others.
+        let (temporary, named): (Vec<_>, Vec<_>) = self.changes.iter().partition(|(name, _)| is_temporary(name));
+        for (name, states) in named.into_iter().chain(temporary) {
             if chance.keeps() {
                 let state = if chance.keeps() { states.len() - 1 } else { chance.below(states.len()) };
                 match states[state] {
@@ -579,6 +588,12 @@ struct Chance {
 }
 
 impl Chance {
+    /// What becomes of one inode.
+    fn of(seed: u64, inode: u64) -> Self {
+        let state = Chance { state: seed ^ inode.rotate_left(32), keeps_of_256: 0 }.next();
+        Self { state, ..Self::new(seed) }
+    }
+
     fn new(seed: u64) -> Self {
         let keeps_of_256 = match seed {
             0 => 0,

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use shardfast_store::Mapping;
 use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
-use shardfast_store::simdisk::{SimDisk, SimFile, SimRing};
+use shardfast_store::simdisk::{SimDisk, SimFile};
 
-use crate::process::Process;
+use crate::dice::Dice;
+use crate::process::{Process, Word};
 
 /// What a dead process's system calls fail with: nothing tries that again.
 const DEAD: Errno = Errno::ROFS;
@@ -25,6 +26,8 @@ pub(crate) enum Fate {
     Lost(Errno),
     /// It takes that long.
     Slow(Duration),
+    /// The power fails, for whoever looks later at what would be left; here all goes on.
+    Blackout { seed: u64 },
 }
 
 /// At which system call something happens, once.
@@ -76,49 +79,55 @@ pub(crate) struct RankDisk {
 
 impl RankDisk {
     fn call<T>(&self, name: &str, path: &Path, body: impl FnOnce(&SimDisk) -> Sys<T>) -> Sys<T> {
-        gated(&self.process, name, path, || body(&self.disk))
-    }
-}
-
-fn gated<T>(process: &Process, name: &str, path: &Path, body: impl FnOnce() -> Sys<T>) -> Sys<T> {
-    if process.is_dead() {
-        return Err(DEAD);
-    }
-    match process.trapped(name, path) {
-        None => body(),
-        Some(Fate::Die { after }) => {
-            // What its result would be nobody hears any more.
-            let _ = after.then(body);
-            process.die();
-            Err(DEAD)
+        let RankDisk { disk, process } = self;
+        if process.is_dead() {
+            return Err(DEAD);
         }
-        Some(Fate::Fail(errno)) => Err(errno),
-        Some(Fate::Lost(errno)) => body().and(Err(errno)),
-        Some(Fate::Slow(time)) => {
-            process.linger(time);
-            if process.is_dead() { Err(DEAD) } else { body() }
+        match process.trapped(name, path) {
+            None => body(disk),
+            Some(Fate::Die { after }) => {
+                // What its result would be nobody hears any more.
+                let _ = after.then(|| body(disk));
+                process.die();
+                Err(DEAD)
+            }
+            Some(Fate::Fail(errno)) => Err(errno),
+            Some(Fate::Lost(errno)) => body(disk).and(Err(errno)),
+            Some(Fate::Slow(time)) => {
+                process.linger(time);
+                if process.is_dead() { Err(DEAD) } else { body(disk) }
+            }
+            Some(Fate::Blackout { seed }) => {
+                process.say(Word::Blackout(disk.crash(seed)));
+                body(disk)
+            }
         }
     }
 }
 
 /// An open file and its path.
+#[derive(Clone)]
 pub(crate) struct RankFile(SimFile, std::path::PathBuf);
 
-/// Writes in flight of one rank.
+/// Writes in flight of one rank: each is made when it is waited for, in an order of its own.
 pub(crate) struct RankRing {
-    ring: SimRing,
-    process: Arc<Process>,
+    disk: RankDisk,
+    flights: Vec<(RankFile, Flight)>,
+    dice: Dice,
 }
 
 impl Ring for RankRing {
     type File = RankFile;
 
     fn submit(&mut self, file: &RankFile, flight: Flight) -> Sys<()> {
-        gated(&self.process, "pwrite", &file.1, || self.ring.submit(&file.0, flight))
+        self.flights.push((file.clone(), flight));
+        Ok(())
     }
 
     fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
-        if self.process.is_dead() { Err(DEAD) } else { self.ring.wait() }
+        let (file, flight) = self.flights.swap_remove(self.dice.below(self.flights.len() as u64) as usize);
+        let written = self.disk.pwrite(&file, &flight.buffer.bytes()[flight.range.clone()], flight.offset);
+        Ok((flight, written))
     }
 }
 
@@ -140,8 +149,8 @@ impl Disk for RankDisk {
     }
 
     fn ring(&self, depth: u32) -> Sys<RankRing> {
-        let process = Arc::clone(&self.process);
-        self.call("ring", Path::new(""), |disk| Ok(RankRing { ring: disk.ring(depth)?, process }))
+        let (disk, dice) = (self.clone(), Dice(depth.into()));
+        self.call("ring", Path::new(""), |_| Ok(RankRing { disk, flights: Vec::new(), dice }))
     }
 
     fn pwrite(&self, file: &RankFile, bytes: &[u8], offset: u64) -> Sys<usize> {

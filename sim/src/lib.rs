@@ -11,13 +11,19 @@
 //!   after its deadline where a rank above stands still or nothing comes through; what it hears names ranks that are
 //!   gone, are silent or did not come. No round is decided that had expired.
 //! * Where nothing went wrong every save is committed; where one rank did something wrong all hear what, and who.
+//! * Wherever the power fails, what anybody had heard to be committed is there, and what is to be seen is whole.
 //! * Whatever was left behind, the next job saves to the same places.
+//! * A load that ranks share gives all of them what was saved, or the same failure; no other byte reaches their memory,
+//!   whatever becomes of a rank, of a message or of the data.
 //!
 //! The same seed gives the same [`Run::digest`] of all that happened.
 
 mod dice;
 mod disk;
 mod journal;
+#[macro_use]
+mod promise;
+mod loading;
 mod meeting;
 mod process;
 mod scenario;
@@ -37,8 +43,8 @@ use shardfast_store::simdisk::SimDisk;
 use dice::Dice;
 use journal::Journal;
 use meeting::{Meeting, Past};
-use scenario::Scenario;
 pub use scenario::Weather;
+use scenario::{Save, Scenario};
 
 /// A run that was judged.
 pub struct Run {
@@ -105,6 +111,12 @@ fn live(
     count(&past, endings);
     let published = verdict::judge(&scenario, &past, &disk)?;
     journal.headline(format!("published: {published:?}"));
+    let mut dice = Dice(seed.rotate_left(32));
+    if !published.is_empty() {
+        let Save { place, truth, .. } = &scenario.saves[dice.pick(&published)];
+        let ending = loading::judge(&mut dice, &disk, place, truth, journal)?;
+        *endings.entry(ending).or_default() += 1;
+    }
 
     // The power may have failed since, or only the job have ended.
     let mut dice = Dice(!seed);

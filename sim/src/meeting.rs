@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use shardfast_coord::node::{Downward, Effect, Effects, Node, Reply, Upward};
 use shardfast_coord::{Error as Coord, Meeting as Name};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
-use shardfast_engine::{Destination, Engine, Pending, Result, save_to};
+use shardfast_engine::{Destination, Engine, Error, Kind, Pending, Result, save_to};
 use shardfast_store::Store;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
@@ -23,6 +23,7 @@ use crate::disk::RankDisk;
 use crate::journal::{Journal, of_downward, of_upward};
 use crate::process::{Call, Process, Seat, Word};
 use crate::scenario::{Scenario, Weather, What};
+use crate::truth::{Mischief, TOUCHED};
 
 /// The longest that a message is on its way, unless its link is cut.
 pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
@@ -55,6 +56,8 @@ pub(crate) struct Past {
     pub(crate) partitions: Vec<(u32, Range<Duration>)>,
     /// Who stood still, from when to when.
     pub(crate) stops: Vec<(u32, Range<Duration>)>,
+    /// What losses of power would have left on the way.
+    pub(crate) blackouts: Vec<Blackout>,
     pub(crate) events: u64,
 }
 
@@ -63,6 +66,14 @@ impl Past {
     pub(crate) fn was_held_up(&self) -> bool {
         !self.partitions.is_empty() || !self.stops.is_empty()
     }
+}
+
+/// A loss of power.
+pub(crate) struct Blackout {
+    /// The disk that the next process finds.
+    pub(crate) disk: SimDisk,
+    /// The saves that any rank had heard to be committed.
+    pub(crate) promised: Vec<usize>,
 }
 
 /// A call of `agree`, as its rank has it.
@@ -156,6 +167,7 @@ impl<'a> Meeting<'a> {
             broken: BTreeMap::new(),
             partitions: Vec::new(),
             stops: Vec::new(),
+            blackouts: Vec::new(),
             events: 0,
         };
         Meeting {
@@ -181,13 +193,14 @@ impl<'a> Meeting<'a> {
         for rank in 0..self.scenario.topology.world() {
             self.begin_soon(rank, 0);
         }
-        while let Some(next) = self.next() {
+        loop {
             self.past.events += 1;
             assert!(self.past.events < EVENTS_MAX, "the meeting has no end");
             let event = self.past.events;
             let due: Vec<What> =
                 self.scenario.faults.extract_if(.., |fault| fault.event < event).map(|f| f.what).collect();
             due.into_iter().for_each(|what| self.befall(what));
+            let Some(next) = self.next() else { break };
             match next {
                 Next::Tick { rank, at } => {
                     self.now = self.now.max(at);
@@ -436,7 +449,7 @@ impl<'a> Meeting<'a> {
         self.note(|| format!("rank {rank} begins save {save}"));
         let spec = &self.scenario.saves[save];
         let mischief = spec.mischief.filter(|(culprit, _)| *culprit == rank).map(|(_, mischief)| mischief);
-        let elsewhere = mischief == Some(crate::truth::Mischief::OtherUrl);
+        let elsewhere = mischief == Some(Mischief::OtherUrl);
         let destination = Destination {
             url: if elsewhere { format!("{}-elsewhere", spec.place) } else { spec.place.clone() },
             step: None,
@@ -447,8 +460,11 @@ impl<'a> Meeting<'a> {
         let disk = RankDisk { disk: self.disk.clone(), process: Arc::clone(&rank_of.process) };
         let store = LocalStore::on(disk, PathBuf::from(&destination.url));
         let store = store.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(Into::into);
-        let (state, deadline) = (spec.truth.state(rank, mischief), spec.deadline);
+        let (mut state, deadline) = (spec.truth.state(rank, mischief), spec.deadline);
+        state.is_vouched_for = spec.is_vouched_for;
         let pending = save_to(&rank_of.engine, store, destination, state, deadline);
+        let was_touched = mischief == Some(Mischief::Touched);
+        pending.vouch(if was_touched { Err(Error::new(Kind::Invalid, TOUCHED)) } else { Ok(()) });
         let task = Task { pending, has_ended: false };
         self.ranks[rank as usize].tasks.insert(save, task);
         if self.scenario.saves.get(save + 1).is_some_and(|next| next.overlaps) {
@@ -512,6 +528,7 @@ impl<'a> Meeting<'a> {
                 Ok(Word::Called(call)) => called = Some(call),
                 Ok(Word::Decided(decision)) => quiet = Some(Quiet::Decided(decision)),
                 Ok(Word::Slow { time, resume }) => quiet = Some(Quiet::Slow(time, resume)),
+                Ok(Word::Blackout(disk)) => self.lose_power(disk),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
             let task = self.ranks[rank as usize].tasks.get(&save)?;
@@ -531,6 +548,13 @@ impl<'a> Meeting<'a> {
             }
             assert!(started.elapsed() < HANGS, "rank {rank} works on save {save} without end");
         }
+    }
+
+    fn lose_power(&mut self, disk: SimDisk) {
+        let is_promised = |heard: &BTreeMap<u32, Result<()>>| heard.values().any(Result::is_ok);
+        let promised = (0..).zip(&self.past.heard).filter(|(_, heard)| is_promised(heard)).map(|(save, _)| save);
+        let promised = promised.collect();
+        self.past.blackouts.push(Blackout { disk, promised });
     }
 
     fn called(&mut self, call: Call) {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use shardfast_coord::node::{Contribution, Reply};
 use shardfast_coord::{Coord, Decide, Error, Meeting};
+use shardfast_store::simdisk::SimDisk;
 
 use crate::disk::Trap;
 
@@ -20,6 +21,8 @@ pub(crate) enum Word {
     Decided(Result<Vec<Vec<u8>>, String>),
     /// A system call of this rank takes that long, until `resume` is dropped.
     Slow { time: Duration, resume: Sender<()> },
+    /// The disk that the next process would find if the power failed at this system call.
+    Blackout(SimDisk),
 }
 
 /// A call of `agree`.
@@ -83,7 +86,7 @@ impl Process {
         let _ = resumed.recv();
     }
 
-    fn say(&self, word: Word) {
+    pub(crate) fn say(&self, word: Word) {
         if !self.is_dead() {
             // Without a simulation nobody waits for an answer either.
             let _ = self.words.lock().unwrap_or_else(PoisonError::into_inner).send(word);

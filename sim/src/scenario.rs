@@ -52,6 +52,8 @@ pub(crate) struct Save {
     pub(crate) deadline: Duration,
     pub(crate) prove: bool,
     pub(crate) mischief: Option<(u32, Mischief)>,
+    /// Whether ranks say afterwards that the state was left alone while it was copied.
+    pub(crate) is_vouched_for: bool,
     /// Whether ranks begin it before the save before it has ended.
     pub(crate) overlaps: bool,
 }
@@ -138,7 +140,7 @@ impl Scenario {
                 fault(What::Stop { rank, time: dice.time(Duration::from_secs(time)) });
             }
             if weather == Weather::Disk || is_storm {
-                let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::ACCESS]);
+                let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::TIMEDOUT, Errno::ACCESS]);
                 let fate = dice.pick(&[Fate::Fail(errno), Fate::Fail(errno), Fate::Lost(errno)]);
                 scenario.traps.push(trap(&mut dice, world, saves, fate));
             }
@@ -146,6 +148,10 @@ impl Scenario {
                 let slow = Fate::Slow(dice.time(Duration::from_secs(60)));
                 scenario.traps.push((0, Trap { site: deciding(&mut dice, saves), fate: slow }));
             }
+        }
+        for _ in 0..2 {
+            let fate = Fate::Blackout { seed: dice.next() };
+            scenario.traps.push(trap(&mut dice, world, saves, fate));
         }
         scenario
     }
@@ -181,7 +187,8 @@ impl Scenario {
             let place = again.map_or_else(|| format!("{run}/step-{number:08}"), |last| last.place.clone());
             let deadline = Duration::from_secs(8 + dice.below(10));
             let prove = dice.once_in(6);
-            scenario.saves.push(Save { place, truth: truth.clone(), deadline, prove, mischief: None, overlaps });
+            let (truth, is_vouched_for) = (truth.clone(), dice.once_in(3));
+            scenario.saves.push(Save { place, truth, deadline, prove, mischief: None, is_vouched_for, overlaps });
         }
         scenario
     }
@@ -194,6 +201,7 @@ impl Save {
         self.mischief = self.truth.culprit(mischief, dice).map(|rank| (rank, mischief));
         // Whoever does not write its replica reads it only to prove it.
         self.prove |= matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable);
+        self.is_vouched_for |= mischief == Mischief::Touched;
     }
 }
 

@@ -8,7 +8,7 @@ use shardfast_engine::{
     Checkpoint, Error, Fences, Kind, Provider, Result, Sink, State, ValueRef, Want, row_major_strides,
 };
 use shardfast_format::object::encode;
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Region, Value};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region, Value};
 use shardfast_plan::{RankSet, Replicas};
 
 use crate::dice::Dice;
@@ -71,10 +71,12 @@ pub(crate) enum Mischief {
     Alone,
     /// Its memory cannot be read.
     Unreadable,
+    /// Its memory was written while it was copied, and it says so afterwards.
+    Touched,
 }
 
 impl Mischief {
-    pub(crate) const ALL: [Mischief; 8] = [
+    pub(crate) const ALL: [Mischief; 9] = [
         Mischief::OtherUrl,
         Mischief::OtherShape,
         Mischief::Hole,
@@ -83,6 +85,7 @@ impl Mischief {
         Mischief::OtherBytes,
         Mischief::Alone,
         Mischief::Unreadable,
+        Mischief::Touched,
     ];
 }
 
@@ -90,6 +93,18 @@ impl Mischief {
 struct Unreadable(u64);
 
 pub(crate) const UNREADABLE: &str = "the device is lost";
+
+pub(crate) const TOUCHED: &str = "an optimizer stepped meanwhile";
+
+/// In memory that a load has not reached.
+const UNTOUCHED: u8 = 0xee;
+
+/// Memory for a part of a tensor.
+pub(crate) struct Wanted {
+    tensor: usize,
+    region: Region,
+    memory: Vec<u8>,
+}
 
 impl Provider for Unreadable {
     fn bytes(&self) -> u64 {
@@ -147,7 +162,7 @@ impl Truth {
         match mischief {
             Mischief::OtherUrl => self.world > 1,
             Mischief::OtherShape => self.world > 1,
-            Mischief::Unreadable => true,
+            Mischief::Unreadable | Mischief::Touched => true,
             Mischief::Hole => shards == self.world as usize,
             Mischief::Overlap | Mischief::Shifted => shards == self.world as usize && shards > 1,
             Mischief::OtherBytes => shards < self.world as usize,
@@ -173,7 +188,7 @@ impl Truth {
             match mischief {
                 Mischief::Overlap => !run.is_empty() && (run.start > 0 || run.end < first.numel()),
                 Mischief::Shifted => !run.is_empty() && run.start > 0,
-                Mischief::OtherUrl => true,
+                Mischief::OtherUrl | Mischief::Touched => true,
                 _ => !run.is_empty(),
             }
         })
@@ -263,7 +278,11 @@ impl Truth {
                 _ => false,
             });
             let Some(leaf) = leaf else { return Ok(Some(format!("{} is not there", tensor.name))) };
-            wants.push(Want { leaf, region: Region::whole(&tensor.shape), sink: tensor.sink(memory)? });
+            wants.push(Want {
+                leaf,
+                region: Region::whole(&tensor.shape),
+                sink: sink(memory, &tensor.shape, tensor.dtype)?,
+            });
         }
         if let Some(name) = &self.alias {
             let leaf = manifest.find(name).map(|leaf| manifest.leaf(leaf).kind);
@@ -294,6 +313,65 @@ impl Truth {
         }
         let value = expected.into_iter().find(|(_, _, content, found)| found.map(|at| &values[at]) != Some(content));
         Ok(value.map(|(name, rank, ..)| format!("{name}: rank {rank} has another value")))
+    }
+}
+
+impl Truth {
+    /// Memory for random parts of the tensors, which may overlap.
+    pub(crate) fn wanted(&self, dice: &mut Dice) -> Vec<Wanted> {
+        let mut wanted = Vec::new();
+        for (tensor, of) in self.tensors.iter().enumerate() {
+            for _ in 0..dice.below(3) {
+                let (mut offsets, mut lengths) = (Vec::new(), Vec::new());
+                for &length in &of.shape {
+                    let start = if dice.once_in(2) { 0 } else { dice.below(length) };
+                    offsets.push(start);
+                    lengths.push(if dice.once_in(2) { length - start } else { 1 + dice.below(length - start) });
+                }
+                let region = Region::new(&offsets, &lengths);
+                let memory = vec![UNTOUCHED; (region.numel() * of.dtype.size_bytes()) as usize];
+                wanted.push(Wanted { tensor, region, memory });
+            }
+        }
+        wanted
+    }
+
+    /// How a load fills the memory.
+    ///
+    /// # Errors
+    /// Where the checkpoint lacks a tensor.
+    pub(crate) fn wants(&self, manifest: &Manifest, wanted: &mut [Wanted]) -> Result<Vec<Want>> {
+        let want = |Wanted { tensor, region, memory }: &mut Wanted| {
+            let tensor = &self.tensors[*tensor];
+            let missing = || Error::new(Kind::NotFound, format!("{} is not there", tensor.name));
+            let leaf = manifest.find(&tensor.name).ok_or_else(missing)?;
+            Ok(Want { leaf, region: region.clone(), sink: sink(memory, &region.lengths, tensor.dtype)? })
+        };
+        wanted.iter_mut().map(want).collect()
+    }
+
+    /// The elements that belong into the memory.
+    fn elements(&self, Wanted { tensor, region, .. }: &Wanted) -> Vec<u8> {
+        let Tensor { shape, bytes, dtype, .. } = &self.tensors[*tensor];
+        let item = dtype.size_bytes();
+        let row = |row: u64| {
+            let start = ((region.offsets[0] + row) * shape[1] + region.offsets[1]) * item;
+            &bytes[start as usize..(start + region.lengths[1] * item) as usize]
+        };
+        (0..region.lengths[0]).flat_map(row).copied().collect()
+    }
+
+    /// Whether a load has brought all of it.
+    pub(crate) fn is_there(&self, wanted: &Wanted) -> bool {
+        wanted.memory == self.elements(wanted)
+    }
+
+    /// Whether a load has brought nothing else.
+    pub(crate) fn is_proven(&self, wanted: &Wanted) -> bool {
+        let item = self.tensors[wanted.tensor].dtype.size_bytes() as usize;
+        let elements = self.elements(wanted);
+        let mut pairs = wanted.memory.chunks(item).zip(elements.chunks(item));
+        pairs.all(|(found, expected)| found == expected || found.iter().all(|&byte| byte == UNTOUCHED))
     }
 }
 
@@ -334,14 +412,14 @@ impl Tensor {
         // An empty one has no place.
         if start == stop { 0..0 } else { start..stop }
     }
+}
 
-    #[allow(unsafe_code)] // as every caller of the engine hands its memory over
-    fn sink(&self, memory: &mut [u8]) -> Result<Sink> {
-        let item = self.dtype.size_bytes();
-        let strides: Vec<i64> = row_major_strides(&self.shape, item).iter().map(|&stride| stride as i64).collect();
-        // SAFETY: the memory has room for all elements; `flaw` neither moves nor reads it until the load has returned.
-        unsafe { Sink::new(memory.as_mut_ptr() as usize, &self.shape, &strides, item) }
-    }
+#[allow(unsafe_code)] // as every caller of the engine hands its memory over
+fn sink(memory: &mut [u8], lengths: &[u64], dtype: DType) -> Result<Sink> {
+    let item = dtype.size_bytes();
+    let strides: Vec<i64> = row_major_strides(lengths, item).iter().map(|&stride| stride as i64).collect();
+    // SAFETY: the memory has room for all elements; nobody moves or reads it until the load has returned.
+    unsafe { Sink::new(memory.as_mut_ptr() as usize, lengths, &strides, item) }
 }
 
 fn leaf(name: &LeafName, body: LeafBody) -> Leaf {

@@ -14,23 +14,13 @@ use shardfast_store::Store;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 
-use crate::meeting::{DELAY_MAX, DETECTION_MAX, OneCall, Past, number};
+use crate::meeting::{Blackout, DELAY_MAX, DETECTION_MAX, OneCall, Past, number};
+use crate::promise::Judged;
 use crate::scenario::{Save, Scenario, Weather};
-use crate::truth::{Mischief, UNREADABLE};
+use crate::truth::{Mischief, TOUCHED, UNREADABLE};
 
 /// Of calls in real time that wait for nobody.
 const ALONE: Duration = Duration::from_secs(60);
-
-/// A promise that was broken, in words.
-type Judged = std::result::Result<(), String>;
-
-macro_rules! hold {
-    ($holds:expr, $($words:tt)+) => {
-        if !$holds {
-            return Err(format!($($words)+));
-        }
-    };
-}
 
 /// All promises, over a meeting and the disk that it left. Gives the saves that were published.
 ///
@@ -45,8 +35,13 @@ pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::re
     for place in places {
         published.extend(published_at(&engine, disk, place, &scenario.saves)?);
     }
-    for save in 0..scenario.saves.len() {
+    for (save, spec) in scenario.saves.iter().enumerate() {
         one_outcome(past, save, &published)?;
+        let is_wrong = spec.mischief.is_some() && published.contains(&save);
+        hold!(!is_wrong, "save {save} is committed, with {:?}", spec.mischief);
+    }
+    for blackout in &past.blackouts {
+        survives(scenario, &engine, blackout)?;
     }
     for (&save, disk) in &past.promised {
         let kept = published_at(&engine, disk, &scenario.saves[save].place, &scenario.saves)?;
@@ -122,6 +117,18 @@ fn one_outcome(past: &Past, save: usize, published: &[usize]) -> Judged {
                 );
             }
         }
+    }
+    Ok(())
+}
+
+/// What a loss of power leaves.
+fn survives(scenario: &Scenario, engine: &Arc<Engine>, blackout: &Blackout) -> Judged {
+    for spec in &scenario.saves {
+        let found = published_at(engine, &blackout.disk, &spec.place, &scenario.saves)
+            .map_err(|broken| format!("after a loss of power {broken}"))?;
+        let promised = blackout.promised.iter().find(|&&save| scenario.saves[save].place == spec.place);
+        let is_kept = promised.is_none_or(|&save| found == Some(save));
+        hold!(is_kept, "save {promised:?} was said to be committed, and a loss of power left {found:?}");
     }
     Ok(())
 }
@@ -322,6 +329,7 @@ fn complaint(scenario: &Scenario, spec: &Save, (culprit, mischief): (u32, Mischi
             let other = if culprit == 0 { 1 } else { culprit };
             (&[Kind::Invalid], vec![format!("rank {other} calls"), format!("{}-elsewhere", spec.place)])
         }
+        Mischief::Touched => (&[Kind::Invalid], vec![named, TOUCHED.to_owned()]),
         Mischief::Unreadable => (&[Kind::Internal], vec![named, leaf, UNREADABLE.to_owned()]),
         Mischief::Alone => (&[Kind::Invalid], vec![named]),
         // Those who planned alone know by digests only that they did not plan the same.

@@ -50,10 +50,11 @@ fn every_promise_is_kept_whatever_goes_wrong() {
         Weather::Storm,
     ];
     let endings = ["save: Ok", "save: Conflict", "save: Exhausted", "save: Internal", "save: Invalid"];
+    let loads = ["load: Ok", "load: shared", "load: Corrupt", "load: Unavailable"];
     let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: Unheard"];
     let more = more.into_iter().chain(["call: Unavailable", "crashes: 2"]);
     let expected = weathers.iter().map(|weather| format!("{weather:?}"));
-    for what in expected.chain(endings.into_iter().chain(more).map(str::to_owned)) {
+    for what in expected.chain(endings.into_iter().chain(more).chain(loads).map(str::to_owned)) {
         assert!(seen.get(&what).is_some_and(|times| *times >= 5), "{what} is hardly ever met: {seen:#?}");
     }
 }

@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::index::HUGGING_FACE_INDEX;
@@ -28,7 +28,7 @@ use shardfast_plan::Assembly;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, Kind, Result, retry, retry_within};
 use crate::planning::{KnownFiles, Orders, PlannedAll, Value, ValueOrders};
 use crate::save::Destination;
 
@@ -119,9 +119,11 @@ pub(crate) fn agree(
         let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
-        let prepared = retry(|| prepare(store, destination, &commit, &manifest, &manifest_bytes));
+        let patience = operation.deadline();
+        let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
+        let prepared = retry_within(patience, || None, prepare);
         published = prepared.is_ok();
-        let outcome = prepared.and_then(|()| publish(store, &commit));
+        let outcome = prepared.and_then(|()| publish(store, &commit, patience));
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
@@ -143,7 +145,7 @@ pub(crate) fn agree(
             let nothing_published = failed.error.kind != Kind::Unavailable;
             Err(Failed { error: failed.error, nothing_published })
         }
-        Err(failed) => match read_commit(store) {
+        Err(failed) => match retry(|| read_commit(store)) {
             // Rank 0 may have gone before it could make the name durable.
             Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
             _ => Err(Failed { error: failed.error, nothing_published: false }),
@@ -354,15 +356,19 @@ fn prepare(
 
 /// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot
 /// be made so by asking twice, for the system may have forgotten by then what it could not write.
-fn publish(store: &dyn Store, commit: &Commit) -> Result<()> {
+fn publish(store: &dyn Store, commit: &Commit, patience: Duration) -> Result<()> {
     let mut outcome = Ok(());
-    retry(|| {
-        outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
-        match (&outcome, store.open(COMMIT)) {
-            (Err(error), Err(found)) if found.kind == shardfast_store::Kind::NotFound => Err(error.clone()),
-            _ => Ok(()),
-        }
-    })
+    retry_within(
+        patience,
+        || None,
+        || {
+            outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
+            match (&outcome, store.open(COMMIT)) {
+                (Err(error), Err(found)) if found.kind == shardfast_store::Kind::NotFound => Err(error.clone()),
+                _ => Ok(()),
+            }
+        },
+    )
     .and(outcome)
 }
 

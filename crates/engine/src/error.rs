@@ -1,4 +1,6 @@
-//! The closed kinds of failure, grouped by what the caller would do about them.
+//! The closed kinds of failure, grouped by what the caller would do about them; and what is tried again.
+
+use std::time::{Duration, Instant};
 
 /// What the caller would do about a failure. Codes are only ever appended; Python has one exception class for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,6 +67,8 @@ pub struct Error {
     pub kind: Kind,
     /// What happened, to what.
     pub message: String,
+    /// Whether to try it again would prove nothing.
+    pub(crate) is_final: bool,
 }
 
 /// The engine's results.
@@ -73,7 +77,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// A failure of that kind.
     pub fn new(kind: Kind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into() }
+        Error { kind, message: message.into(), is_final: false }
     }
 
     pub(crate) fn corrupt(message: impl Into<String>) -> Error {
@@ -109,21 +113,73 @@ impl Error {
 /// Pauses before what a store could not do just now is tried again: a second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
 
-/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` does all of its work anew
-/// each time: to flush again what could not be flushed once proves nothing.
-///
-/// # Errors
-/// The last failure.
-pub(crate) fn retry<T>(mut act: impl FnMut() -> Result<T>) -> Result<T> {
-    for pause in PAUSES_MS {
-        match act() {
-            Err(error) if error.kind == Kind::Unavailable => {
-                std::thread::sleep(std::time::Duration::from_millis(pause));
+/// How soon a pause finds that what it is for was given up.
+pub(crate) const GLANCE: Duration = Duration::from_millis(10);
+
+/// How often, and since when, one thing was tried.
+pub(crate) struct Tries {
+    began: Instant,
+    failed: usize,
+}
+
+impl Tries {
+    /// Before the first one.
+    pub(crate) fn begin() -> Tries {
+        Tries { began: Instant::now(), failed: 0 }
+    }
+
+    /// When to try again what failed so.
+    ///
+    /// # Errors
+    /// The failure itself when it will not pass, or was the last of all tries, or of those that fit into `within` from
+    /// the beginning on; then it says how often it was tried.
+    pub(crate) fn again(&mut self, error: Error, within: Duration) -> Result<Instant> {
+        self.failed += 1;
+        if error.kind != Kind::Unavailable || error.is_final {
+            return Err(error);
+        }
+        let (now, tried) = (Instant::now(), self.began.elapsed());
+        let pause = PAUSES_MS.get(self.failed - 1).map(|&ms| Duration::from_millis(ms));
+        match pause.filter(|&pause| tried.saturating_add(pause) <= within) {
+            Some(pause) => Ok(now + pause),
+            None if self.failed == 1 => Err(error),
+            None => {
+                let message = format!("{}; tried {} times in {tried:.1?}", error.message, self.failed);
+                Err(Error { message, ..error })
             }
-            ended => return ended,
         }
     }
-    act()
+}
+
+/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` does all of its work anew
+/// each time.
+///
+/// # Errors
+/// The last failure, and how many there were.
+pub(crate) fn retry<T>(act: impl FnMut() -> Result<T>) -> Result<T> {
+    retry_within(Duration::MAX, || None, act)
+}
+
+/// [`retry`] for so long at most, and only until it is given up.
+///
+/// # Errors
+/// The last failure, and how many there were; or why it was given up.
+pub(crate) fn retry_within<T>(
+    within: Duration,
+    given_up: impl Fn() -> Option<Error>,
+    mut act: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    let mut tries = Tries::begin();
+    loop {
+        let due = match act() {
+            Ok(done) => return Ok(done),
+            Err(error) => tries.again(error, within)?,
+        };
+        while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            given_up().map_or(Ok(()), Err)?;
+            std::thread::sleep(left.min(GLANCE));
+        }
+    }
 }
 
 impl From<shardfast_format::Error> for Error {
@@ -160,7 +216,7 @@ impl From<shardfast_store::Error> for Error {
             Store::Invalid => Kind::Invalid,
             Store::Internal => Kind::Internal,
         };
-        Error::new(kind, error.to_string())
+        Error { is_final: error.is_final, ..Error::new(kind, error.to_string()) }
     }
 }
 

@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_format::{DType, Dims, EntrySpec, FileLayout, LeafKind, Manifest};
@@ -250,7 +251,7 @@ fn write(
     index: Option<&str>,
     shards: &[Vec<Tensor>],
 ) -> Result<()> {
-    writer::run(store, jobs, staging, &Progress::unheard(), true)?;
+    writer::run(store, jobs, staging, &Progress::unheard(), true, Duration::ZERO)?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     let Some(index) = index else { return Ok(()) };

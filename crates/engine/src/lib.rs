@@ -44,7 +44,7 @@ pub use locate::{Located, locate, locate_all};
 pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
 pub use provider::{Fence, Fences, Memory, Provider, Strided};
-pub use save::{Destination, State, save, save_to};
+pub use save::{Destination, State, save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};
 pub use shared::Traffic;
 pub use sink::{Sink, Want, row_major_strides};

@@ -26,7 +26,7 @@ use crate::ablation;
 use crate::agree::{Engine, Operation};
 use crate::ahead::Ahead;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
-use crate::error::{Error, Result, retry};
+use crate::error::{Error, Result, retry_within};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
@@ -64,15 +64,20 @@ pub struct Destination {
     pub prove: bool,
 }
 
-/// Begins to save a state in the background, where `state` also puts it together: that takes a while when there are many
-/// tensors. `is_urgent` tells whether any of its providers [is](Provider::is_urgent). Every rank of the engine must call
-/// it; an exchange between ranks that takes longer than `deadline` fails the save.
+/// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
+/// takes longer than `deadline` fails the save.
 ///
 /// # Errors
 /// Through the [`Pending`], the same on every rank: `Invalid` when the state is not one state (two leaves of one name,
 /// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
-pub fn save(
+pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
+    save_deferred(engine, destination, state.is_urgent(), || state, deadline)
+}
+
+/// [`save`] of what `state` puts together in the background: with many tensors that takes a while. `is_urgent` tells
+/// whether any of its providers [is](Provider::is_urgent).
+pub fn save_deferred(
     engine: &Arc<Engine>,
     destination: Destination,
     is_urgent: bool,
@@ -81,7 +86,7 @@ pub fn save(
 ) -> Pending {
     let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
     // Not here: even to look at a place can take long where it is far away.
-    let open = move || retry(|| Ok(shardfast_store::open_on(&url, &devices)?));
+    let open = move || retry_within(deadline, || None, || Ok(shardfast_store::open_on(&url, &devices)?));
     begin(engine, open, destination, is_urgent, state, deadline)
 }
 
@@ -93,8 +98,7 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    let is_urgent = state.providers.iter().flatten().any(|provider| provider.is_urgent());
-    begin(engine, move || store, destination, is_urgent, || state, deadline)
+    begin(engine, move || store, destination, state.is_urgent(), || state, deadline)
 }
 
 fn begin(
@@ -122,7 +126,10 @@ fn run(
         let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
-    let admit = || store.as_ref().map_err(Error::clone).and_then(|store| commit::refuse_taken(&**store, destination));
+    let admit = || {
+        let store = store.as_ref().map_err(Error::clone)?;
+        retry_within(operation.deadline(), || None, || commit::refuse_taken(&**store, destination))
+    };
     let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref() };
     let draft = ready.and_then(|()| planning.draft());
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
@@ -288,7 +295,14 @@ impl Batch {
         let header_crcs = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let header_crcs = writer::run(store, &jobs, &operation.engine.staging, progress, is_waited_for)?;
+                let header_crcs = writer::run(
+                    store,
+                    &jobs,
+                    &operation.engine.staging,
+                    progress,
+                    is_waited_for,
+                    operation.deadline(),
+                )?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
                 Ok(header_crcs)
@@ -433,6 +447,10 @@ fn discard(store: &dyn Store, paths: &[String]) {
 }
 
 impl State {
+    fn is_urgent(&self) -> bool {
+        self.providers.iter().flatten().any(|provider| provider.is_urgent())
+    }
+
     /// The bytes of what is to be written.
     fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
         let leaf = &self.catalog.leaves[write.leaf as usize];

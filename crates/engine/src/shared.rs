@@ -495,6 +495,9 @@ impl Shared<'_> {
             let behind = behind.filter(|&behind| behind <= message.len()).ok_or_else(|| damaged("is cut short"))?;
             let file = u32::try_from(file).ok().filter(|&file| (file as usize) < self.manifest.files().len());
             let file = file.ok_or_else(|| damaged("speaks of a file that the checkpoint lacks"))?;
+            if start > end || end > self.manifest.files()[file as usize].bytes {
+                return Err(damaged("speaks of bytes that the file lacks"));
+            }
             segments.push(Segment {
                 from,
                 message: Arc::clone(&message),

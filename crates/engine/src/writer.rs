@@ -4,17 +4,23 @@
 //! there, as many at a time as it likes. So the state is released as soon as it is copied, writes overlap copies, and a
 //! slow store slows the copy instead of growing memory. All files are written at the same time. A file's header, which
 //! holds the checksums, is written last: a file cut short by a crash is no valid file.
+//!
+//! A write that fails for a reason that may pass is made again out of its slot, which keeps what was copied. What could
+//! not be flushed is lost: the system forgets it, the slots are used for something else by then, and the state has
+//! changed. That fails the save.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, TryRecvError, bounded, unbounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, bounded, unbounded};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
-use shardfast_store::{Next, ObjectWriter, Store, Write, Writes};
+use shardfast_store::{Kind as StoreKind, Next, ObjectWriter, Store, Write, Writes};
 
 use crate::ablation;
-use crate::error::{Error, Result};
+use crate::error::{Error, GLANCE, Result, Tries, retry_within};
 use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
@@ -38,7 +44,7 @@ pub(crate) struct FileJob {
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
 /// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it copies as fast
 /// as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as the store.
-/// Gives the checksum of each file's header.
+/// Nothing is tried again for longer than `patience`. Gives the checksum of each file's header.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -48,10 +54,13 @@ pub(crate) fn run(
     staging: &Arc<Staging>,
     progress: &Progress,
     is_waited_for: bool,
+    patience: Duration,
 ) -> Result<Vec<u64>> {
+    let again = Again { progress, patience };
     let mut files = Vec::with_capacity(jobs.len());
     for job in jobs {
-        let object = store.create(&job.path, job.layout.file_bytes())?;
+        let mut was_tried = false;
+        let object = again.retry(|| create(store, job, std::mem::replace(&mut was_tried, true)))?;
         if object.alignment() > ALIGNMENT {
             return Err(Error::internal(format!(
                 "{}: the store asks for writes aligned to {} bytes; slots are aligned to {ALIGNMENT}",
@@ -63,10 +72,36 @@ pub(crate) fn run(
         files.push(File { job, object, crcs });
     }
     let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
-    fill_and_write(store, &run, staging, progress, is_waited_for);
+    fill_and_write(store, &run, staging, again, is_waited_for);
     progress.staged_in(staging);
     run.failure.into_result()?;
-    finish(files, staging)
+    finish(files, staging, again)
+}
+
+/// Creates a file. Who is patient gives it a name that nobody else has: where it `was_tried` and the name is taken,
+/// that was the try, which failed later or of which the answer was lost.
+fn create(store: &dyn Store, job: &FileJob, was_tried: bool) -> Result<Box<dyn ObjectWriter>> {
+    let create = || store.create(&job.path, job.layout.file_bytes());
+    match create() {
+        Err(error) if was_tried && error.kind == StoreKind::Conflict => {
+            store.delete(&job.path)?;
+            Ok(create()?)
+        }
+        created => Ok(created?),
+    }
+}
+
+/// How long what the store could not do is tried again.
+#[derive(Clone, Copy)]
+struct Again<'a> {
+    progress: &'a Progress,
+    patience: Duration,
+}
+
+impl Again<'_> {
+    fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
+        retry_within(self.patience, || self.progress.cancelled(), act)
+    }
 }
 
 struct File<'a> {
@@ -167,9 +202,10 @@ impl<F: Fn()> Countdown<F> {
     }
 }
 
-fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, progress: &Progress, is_waited_for: bool) {
+fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, is_waited_for: bool) {
+    let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = if is_waited_for { bounded::<(Chunk, Slot)>(AHEAD) } else { unbounded() };
+    let (sender, receiver) = if is_waited_for { bounded::<(usize, Slot)>(AHEAD) } else { unbounded() };
     let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
     let captured = Countdown::new(urgent, || progress.captured());
     let unsettled = run.chunks.iter().filter(|chunk| !chunk.is_settled).count();
@@ -179,7 +215,9 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
             let sender = sender.clone();
             scope.spawn(|| {
                 let sender = sender;
-                while let Some(&chunk) = run.chunks.get(run.next.fetch_add(1, Ordering::Relaxed)) {
+                loop {
+                    let number = run.next.fetch_add(1, Ordering::Relaxed);
+                    let Some(&chunk) = run.chunks.get(number) else { return };
                     if run.failure.is_set() {
                         return;
                     }
@@ -199,7 +237,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
                                 staged.one();
                             }
                             // The receiver lives until the last sender is gone.
-                            let _ = sender.send((chunk, slot));
+                            let _ = sender.send((number, slot));
                         }
                         Err(error) => return run.failure.set(error),
                     }
@@ -207,7 +245,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
             });
         }
         drop(sender);
-        let filled = Filled { run, receiver };
+        let filled = Filled { run, receiver, again, failed: Mutex::default() };
         if let Err(error) = store.write_all(&filled) {
             run.failure.set(error.into());
         }
@@ -217,7 +255,19 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, prog
 /// The filled slots, as writes.
 struct Filled<'a> {
     run: &'a Run<'a>,
-    receiver: Receiver<(Chunk, Slot)>,
+    /// Chunks by number, and their slots.
+    receiver: Receiver<(usize, Slot)>,
+    again: Again<'a>,
+    failed: Mutex<Failed<'a>>,
+}
+
+/// Writes that failed and are to be made again.
+#[derive(Default)]
+struct Failed<'a> {
+    /// When each is due.
+    writes: Vec<(Instant, Write<'a>)>,
+    /// Of every chunk that ever failed.
+    tries: HashMap<usize, Tries>,
 }
 
 impl Drop for Filled<'_> {
@@ -226,26 +276,81 @@ impl Drop for Filled<'_> {
         if std::thread::panicking() {
             self.run.failure.set(Error::internal("the store panicked"));
         }
+        self.lock().writes.clear();
         self.receiver.iter().for_each(drop);
     }
 }
 
 impl<'a> Writes<'a> for Filled<'a> {
     fn next(&self, wait: bool) -> Next<'a> {
-        let filled =
-            if wait { self.receiver.recv().map_err(|_| TryRecvError::Disconnected) } else { self.receiver.try_recv() };
-        match filled {
-            Ok((chunk, mut slot)) if !self.run.failure.is_set() => {
-                let file = &self.run.files[chunk.file];
-                if ablation::is_off("checksum-overlap") {
-                    note_checksums(file, chunk, &slot);
-                }
-                let object = &*file.object;
-                let bytes = pad(object, &mut slot, chunk.bytes);
-                Next::Write(Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes })
+        loop {
+            let now = Instant::now();
+            let (again, until) = self.lock().due(now);
+            if self.run.failure.is_set() {
+                return Next::End;
             }
-            Err(TryRecvError::Empty) => Next::Later,
-            Ok(_) | Err(TryRecvError::Disconnected) => Next::End,
+            if let Some(write) = again {
+                return Next::Write(write);
+            }
+            // Whoever hands a failed write back comes for it himself: only then is there one that is not yet due.
+            let filled = match until {
+                _ if !wait => self.receiver.recv_deadline(now),
+                None => self.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(until) => self.receiver.recv_deadline(until.min(now + GLANCE)),
+            };
+            match (filled, until) {
+                (Ok((number, slot)), _) => return Next::Write(self.write(number, slot)),
+                (Err(RecvTimeoutError::Disconnected), None) => return Next::End,
+                (Err(_), _) if !wait => return Next::Later,
+                (Err(RecvTimeoutError::Disconnected), Some(until)) => {
+                    std::thread::sleep(until.saturating_duration_since(now).min(GLANCE));
+                }
+                (Err(RecvTimeoutError::Timeout), _) => {}
+            }
+            if let Some(error) = self.again.progress.cancelled() {
+                self.run.failure.set(error);
+            }
+        }
+    }
+
+    fn failed(&self, write: Write<'a>, error: shardfast_store::Error) -> shardfast_store::Result<()> {
+        let mut failed = self.lock();
+        let tries = failed.tries.entry(write.number).or_insert_with(Tries::begin);
+        match tries.again(error.clone().into(), self.again.patience) {
+            Ok(due) => failed.writes.push((due, write)),
+            Err(last) => {
+                self.run.failure.set(last);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Filled<'a> {
+    fn lock(&self) -> MutexGuard<'_, Failed<'a>> {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self, number: usize, mut slot: Slot) -> Write<'a> {
+        let chunk = self.run.chunks[number];
+        let file = &self.run.files[chunk.file];
+        if ablation::is_off("checksum-overlap") {
+            note_checksums(file, chunk, &slot);
+        }
+        let object = &*file.object;
+        let bytes = pad(object, &mut slot, chunk.bytes);
+        Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes, number }
+    }
+}
+
+impl<'a> Failed<'a> {
+    /// A write that is due; or when the next one will be, if any.
+    fn due(&mut self, now: Instant) -> (Option<Write<'a>>, Option<Instant>) {
+        let next = self.writes.iter().enumerate().min_by_key(|(_, (due, _))| *due).map(|(i, (due, _))| (i, *due));
+        match next {
+            Some((i, due)) if due <= now => (Some(self.writes.swap_remove(i).1), None),
+            next => (None, next.map(|(_, due)| due)),
         }
     }
 }
@@ -288,9 +393,10 @@ fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
 }
 
 /// Writes the headers and makes every file durable, all files at once: flushes wait for the device, not for us.
-fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<u64>> {
+fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>, again: Again<'_>) -> Result<Vec<u64>> {
     std::thread::scope(|scope| {
-        let running: Vec<_> = files.into_iter().map(|file| scope.spawn(|| finish_one(file, staging))).collect();
+        let running = files.into_iter().map(|file| scope.spawn(move || finish_one(file, staging, again)));
+        let running: Vec<_> = running.collect();
         running
             .into_iter()
             .map(|thread| {
@@ -300,7 +406,7 @@ fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>) -> Result<Vec<u64>> {
     })
 }
 
-fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<u64> {
+fn finish_one(mut file: File<'_>, staging: &Arc<Staging>, again: Again<'_>) -> Result<u64> {
     let layout = &file.job.layout;
     let crcs: Vec<u64> = file.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
     let header = layout.header(&crcs)?;
@@ -308,9 +414,9 @@ fn finish_one(file: File<'_>, staging: &Arc<Staging>) -> Result<u64> {
     for (i, part) in header.chunks(SLOT_BYTES).enumerate() {
         slot[..part.len()].copy_from_slice(part);
         let bytes = pad(&*file.object, &mut slot, part.len());
-        file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?;
+        again.retry(|| Ok(file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?))?;
     }
     drop(slot);
-    file.object.finish()?;
+    again.retry(|| Ok(file.object.finish()?))?;
     Ok(crc64(&header))
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::{Buffer, Entry, Kind, Next, ObjectWriter, Result, Store, Write, Writes};
+use crate::{Buffer, Entry, Error, Kind, Next, ObjectWriter, Result, Store, Write, Writes};
 
 /// Checks a backend against the contract. `open` opens the store under a given name: the same one for the same name, an
 /// empty one for a new name.
@@ -20,6 +20,7 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     objects_keep_their_bytes(&two("objects"));
     objects_are_written_by_many_threads(&*open("threads"));
     many_objects_are_written_at_a_time(&*open("many"));
+    writes_that_fail_come_back(&*open("astray"));
     taken_names_conflict(&two("taken"));
     the_unfinished_leave_with_their_writer(&*open("unfinished"));
     wrong_writes_are_refused(&*open("writes"));
@@ -36,7 +37,7 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
 /// # Errors
 /// What the store returns.
 pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()> {
-    let object = store.create(name, contents.len() as u64)?;
+    let mut object = store.create(name, contents.len() as u64)?;
     let piece_bytes = contents.len().div_ceil(3).next_multiple_of(4096).max(4096);
     let pieces = contents.chunks(piece_bytes).enumerate();
     let pieces = pieces.map(|(index, piece)| ((index * piece_bytes) as u64, Aligned::new(piece, object.alignment())));
@@ -84,11 +85,15 @@ impl<'a> Writes<'a> for Pieces<'a> {
         match self.left.lock().unwrap().pop() {
             Some((offset, piece)) if !piece.bytes().is_empty() => {
                 let bytes = piece.bytes().len();
-                Next::Write(Write { object: self.object, offset, buffer: Box::new(piece), bytes })
+                Next::Write(Write { object: self.object, offset, buffer: Box::new(piece), bytes, number: 0 })
             }
             Some(_) if !wait => Next::Later,
             _ => Next::End,
         }
+    }
+
+    fn failed(&self, _: Write<'a>, error: Error) -> Result<()> {
+        Err(error)
     }
 }
 
@@ -160,7 +165,7 @@ fn objects_keep_their_bytes([store, other]: &[Arc<dyn Store>; 2]) {
         assert_eq!(read(&**other, name), pattern(7, length), "{name}");
     }
     // What nobody wrote reads as zeros.
-    let object = store.create("gaps", 20_000).unwrap();
+    let mut object = store.create("gaps", 20_000).unwrap();
     write_piece(&*object, 8192, &[9; 4096]).unwrap();
     object.finish().unwrap();
     let mut expected = vec![0; 20_000];
@@ -171,7 +176,7 @@ fn objects_keep_their_bytes([store, other]: &[Arc<dyn Store>; 2]) {
 fn objects_are_written_by_many_threads(store: &dyn Store) {
     const PIECE: usize = 8192;
     let contents = pattern(3, 40 * PIECE + 77);
-    let object = store.create("big", contents.len() as u64).unwrap();
+    let mut object = store.create("big", contents.len() as u64).unwrap();
     let next = AtomicUsize::new(0);
     let pieces: Vec<&[u8]> = contents.chunks(PIECE).collect();
     std::thread::scope(|scope| {
@@ -219,7 +224,11 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
             let object = &*self.objects[object];
             let buffer = Aligned::new(piece, object.alignment());
             let bytes = buffer.bytes().len();
-            Next::Write(Write { object, offset: (index * PIECE) as u64, buffer: Box::new(buffer), bytes })
+            Next::Write(Write { object, offset: (index * PIECE) as u64, buffer: Box::new(buffer), bytes, number })
+        }
+
+        fn failed(&self, _: Write<'a>, error: Error) -> Result<()> {
+            Err(error)
         }
     }
     const PIECE: usize = 8192;
@@ -228,7 +237,7 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
     let create = |(name, contents): (&&str, &Vec<u8>)| store.create(name, contents.len() as u64).unwrap();
     let objects: Vec<_> = names.iter().zip(&contents).map(create).collect();
     store.write_all(&Mixed { objects: &objects, contents: &contents, next: AtomicUsize::new(0) }).unwrap();
-    objects.into_iter().for_each(|object| object.finish().unwrap());
+    objects.into_iter().for_each(|mut object| object.finish().unwrap());
     for (name, contents) in names.iter().zip(&contents) {
         assert_eq!(read(store, name), *contents, "{name}");
     }
@@ -236,6 +245,48 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
     let object = store.create("short", 4096).unwrap();
     let pieces = Mutex::new(vec![(0, Aligned::new(&[1], 4096)), (8192, Aligned::new(&[1], 4096))]);
     assert_eq!(kind(store.write_all(&Pieces { object: &*object, left: pieces })), Some(Kind::Invalid));
+}
+
+/// A write that cannot be made comes back as it was, and what is given instead is asked for and made.
+fn writes_that_fail_come_back(store: &dyn Store) {
+    const PIECES: usize = 12;
+    const PIECE: usize = 4096;
+    struct Astray<'a> {
+        object: &'a dyn ObjectWriter,
+        contents: &'a [u8],
+        left: Mutex<Vec<usize>>,
+        came_back: Mutex<Vec<(usize, Box<dyn Buffer>)>>,
+    }
+    impl<'a> Astray<'a> {
+        fn write(&self, number: usize, offset: usize, buffer: Box<dyn Buffer>) -> Next<'a> {
+            Next::Write(Write { object: self.object, offset: offset as u64, buffer, bytes: PIECE, number })
+        }
+    }
+    impl<'a> Writes<'a> for Astray<'a> {
+        fn next(&self, _: bool) -> Next<'a> {
+            if let Some((number, buffer)) = self.came_back.lock().unwrap().pop() {
+                return self.write(number, number * PIECE, buffer);
+            }
+            let Some(number) = self.left.lock().unwrap().pop() else { return Next::End };
+            let piece = &self.contents[number * PIECE..(number + 1) * PIECE];
+            let beyond = if number.is_multiple_of(3) { PIECES } else { 0 };
+            self.write(number, (number + beyond) * PIECE, Box::new(Aligned::new(piece, self.object.alignment())))
+        }
+
+        fn failed(&self, write: Write<'a>, error: Error) -> Result<()> {
+            assert_eq!(error.kind, Kind::Invalid);
+            assert_eq!(write.offset as usize, (write.number + PIECES) * PIECE);
+            assert_eq!(write.bytes, PIECE);
+            self.came_back.lock().unwrap().push((write.number, write.buffer));
+            Ok(())
+        }
+    }
+    let contents = pattern(9, PIECES * PIECE);
+    let mut object = store.create("astray", contents.len() as u64).unwrap();
+    let (left, came_back) = (Mutex::new((0..PIECES).collect()), Mutex::default());
+    store.write_all(&Astray { object: &*object, contents: &contents, left, came_back }).unwrap();
+    object.finish().unwrap();
+    assert_eq!(read(store, "astray"), contents);
 }
 
 fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {
@@ -259,7 +310,7 @@ fn the_unfinished_leave_with_their_writer(store: &dyn Store) {
 }
 
 fn wrong_writes_are_refused(store: &dyn Store) {
-    let object = store.create("o", 5000).unwrap();
+    let mut object = store.create("o", 5000).unwrap();
     let alignment = object.alignment();
     assert!(alignment.is_power_of_two() && alignment <= 4096);
     for offset in [8192, 1 << 40, !4095] {

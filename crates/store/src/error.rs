@@ -16,7 +16,7 @@ pub enum Kind {
     Conflict,
     /// No room, or another budget is used up: disk, quota, memory, open files.
     Exhausted,
-    /// The storage cannot be reached or fails: may be retried where the contract does not say otherwise.
+    /// The storage cannot be reached or fails: may be tried again unless the error [is final](Error::is_final).
     Unavailable,
     /// The storage, or this version, does not offer it.
     Unsupported,
@@ -38,12 +38,20 @@ pub struct Error {
     pub name: String,
     /// What was found, and what was expected.
     pub message: String,
+    /// Whether the same call, made again, would prove nothing: a kernel reports once what it could not write back, and
+    /// forgets it.
+    pub is_final: bool,
 }
 
 impl Error {
     /// Puts an error together.
     pub fn new(kind: Kind, op: &'static str, name: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { kind, op, name: name.into(), message: message.into() }
+        Self { kind, op, name: name.into(), message: message.into(), is_final: false }
+    }
+
+    /// The same failure, which nobody is to try again.
+    pub(crate) fn finally(self) -> Self {
+        Self { is_final: true, ..self }
     }
 
     pub(crate) fn of_errno(op: &'static str, name: impl Into<String>, errno: Errno) -> Self {

@@ -8,7 +8,7 @@
 //! use shardfast_store::{Kind, open};
 //!
 //! let store = open("memory://doc/run")?;
-//! let object = store.create("step/data", 5)?;
+//! let mut object = store.create("step/data", 5)?;
 //! object.write_at(0, b"bytes")?;
 //! object.finish()?; // the contents are durable
 //! store.sync(&["step/data"])?; // and so is the name
@@ -66,10 +66,12 @@ pub use write::{Buffer, Next, Write, Writes};
 /// **Durable** means: survives the loss of power of every machine involved, as far as the file system, the device and
 /// the service keep their own promises. There is no switch. The `memory` backend is the exception that its name states.
 ///
-/// **Failure.** An error of `finish` or `sync` is final for the objects concerned: a kernel forgets a failed write-back
-/// once it has reported it, so a second attempt proves nothing. Write them again under other names. An error of
-/// `publish` leaves the name as it was, unless it is [`Kind::Unavailable`] and its message says that the object may
-/// have been published: look before doing it again.
+/// **Failure.** What fails with [`Kind::Unavailable`] may be tried again, unless the error [is
+/// final](Error::is_final). A failed flush is: of an object's contents in `finish`, and of a directory wherever one is
+/// synced. A kernel forgets a failed write-back once it has reported it, so a second attempt proves nothing. Write the
+/// objects concerned again under other names. An error of `publish` leaves the name as it was, unless it is
+/// [`Kind::Unavailable`] and its message says that the object may have been published: look before doing it again. A
+/// failed `create` may have taken the name.
 ///
 /// **Concurrency.** Every method may be called from any thread, and every name used by any number of processes.
 pub trait Store: Send + Sync {
@@ -101,10 +103,11 @@ pub trait Store: Send + Sync {
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
     /// Makes the writes that `writes` gives until there are no more, as many at a time and in whatever way the storage
-    /// likes best, into objects of this store. Buffers are dropped as soon as they are written.
+    /// likes best, into objects of this store. Buffers are dropped as soon as they are written; a write that fails is
+    /// handed [back](Writes::failed) whole.
     ///
     /// # Errors
-    /// The first failure; no write is taken after it, and none is in flight any more.
+    /// The first failure that `writes` does not take back; no write is taken after it, and none is in flight any more.
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         write::by_threads(WRITE_THREADS, writes)
     }
@@ -167,8 +170,9 @@ pub trait ObjectWriter: Any + Send + Sync {
     /// [`Kind::Invalid`] for what is misaligned or lies beyond the object's padded length.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros.
-    fn finish(self: Box<Self>) -> Result<()>;
+    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros. It is
+    /// the last call, unless it fails with an error that is not [final](Error::is_final).
+    fn finish(&mut self) -> Result<()>;
 }
 
 /// An open object; see the [contract](Store#contract).

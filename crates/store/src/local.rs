@@ -9,7 +9,9 @@
 //!    a measurement for large objects that it is not clearly slower; through the page cache otherwise. Many writes are
 //!    kept in flight by one thread through `io_uring` where the kernel offers it, by several threads with `pwrite`
 //!    where it does not (seccomp) and for the page cache. Short writes and `EINTR` are continued.
-//! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable.
+//! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable. A
+//!    write that failed may be made again: write(2) promises that what an earlier one could not write back is told by
+//!    the sync, too. A sync that failed may not.
 //! 4. *Sync.* A name is durable when every directory from its own up to the root has been `fsync`ed, and so has the
 //!    root's own way down from `/`. Every sync covers the whole way, whoever made the directories: their maker, on this
 //!    machine or another, may have died before it could sync them. Each directory is synced once per call, those above
@@ -272,7 +274,7 @@ impl<D: Disk> LocalStore<D> {
             match self.call("fsync", dir, |disk| disk.fsync_dir(dir)) {
                 // What others made, and this process may not even open, is theirs to sync.
                 Err(error) if error.kind != Kind::Unavailable && !above.made_in.contains(dir) => {}
-                synced => synced?,
+                synced => synced.map_err(Error::finally)?,
             }
         }
         above.synced = true;
@@ -283,7 +285,7 @@ impl<D: Disk> LocalStore<D> {
         let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
         uninterrupted(|| self.disk.fsync_dir(&path)).map_err(|errno| match errno {
             Errno::INVAL => failed(Kind::Unsupported, "fsync", &path, "the file system cannot sync a directory"),
-            errno => of_errno("fsync", &path, errno),
+            errno => of_errno("fsync", &path, errno).finally(),
         })
     }
 
@@ -357,7 +359,12 @@ impl<D: Disk> Store for LocalStore<D> {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let target = self.path("put", name)?;
         let mut file = self.prepare(name, &target, bytes)?;
-        self.call("rename", &target, |disk| disk.rename(&file.path, &target))?;
+        if let Err(errno) = uninterrupted(|| self.disk.rename(&file.path, &target)) {
+            // As in 5.4: perhaps only the answer was lost.
+            let identity = self.call("put", &file.path, |disk| disk.fstat(&file.file))?.identity;
+            let found = uninterrupted(|| self.disk.stat(&target));
+            found.ok().filter(|found| found.identity == identity).ok_or_else(|| of_errno("rename", &target, errno))?;
+        }
         file.keep = true;
         self.fsync_dir(name::parent(name).unwrap_or_default())
     }
@@ -490,10 +497,11 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
         Ok(())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<()> {
+    fn finish(&mut self) -> Result<()> {
         uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
             .map_err(|errno| of_errno("ftruncate", &self.path, errno))?;
-        uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| of_errno("fdatasync", &self.path, errno))?;
+        uninterrupted(|| self.disk.fdatasync(&self.file))
+            .map_err(|errno| of_errno("fdatasync", &self.path, errno).finally())?;
         self.keep = true;
         Ok(())
     }

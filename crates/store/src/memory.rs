@@ -172,7 +172,7 @@ impl ObjectWriter for MemoryWriter {
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> Result<()> {
+    fn finish(&mut self) -> Result<()> {
         let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
         match self.bucket.lock().get_mut(&self.key) {
             Some(slot @ Slot::Unfinished) => *slot = Slot::Object(Arc::new(contents)),

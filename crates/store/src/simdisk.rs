@@ -7,7 +7,8 @@
 //! - A directory's entries reach the medium by `fsync` of that directory; until then a crash leaves each name in any of
 //!   the states that it went through. That holds for the two names of a rename one by one, and for a new directory in
 //!   its parent.
-//! - An `fdatasync` that fails drops the bytes it was for: a later one succeeds without having written them.
+//! - An `fdatasync` that fails drops the bytes it was for: a later one succeeds without having written them. An `fsync`
+//!   of a directory does so with its entries where [`Fault::Forget`] says so.
 //! - `O_DIRECT` wants address, offset and length in multiples of 4096, and does not make anything durable.
 //! - A file is at most 1 GiB long.
 //!
@@ -27,6 +28,7 @@ const SECTOR: usize = 512;
 const DIRECT_ALIGNMENT: usize = 4096;
 const FILE_BYTES_MAX: u64 = 1 << 30;
 const ROOT: usize = 0;
+const DEAD: Errno = Errno::ROFS;
 
 /// A simulated disk; clones are handles on the same one.
 #[derive(Clone, Default)]
@@ -35,10 +37,16 @@ pub struct SimDisk(Arc<Mutex<State>>);
 /// How one system call goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The machine dies before it: this call and every later one fail with `EIO`.
+    /// The machine dies before it: this call and every later one fail with `EROFS`, which nobody tries again.
     Die,
     /// It fails and has no effect.
     Fail(Errno),
+    /// It fails and has no effect, as do the next calls of its name on its path, so many in all. Temporary files of one
+    /// directory count as one.
+    Again(Errno, u32),
+    /// A sync of a directory fails, and what it was for never reaches the medium, unless it changes once more. Other
+    /// calls are not affected.
+    Forget(Errno),
     /// It has its effect, but the answer is lost and reads as a failure.
     Lost(Errno),
     /// It reports success without having done anything. Not for calls that read.
@@ -70,7 +78,15 @@ struct State {
     calls: Vec<Call>,
     faults: BTreeMap<usize, Fault>,
     refused: BTreeMap<&'static str, Errno>,
+    ailing: Option<Ailing>,
     is_dead: bool,
+}
+
+/// Calls that fail a few times more.
+struct Ailing {
+    call: Call,
+    errno: Errno,
+    left: u32,
 }
 
 enum Inode {
@@ -103,6 +119,7 @@ impl Default for State {
             calls: Vec::new(),
             faults: BTreeMap::new(),
             refused: BTreeMap::new(),
+            ailing: None,
             is_dead: false,
         }
     }
@@ -133,18 +150,20 @@ impl SimDisk {
     /// everything (as when only the process dies), every other one mixes and tears. This disk is left as it is.
     pub fn crash(&self, seed: u64) -> SimDisk {
         let state = self.lock();
-        let mut chance = Chance::new(seed);
-        let settle = |inode: &Inode| match inode {
-            Inode::File(file) => {
-                let contents = file.after_crash(&mut chance);
-                Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
-            }
-            Inode::Dir(dir) => {
-                let entries = dir.after_crash(&mut chance);
-                Inode::Dir(Dir { cached: entries.clone(), durable: entries, changes: BTreeMap::new() })
+        let settle = |(number, inode): (u64, &Inode)| {
+            let mut chance = Chance::of(seed, number);
+            match inode {
+                Inode::File(file) => {
+                    let contents = file.after_crash(&mut chance);
+                    Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
+                }
+                Inode::Dir(dir) => {
+                    let entries = dir.after_crash(&mut chance);
+                    Inode::Dir(Dir { cached: entries.clone(), durable: entries, changes: BTreeMap::new() })
+                }
             }
         };
-        let inodes = state.inodes.iter().map(settle).collect();
+        let inodes = (0..).zip(&state.inodes).map(settle).collect();
         SimDisk(Arc::new(Mutex::new(State { inodes, ..State::default() })))
     }
 
@@ -162,23 +181,37 @@ impl SimDisk {
     ) -> Sys<T> {
         let mut state = self.lock();
         if state.is_dead {
-            return Err(Errno::IO);
+            return Err(DEAD);
         }
         let number = state.calls.len();
         state.calls.push(Call { name, path: path.to_owned() });
+        if let Some(Fault::Again(errno, left)) = state.faults.get(&number).copied() {
+            state.ailing = Some(Ailing { call: of_any_attempt(name, path), errno, left });
+        }
+        if let Some(ailing) = state.ailing.as_mut().filter(|ailing| ailing.left > 0)
+            && ailing.call == of_any_attempt(name, path)
+        {
+            ailing.left -= 1;
+            return Err(ailing.errno);
+        }
         if let Some(&errno) = state.refused.get(name) {
             return Err(errno);
         }
         match (state.faults.remove(&number), skipped) {
             (Some(Fault::Die), _) => {
                 state.is_dead = true;
-                Err(Errno::IO)
+                Err(DEAD)
             }
             (Some(Fault::Fail(errno)), _) => Err(errno),
+            (Some(Fault::Forget(errno)), _) if name == "fsync_dir" => {
+                let dir = state.find(path)?;
+                state.dir(dir)?.changes.clear();
+                Err(errno)
+            }
             (Some(Fault::Lost(errno)), _) => body(&mut state, false).and(Err(errno)),
             (Some(Fault::Skip), Some(skipped)) => Ok(skipped),
             (Some(Fault::Short), _) => body(&mut state, true),
-            (Some(Fault::Skip) | None, _) => body(&mut state, false),
+            (Some(Fault::Skip | Fault::Again(..) | Fault::Forget(_)) | None, _) => body(&mut state, false),
         }
     }
 }
@@ -232,6 +265,18 @@ impl File {
     }
 }
 
+const TEMPORARY: &str = ".tmp-";
+
+fn is_temporary(name: &OsStr) -> bool {
+    name.to_string_lossy().starts_with(TEMPORARY)
+}
+
+/// The call with the random part of a temporary file's name left out.
+fn of_any_attempt(name: &'static str, path: &Path) -> Call {
+    let is_temporary = path.file_name().is_some_and(is_temporary);
+    Call { name, path: if is_temporary { path.with_file_name(TEMPORARY) } else { path.to_owned() } }
+}
+
 fn bounded(file_bytes: u64) -> Sys<usize> {
     if file_bytes > FILE_BYTES_MAX { Err(Errno::FBIG) } else { Ok(file_bytes as usize) }
 }
@@ -251,13 +296,19 @@ impl Dir {
     }
 
     fn sync(&mut self) {
-        self.durable = self.cached.clone();
-        self.changes.clear();
+        for name in std::mem::take(&mut self.changes).into_keys() {
+            match self.cached.get(&name) {
+                Some(inode) => self.durable.insert(name, *inode),
+                None => self.durable.remove(&name),
+            };
+        }
     }
 
     fn after_crash(&self, chance: &mut Chance) -> BTreeMap<OsString, usize> {
         let mut entries = self.durable.clone();
-        for (name, states) in &self.changes {
+        // Names drawn by chance come last: the same seed means the same for all others.
+        let (temporary, named): (Vec<_>, Vec<_>) = self.changes.iter().partition(|(name, _)| is_temporary(name));
+        for (name, states) in named.into_iter().chain(temporary) {
             if chance.keeps() {
                 let state = if chance.keeps() { states.len() - 1 } else { chance.below(states.len()) };
                 match states[state] {
@@ -537,6 +588,12 @@ struct Chance {
 }
 
 impl Chance {
+    /// What becomes of one inode.
+    fn of(seed: u64, inode: u64) -> Self {
+        let state = Chance { state: seed ^ inode.rotate_left(32), keeps_of_256: 0 }.next();
+        Self { state, ..Self::new(seed) }
+    }
+
     fn new(seed: u64) -> Self {
         let keeps_of_256 = match seed {
             0 => 0,
@@ -644,8 +701,8 @@ mod tests {
         let disk = SimDisk::new();
         disk.inject(1, Fault::Die);
         disk.mkdir(path("/a")).unwrap();
-        assert_eq!(disk.mkdir(path("/b")), Err(Errno::IO));
-        assert_eq!(disk.stat(path("/a")), Err(Errno::IO));
+        assert_eq!(disk.mkdir(path("/b")), Err(DEAD));
+        assert_eq!(disk.stat(path("/a")), Err(DEAD));
         assert!(disk.crash(1).stat(path("/a")).is_ok());
         assert_eq!(disk.crash(1).stat(path("/b")), Err(Errno::NOENT));
     }

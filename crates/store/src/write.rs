@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::{ObjectWriter, Result};
+use crate::{Error, ObjectWriter, Result};
 
 /// Memory whose bytes are on their way into an object. Dropping it gives it back to its owner.
 ///
@@ -29,6 +29,15 @@ pub struct Write<'a> {
     pub buffer: Box<dyn Buffer>,
     /// How many of the buffer's bytes, from the first one on; aligned as the object asks.
     pub bytes: usize,
+    /// Which of its source's writes it is: by this the source knows it when it comes back.
+    pub number: usize,
+}
+
+impl Write<'_> {
+    /// Makes it on this thread.
+    pub(crate) fn make(&self) -> Result<()> {
+        self.object.write_at(self.offset, &self.buffer.bytes()[..self.bytes])
+    }
 }
 
 /// What is to be done next.
@@ -45,12 +54,19 @@ pub enum Next<'a> {
 pub trait Writes<'a>: Sync {
     /// The next write. With `wait` the answer is never [`Next::Later`]: it is waited for.
     fn next(&self, wait: bool) -> Next<'a>;
+
+    /// Takes back a write that failed, of which the object may hold any part. Whoever hands it back asks for the next
+    /// one then, even where it has heard that there are no more.
+    ///
+    /// # Errors
+    /// The failure, when it is the end of all writes.
+    fn failed(&self, write: Write<'a>, error: Error) -> Result<()>;
 }
 
 /// Makes the writes one by one on each of `threads` threads.
 ///
 /// # Errors
-/// The first failure; no write is taken after it.
+/// The first failure that is not taken back; no write is taken after it.
 pub(crate) fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
     let failure = Mutex::new(None);
     let lock = || failure.lock().unwrap_or_else(PoisonError::into_inner);
@@ -60,9 +76,7 @@ pub(crate) fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<
                 while lock().is_none() {
                     match writes.next(true) {
                         Next::Write(write) => {
-                            if let Err(error) =
-                                write.object.write_at(write.offset, &write.buffer.bytes()[..write.bytes])
-                            {
+                            if let Err(error) = write.make().or_else(|error| writes.failed(write, error)) {
                                 lock().get_or_insert(error);
                             }
                         }

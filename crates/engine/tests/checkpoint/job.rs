@@ -439,7 +439,7 @@ pub(crate) fn outcomes(pending: Vec<Pending>) -> Vec<Result<()>> {
 pub(crate) fn alike<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let failures: BTreeSet<Option<(&str, &str)>> = results
         .iter()
-        .map(|result| result.as_ref().err().map(|Error { kind, message }| (kind.name(), &**message)))
+        .map(|result| result.as_ref().err().map(|Error { kind, message, .. }| (kind.name(), &**message)))
         .collect();
     assert_eq!(failures.len(), 1, "the ranks heard different things: {failures:#?}");
     results.into_iter().collect()

@@ -22,7 +22,7 @@ const BOUNDED: Duration = Duration::from_secs(30);
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
 const RUN: &str = "SHARDFAST_TEST_RUN";
-const TOKEN: &str = "0123456789abcdef";
+pub(crate) const TOKEN: &str = "0123456789abcdef";
 /// Begins the lines that a rank tells its parent, among those of the test runner.
 const MARK: &str = "told: ";
 
@@ -30,7 +30,7 @@ fn truth(step: u64) -> Truth {
     Truth::small(step, 400)
 }
 
-fn tell(text: &str) {
+pub(crate) fn tell(text: &str) {
     println!("{MARK}{text}");
 }
 
@@ -71,15 +71,16 @@ fn rank() {
 }
 
 /// A rank; killed when dropped.
-struct Process {
+pub(crate) struct Process {
     child: Child,
     told: Receiver<String>,
 }
 
 impl Process {
-    fn start(role: &str, run: &Path) -> Process {
+    /// What the test of that name does with these variables.
+    pub(crate) fn start<'a>(test: &str, variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Process {
         let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "kill::rank", "--nocapture"]).env(ROLE, role).env(RUN, run);
+        command.args(["--exact", test, "--nocapture"]).envs(variables);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         let (sender, told) = channel();
@@ -94,15 +95,15 @@ impl Process {
         Process { child, told }
     }
 
-    fn say(&mut self, line: &str) {
+    pub(crate) fn say(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    fn hear(&self) -> String {
+    pub(crate) fn hear(&self) -> String {
         self.told.recv_timeout(BOUNDED).expect("a word in bounded time")
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -120,8 +121,9 @@ impl Drop for Process {
 }
 
 fn start(run: &Path) -> [Process; 2] {
-    let root = Process::start("0", run);
-    let member = Process::start(&format!("1 {}", root.hear()), run);
+    let process = |role: &str| Process::start("kill::rank", [(ROLE, role), (RUN, run.to_str().unwrap())]);
+    let root = process("0");
+    let member = process(&format!("1 {}", root.hear()));
     [root, member]
 }
 
@@ -138,15 +140,18 @@ fn save_undisturbed(ranks: &mut [Process; 2], step: u64) -> Duration {
     started.elapsed()
 }
 
-/// Whether the checkpoint of a step is there, and then it is whole; it is as good as never begun otherwise.
-fn is_there(run: &Path, step: u64) -> bool {
-    let url = run.join(step_dir(step));
-    let open = |engine: &Arc<Engine>| checkpoint::open(engine, url.to_str().unwrap(), LONG);
-    match Job::new(Layout::rows(1)).compare(open, &truth(step), &mut Dice(step)) {
+/// Whether a checkpoint is there, and then it is whole; it is as good as never begun otherwise.
+pub(crate) fn is_whole(place: &Path, truth: &Truth) -> bool {
+    let open = |engine: &Arc<Engine>| checkpoint::open(engine, place.to_str().unwrap(), LONG);
+    match Job::new(Layout::rows(1)).compare(open, truth, &mut Dice(3)) {
         Ok(None) => true,
         Err(Error { kind: Kind::NotFound, .. }) => false,
-        other => panic!("step {step} is visible and broken: {other:?}"),
+        other => panic!("{} is visible and broken: {other:?}", place.display()),
     }
+}
+
+fn is_there(run: &Path, step: u64) -> bool {
+    is_whole(&run.join(step_dir(step)), &truth(step))
 }
 
 #[test]

@@ -56,39 +56,54 @@ impl Provider for Sparse {
     }
 }
 
-/// A store that keeps no zeros, takes no data while it is stalled, and panics over any while it has a defect.
+/// A store that keeps no zeros.
 #[derive(Default)]
 struct Zeroless {
     objects: Mutex<BTreeMap<String, Arc<Contents>>>,
-    stalled: Arc<(Mutex<bool>, Condvar)>,
-    has_defect: Arc<AtomicBool>,
+    trouble: Arc<Trouble>,
+}
+
+/// What keeps a store from taking data.
+#[derive(Default)]
+struct Trouble {
+    stalled: (Mutex<bool>, Condvar),
+    /// It panics.
+    has_defect: AtomicBool,
+    /// So many writes fail.
+    failures_left: AtomicU64,
 }
 
 struct Contents {
+    name: String,
     bytes: u64,
     grains: Mutex<BTreeMap<u64, Vec<u8>>>,
-    stalled: Arc<(Mutex<bool>, Condvar)>,
-    has_defect: Arc<AtomicBool>,
+    trouble: Arc<Trouble>,
 }
 
 impl Zeroless {
     fn stall(&self, stalled: bool) {
-        *self.stalled.0.lock().unwrap() = stalled;
-        self.stalled.1.notify_all();
+        *self.trouble.stalled.0.lock().unwrap() = stalled;
+        self.trouble.stalled.1.notify_all();
     }
 }
 
 impl Contents {
-    fn write(&self, offset: u64, bytes: &[u8]) {
-        drop(self.stalled.1.wait_while(self.stalled.0.lock().unwrap(), |stalled| *stalled).unwrap());
+    fn write(&self, offset: u64, bytes: &[u8]) -> shardfast_store::Result<()> {
+        let Trouble { stalled, has_defect, failures_left } = &*self.trouble;
+        drop(stalled.1.wait_while(stalled.0.lock().unwrap(), |stalled| *stalled).unwrap());
         assert!(offset.is_multiple_of(GRAIN as u64));
-        assert!(!self.has_defect.load(Ordering::SeqCst), "a defect of the store");
+        assert!(!has_defect.load(Ordering::SeqCst), "a defect of the store");
+        let less = |left: u64| left.checked_sub(1);
+        if failures_left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
+            return Err(Error::new(Kind::Unavailable, "write", &self.name, "the network is down"));
+        }
         let mut grains = self.grains.lock().unwrap();
         for (offset, grain) in (offset..).step_by(GRAIN).zip(bytes.chunks(GRAIN)) {
             if grain != &[0; GRAIN][..grain.len()] {
                 grains.insert(offset, grain.to_vec());
             }
         }
+        Ok(())
     }
 }
 
@@ -100,11 +115,10 @@ impl ObjectWriter for Handle {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> shardfast_store::Result<()> {
-        self.0.write(offset, bytes);
-        Ok(())
+        self.0.write(offset, bytes)
     }
 
-    fn finish(self: Box<Self>) -> shardfast_store::Result<()> {
+    fn finish(&mut self) -> shardfast_store::Result<()> {
         Ok(())
     }
 }
@@ -138,9 +152,9 @@ impl Store for Zeroless {
     }
 
     fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
-        let (stalled, has_defect) = (Arc::clone(&self.stalled), Arc::clone(&self.has_defect));
-        let contents = Arc::new(Contents { bytes, grains: Mutex::default(), stalled, has_defect });
-        self.objects.lock().unwrap().insert(name.to_owned(), Arc::clone(&contents));
+        let (name, trouble) = (name.to_owned(), Arc::clone(&self.trouble));
+        let contents = Arc::new(Contents { name: name.clone(), bytes, grains: Mutex::default(), trouble });
+        self.objects.lock().unwrap().insert(name, Arc::clone(&contents));
         Ok(Box::new(Handle(contents)))
     }
 
@@ -288,12 +302,43 @@ fn asked_while_stalled(staging_bytes: u64, is_waited_for: bool, expected: u64) -
 fn a_store_that_panics_fails_the_save() {
     for is_waited_for in [false, true] {
         let store = Arc::new(Zeroless::default());
-        store.has_defect.store(true, Ordering::SeqCst);
+        store.trouble.has_defect.store(true, Ordering::SeqCst);
         let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
         let state = state("w", DType::U8, &[40 << 20], Arc::new(Counted::default()));
         let state = State { is_waited_for, ..state };
         let pending = save_to(&engine, Ok(store as Arc<dyn Store>), destination("sparse"), state, LONG);
         let error = pending.committed(Some(Duration::from_secs(20))).unwrap_err();
         assert_eq!(error.kind, shardfast_engine::Kind::Internal, "{error}");
+    }
+}
+
+/// More state than staging memory, every slot of which holds what could not be written yet: it is written out of the
+/// slots, for the state may have changed. What never can be leaves nobody waiting for a slot.
+#[test]
+fn what_could_not_be_written_is_written_again_as_it_was_copied() {
+    for (is_waited_for, failures) in [(false, 12), (true, 12), (false, u64::MAX), (true, u64::MAX)] {
+        let store = Arc::new(Zeroless::default());
+        store.trouble.failures_left.store(failures, Ordering::SeqCst);
+        let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
+        let counted = Arc::new(Counted::default());
+        let shape = [counted.bytes()];
+        let state = state("w", DType::U8, &shape, Arc::clone(&counted) as Arc<dyn Provider>);
+        let state = State { is_waited_for, ..state };
+        let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
+        let saved = pending.committed(Some(Duration::from_secs(20)));
+        if failures == u64::MAX {
+            let error = saved.unwrap_err();
+            assert_eq!(error.kind, shardfast_engine::Kind::Unavailable);
+            assert!(error.message.starts_with("write model/0"), "{error}");
+            assert!(error.message.contains(": the network is down; tried 5 times in "), "{error}");
+            continue;
+        }
+        saved.unwrap();
+        assert_eq!(counted.0.load(Ordering::SeqCst), 40, "the state was asked again");
+        let opened = checkpoint::open_from(&engine, Ok(store as Arc<dyn Store>), "sparse", LONG).unwrap();
+        let mut block = Block::dense(&shape, 1);
+        let want = Want { leaf: 0, region: Region::whole(&shape), sink: block.sink().unwrap() };
+        opened.load(&[want], &[], LONG).unwrap();
+        assert!(block.elements().iter().all(|&byte| byte == 1));
     }
 }

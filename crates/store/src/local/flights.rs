@@ -13,6 +13,7 @@ pub(super) const DEPTH: u32 = 8;
 /// A write of which some part is in flight.
 struct Begun<'a, D: Disk> {
     object: &'a LocalWriter<D>,
+    number: usize,
     end: usize,
     /// Whether the last answer brought it no unit further: once may be chance, twice is a defect.
     stalled: bool,
@@ -27,7 +28,7 @@ pub(super) fn write_all<'a, D: Disk>(mut ring: D::Ring, writes: &dyn Writes<'a>)
         while let Some(place) = begun.iter().position(Option::is_none).filter(|_| failure.is_none() && !is_over) {
             let is_idle = begun.iter().all(Option::is_none);
             match writes.next(is_idle) {
-                Next::Write(write) => failure = begin(&mut ring, &mut begun, place, write).err(),
+                Next::Write(write) => failure = begin(&mut ring, &mut begun, place, write, writes).err(),
                 Next::Later if is_idle => {}
                 Next::Later => break,
                 Next::End => is_over = true,
@@ -39,8 +40,12 @@ pub(super) fn write_all<'a, D: Disk>(mut ring: D::Ring, writes: &dyn Writes<'a>)
         let (flight, taken) = ring.wait().map_err(|errno| of_errno("write", &any.path, errno))?;
         let Some(write) = begun[flight.write].take() else { continue };
         match advance(&mut ring, write, flight, taken) {
-            Ok(Some((place, write))) => begun[place] = Some(write),
-            Ok(None) => {}
+            Ok(Advanced::Goes(place, write)) => begun[place] = Some(write),
+            Ok(Advanced::Done) => {}
+            Ok(Advanced::Failed(write, error)) => match writes.failed(write, error) {
+                Ok(()) => is_over = false,
+                Err(error) => _ = failure.get_or_insert(error),
+            },
             Err(error) => _ = failure.get_or_insert(error),
         }
     }
@@ -51,49 +56,70 @@ fn begin<'a, D: Disk>(
     begun: &mut [Option<Begun<'a, D>>],
     place: usize,
     write: Write<'a>,
+    writes: &dyn Writes<'a>,
 ) -> Result<()> {
-    let Write { object, offset, buffer, bytes } = write;
     // Through the page cache a ring's workers would wait for each other at the file's lock.
-    let local = (object as &dyn Any).downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
+    let local = (write.object as &dyn Any).downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
     let Some(object) = local else {
-        return object.write_at(offset, &buffer.bytes()[..bytes]);
+        return write.make().or_else(|error| writes.failed(write, error));
     };
-    object.check(offset, &buffer.bytes()[..bytes])?;
+    if let Err(error) = object.check(write.offset, &write.buffer.bytes()[..write.bytes]) {
+        return writes.failed(write, error);
+    }
+    let Write { offset, buffer, bytes, number, .. } = write;
     if bytes > 0 {
         let flight = Flight { buffer, range: 0..bytes, offset, write: place };
         ring.submit(&object.file, flight).map_err(|errno| of_errno("write", &object.path, errno))?;
-        begun[place] = Some(Begun { object, end: bytes, stalled: false });
+        begun[place] = Some(Begun { object, number, end: bytes, stalled: false });
     }
     Ok(())
 }
 
-/// What becomes of a write after an answer: `None` when it is done, otherwise the rest of it is in flight.
+/// What becomes of a write after an answer.
+enum Advanced<'a, D: Disk> {
+    /// The rest of it is in flight, at that place.
+    Goes(usize, Begun<'a, D>),
+    Done,
+    /// It failed, and is as it was before it was begun.
+    Failed(Write<'a>, Error),
+}
+
+/// # Errors
+/// That of the ring, which takes nothing more.
 fn advance<'a, D: Disk>(
     ring: &mut D::Ring,
     mut write: Begun<'a, D>,
     mut flight: Flight,
     taken: std::result::Result<usize, Errno>,
-) -> Result<Option<(usize, Begun<'a, D>)>> {
+) -> Result<Advanced<'a, D>> {
     let LocalWriter { file, path, alignment, .. } = write.object;
     match taken {
-        Err(Errno::INTR | Errno::AGAIN) => {}
-        Err(errno) => return Err(of_errno("write", path, errno)),
+        Err(Errno::INTR) => {}
+        Err(errno) => return Ok(Advanced::Failed(whole(write, flight), of_errno("write", path, errno))),
         Ok(taken) => {
             // The rest of a direct write must be aligned again: what was written of a unit is written once more.
-            let whole = taken - taken % alignment;
-            if whole == 0 && (taken == 0 || write.stalled) {
+            let units = taken - taken % alignment;
+            if units == 0 && (taken == 0 || write.stalled) {
                 let message = format!("expected {} bytes to be taken, found {taken}", flight.range.len());
-                return Err(failed(Kind::Unavailable, "write", path, message));
+                let error = failed(Kind::Unavailable, "write", path, message);
+                return Ok(Advanced::Failed(whole(write, flight), error));
             }
-            write.stalled = whole == 0;
-            flight.range.start += whole;
-            flight.offset += whole as u64;
+            write.stalled = units == 0;
+            flight.range.start += units;
+            flight.offset += units as u64;
         }
     }
     if flight.range.start >= write.end {
-        return Ok(None);
+        return Ok(Advanced::Done);
     }
     let place = flight.write;
     ring.submit(file, flight).map_err(|errno| of_errno("write", path, errno))?;
-    Ok(Some((place, write)))
+    Ok(Advanced::Goes(place, write))
+}
+
+/// The write of which this was a part.
+fn whole<'a, D: Disk>(begun: Begun<'a, D>, flight: Flight) -> Write<'a> {
+    let Begun { object, number, end, .. } = begun;
+    let offset = flight.offset - flight.range.start as u64;
+    Write { object, offset, buffer: flight.buffer, bytes: end, number }
 }

@@ -1,0 +1,178 @@
+//! System calls that fail for a while: what may pass is tried again, what a second try would not prove is not, and a
+//! save that has failed elsewhere tries nothing any more.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use shardfast_engine::{Error, Kind, Result};
+use shardfast_store::disk::Errno;
+use shardfast_store::simdisk::{Call, Fault, SimDisk};
+
+use crate::crash::{NEW, OLD, begun, store, survey, truth, violation};
+use crate::job::{Job, LONG, alike};
+use crate::layout::Layout;
+
+/// Saves that wait for their retries at a time.
+const THREADS: usize = 24;
+
+/// Errors of storage that is gone for a moment.
+const TRANSIENT: [Errno; 5] = [Errno::IO, Errno::TIMEDOUT, Errno::STALE, Errno::AGAIN, Errno::BUSY];
+
+/// System calls without which there is no save. What else is made is looked at or cleaned up on the way.
+const NEEDED: [&str; 10] = [
+    "mkdir",
+    "create_new",
+    "create_new_direct",
+    "fallocate",
+    "pwrite",
+    "pwrite_direct",
+    "ftruncate",
+    "fdatasync",
+    "rename",
+    "rename_noreplace",
+];
+
+fn is_data(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "safetensors")
+}
+
+/// Whether it makes durable what the system forgets when it fails, and nobody can write again. A temporary file is
+/// written again under another name.
+fn is_flush(call: &Call) -> bool {
+    call.name == "fsync_dir" || (call.name == "fdatasync" && is_data(&call.path))
+}
+
+/// A fault at every system call of a save, in a save of its own; `judge` gets the call, what the ranks heard and the
+/// disk.
+fn at_every_call(fault: impl Fn(usize) -> Fault + Sync, judge: impl Fn(&Call, &Result<Vec<()>>, &SimDisk) + Sync) {
+    let next = AtomicUsize::new(0);
+    thread::scope(|threads| {
+        for _ in 0..THREADS {
+            threads.spawn(|| {
+                let (job, begun) = begun();
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let disk = begun.crash(1);
+                    disk.inject(at, fault(at));
+                    let saved = alike(job.save_to(|_| store(disk.clone(), NEW), &truth(2), LONG));
+                    let calls = disk.calls();
+                    let Some(call) = calls.get(at) else { return };
+                    // To open a store is its caller's business here.
+                    if call.name == "stat" {
+                        continue;
+                    }
+                    judge(call, &saved, &disk);
+                    if saved.is_ok() {
+                        assert_eq!(violation(&disk.crash(0), true), None, "{call:?}");
+                    }
+                }
+            });
+        }
+    });
+    assert!(next.into_inner() > 60 + THREADS, "hardly a system call failed");
+}
+
+#[test]
+fn what_fails_once_or_twice_is_tried_again() {
+    for times in [1, 2] {
+        let fault = |at: usize| Fault::Again(TRANSIENT[at % TRANSIENT.len()], times);
+        at_every_call(fault, |call, saved, disk| match saved {
+            Ok(_) => assert!(!is_flush(call), "{call:?} failed {times} times, and the save succeeded"),
+            Err(error) => {
+                assert_eq!(error.kind, Kind::Unavailable, "{call:?}: {error}");
+                assert!(is_flush(call), "{call:?} failed {times} times: {error}");
+                assert!(!error.message.contains("tried"), "{call:?}: {error}");
+                let in_doubt = error.message.contains("may have been published");
+                assert!(survey(disk) == Ok(in_doubt), "{call:?}: {error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn what_fails_for_ever_fails_the_save_and_says_how_often_it_was_tried() {
+    let met = std::sync::Mutex::new(BTreeSet::new());
+    at_every_call(
+        |_| Fault::Again(Errno::IO, u32::MAX),
+        |call, saved, disk| {
+            if !NEEDED.contains(&call.name) || is_flush(call) {
+                return;
+            }
+            met.lock().unwrap().insert(call.name);
+            let Err(error) = saved else { panic!("{call:?} failed for ever, and the save succeeded") };
+            assert_eq!(error.kind, Kind::Unavailable, "{call:?}: {error}");
+            let dir = call.path.parent().unwrap().display().to_string();
+            // A temporary file is told by its target.
+            let place = if is_data(&call.path) { call.path.display().to_string() } else { dir };
+            assert!(error.message.contains(&place), "{call:?} at {place}: {error}");
+            assert!(error.message.contains("; tried 5 times in "), "{call:?}: {error}");
+            assert_eq!(survey(disk), Ok(false), "{call:?}: {error}");
+        },
+    );
+    assert_eq!(met.into_inner().unwrap(), BTreeSet::from(NEEDED));
+}
+
+#[test]
+fn answers_that_are_lost_are_no_harm() {
+    at_every_call(
+        |_| Fault::Lost(Errno::TIMEDOUT),
+        |call, saved, _| {
+            assert_eq!(saved.is_ok(), !is_flush(call), "{call:?}: {saved:?}");
+        },
+    );
+}
+
+/// A directory's entries whose sync failed and forgot them would be lost by a save that asks once more.
+#[test]
+fn a_failed_sync_of_a_directory_is_not_believed_the_next_time() {
+    let met = AtomicUsize::new(0);
+    at_every_call(
+        |_| Fault::Forget(Errno::IO),
+        |call, saved, _| {
+            if call.name == "fsync_dir" {
+                met.fetch_add(1, Ordering::Relaxed);
+                assert!(saved.is_err(), "{call:?} failed, and the save succeeded");
+            }
+        },
+    );
+    assert!(met.into_inner() > 10);
+}
+
+/// Rank 0 finds that the place is taken; meanwhile rank 1 tries in vain what it was about to write.
+#[test]
+fn a_save_that_failed_elsewhere_tries_nothing_any_more() {
+    let (job, taken) = begun();
+    let clean = taken.crash(1);
+    let places = |one: &SimDisk, other: &SimDisk| {
+        let (one, other) = (one.clone(), other.clone());
+        move |rank: u32| if rank == 0 { store(one.clone(), OLD) } else { store(other.clone(), NEW) }
+    };
+    let attempt = |other: &SimDisk| alike(job.save_to(places(&taken, other), &truth(2), LONG)).unwrap_err();
+    assert_eq!(attempt(&clean).kind, Kind::Conflict);
+    for name in ["fallocate", "pwrite_direct"] {
+        let disk = taken.crash(1);
+        let first = clean.calls().iter().position(|call| call.name == name && is_data(&call.path)).unwrap();
+        disk.inject(first, Fault::Again(Errno::IO, u32::MAX));
+        assert_eq!(attempt(&disk).kind, Kind::Conflict);
+        let calls = disk.calls();
+        assert_eq!(calls[first].name, name);
+        let tries = calls.iter().filter(|call| call.name == name && call.path == calls[first].path).count();
+        assert!(tries < 5, "{name} was tried {tries} times");
+    }
+}
+
+#[test]
+fn nothing_is_tried_for_longer_than_the_deadline() {
+    let job = Job::new(Layout::rows(1));
+    for name in ["mkdir", "fallocate", "pwrite_direct", "ftruncate", "rename", "rename_noreplace"] {
+        let disk = SimDisk::new();
+        disk.refuse(name, Errno::IO);
+        let saved = job.save_to(|_| store(disk.clone(), NEW), &truth(2), Duration::from_millis(200));
+        let Err(Error { kind: Kind::Unavailable, message, .. }) = alike(saved) else { panic!("{name} never worked") };
+        let in_time = ["tried 2 times", "tried 3 times"].iter().any(|tries| message.contains(tries));
+        assert!(in_time, "{name}: {message}");
+    }
+}

@@ -1,0 +1,384 @@
+//! Loads that ranks share, over what a meeting left: real engines, the real plan of who reads what and the real rounds
+//! of messages; only the disk is simulated, and whoever carries the messages, who may fail or forge them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shardfast_coord::{Coord, Decide, Error as Lost, Meeting};
+use shardfast_engine::carrier::{Message, Round, Rounds, handoff};
+use shardfast_engine::staging::STAGING_BYTES_MIN;
+use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, Result, ValueRef, Way, checkpoint};
+use shardfast_store::Store;
+use shardfast_store::disk::Disk;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+
+use crate::dice::Dice;
+use crate::journal::Journal;
+use crate::truth::{Truth, Wanted};
+
+/// Of exchanges between ranks, in real time: all of them end sooner for another reason.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// How often a rank is asked for its messages, in real time.
+const GLANCE: Duration = Duration::from_micros(50);
+
+/// The first rounds, in which things go wrong; many loads have no more.
+const ROUNDS: u64 = 3;
+
+const REFUSED: &str = "the switch is off";
+
+/// What goes wrong in a load.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Trouble {
+    Nothing,
+    /// A byte of a data file is another one.
+    Damage,
+    /// A rank dies when it hands over the messages of that round.
+    Crash {
+        rank: u32,
+        round: u64,
+    },
+    /// A rank's messages of that round cannot be carried.
+    Refused {
+        rank: u32,
+        round: u64,
+    },
+    /// What a rank sends another one in that round: a byte of it changes, or its end is lost, or all of it.
+    Bent {
+        from: u32,
+        to: u32,
+        round: u64,
+    },
+    Cut {
+        from: u32,
+        to: u32,
+        round: u64,
+    },
+    Silent {
+        from: u32,
+        to: u32,
+        round: u64,
+    },
+}
+
+impl Trouble {
+    fn draw(dice: &mut Dice, world: u32) -> Trouble {
+        let (rank, round) = (dice.rank(world), dice.below(ROUNDS));
+        let (from, to) = (rank, (rank + 1 + dice.rank(world - 1)) % world);
+        dice.pick(&[
+            Trouble::Nothing,
+            Trouble::Nothing,
+            Trouble::Damage,
+            Trouble::Crash { rank, round },
+            Trouble::Refused { rank, round },
+            Trouble::Bent { from, to, round },
+            Trouble::Bent { from, to, round },
+            Trouble::Cut { from, to, round },
+            Trouble::Silent { from, to, round },
+        ])
+    }
+}
+
+/// What a rank has of the load.
+struct Outcome {
+    loaded: Result<Loaded>,
+    wanted: Vec<Wanted>,
+}
+
+/// A rank's place among the others until it dies.
+struct Mortal {
+    rank: u32,
+    world: u32,
+    meeting: Meeting,
+    coord: Mutex<Option<Arc<dyn Coord>>>,
+}
+
+impl Mortal {
+    fn coord(&self) -> Option<Arc<dyn Coord>> {
+        self.coord.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn die(&self) {
+        *self.coord.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+impl Coord for Mortal {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.world
+    }
+
+    fn meeting(&self) -> Meeting {
+        self.meeting
+    }
+
+    fn host(&self) -> &str {
+        "simulated"
+    }
+
+    fn agree(
+        &self,
+        topic: &str,
+        contribution: std::result::Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        deadline: Duration,
+    ) -> std::result::Result<Vec<u8>, Lost> {
+        let lost = || Lost::Lost { rank: self.rank, cause: "its process has crashed".to_owned() };
+        self.coord().ok_or_else(lost)?.agree(topic, contribution, decide, deadline)
+    }
+}
+
+/// Loads what is committed at a place, shared between a few ranks that want random parts of it, while something goes
+/// wrong.
+///
+/// # Errors
+/// The first promise that was broken.
+pub(crate) fn judge(
+    dice: &mut Dice,
+    disk: &SimDisk,
+    place: &str,
+    truth: &Truth,
+    journal: &mut Journal,
+) -> std::result::Result<String, String> {
+    let world = 2 + dice.rank(3);
+    let trouble = Trouble::draw(dice, world);
+    let disk = disk.crash(1);
+    let alone = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
+    let opened = open(&alone, &disk, place).map_err(|error| error.to_string())?;
+    let values = values(&opened);
+    let expected = opened.load(&[], &values, DEADLINE).map_err(|error| error.to_string())?;
+    let there: u64 = opened.manifest().files().iter().map(|file| file.bytes - file.data_start).sum();
+    if trouble == Trouble::Damage {
+        damage(dice, &disk, place, &opened);
+    }
+    let (outcomes, has_happened) = load(dice, &disk, place, truth, world, trouble);
+
+    let mut ending = "load: Ok".to_owned();
+    for (rank, Outcome { loaded, wanted }) in (0..).zip(&outcomes) {
+        let unproven = wanted.iter().find(|wanted| !truth.is_proven(wanted));
+        hold!(unproven.is_none(), "rank {rank} has bytes that nobody saved, with {trouble:?}");
+        let Ok(loaded) = loaded else { continue };
+        hold!(wanted.iter().all(|wanted| truth.is_there(wanted)), "rank {rank} lacks bytes, with {trouble:?}");
+        hold!(loaded.values == expected, "rank {rank} has other values, with {trouble:?}");
+    }
+    let living = outcomes
+        .iter()
+        .zip(0..)
+        .filter(|(_, rank)| !matches!(trouble, Trouble::Crash { rank: dead, .. } if has_happened && dead == *rank));
+    let living: Vec<(&Result<Loaded>, u32)> = living.map(|(outcome, rank)| (&outcome.loaded, rank)).collect();
+    let failures: Vec<&Error> = living.iter().filter_map(|(loaded, _)| loaded.as_ref().err()).collect();
+    hold!(
+        failures.is_empty() || failures.len() == living.len(),
+        "ranks end in two ways, with {trouble:?}: {failures:?}"
+    );
+    if let Some(first) = failures.first() {
+        hold!(has_happened, "nothing went wrong, and the load failed: {first}");
+        for error in &failures {
+            expected_of(trouble, error)?;
+        }
+        ending = format!("load: {}", first.kind.name());
+    } else {
+        // A byte that nobody wants may be another one.
+        hold!(!has_happened || trouble == Trouble::Damage, "{trouble:?} is passed over");
+        let traffic: Vec<_> =
+            outcomes.iter().flat_map(|outcome| &outcome.loaded).map(|loaded| loaded.traffic).collect();
+        if traffic.iter().all(|traffic| traffic.is_shared) {
+            let read: u64 = traffic.iter().map(|traffic| traffic.bytes_read).sum();
+            hold!(read <= there, "of {there} bytes the ranks read {read}");
+            ending = "load: shared".to_owned();
+        }
+    }
+    journal.headline(format!("{world} ranks load {place}, with {trouble:?}: {ending}"));
+    Ok(ending)
+}
+
+/// That all hear of what went wrong.
+fn expected_of(trouble: Trouble, error: &Error) -> std::result::Result<(), String> {
+    let (kinds, words): (&[Kind], String) = match trouble {
+        Trouble::Nothing => (&[], String::new()),
+        Trouble::Damage => (&[Kind::Corrupt], "expected CRC-64".to_owned()),
+        Trouble::Bent { from, .. } => (&[Kind::Corrupt], format!("rank {from}")),
+        // What ends where it may end lacks what should follow.
+        Trouble::Cut { .. } => (&[Kind::Corrupt, Kind::Internal], String::new()),
+        Trouble::Silent { from, .. } => (&[Kind::Unavailable], format!("rank {from} sends no more")),
+        Trouble::Refused { .. } => (&[Kind::Unavailable], REFUSED.to_owned()),
+        Trouble::Crash { rank, .. } => (&[Kind::Unavailable], format!("rank {rank}")),
+    };
+    hold!(kinds.contains(&error.kind) && error.message.contains(&words), "with {trouble:?} a rank hears: {error:?}");
+    Ok(())
+}
+
+fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
+    Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?))
+}
+
+fn open(engine: &Arc<Engine>, disk: &SimDisk, place: &str) -> Result<Checkpoint> {
+    checkpoint::open_from(engine, store(disk, place), place, DEADLINE)
+}
+
+fn values(checkpoint: &Checkpoint) -> Vec<ValueRef> {
+    let manifest = checkpoint.manifest();
+    let of = |leaf: usize| (0..manifest.values(leaf).len()).map(move |value| ValueRef { leaf, value });
+    (0..manifest.len()).flat_map(of).collect()
+}
+
+/// Changes a byte of the data.
+fn damage(dice: &mut Dice, disk: &SimDisk, place: &str, checkpoint: &Checkpoint) {
+    let files = checkpoint.manifest().files();
+    let file = &files[dice.below(files.len() as u64) as usize];
+    if file.bytes == file.data_start {
+        return;
+    }
+    let at = file.data_start + dice.below(file.bytes - file.data_start);
+    let open = disk.open_read(&PathBuf::from(place).join(&file.path), false).expect("a file of the checkpoint");
+    let mut byte = [0];
+    disk.pread(&open, &mut byte, at).expect("a byte of the file");
+    byte[0] ^= 1 << dice.below(8);
+    disk.pwrite(&open, &byte, at).expect("a byte of the file");
+}
+
+/// What each rank has in the end, and whether the trouble came.
+fn load(
+    dice: &mut Dice,
+    disk: &SimDisk,
+    place: &str,
+    truth: &Truth,
+    world: u32,
+    trouble: Trouble,
+) -> (Vec<Outcome>, bool) {
+    let mortal = |(rank, coord): (u32, Arc<dyn Coord>)| {
+        let meeting = coord.meeting();
+        Arc::new(Mortal { rank, world, meeting, coord: Mutex::new(Some(coord)) })
+    };
+    let mortals: Vec<Arc<Mortal>> = (0..).zip(shardfast_coord::local(world)).map(mortal).collect();
+    let (handoffs, rounds): (Vec<_>, Vec<_>) = (0..world).map(|_| handoff()).unzip();
+    let wanted: Vec<Vec<Wanted>> = (0..world).map(|_| truth.wanted(dice)).collect();
+    thread::scope(|threads| {
+        let ranks = mortals.iter().zip(handoffs).zip(wanted).map(|((mortal, handoff), mut wanted)| {
+            let engine = Engine::new(Arc::clone(mortal) as Arc<dyn Coord>, STAGING_BYTES_MIN);
+            threads.spawn(move || {
+                let load = || {
+                    let opened = open(&engine?, disk, place)?;
+                    let (wants, values) = (truth.wants(opened.manifest(), &mut wanted)?, values(&opened));
+                    opened.load_by(Way::Shared, Some(handoff), &wants, &values, DEADLINE)
+                };
+                let loaded = load();
+                Outcome { loaded, wanted }
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let has_happened = Links::new(rounds, trouble, dice).carry(&mortals) || trouble == Trouble::Damage;
+        let ended = |rank: thread::ScopedJoinHandle<'_, Outcome>| rank.join().expect("a load does not panic");
+        (ranks.into_iter().map(ended).collect(), has_happened)
+    })
+}
+
+/// Whoever carries the ranks' messages.
+struct Links {
+    trouble: Trouble,
+    /// Where in a message.
+    at: u64,
+    /// None once the rank has ended or died.
+    rounds: Vec<Option<Rounds>>,
+    /// By rank: the rounds that it began.
+    begun: Vec<u64>,
+    /// By rank: from whom it waits for a message.
+    waiting: Vec<Option<Vec<u32>>>,
+    /// By sender and receiver: what is on its way; `None` where it was lost.
+    on_the_way: BTreeMap<(u32, u32), VecDeque<Option<Vec<u8>>>>,
+}
+
+impl Links {
+    fn new(rounds: Vec<Rounds>, trouble: Trouble, dice: &mut Dice) -> Links {
+        let (world, at) = (rounds.len(), dice.next());
+        let rounds = rounds.into_iter().map(Some).collect();
+        Links { trouble, at, rounds, begun: vec![0; world], waiting: vec![None; world], on_the_way: BTreeMap::new() }
+    }
+
+    /// Carries until no rank needs any more. Returns whether the trouble came.
+    fn carry(mut self, mortals: &[Arc<Mortal>]) -> bool {
+        let (started, mut has_happened) = (Instant::now(), false);
+        while self.rounds.iter().any(Option::is_some) {
+            assert!(started.elapsed() < DEADLINE, "a load has no end");
+            for rank in 0..self.rounds.len() as u32 {
+                has_happened |= self.collect(rank, mortals);
+                self.deliver(rank);
+            }
+        }
+        has_happened
+    }
+
+    /// Takes what a rank sends in its next round, if it is so far.
+    fn collect(&mut self, rank: u32, mortals: &[Arc<Mortal>]) -> bool {
+        let place = rank as usize;
+        let Some(rounds) = self.rounds[place].as_ref().filter(|_| self.waiting[place].is_none()) else { return false };
+        let messages = match rounds.next(GLANCE) {
+            Round::Swap(messages) => messages,
+            Round::Waiting => return false,
+            Round::Over => {
+                self.rounds[place] = None;
+                return false;
+            }
+        };
+        let round = self.begun[place];
+        self.begun[place] += 1;
+        match self.trouble {
+            Trouble::Crash { rank: dying, round: then } if (dying, then) == (rank, round) => {
+                mortals[place].die();
+                self.rounds[place] = None;
+                return true;
+            }
+            Trouble::Refused { rank: refused, round: then } if (refused, then) == (rank, round) => {
+                rounds.received(Err(Error::new(Kind::Unavailable, REFUSED)));
+                return true;
+            }
+            _ => {}
+        }
+        let mut has_happened = false;
+        self.waiting[place] = Some(messages.keys().copied().collect());
+        for (to, message) in messages {
+            let (message, is_other) = self.altered((rank, to, round), message);
+            has_happened |= is_other;
+            self.on_the_way.entry((rank, to)).or_default().push_back(message);
+        }
+        has_happened
+    }
+
+    /// A message as it arrives, and whether it is another one than was sent.
+    fn altered(&self, way: (u32, u32, u64), message: Message) -> (Option<Vec<u8>>, bool) {
+        let mut bytes: Vec<u8> = message.iter().flat_map(|piece| piece.iter().copied()).collect();
+        let at = (self.at % bytes.len() as u64) as usize;
+        match self.trouble {
+            Trouble::Bent { from, to, round } if (from, to, round) == way => bytes[at] ^= 1 << (self.at >> 61),
+            Trouble::Cut { from, to, round } if (from, to, round) == way => bytes.truncate(at),
+            Trouble::Silent { from, to, round } if (from, to, round) == way => return (None, true),
+            _ => return (Some(bytes), false),
+        }
+        (Some(bytes), true)
+    }
+
+    /// Gives a rank what it waits for, once all of it is there or somebody will never send it.
+    fn deliver(&mut self, rank: u32) {
+        let place = rank as usize;
+        let (Some(rounds), Some(from)) = (&self.rounds[place], &self.waiting[place]) else { return };
+        let is_there = |of: &u32| self.on_the_way.get(&(*of, rank)).is_some_and(|messages| !messages.is_empty());
+        let missing: Vec<u32> = from.iter().copied().filter(|of| !is_there(of)).collect();
+        if let Some(gone) = missing.iter().find(|of| self.rounds[**of as usize].is_none()) {
+            rounds.received(Err(Error::new(Kind::Unavailable, format!("rank {gone} is gone"))));
+        } else if missing.is_empty() {
+            let mut next = |of: &u32| Some((*of, self.on_the_way.get_mut(&(*of, rank))?.pop_front()??));
+            rounds.received(Ok(from.iter().filter_map(&mut next).collect()));
+        } else {
+            return;
+        }
+        self.waiting[place] = None;
+    }
+}

@@ -1,0 +1,12 @@
+//! What a promise that was broken looks like.
+
+/// A promise that was broken, in words.
+pub(crate) type Judged = std::result::Result<(), String>;
+
+macro_rules! hold {
+    ($holds:expr, $($words:tt)+) => {
+        if !$holds {
+            return Err(format!($($words)+));
+        }
+    };
+}

@@ -181,8 +181,8 @@ fn despite_silence(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         let known = (*came + *deadline).max(silence.start) + SILENCE + journeys(scenario);
         hold!(
             *at <= known || known > silence.end,
-            "rank {rank} came to {topic:?} at {came:?} for {deadline:?}; rank {silent} was silent in {silence:?}, and it \
-             heard only at {at:?}: {answer:?}"
+            "rank {rank} came to {topic:?} at {came:?} for {deadline:?}, and heard only at {at:?}: {answer:?}; rank \
+             {silent} was silent in {silence:?}"
         );
     }
     Ok(())

@@ -128,8 +128,8 @@ mod tests {
         };
         assert_eq!(missing(&[3], &[]), r#"agreement on "save/7" failed: no word from rank 3 within 1.5s"#);
         assert_eq!(
-            missing(&[0, 3, 4, 5, 9, u32::MAX], &[3]),
-            r#"agreement on "save/7" failed: no word from ranks 0, 3-5, 9, 4294967295 within 1.5s; rank 3 does not answer"#
+            missing(&[0, 3, 4, 5, u32::MAX], &[3]),
+            r#"agreement on "save/7" failed: no word from ranks 0, 3-5, 4294967295 within 1.5s; rank 3 does not answer"#
         );
         assert!(missing(&[3, 4, 5], &[3, 5]).ends_with("; ranks 3, 5 do not answer"));
         let lost = Error::Lost { rank: 2, cause: "its connection broke".into() };

@@ -14,9 +14,9 @@
 //! 4. Either end of a connection that breaks knows at once: a process that dies closes its sockets. Where nothing
 //!    closes them (a cable, a power loss, a stopped process, a forked child that still holds them), pings every 10 s
 //!    in both directions find out within 30 s. A connection is never made anew: what might have been said meanwhile
-//!    is unknown, so the rank is lost, and who was below it. A round that ends sooner does not wait for that: its nodes
-//!    ask each other ([`node`](crate::node)), the threads here answer, and such messages overtake large ones, each piece
-//!    of which is a sign of life itself.
+//!    is unknown, so the rank is lost, and who was below it. A round that ends sooner does not wait for that: nodes ask
+//!    each other ([`node`](crate::node)), the threads here answer, and such messages overtake large ones, of which each
+//!    piece is a sign of life itself.
 //! 5. Whoever drops its coordinator says so on all its connections, ends its half of each call and waits, not for long,
 //!    until the other end has ended its own: by then everything that was said has been read. The end of a stream alone
 //!    proves nothing, since HTTP/2 libraries show some broken connections as one.

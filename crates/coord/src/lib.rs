@@ -23,8 +23,8 @@
 //!   same error at once (for the last 256 failed rounds). Once every rank has come, the round cannot expire any more,
 //!   and the decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and
 //!   must take the outcome for unknown: the decision may still come about.
-//! * **Silence.** A rank whose process stands still, or that cannot be reached although nothing has broken, is found out
-//!   by the time at which the round expires; one whose program is merely busy is not silent. Ranks above it get
+//! * **Silence.** A rank whose process stands still, or that cannot be reached although nothing has broken, is found
+//!   out by the time at which the round expires; one whose program is merely busy is not silent. Ranks above it get
 //!   [`Error::Missing`] with it and all ranks below it, where it is named as silent; those below it get
 //!   [`Error::Unavailable`] with its name, at the same time, and must take the outcome for unknown. So does rank 0's
 //!   silence reach all. Nobody loses its place by it: the next round is the next try.

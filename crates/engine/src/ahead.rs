@@ -48,8 +48,8 @@ enum Place {
 
 impl Ahead {
     /// Copies the state's tensors until all of them are copied or the orders are `heard`, which waits that long for
-    /// them. Tells `progress` when all urgent parts are copied, and when all parts are. What cannot be copied is left to
-    /// the writer: it may be another rank's to write.
+    /// them. Tells `progress` when all urgent parts are copied, and when all parts are. What cannot be copied is left
+    /// to the writer: it may be another rank's to write.
     pub(crate) fn stage(
         state: &State,
         staging: &Arc<Staging>,

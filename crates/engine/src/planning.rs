@@ -139,8 +139,8 @@ impl Planning<'_> {
         Ok(self.remembered(id, writes, all))
     }
 
-    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan then
-    /// stands in `all`.
+    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan
+    /// then stands in `all`.
     fn open(
         &self,
         first: Result<Opening>,

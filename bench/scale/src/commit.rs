@@ -71,8 +71,8 @@ impl Receipt {
     }
 }
 
-/// What a rank says to open a save whose plan it remembers: the digest of the operation, and that it goes by the plan of
-/// that number.
+/// What a rank says to open a save whose plan it remembers: the digest of the operation, and that it goes by the plan
+/// of that number.
 #[derive(Serialize)]
 struct Opening([u8; 8], u8, u64);
 
@@ -80,8 +80,8 @@ struct Opening([u8; 8], u8, u64);
 #[derive(Serialize)]
 struct Values(u8, u64, Vec<[u8; 16]>);
 
-/// What an unchanged save costs at the root, in bytes, if nothing but tensors' files differs from rank to rank: payloads
-/// as bundles carry them, equal ones once, two bytes for the frame of each.
+/// What an unchanged save costs at the root, in bytes, if nothing but tensors' files differs from rank to rank:
+/// payloads as bundles carry them, equal ones once, two bytes for the frame of each.
 fn cached_bytes(receipts: &[Receipt]) -> usize {
     let (opening, values) = (Opening([0x5A; 8], 0, 1_000_000), Values(0, 1_000, vec![[0x5A; 16]]));
     let alike = [encoded(&opening), encoded(&values)].map(|payload| payload.len() + 2);

@@ -48,8 +48,8 @@ enum Place {
 
 impl Ahead {
     /// Copies the state's tensors until all of them are copied or the orders are `heard`, which waits that long for
-    /// them. Tells `progress` when all urgent parts are copied, and when all parts are. What cannot be copied is left to
-    /// the writer: it may be another rank's to write.
+    /// them. Tells `progress` when all urgent parts are copied, and when all parts are. What cannot be copied is left
+    /// to the writer: it may be another rank's to write.
     pub(crate) fn stage(
         state: &State,
         staging: &Arc<Staging>,
@@ -262,4 +262,81 @@ fn pieces(from: u64, bytes: u64) -> impl Iterator<Item = (usize, usize, usize)> 
 
 fn locked(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
     place.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use shardfast_format::{Catalog, DType, Leaf, LeafName, Region};
+
+    use super::*;
+    use crate::staging::STAGING_BYTES_MIN;
+
+    /// Two tensors of bytes of a slot and a half each, each as one part.
+    fn state() -> State {
+        let bytes = 3 * SLOT_BYTES as u64 / 2;
+        let leaf = |name: &str| {
+            let shape = [bytes];
+            let body =
+                LeafBody::Tensor { dtype: DType::U8, shape: shape[..].into(), parts: vec![Region::whole(&shape)] };
+            Leaf { name: LeafName::new("model", name), body, layout: String::new() }
+        };
+        let provider = |content: u8| vec![Arc::new(vec![content; bytes as usize]) as Arc<dyn Provider>];
+        State {
+            catalog: Arc::new(Catalog { leaves: vec![leaf("a"), leaf("b")] }),
+            providers: vec![provider(1), provider(2)],
+            replicas: None,
+            is_vouched_for: false,
+            is_waited_for: false,
+        }
+    }
+
+    fn stage(state: &State, staging: &Arc<Staging>, heard: bool) -> Ahead {
+        Ahead::stage(state, staging, &Progress::unheard(), &|_| heard)
+    }
+
+    fn kept(staging: &Arc<Staging>) -> usize {
+        let left: Vec<Kept> = std::iter::from_fn(|| staging.try_keep()).collect();
+        6 - left.len()
+    }
+
+    #[test]
+    fn slots_go_back_when_nothing_of_them_is_wanted_any_more() {
+        let (state, staging) = (state(), Staging::new(2 * STAGING_BYTES_MIN).unwrap());
+        assert_eq!(kept(&staging), 0);
+        let ahead = stage(&state, &staging, false);
+        assert_eq!(kept(&staging), 3);
+        // `b` is another rank's to write.
+        let copied = ahead.over(&state, &[Write::whole(0, 0)]);
+        assert_eq!(kept(&staging), 2);
+        let part = &copied.providers[0][0];
+        assert!(part.is_settled());
+        let mut out = vec![0; SLOT_BYTES];
+        part.fill(0, &mut out, &mut Fences::default()).unwrap();
+        assert!(out.iter().all(|&byte| byte == 1));
+        assert_eq!(kept(&staging), 1);
+        let error = part.fill(0, &mut out, &mut Fences::default()).unwrap_err();
+        assert!(error.message.contains("twice"), "{error}");
+        drop(copied);
+        assert_eq!(kept(&staging), 0);
+    }
+
+    #[test]
+    fn what_is_not_ahead_is_read_where_it_is() {
+        let (state, staging) = (state(), Staging::new(STAGING_BYTES_MIN).unwrap());
+        let writes = [Write::whole(0, 0), Write::whole(1, 0)];
+        for is_heard in [true, false] {
+            // Slots for two of three, which only the orders' arrival ends the wait for.
+            let looks = AtomicUsize::new(0);
+            let heard = |pause: Duration| is_heard || (!pause.is_zero() && looks.fetch_add(1, Ordering::Relaxed) > 0);
+            let ahead = Ahead::stage(&state, &staging, &Progress::unheard(), &heard);
+            let copied = ahead.over(&state, &writes);
+            let settled: Vec<bool> = copied.providers.iter().flatten().map(|part| part.is_settled()).collect();
+            assert_eq!(settled, [!is_heard, false]);
+            for (part, content) in copied.providers.iter().flatten().zip([1, 2]) {
+                let mut out = vec![0; part.bytes() as usize];
+                part.fill(0, &mut out, &mut Fences::default()).unwrap();
+                assert!(out.iter().all(|&byte| byte == content));
+            }
+        }
+    }
 }

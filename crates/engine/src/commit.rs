@@ -379,7 +379,8 @@ fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>
     keys.into_iter().map(|key| (format!("{key}/{HUGGING_FACE_INDEX}"), hugging_face_index(manifest, key)))
 }
 
-/// Puts indexes. Removes what another attempt left where there is none, for an index's name is not of one attempt alone.
+/// Puts indexes. Removes what another attempt left where there is none, for an index's name is not of one attempt
+/// alone.
 fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<Vec<u8>>)>) -> Result<()> {
     for (name, index) in indexes {
         match index {

@@ -3,8 +3,8 @@
 //! A rank that remembers a plan for what it holds, or that knows who holds what it holds, *drafts* its writes and
 //! begins with them at once: no message stands in front of the first byte. Meanwhile it opens the operation with what
 //! its draft rests on, and rank 0 finds whether all drafts are one plan. A rank without a draft opens with its catalog
-//! and waits for its orders. What was drafted is binding: the others' orders are planned around it, and where that is
-//! impossible the save fails on every rank.
+//! and [copies](crate::ahead) its state until its orders come. What was drafted is binding: the others' orders are
+//! planned around it, and where that is impossible the save fails on every rank.
 //!
 //! Nothing here is proof that a checkpoint is whole. That is the commit's, which counts what was written.
 
@@ -139,8 +139,8 @@ impl Planning<'_> {
         Ok(self.remembered(id, writes, all))
     }
 
-    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan then
-    /// stands in `all`.
+    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan
+    /// then stands in `all`.
     fn open(
         &self,
         first: Result<Opening>,

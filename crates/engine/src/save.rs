@@ -5,9 +5,9 @@
 //!        ↘ agree on the plan, then on the values ↗
 //! ```
 //! Each rank drafts what it writes and begins at once; meanwhile the ranks find whether their drafts are one plan. Only
-//! a rank that cannot know alone what to write waits for its orders. Then each rank has written its own files, and the
-//! commit publishes all of them or none. Tensors flow first: values are encoded meanwhile, compared between ranks, and
-//! follow in files of their own.
+//! a rank that cannot know alone what to write waits for its orders, and copies its state meanwhile. Then each rank has
+//! written its own files, and the commit publishes all of them or none. Tensors flow first: values are encoded
+//! meanwhile, compared between ranks, and follow in files of their own.
 
 use std::collections::{BTreeMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -42,9 +42,9 @@ pub(crate) struct FileJob {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it copies as fast
-/// as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as the store.
-/// Nothing is tried again for longer than `patience`. Gives the checksum of each file's header.
+/// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it
+/// copies as fast as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as
+/// the store. Nothing is tried again for longer than `patience`. Gives the checksum of each file's header.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.

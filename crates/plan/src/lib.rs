@@ -34,6 +34,6 @@ pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
 pub use local::{Claim, Local, Replicas, local, prove};
 pub use ranks::{RankSet, ranges};
-pub use save::{SavePlan, save};
+pub use save::save;
 pub use share::{CHUNK_BLOCKS_MAX, Chunk, Chunks, Common, Matching, Sharing, Wanted, share};
 pub use write::{Rows, Write};

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
@@ -14,18 +13,8 @@ use crate::ranks::RankSet;
 use crate::together::divide_together;
 use crate::write::Write;
 
-/// What a checkpoint will hold and who writes it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SavePlan {
-    /// The leaves of all ranks, sorted by name. A tensor's parts are the distinct regions that ranks hold, sorted; the
-    /// layout is that of the lowest rank.
-    pub leaves: Vec<Leaf>,
-    /// Per rank, what it writes of the parts that it holds, sorted. Every element of `leaves` is written by exactly one
-    /// rank; a part that was cut, by several, some rows each.
-    pub writes: Vec<Vec<Write>>,
-}
-
-/// Plans a save of the catalogs of all ranks, by rank.
+/// Plans a save of the catalogs of all ranks: for each rank what it writes of the parts that it holds, sorted. Every
+/// element of every leaf is written by exactly one rank; a part that was cut, by several, some rows each.
 ///
 /// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on
 /// top of what each rank must write alone. Where that leaves the heaviest rank more than 2 % and 64 KiB above what
@@ -37,34 +26,28 @@ pub struct SavePlan {
 /// a leaf is (dtype, shape, object, alias); parts that are empty, lie outside the shape, overlap each other or leave
 /// elements out; an alias of what is no tensor. A zero-size tensor needs no part, and its only possible part is the
 /// whole.
-pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
+pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
     let mut problems = Vec::new();
     let by_name = merge(catalogs, &mut problems);
     let mut share = Replicated::default();
-    let mut leaves = Vec::with_capacity(by_name.len());
+    let mut tensors = Vec::with_capacity(by_name.len());
     for (name, holders) in &by_name {
-        let body = match agreed(name, holders) {
+        match agreed(name, holders) {
             Ok(Kind::Tensor { dtype, shape }) => {
                 let parts = share.tensor(name, dtype, shape, holders, &mut problems);
-                LeafBody::Tensor { dtype, shape: Dims::from_slice(shape), parts }
+                let body = LeafBody::Tensor { dtype, shape: Dims::from_slice(shape), parts };
+                tensors.push(Leaf { name: (*name).clone(), body, layout: String::new() });
             }
-            Ok(Kind::Object { per_rank }) => LeafBody::Object { per_rank },
-            Ok(Kind::Alias { of }) => {
-                problems.extend(alias_problem(name, of, &by_name));
-                LeafBody::Alias { of: of.clone() }
-            }
-            Err(problem) => {
-                problems.push(problem);
-                continue;
-            }
-        };
-        leaves.push(Leaf { name: (*name).clone(), body, layout: holders[0].leaf.layout.clone() });
+            Ok(Kind::Object { .. }) => {}
+            Ok(Kind::Alias { of }) => problems.extend(alias_problem(name, of, &by_name)),
+            Err(problem) => problems.push(problem),
+        }
     }
     if !problems.is_empty() {
         return Err(Error::Invalid(Problems(problems)));
     }
 
-    let spared = Spared::new(&leaves);
+    let spared = Spared::new(&tensors);
     for (item, leaf) in share.items.iter_mut().zip(&share.leaves) {
         item.spared = spared.of(&leaf.key);
     }
@@ -75,7 +58,7 @@ pub fn save(catalogs: &[Catalog]) -> Result<SavePlan, Error> {
         writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });
     }
     writes.iter_mut().for_each(|parts| parts.sort_unstable());
-    Ok(SavePlan { leaves, writes })
+    Ok(writes)
 }
 
 /// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.

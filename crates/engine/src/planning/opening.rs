@@ -123,8 +123,8 @@ pub(super) fn decide(
     Ok(answers)
 }
 
-/// A plan of that number of what the openings say, with what is remembered of those that say too little; `None` when that does not
-/// make one plan.
+/// A plan of that number of what the openings say, with what is remembered of those that say too little; `None` when
+/// that does not make one plan.
 fn renewed(number: PlanId, known: &[Arc<PlannedAll>], openings: &[Opening]) -> Result<Option<Arc<PlannedAll>>> {
     let remembered = |id: PlanId| known.iter().find(|plan| plan.id == id);
     let claims = openings.iter().enumerate().map(|(rank, opening)| match opening {
@@ -168,7 +168,7 @@ fn planned(number: PlanId, told: Vec<Told>) -> Result<Arc<PlannedAll>> {
         catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
     }
     let writes = if drafted.iter().all(Option::is_none) {
-        shardfast_plan::save(&catalogs)?.writes
+        shardfast_plan::save(&catalogs)?
     } else {
         shardfast_plan::amend(&catalogs, &drafted)?
     };

@@ -86,8 +86,8 @@ fn most(said: &Said) -> BTreeMap<String, usize> {
     most
 }
 
-/// What all that was said since the last call costs in bundles of all ranks: equal payloads travel once. Two bytes frame
-/// a payload, and one for each rank tells which is its own where neither all are equal nor all different.
+/// What all that was said since the last call costs in bundles of all ranks: equal payloads travel once. Two bytes
+/// frame a payload, and one for each rank tells which is its own where neither all are equal nor all different.
 fn bundled(said: &Said) -> usize {
     let mut rounds: BTreeMap<String, Vec<Vec<u8>>> = BTreeMap::new();
     for (_, topic, payload) in said.lock().unwrap().drain(..) {

@@ -39,7 +39,7 @@ fn what_is_begun_stands_and_the_free_take_the_rest() {
     assert_eq!(writes[1], [rows(0, 0, 2), rows(0, 5, 3), Write::whole(2, 0)]);
     // Where nothing is begun the plan covers all, as a new one does.
     let free = amend(&[old.clone(), old.clone()], &[None, None]).unwrap();
-    assert_eq!(free.concat().len(), save(&[old.clone(), old]).unwrap().writes.concat().len());
+    assert_eq!(free.concat().len(), save(&[old.clone(), old]).unwrap().concat().len());
 }
 
 #[test]

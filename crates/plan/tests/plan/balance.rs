@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
-use shardfast_plan::{SavePlan, Write, save, tiles};
+use shardfast_plan::{Write, save, tiles};
 
 const BLOCK: u64 = 64 << 10;
 
@@ -77,8 +77,8 @@ fn region(catalog: &Catalog, write: &Write) -> Region {
     }
 }
 
-fn heaviest(catalogs: &[Catalog], plan: &SavePlan) -> u64 {
-    let load = |rank: usize| plan.writes[rank].iter().map(|write| region(&catalogs[rank], write).numel()).sum::<u64>();
+fn heaviest(catalogs: &[Catalog], plan: &[Vec<Write>]) -> u64 {
+    let load = |rank: usize| plan[rank].iter().map(|write| region(&catalogs[rank], write).numel()).sum::<u64>();
     (0..catalogs.len()).map(load).max().unwrap()
 }
 
@@ -123,7 +123,7 @@ proptest! {
 
         let mut written: BTreeMap<&LeafName, Vec<Region>> = BTreeMap::new();
         let mut cuts = 0;
-        for (catalog, writes) in catalogs.iter().zip(&plan.writes) {
+        for (catalog, writes) in catalogs.iter().zip(&plan) {
             for write in writes {
                 let name = &catalog.leaves[write.leaf as usize].name;
                 written.entry(name).or_default().push(region(catalog, write));
@@ -167,7 +167,7 @@ fn replicas_on_every_rank_are_cut_little_and_level() {
     let mean = total / u64::from(WORLD);
     let found = heaviest(&catalogs, &plan);
     assert!(found <= mean + mean / 50 + 16384, "{found} of {mean}");
-    let pieces = plan.writes.iter().flatten().filter(|write| write.rows.is_some()).count();
+    let pieces = plan.iter().flatten().filter(|write| write.rows.is_some()).count();
     assert!(pieces <= 2 * WORLD as usize, "{pieces} pieces");
 }
 
@@ -190,7 +190,7 @@ fn weights_stay_whole_while_optimizer_states_can_be_cut() {
     let plan = |world: usize| {
         let catalogs = vec![catalog.clone(); world];
         let plan = save(&catalogs).unwrap();
-        let cut = plan.writes.iter().flatten().filter(|write| write.rows.is_some());
+        let cut = plan.iter().flatten().filter(|write| write.rows.is_some());
         let mut keys: Vec<&str> = cut.map(|write| catalog.leaves[write.leaf as usize].name.key.as_str()).collect();
         keys.sort_unstable();
         keys.dedup();

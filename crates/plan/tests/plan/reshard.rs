@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use shardfast_format::{
     Catalog, DType, Extent, FileEntry, Leaf, LeafBody, LeafName, Manifest, ManifestBuilder, Region, SaveInfo,
 };
-use shardfast_plan::{Limits, Piece, Read, SavePlan, Want, load, save, tiles};
+use shardfast_plan::{Limits, Piece, Read, Want, Write, load, save, tiles};
 
 use crate::spread::{Job, job, shape};
 
@@ -86,11 +86,11 @@ fn part_of(catalog: &Catalog, leaf: u32, part: u32) -> (&LeafName, DType, &Regio
 }
 
 /// Writes two files per rank as planned.
-fn write(plan: &SavePlan, catalogs: &[Catalog], wholes: &[Whole]) -> (Manifest, Vec<Vec<u8>>) {
+fn write(plan: &[Vec<Write>], catalogs: &[Catalog], wholes: &[Whole]) -> (Manifest, Vec<Vec<u8>>) {
     let by_name: HashMap<&LeafName, &Whole> = wholes.iter().map(|whole| (&whole.name, whole)).collect();
     let mut regions: HashMap<LeafName, Vec<(Region, Extent)>> = HashMap::new();
     let mut files: Vec<Vec<u8>> = vec![vec![0; DATA_START as usize]; 2 * catalogs.len()];
-    for (rank, parts) in plan.writes.iter().enumerate() {
+    for (rank, parts) in plan.iter().enumerate() {
         assert!(parts.is_sorted());
         for at in parts {
             let (name, dtype, region) = part_of(&catalogs[rank], at.leaf, at.part);
@@ -122,10 +122,10 @@ fn write(plan: &SavePlan, catalogs: &[Catalog], wholes: &[Whole]) -> (Manifest, 
 }
 
 /// Each element is written by exactly one rank.
-fn check_save(plan: &SavePlan, catalogs: &[Catalog], wholes: &[Whole]) {
+fn check_save(plan: &[Vec<Write>], catalogs: &[Catalog], wholes: &[Whole]) {
     let mut written: HashMap<&LeafName, Vec<Region>> = HashMap::new();
     for (rank, catalog) in catalogs.iter().enumerate() {
-        for at in &plan.writes[rank] {
+        for at in &plan[rank] {
             let (name, _, region) = part_of(catalog, at.leaf, at.part);
             written.entry(name).or_default().push(region.clone());
         }

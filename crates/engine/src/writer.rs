@@ -287,6 +287,8 @@ impl<'a> Writes<'a> for Filled<'a> {
             let now = Instant::now();
             let (again, until) = self.lock().due(now);
             if self.run.failure.is_set() {
+                // Somebody may wait for a slot, and another one for him.
+                self.lock().writes.clear();
                 return Next::End;
             }
             if let Some(write) = again {
@@ -299,6 +301,7 @@ impl<'a> Writes<'a> for Filled<'a> {
                 Some(until) => self.receiver.recv_deadline(until.min(now + GLANCE)),
             };
             match (filled, until) {
+                (Ok(_), _) if self.run.failure.is_set() => continue,
                 (Ok((number, slot)), _) => return Next::Write(self.write(number, slot)),
                 (Err(RecvTimeoutError::Disconnected), None) => return Next::End,
                 (Err(_), _) if !wait => return Next::Later,

@@ -16,10 +16,14 @@
 //! [`SimDisk::inject`] makes one of them go wrong, [`SimDisk::refuse`] makes all of one name fail. Clones are the same
 //! disk.
 
+mod chance;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use chance::Chance;
 
 use crate::Mapping;
 use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
@@ -577,47 +581,6 @@ impl Disk for SimDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         self.call("stat", path, None, |state, _| state.find(path).map(|inode| state.stat(inode)))
-    }
-}
-
-/// What a crash keeps, by seed.
-struct Chance {
-    state: u64,
-    /// Of 256.
-    keeps_of_256: u64,
-}
-
-impl Chance {
-    /// What becomes of one inode.
-    fn of(seed: u64, inode: u64) -> Self {
-        let state = Chance { state: seed ^ inode.rotate_left(32), keeps_of_256: 0 }.next();
-        Self { state, ..Self::new(seed) }
-    }
-
-    fn new(seed: u64) -> Self {
-        let keeps_of_256 = match seed {
-            0 => 0,
-            1 => 256,
-            _ => [128, 32, 224][(seed % 3) as usize],
-        };
-        Self { state: seed, keeps_of_256 }
-    }
-
-    /// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-    fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn keeps(&mut self) -> bool {
-        self.next() % 256 < self.keeps_of_256
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
     }
 }
 

@@ -6,7 +6,9 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_engine::{Engine, Fences, Provider, Result, State, Want, checkpoint, save_to, staging};
+use shardfast_engine::{
+    Engine, Fences, Provider, RankSet, Replicas, Result, State, Want, checkpoint, save_to, staging,
+};
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Store};
 
@@ -341,4 +343,27 @@ fn what_could_not_be_written_is_written_again_as_it_was_copied() {
         opened.load(&[want], &[], LONG).unwrap();
         assert!(block.elements().iter().all(|&byte| byte == 1));
     }
+}
+
+/// All slots wait for their next try when another rank fails the save.
+#[test]
+fn a_save_that_failed_elsewhere_leaves_nobody_waiting_for_a_slot() {
+    let engine = |coord| Engine::new(coord, staging::STAGING_BYTES_MIN).unwrap();
+    let engines: Vec<Arc<Engine>> = shardfast_coord::local(2).into_iter().map(engine).collect();
+    let store = Arc::new(Zeroless::default());
+    store.trouble.failures_left.store(u64::MAX, Ordering::SeqCst);
+    let counted = Arc::new(Counted::default());
+    let state = state("w", DType::U8, &[counted.bytes()], counted);
+    let replicas = Replicas { groups: vec![RankSet::new([0, 1])], leaves: vec![Some(0)] };
+    let state = State { replicas: Some(Arc::new(replicas)), ..state };
+    let opened = Ok(Arc::clone(&store) as Arc<dyn Store>);
+    let pending = save_to(&engines[1], opened, destination("sparse"), state, LONG);
+    while store.trouble.failures_left.load(Ordering::SeqCst) > u64::MAX - 8 {
+        thread::yield_now();
+    }
+    let refusal = shardfast_engine::Error::new(shardfast_engine::Kind::Invalid, "not now");
+    let refused = engines[0].refuse(refusal, LONG);
+    let ended = pending.committed(Some(Duration::from_secs(20)));
+    assert_eq!(ended.unwrap_err().message, "rank 0: not now");
+    assert_eq!(refused.message, "rank 0: not now");
 }

@@ -30,6 +30,7 @@ class Rank:
     def __init__(self, number: int, world: int, rendezvous: str, function: Callable, args: tuple) -> None:
         self.number = number
         self.received = bytearray()
+        self.status: int | None = None
         self.pipe, sending = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -39,7 +40,16 @@ class Rank:
 
     def outcome(self) -> tuple[bool, object]:
         """Whether it did what it should, and the result or the traceback."""
-        return pickle.loads(self.received) if self.received else (False, f"rank {self.number} died without a word")
+        if self.received:
+            return pickle.loads(self.received)
+        how = "" if self.status is None else f", status {os.waitstatus_to_exitcode(self.status)}"
+        return False, f"rank {self.number} died without a word{how}"
+
+    def end(self) -> None:
+        """Kills it if it has not ended by itself."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.status = os.waitpid(self.pid, 0)[1]
+        os.close(self.pipe)
 
 
 def run(number: int, world: int, rendezvous: str, function: Callable, args: tuple, sending: int) -> None:
@@ -97,9 +107,7 @@ def ranks(tmp_path):
                 collect(processes, time.monotonic() + deadline_s)
             finally:
                 for process in processes:
-                    os.kill(process.pid, signal.SIGKILL)
-                    os.waitpid(process.pid, 0)
-                    os.close(process.pipe)
+                    process.end()
             outcomes = [process.outcome() for process in processes]
             failures = [f"rank {rank}:\n{text}" for rank, (done, text) in enumerate(outcomes) if not done]
             told = [text for text in failures if "died without a word" not in text]

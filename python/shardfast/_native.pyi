@@ -324,7 +324,7 @@ class Hold:
 
     def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
     def stamp(self, tensors: list[Any]) -> Stamp | None:
-        """How the tensors, those of the hold, are now; ``None`` when what is held is not where it was."""
+        """How they are now; ``None`` if `changes` found that their memory had moved."""
 
     def changes(self, tensors: list[Any], stamp: Stamp) -> list[tuple[int, str]]:
         """What was done since the stamp was made, as the tensor's number and a word such as "written"."""

@@ -397,10 +397,9 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     /// A name that is a text or a number, of exactly these types: others may do anything when they are compared.
     fn name(&mut self, name: &Bound<'py, PyAny>) -> bool {
-        let is_text = name.is_exact_instance_of::<PyString>();
         let Some(met) = self.known else {
             self.made.names.push(name.clone().unbind());
-            return is_text || name.is_exact_instance_of::<PyInt>();
+            return name.is_exact_instance_of::<PyString>() || name.is_exact_instance_of::<PyInt>();
         };
         self.names += 1;
         let Some(known) = met.names.get(self.names - 1) else { return false };

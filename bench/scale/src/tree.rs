@@ -46,7 +46,7 @@ impl Words {
             }
             Words::Own | Words::OwnOfSomeLength => rank,
         };
-        let longer = usize::from(matches!(self, Words::OwnOfSomeLength) && rank % 3 == 0);
+        let longer = usize::from(matches!(self, Words::OwnOfSomeLength) && rank.is_multiple_of(3));
         (0..bytes + longer).map(|i| (number >> (8 * (i % 4))) as u8).collect()
     }
 }

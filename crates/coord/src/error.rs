@@ -40,7 +40,7 @@ pub enum Error {
         /// How it went.
         cause: String,
     },
-    /// Rank 0 cannot be reached or does not answer; nothing is known about the outcome.
+    /// Rank 0 or a rank on the way to it cannot be reached or does not answer; nothing is known of the outcome.
     #[error("{0}")]
     Unavailable(String),
     /// The call is wrong, or refused.

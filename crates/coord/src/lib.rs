@@ -100,7 +100,8 @@ pub trait Coord: Send + Sync {
     /// # Errors
     ///
     /// [`Error::Failed`], [`Error::Missing`] and [`Error::Lost`] are the round's, equal on every rank;
-    /// [`Error::Unavailable`] when rank 0 does not answer; [`Error::Invalid`] when the call itself is wrong.
+    /// [`Error::Unavailable`] when rank 0 or a rank on the way to it does not answer; [`Error::Invalid`] when the call
+    /// itself is wrong.
     fn agree(
         &self,
         topic: &str,

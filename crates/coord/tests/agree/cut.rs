@@ -75,9 +75,9 @@ fn ranks_beyond_a_cut(number: u32, beyond: std::ops::Range<u32>) {
             job.ranks[7].come("plan", DEADLINE);
         }
         let heard = job.ranks[rank as usize].heard();
-        let (above, cut_off) = ("no word from ranks 4-7 within 3s; rank 4 does not answer", "; the outcome of");
+        let cut_off = "; the outcome of";
         let is_named = match rank {
-            0..=3 => heard.what.ends_with(above),
+            0..=3 => heard.misses("ranks 4-7", 4),
             5..WORLD if !is_beyond(rank) => heard.what.starts_with(&format!("rank 4 does not answer{cut_off}")),
             _ => heard.what.starts_with(&format!("rank 0 does not answer{cut_off}")),
         };

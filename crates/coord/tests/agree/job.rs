@@ -46,6 +46,14 @@ pub(crate) struct Heard {
     pub(crate) what: String,
 }
 
+impl Heard {
+    /// Whether `missing` did not come, `silent` of them because it does not answer.
+    pub(crate) fn misses(&self, missing: &str, silent: u32) -> bool {
+        let begins = format!("agreement on \"plan\" failed: no word from {missing} within ");
+        self.what.starts_with(&begins) && self.what.ends_with(&format!("; rank {silent} does not answer"))
+    }
+}
+
 impl Process {
     pub(crate) fn start(role: &str, site: &Site) -> Process {
         let itself = env::current_exe().unwrap();

@@ -294,7 +294,7 @@ impl<'a> Writes<'a> for Filled<'a> {
             if let Some(write) = again {
                 return Next::Write(write);
             }
-            // Whoever hands a failed write back comes for it himself: only then is there one that is not yet due.
+            // While nothing is to be tried again nobody has to look up: who hands a failed write back comes here next.
             let filled = match until {
                 _ if !wait => self.receiver.recv_deadline(now),
                 None => self.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),

@@ -318,7 +318,7 @@ fn a_store_that_panics_fails_the_save() {
 /// slots, for the state may have changed. What never can be leaves nobody waiting for a slot.
 #[test]
 fn what_could_not_be_written_is_written_again_as_it_was_copied() {
-    for (is_waited_for, failures) in [(false, 12), (true, 12), (false, u64::MAX), (true, u64::MAX)] {
+    for (is_waited_for, failures) in [(false, 8), (true, 8), (false, u64::MAX), (true, u64::MAX)] {
         let store = Arc::new(Zeroless::default());
         store.trouble.failures_left.store(failures, Ordering::SeqCst);
         let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();

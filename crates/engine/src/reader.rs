@@ -10,6 +10,7 @@ use shardfast_plan::{Limits, Read};
 use shardfast_store::{ObjectReader, Store};
 
 use crate::error::{Error, Kind, Result};
+use crate::lent;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
@@ -104,6 +105,20 @@ impl Files {
             }
         }
         Ok(damaged)
+    }
+
+    /// Places what lies in memory already, as far as it is what was saved; whether that is all of it. Otherwise it is
+    /// to be read.
+    fn place_lent(&self, read: &Read, range: &Range<u64>, sinks: &[&Sink]) -> Result<bool> {
+        let open = self.open(read.file)?;
+        if read.pieces.iter().any(|piece| sinks[piece.want as usize].host().is_none()) {
+            return Ok(false);
+        }
+        let Some(bytes) = open.object.lend(range.start, (range.end - range.start) as usize) else { return Ok(false) };
+        let first = ((range.start - open.header.data_start) / BLOCK_BYTES) as usize;
+        let blocks = bytes.len().div_ceil(BLOCK_BYTES as usize);
+        let expected = &open.header.block_crcs[first..first + blocks];
+        Ok(lent::place(&bytes, range.start, expected, &read.pieces, sinks).is_ok())
     }
 
     /// The checkpoint's place, as messages call it.
@@ -276,6 +291,9 @@ pub(crate) fn each_ahead<T: Send>(
 
 fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
     let range = files.range(read);
+    if files.place_lent(read, &range, sinks)? {
+        return Ok(range.end - range.start);
+    }
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };

@@ -201,6 +201,14 @@ pub trait ObjectReader: Send + Sync {
     /// # Errors
     /// [`Kind::Corrupt`] if the object ends before the range does.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// [`read_at`](Self::read_at) of what was not what it should be: in another way if there is one, from the medium.
+    ///
+    /// # Errors
+    /// As [`read_at`](Self::read_at).
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
+    }
 }
 
 /// One line of [`Store::list`].

@@ -93,15 +93,21 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         }
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
         match self.way().filter(|_| is_aligned) {
-            Some(direct) => self.devices.tried(self.device, true, bytes, || {
-                let units = buf.len() - buf.len() % ALIGNMENT;
-                let done = self.fill_units(direct, offset, &mut buf[..units])?;
-                self.fill(offset + done as u64, &mut buf[done..])
-            }),
+            Some(direct) => self.devices.tried(self.device, true, bytes, || self.fill_past(direct, offset, buf)),
             None => self.devices.tried(self.device, false, bytes, || {
                 let _ = self.disk.will_need(&self.file, offset, bytes);
                 self.fill(offset, buf)
             }),
+        }
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
+        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
+            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
+            _ => self.fill(offset, buf),
         }
     }
 }
@@ -143,6 +149,13 @@ impl<D: Disk> LocalReader<D> {
     /// The file to read from past the page cache, if that is how the next read goes.
     fn way(&self) -> Option<&D::File> {
         self.direct.as_ref().filter(|_| self.devices.reads_direct(self.device))
+    }
+
+    /// Reads past the page cache what can be read so, and through it the rest. Address and offset are aligned.
+    fn fill_past(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let units = buf.len() - buf.len() % ALIGNMENT;
+        let done = self.fill_units(direct, offset, &mut buf[..units])?;
+        self.fill(offset + done as u64, &mut buf[done..])
     }
 
     /// Reads whole units past the page cache as far as that goes; how many bytes.

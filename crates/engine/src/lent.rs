@@ -1,7 +1,7 @@
 //! Bytes that the storage lends where they lie: proven and placed block by block, with no slot between.
 //!
-//! A block comes into the cache to be proven and is placed from there. While it is, the next one is fetched: copies past
-//! the cache leave the memory time for that, and the processor by itself does not look beyond the end of a page.
+//! A block comes into the cache to be proven and is placed from there. While it is, the next one is fetched: copies
+//! past the cache leave the memory time for that, and the processor by itself does not look beyond the end of a page.
 
 use shardfast_format::{BLOCK_BYTES, crc64};
 use shardfast_plan::Piece;

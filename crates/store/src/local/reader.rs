@@ -15,8 +15,8 @@ use crate::{Kind, Lent, Mapping, ObjectReader, Result};
 /// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
 const PREFETCH_BYTES_MIN: usize = 128 * 1024;
 
-/// From this length on a range that lies in the page cache is lent: to map and to unmap a shorter one takes as long as to
-/// copy it.
+/// From this length on a range that lies in the page cache is lent: to map and to unmap a shorter one takes as long as
+/// to copy it.
 const LENT_BYTES_MIN: usize = 256 * 1024;
 
 /// An open file.

@@ -579,7 +579,7 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
     """The tensor leaves below each object leaf, by names."""
     out: dict[tuple[str, str], list[SavedLeaf]] = {}
     objects = {(leaf.key, leaf.name) for leaf in saved if isinstance(leaf, SavedObject)}
-    for leaf in saved:
+    for leaf in saved if objects else ():
         if isinstance(leaf, SavedObject):
             continue
         end = leaf.name.find(".")

@@ -10,8 +10,9 @@ use shardfast_store::Store;
 
 use crate::agree::Engine;
 use crate::commit;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::reader::Files;
+use crate::runs;
 
 /// A committed checkpoint whose manifest is proven.
 pub struct Checkpoint {
@@ -109,7 +110,7 @@ pub struct Opinion {
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
 /// `Unsupported` for a newer format, what the store says.
 pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
-    open_from(engine, shardfast_store::open(url).map_err(Error::from), url, deadline)
+    open_from(engine, runs::store(url), url, deadline)
 }
 
 /// [`open`] from a store that is already open at the checkpoint's place; `url` is what the checkpoint is called.
@@ -132,7 +133,7 @@ pub fn open_from(
 
 /// The proven manifest at `url`, or a word on what is there instead.
 pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
-    commit::read_manifest(store).map_err(|error| {
+    retry(|| commit::read_manifest(store)).map_err(|error| {
         if error.kind != Kind::NotFound {
             return error;
         }

@@ -9,10 +9,11 @@ use shardfast_format::{Extent, LeafKind, Manifest, SaveInfo};
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::load::ValueRef;
 use crate::locate::{self, Place};
 use crate::repr;
+use crate::runs;
 use crate::stream::{batches, tensor_bytes};
 
 /// Values up to this size, in bytes, are decoded and shown.
@@ -128,7 +129,8 @@ fn outline(url: &str, step: Option<u64>) -> Outline {
 }
 
 fn manifest(url: &str) -> Result<(Manifest, u64)> {
-    let bytes = commit::read_manifest(&*shardfast_store::open(url)?)?;
+    let store = runs::store(url)?;
+    let bytes = retry(|| commit::read_manifest(&*store))?;
     Ok((Manifest::decode(&bytes)?, bytes.len() as u64))
 }
 

@@ -14,6 +14,7 @@ pub mod diff;
 pub mod error;
 pub mod export;
 pub mod inspect;
+mod lent;
 pub mod load;
 pub mod locate;
 pub mod mapped;

@@ -29,11 +29,8 @@ pub(crate) enum Place {
 /// # Errors
 /// `NotFound` when neither is there, with a word on what is there instead.
 pub(crate) fn look(url: &str) -> Result<Place> {
-    let store = shardfast_store::open(url)?;
-    let entries = match store.list("") {
-        Err(error) if error.kind == shardfast_store::Kind::NotFound => Vec::new(),
-        entries => entries?,
-    };
+    let store = runs::store(url)?;
+    let entries = runs::entries(&*store)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);
     }

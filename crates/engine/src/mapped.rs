@@ -99,7 +99,7 @@ impl Mapped {
                 let found = crc64(&file.mapping[span.start as usize..span.end as usize]);
                 if found != expected {
                     let path = self.checkpoint.manifest().files()[number as usize].path.clone();
-                    return Err(Error::corrupt(Damage { path, span, expected, found }.to_string()));
+                    return Err(Error::corrupt(Damage { path, span, expected, found, before: None }.to_string()));
                 }
                 proven[block] = true;
             }

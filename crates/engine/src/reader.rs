@@ -9,7 +9,8 @@ use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc
 use shardfast_plan::{Limits, Read};
 use shardfast_store::{ObjectReader, Store};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
+use crate::lent;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
@@ -56,6 +57,10 @@ impl Files {
 
     /// The file, opened and with its header proven.
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
+        retry(|| self.open_once(file))
+    }
+
+    fn open_once(&self, file: u32) -> Result<Arc<OpenFile>> {
         let slot = |file: u32| self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner);
         let mut open = slot(file);
         if let Some(open) = &*open {
@@ -77,8 +82,29 @@ impl Files {
         Ok(opened)
     }
 
+    /// Reads from a file, opened anew for each further try: a network file system may have forgotten the open one.
+    fn read_from(
+        &self,
+        file: u32,
+        range: &Range<u64>,
+        mut read: impl FnMut(&OpenFile) -> shardfast_store::Result<()>,
+    ) -> Result<Arc<OpenFile>> {
+        let path = &self.manifest.files()[file as usize].path;
+        let place = || format!("{}: file {path}, bytes {}..{}", self.place, range.start, range.end);
+        retry(|| {
+            let open = self.open_once(file)?;
+            match read(&open) {
+                Ok(()) => Ok(open),
+                Err(error) => {
+                    *self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner) = None;
+                    Err(Error::from(error).within(place()))
+                }
+            }
+        })
+    }
+
     /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,
-    /// among those for which `needed` says so. Offsets are absolute in the file.
+    /// among those for which `needed` says so, though they were read twice. Offsets are absolute in the file.
     pub(crate) fn read_blocks(
         &self,
         file: u32,
@@ -86,24 +112,60 @@ impl Files {
         slot: &mut Slot,
         needed: impl Fn(Range<u64>) -> bool,
     ) -> Result<Vec<Damage>> {
-        let open = self.open(file)?;
-        let path = &self.manifest.files()[file as usize].path;
-        let bytes = (range.end - range.start) as usize;
-        open.object.read_at(range.start, &mut slot[..bytes]).map_err(|e| Error::from(e).within(&self.place))?;
-        let first = ((range.start - open.header.data_start) / BLOCK_BYTES) as usize;
+        let bytes = &mut slot[..(range.end - range.start) as usize];
+        let open = self.read_from(file, &range, |open| open.object.read_at(range.start, bytes))?;
+        let damaged = self.damaged(file, &open.header, range.start, bytes, &needed);
+        if damaged.is_empty() {
+            return Ok(damaged);
+        }
+        // A bit may have turned on its way or in the page cache, and the medium still have it right.
+        let Ok(open) = self.read_from(file, &range, |open| open.object.read_again(range.start, bytes)) else {
+            return Ok(damaged);
+        };
+        let mut still = self.damaged(file, &open.header, range.start, bytes, &needed);
+        for block in &mut still {
+            block.before = damaged.iter().find(|before| before.span == block.span).map(|before| before.found);
+        }
+        Ok(still)
+    }
+
+    /// The blocks among `bytes`, which lie at `offset` of the file, that are not what was saved.
+    fn damaged(
+        &self,
+        file: u32,
+        header: &DataHeader,
+        offset: u64,
+        bytes: &[u8],
+        needed: &impl Fn(Range<u64>) -> bool,
+    ) -> Vec<Damage> {
+        let first = ((offset - header.data_start) / BLOCK_BYTES) as usize;
         let mut damaged = Vec::new();
-        for (i, block) in slot[..bytes].chunks(BLOCK_BYTES as usize).enumerate() {
-            let start = range.start + i as u64 * BLOCK_BYTES;
+        for (i, block) in bytes.chunks(BLOCK_BYTES as usize).enumerate() {
+            let start = offset + i as u64 * BLOCK_BYTES;
             let span = start..start + block.len() as u64;
-            let expected = open.header.block_crcs[first + i];
             if needed(span.clone()) {
-                let found = crc64(block);
+                let (expected, found) = (header.block_crcs[first + i], crc64(block));
                 if found != expected {
-                    damaged.push(Damage { path: path.clone(), span, expected, found });
+                    let path = self.manifest.files()[file as usize].path.clone();
+                    damaged.push(Damage { path, span, expected, found, before: None });
                 }
             }
         }
-        Ok(damaged)
+        damaged
+    }
+
+    /// Places what lies in memory already, as far as it is what was saved; whether that is all of it. Otherwise it is
+    /// to be read.
+    fn place_lent(&self, read: &Read, range: &Range<u64>, sinks: &[&Sink]) -> Result<bool> {
+        let open = self.open(read.file)?;
+        if read.pieces.iter().any(|piece| sinks[piece.want as usize].host().is_none()) {
+            return Ok(false);
+        }
+        let Some(bytes) = open.object.lend(range.start, (range.end - range.start) as usize) else { return Ok(false) };
+        let first = ((range.start - open.header.data_start) / BLOCK_BYTES) as usize;
+        let blocks = bytes.len().div_ceil(BLOCK_BYTES as usize);
+        let expected = &open.header.block_crcs[first..first + blocks];
+        Ok(lent::place(&bytes, range.start, expected, &read.pieces, sinks).is_ok())
     }
 
     /// The checkpoint's place, as messages call it.
@@ -162,8 +224,10 @@ pub struct Damage {
     pub span: Range<u64>,
     /// The CRC-64 in the file's header.
     pub expected: u64,
-    /// The CRC-64 of what was read.
+    /// The CRC-64 of what was read, the second time if it was read twice.
     pub found: u64,
+    /// The CRC-64 of what was read the first time of two.
+    pub before: Option<u64>,
 }
 
 impl std::fmt::Display for Damage {
@@ -172,7 +236,12 @@ impl std::fmt::Display for Damage {
             f,
             "file {}, bytes {}..{}: expected CRC-64 {:016x}, found {:016x}",
             self.path, self.span.start, self.span.end, self.expected, self.found
-        )
+        )?;
+        match self.before {
+            None => Ok(()),
+            Some(before) if before == self.found => f.write_str(", and the same when it was read again"),
+            Some(before) => write!(f, " when it was read again, and {before:016x} before"),
+        }
     }
 }
 
@@ -195,7 +264,11 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     }
     let mut header = vec![0; entry.data_start as usize];
     object.read_at(0, &mut header)?;
-    let found = crc64(&header);
+    let mut found = crc64(&header);
+    if found != entry.header_crc {
+        object.read_again(0, &mut header)?;
+        found = crc64(&header);
+    }
     if found != entry.header_crc {
         return Err(Error::corrupt(format!(
             "file {}: its header (bytes 0..{}) is not the one that was saved: expected CRC-64 {:016x}, found \
@@ -276,6 +349,9 @@ pub(crate) fn each_ahead<T: Send>(
 
 fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
     let range = files.range(read);
+    if files.place_lent(read, &range, sinks)? {
+        return Ok(range.end - range.start);
+    }
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
+use shardfast_store::{Entry, Store};
 
 use crate::agree::Engine;
 use crate::checkpoint::Checkpoint;
 use crate::commit;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -27,16 +28,25 @@ pub fn step_url(run_url: &str, step: u64) -> String {
     format!("{}/{}", run_url.trim_end_matches('/'), step_dir(step))
 }
 
+/// The store at a URL, to be read.
+pub(crate) fn store(url: &str) -> Result<Arc<dyn Store>> {
+    retry(|| Ok(shardfast_store::open(url)?))
+}
+
+/// What is directly below a store's root; nothing if that is not there.
+pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
+    match retry(|| Ok(store.list("")?)) {
+        Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
+        entries => entries,
+    }
+}
+
 /// The steps of the run at `url`, ascending. Empty when nothing was ever saved there.
 ///
 /// # Errors
 /// `Invalid` when a checkpoint is there instead of a run; what the store says.
 pub fn list(url: &str) -> Result<Vec<Step>> {
-    let store = shardfast_store::open(url)?;
-    let entries = match store.list("") {
-        Err(error) if error.kind == shardfast_store::Kind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
+    let entries = entries(&*store(url)?)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Err(Error::invalid(format!(
             "{url}: expected a run (a directory of checkpoints `{}`), found one checkpoint",
@@ -47,7 +57,7 @@ pub fn list(url: &str) -> Result<Vec<Step>> {
     for entry in entries.iter().filter(|entry| entry.is_dir) {
         let Some(step) = parse_step_dir(&entry.name) else { continue };
         let url = step_url(url, step);
-        let commit = match shardfast_store::open(&url).map_err(Error::from).and_then(|s| commit::read_commit(&*s)) {
+        let commit = match store(&url).and_then(|store| retry(|| commit::read_commit(&*store))) {
             Err(error) if error.kind == Kind::NotFound => Ok(None),
             commit => commit.map(Some),
         };
@@ -100,7 +110,7 @@ pub fn newest(
     })?;
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
-    let store = shardfast_store::open(&url)?;
+    let store = store(&url)?;
     let checkpoint = Checkpoint::new(engine, &url, store, &found.manifest)?;
     Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
 }
@@ -124,8 +134,8 @@ fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
             );
             return Err(Error::new(error.kind, message));
         }
-        let opened = step.commit.and_then(|_| Ok(shardfast_store::open(&step.url)?));
-        match opened.and_then(|store| commit::read_manifest(&*store)) {
+        let opened = step.commit.and_then(|_| store(&step.url));
+        match opened.and_then(|store| retry(|| commit::read_manifest(&*store))) {
             Ok(manifest) => return Ok(Some(Found { step: step.step, manifest, skipped })),
             Err(error) if older => {
                 passed_over_committed = true;

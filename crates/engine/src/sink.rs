@@ -47,6 +47,14 @@ impl Sink {
         unsafe { HostSink::new(address, lengths, strides_bytes, item_bytes) }.map(Sink::Host)
     }
 
+    /// The block, if it lies in this process's memory.
+    pub(crate) fn host(&self) -> Option<&HostSink> {
+        match self {
+            Sink::Host(sink) => Some(sink),
+            Sink::Device(_) => None,
+        }
+    }
+
     /// Copies a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart in
     /// `src`, which must stay as it is until `fences` was waited for.
     ///
@@ -106,8 +114,49 @@ impl HostSink {
             let run = &src[from..from + bytes];
             // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
             // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
-            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, bytes) };
+            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, bytes, 0) };
         });
+        crate::copy::settle();
+    }
+
+    /// As [`HostSink::scatter`], of a box whose first element lies `at` bytes behind the beginning of `src`, and which
+    /// is read for the first time here: `look` is called with the number of each part of `part_bytes` of `src` before
+    /// bytes of it are copied, and the part behind it is fetched meanwhile.
+    ///
+    /// # Errors
+    /// What `look` says; nothing of that part or behind it is copied.
+    #[allow(unsafe_code)]
+    #[allow(clippy::too_many_arguments)] // a box is four of them
+    pub(crate) fn scatter_parts<E>(
+        &self,
+        offsets: &[u64],
+        lengths: &[u64],
+        src_strides: &[u64],
+        src: &[u8],
+        at: usize,
+        part_bytes: usize,
+        mut look: impl FnMut(usize) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let mut ended = Ok(());
+        self.for_each_run(offsets, lengths, src_strides, |address, from, bytes| {
+            let run = &src[at + from..at + from + bytes];
+            let mut done = 0;
+            while done < bytes && ended.is_ok() {
+                let place = at + from + done;
+                let part = place / part_bytes;
+                let now = (bytes - done).min((part + 1) * part_bytes - place);
+                ended = look(part);
+                if ended.is_ok() {
+                    let ahead = if place + part_bytes + now <= src.len() { part_bytes } else { 0 };
+                    let run = &run[done..done + now];
+                    // SAFETY: as in `scatter`.
+                    unsafe { crate::copy::copy(run.as_ptr(), (address + done) as *mut u8, now, ahead) };
+                    done += now;
+                }
+            }
+        });
+        crate::copy::settle();
+        ended
     }
 
     /// Calls `visit(address, from, bytes)` for every run of a box without empty dimensions that is contiguous on both

@@ -24,7 +24,7 @@ pub use findings::{Block, Finding, Hit, Problem};
 use crate::agree::Engine;
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::inspect::load_each;
 use crate::load::ValueRef;
 use crate::reader::{self, Files};
@@ -94,7 +94,7 @@ pub fn verify_in(
         Kind::Corrupt => Ok(of_broken_top(url, problem, error)),
         _ => Err(error),
     };
-    if let Err(error) = commit::read_commit(&*store)
+    if let Err(error) = retry(|| commit::read_commit(&*store))
         && error.kind != Kind::NotFound
     {
         return top(Problem::Commit, error);

@@ -440,7 +440,7 @@ pub(crate) fn wants(
             return Err(invalid(format!("there is no leaf {leaf} in a manifest of {}", manifest.len())));
         }
         let named = manifest.leaf(leaf);
-        let name = format!("{}/{}", named.key, named.name);
+        let name = format_args!("{}/{}", named.key, named.name);
         let LeafKind::Tensor { dtype, shape } = named.kind else {
             return Err(invalid(format!("leaf {name} is no tensor")));
         };

@@ -38,7 +38,7 @@ mod write;
 
 pub use error::{Error, Kind, Result};
 pub use local::Devices;
-pub use map::Mapping;
+pub use map::{Lent, Mapping};
 pub use write::{Buffer, Next, Write, Writes};
 
 /// Named bytes below one URL.
@@ -193,12 +193,26 @@ pub trait ObjectReader: Send + Sync {
     /// that few threads suffice to read.
     fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool;
 
+    /// A range as it lies in this machine's memory already, if reading it there is as safe as
+    /// [`read_at`](Self::read_at); `None` where it has to be fetched, or is better copied.
+    fn lend(&self, _offset: u64, _bytes: usize) -> Option<Lent<'_>> {
+        None
+    }
+
     /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage
     /// may be able to fill it without a copy.
     ///
     /// # Errors
     /// [`Kind::Corrupt`] if the object ends before the range does.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// [`read_at`](Self::read_at) of what was not what it should be: in another way if there is one, from the medium.
+    ///
+    /// # Errors
+    /// As [`read_at`](Self::read_at).
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
+    }
 }
 
 /// One line of [`Store::list`].

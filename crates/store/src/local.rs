@@ -44,6 +44,7 @@ pub use devices::Devices;
 use reader::LocalReader;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
+use crate::map::Lending;
 use crate::write::{Writes, by_threads};
 use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
 
@@ -106,6 +107,7 @@ pub struct LocalStore<D: Disk = RealDisk> {
     /// Whether large files are written through the page cache all the same; found out before the first one is created.
     buffered: AtomicBool,
     above: Mutex<Above>,
+    lending: Arc<Lending>,
 }
 
 /// The directories above the root.
@@ -139,7 +141,16 @@ impl<D: Disk> LocalStore<D> {
             }
         }
         let (direct, buffered) = (OnceLock::new(), AtomicBool::new(false));
-        Ok(Self { disk: Arc::new(disk), root, url, devices: Arc::default(), direct, buffered, above: Mutex::default() })
+        Ok(Self {
+            disk: Arc::new(disk),
+            root,
+            url,
+            devices: Arc::default(),
+            direct,
+            buffered,
+            above: Mutex::default(),
+            lending: Arc::default(),
+        })
     }
 
     fn path(&self, op: &'static str, name: &str) -> Result<PathBuf> {
@@ -353,7 +364,8 @@ impl<D: Disk> Store for LocalStore<D> {
         // Only another way: what cannot be opened so is read through the page cache.
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
         let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
-        Ok(Box::new(LocalReader::new(self.disk.clone(), file, direct, (devices, device), path, bytes)))
+        let lending = Arc::clone(&self.lending);
+        Ok(Box::new(LocalReader::new(self.disk.clone(), file, direct, (devices, device), lending, path, bytes)))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {

@@ -1,13 +1,21 @@
-//! Objects mapped into memory: looked at without a copy.
+//! Objects mapped into memory: looked at without a copy, as a whole or as long as a range lies in the page cache.
 
 use std::ffi::c_void;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::disk::{Errno, Sys};
+
+/// File systems whose cached pages are this machine's own: no server takes them back while they are looked at. By
+/// `linux/magic.h`: ext4, XFS, Btrfs, F2FS, tmpfs.
+const OWN_FILE_SYSTEMS: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
+
+/// Bytes given back that are unmapped together.
+const MAPPED_BYTES_MAX: usize = 16 << 20;
 
 /// An object's bytes as they lie in the page cache; unmapped when dropped.
 ///
@@ -26,17 +34,43 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    #[allow(unsafe_code)]
     pub(crate) fn new(file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
+        // Writable and private, so that a program that writes into what it looks at changes its own copy of a page.
+        Mapping::with(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+    }
+
+    /// For [`Lending`].
+    ///
+    /// # Errors
+    /// `ENOTSUP` where others than this machine may take the pages of a file away.
+    pub(crate) fn for_lending(file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
+        // Unsigned, whatever type the C library gives the field here.
+        let file_system = rustix::fs::fstatfs(file)?.f_type as u32;
+        if !OWN_FILE_SYSTEMS.contains(&file_system) {
+            return Err(Errno::NOTSUP);
+        }
+        Mapping::with(file, bytes, ProtFlags::READ, MapFlags::SHARED)
+    }
+
+    #[allow(unsafe_code)]
+    fn with(file: &OwnedFd, bytes: u64, protection: ProtFlags, flags: MapFlags) -> Sys<Mapping> {
         let bytes = usize::try_from(bytes).map_err(|_| Errno::OVERFLOW)?;
         if bytes == 0 {
             return Ok(Mapping { address: NonNull::dangling(), bytes });
         }
-        // Writable and private, so that a program that writes into what it looks at changes its own copy of a page.
-        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
         let address = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, flags, file, 0) }?;
         Ok(Mapping { address: NonNull::new(address).ok_or(Errno::NOMEM)?, bytes })
+    }
+
+    /// `pages`: whole ones, of the mapping.
+    #[allow(unsafe_code)]
+    fn advise(&self, pages: &Range<usize>, advice: Advice) -> Sys<()> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range lies in this mapping, whose contents neither advice changes: it shows a file.
+        unsafe { rustix::mm::madvise(self.address.as_ptr().byte_add(pages.start), pages.len(), advice) }
     }
 }
 
@@ -57,5 +91,177 @@ impl Drop for Mapping {
             // SAFETY: nothing borrows from a value that is dropped.
             let _ = unsafe { rustix::mm::munmap(self.address.as_ptr(), self.bytes) };
         }
+    }
+}
+
+/// Ranges of mapped files, lent while they lie in the page cache.
+///
+/// What is mapped counts as this process's memory, so ranges that were given back are unmapped, many at a time: all
+/// cores that run this process are interrupted for each time.
+#[derive(Default)]
+pub(crate) struct Lending {
+    given_back: Mutex<Option<GivenBack>>,
+}
+
+/// What is to be unmapped, of one mapping: also what is lent again by then, which the kernel maps again.
+struct GivenBack {
+    mapping: Arc<Mapping>,
+    pages: Range<usize>,
+    bytes: usize,
+}
+
+impl GivenBack {
+    fn unmap(self) {
+        // The bytes stay in the page cache.
+        let _ = self.mapping.advise(&self.pages, Advice::LinuxDontNeed);
+    }
+}
+
+impl Lending {
+    /// A range with all of its pages in place: the kernel has looked for each of them, and an object that was cut short
+    /// or a page that cannot be read is an error here instead of a signal there.
+    ///
+    /// # Errors
+    /// `EFAULT` when the object ends before, or cannot be read; `EINVAL` before Linux 5.14, and for a range that is not
+    /// the mapping's.
+    pub(crate) fn lend<'a>(&'a self, mapping: &Arc<Mapping>, range: Range<usize>) -> Sys<Lent<'a>> {
+        if range.start > range.end || range.end > mapping.bytes {
+            return Err(Errno::INVAL);
+        }
+        let page = rustix::param::page_size();
+        let pages = range.start / page * page..range.end.next_multiple_of(page);
+        mapping.advise(&pages, Advice::LinuxPopulateRead)?;
+        Ok(Lent(Place::Mapped { lending: self, mapping: Arc::clone(mapping), range, pages }))
+    }
+
+    fn give_back(&self, mapping: &Arc<Mapping>, pages: &Range<usize>) {
+        let mut given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut other = None;
+        if given_back.as_ref().is_some_and(|before| !Arc::ptr_eq(&before.mapping, mapping)) {
+            other = given_back.take();
+        }
+        let all = given_back.get_or_insert_with(|| GivenBack {
+            mapping: Arc::clone(mapping),
+            pages: pages.clone(),
+            bytes: 0,
+        });
+        all.pages = all.pages.start.min(pages.start)..all.pages.end.max(pages.end);
+        all.bytes += pages.len();
+        let many = if all.bytes >= MAPPED_BYTES_MAX { given_back.take() } else { None };
+        drop(given_back);
+        other.into_iter().chain(many).for_each(GivenBack::unmap);
+    }
+}
+
+/// A range of an object as it lies in this machine's memory.
+///
+/// Pages of a file were there when it was lent. While it lives, reading it is a signal that ends the process only if
+/// somebody cuts the object short, which is not changed once it is finished, or if the kernel gives up a page that was
+/// just used, and then cannot read it again.
+pub struct Lent<'a>(Place<'a>);
+
+enum Place<'a> {
+    Memory(&'a [u8]),
+    Mapped { lending: &'a Lending, mapping: Arc<Mapping>, range: Range<usize>, pages: Range<usize> },
+}
+
+impl<'a> Lent<'a> {
+    pub(crate) fn memory(bytes: &'a [u8]) -> Lent<'a> {
+        Lent(Place::Memory(bytes))
+    }
+}
+
+impl Deref for Lent<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Place::Memory(bytes) => bytes,
+            Place::Mapped { mapping, range, .. } => &mapping[range.clone()],
+        }
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if let Place::Mapped { lending, mapping, pages, .. } = &self.0 {
+            lending.give_back(mapping, pages);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    /// A file of `bytes` bytes, the first of them `contents`; `None` where it cannot be lent.
+    fn file(contents: &[u8], bytes: usize) -> Option<(tempfile::TempDir, File, Arc<Mapping>)> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, contents).unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        file.set_len(bytes as u64).unwrap();
+        match Mapping::for_lending(&file.try_clone().unwrap().into(), bytes as u64) {
+            Ok(mapping) => Some((dir, file, Arc::new(mapping))),
+            Err(errno) => {
+                eprintln!("skipped: this file system is not lent from: {errno}");
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_are_lent_as_they_are() {
+        let contents: Vec<u8> = (0..5 * PAGE + 77).map(|i| (i * 31 % 251) as u8).collect();
+        let Some((_dir, _file, mapping)) = file(&contents, contents.len()) else { return };
+        let lending = Lending::default();
+        for range in [0..contents.len(), 1..2, PAGE - 1..PAGE + 1, 5 * PAGE..contents.len(), 7..7] {
+            let lent = lending.lend(&mapping, range.clone()).unwrap();
+            assert_eq!(lent[..], contents[range]);
+        }
+        for outside in [0..contents.len() + 1, contents.len() + 1..contents.len() + 2] {
+            assert_eq!(lending.lend(&mapping, outside).err(), Some(Errno::INVAL));
+        }
+    }
+
+    #[test]
+    fn what_was_cut_short_is_an_error_and_no_signal() {
+        let Some((_dir, file, mapping)) = file(&[], 8 * PAGE) else { return };
+        file.set_len(3 * PAGE as u64).unwrap();
+        let lending = Lending::default();
+        assert!(lending.lend(&mapping, 0..3 * PAGE).is_ok());
+        assert_eq!(lending.lend(&mapping, 0..8 * PAGE).err(), Some(Errno::FAULT));
+        assert_eq!(lending.lend(&mapping, 6 * PAGE..7 * PAGE).err(), Some(Errno::FAULT));
+    }
+
+    /// Resident bytes of the mapping at `address`, by `/proc`.
+    fn resident(address: usize) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let of_mapping = maps.lines().skip_while(|line| !line.starts_with(&format!("{address:x}-")));
+        let line = of_mapping.skip(1).find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    }
+
+    #[test]
+    fn little_of_a_file_stays_mapped_behind() {
+        const STEP: usize = 1 << 20;
+        // The kernel may map some more around what was asked for.
+        const AROUND: usize = 4 << 20;
+        let bytes = 3 * MAPPED_BYTES_MAX;
+        let (Some(one), Some(other)) = (file(&[], bytes), file(&[], bytes)) else { return };
+        let lending = Lending::default();
+        for mapping in [&one.2, &other.2] {
+            for start in (0..bytes).step_by(STEP) {
+                drop(lending.lend(mapping, start..start + STEP).unwrap());
+            }
+            let resident = resident(mapping.address.as_ptr().addr());
+            assert!(resident < MAPPED_BYTES_MAX + AROUND, "{resident} bytes stay mapped");
+        }
+        drop(lending.lend(&other.2, 0..STEP).unwrap());
+        assert_eq!(resident(one.2.address.as_ptr().addr()), 0, "of a file that is done with");
     }
 }

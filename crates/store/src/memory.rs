@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
-use crate::{Devices, Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, name};
+use crate::{Devices, Entry, Error, Kind, Lent, ObjectReader, ObjectWriter, Result, Store, name};
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
 /// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
@@ -203,6 +203,11 @@ impl ObjectReader for MemoryReader {
 
     fn prefetch(&self, _offset: u64, _bytes: u64, _again: bool) -> bool {
         true
+    }
+
+    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
+        let start = usize::try_from(offset).ok()?;
+        self.contents.get(start..start.checked_add(bytes)?).map(Lent::memory)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

@@ -5,5 +5,6 @@ mod diff;
 mod export;
 mod inspect;
 mod mapped;
+mod reading;
 mod stores;
 mod verify;

@@ -2,17 +2,22 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::devices::Devices;
 use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno};
 use crate::error::too_short;
-use crate::{Kind, Mapping, ObjectReader, Result};
+use crate::map::Lending;
+use crate::{Kind, Lent, Mapping, ObjectReader, Result};
 
 /// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
 /// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
 const PREFETCH_BYTES_MIN: usize = 128 * 1024;
+
+/// From this length on a range that lies in the page cache is lent: to map and to unmap a shorter one takes as long as
+/// to copy it.
+const LENT_BYTES_MIN: usize = 256 * 1024;
 
 /// An open file.
 pub(super) struct LocalReader<D: Disk> {
@@ -24,6 +29,9 @@ pub(super) struct LocalReader<D: Disk> {
     device: u64,
     /// Where ranges begin that were not in the page cache when they were announced.
     announced: Mutex<HashSet<u64>>,
+    /// All of it, for ranges to be lent from; made when one is first asked for. `None` where that is not possible.
+    mapping: OnceLock<Option<Arc<Mapping>>>,
+    lending: Arc<Lending>,
     path: PathBuf,
     bytes: u64,
 }
@@ -57,6 +65,21 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         self.disk.will_need(&self.file, offset, bytes).is_ok()
     }
 
+    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
+        let end = offset.checked_add(bytes as u64).filter(|&end| end <= self.bytes)?;
+        if bytes < LENT_BYTES_MIN || self.announced().contains(&offset) {
+            return None;
+        }
+        let map = || self.disk.map_for_lending(&self.file, self.bytes).ok().map(Arc::new);
+        let mapping = self.mapping.get_or_init(map);
+        let mapping = mapping.as_ref()?;
+        // All of it: a page that is missing is read from the device better than by a fault.
+        if self.disk.cached_bytes(&self.file, offset, bytes as u64).ok()? < bytes as u64 {
+            return None;
+        }
+        self.lending.lend(mapping, usize::try_from(offset).ok()?..usize::try_from(end).ok()?).ok()
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let bytes = buf.len() as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
@@ -70,15 +93,21 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         }
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
         match self.way().filter(|_| is_aligned) {
-            Some(direct) => self.devices.tried(self.device, true, bytes, || {
-                let units = buf.len() - buf.len() % ALIGNMENT;
-                let done = self.fill_units(direct, offset, &mut buf[..units])?;
-                self.fill(offset + done as u64, &mut buf[done..])
-            }),
+            Some(direct) => self.devices.tried(self.device, true, bytes, || self.fill_past(direct, offset, buf)),
             None => self.devices.tried(self.device, false, bytes, || {
                 let _ = self.disk.will_need(&self.file, offset, bytes);
                 self.fill(offset, buf)
             }),
+        }
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
+        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
+            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
+            _ => self.fill(offset, buf),
         }
     }
 }
@@ -90,10 +119,22 @@ impl<D: Disk> LocalReader<D> {
         file: D::File,
         direct: Option<D::File>,
         (devices, device): (Arc<Devices>, u64),
+        lending: Arc<Lending>,
         path: PathBuf,
         bytes: u64,
     ) -> Self {
-        Self { disk, file, direct, devices, device, announced: Mutex::default(), path, bytes }
+        Self {
+            disk,
+            file,
+            direct,
+            devices,
+            device,
+            announced: Mutex::default(),
+            mapping: OnceLock::new(),
+            lending,
+            path,
+            bytes,
+        }
     }
 
     /// Whether most of a range lies in the page cache: what is missing is read through it then.
@@ -108,6 +149,13 @@ impl<D: Disk> LocalReader<D> {
     /// The file to read from past the page cache, if that is how the next read goes.
     fn way(&self) -> Option<&D::File> {
         self.direct.as_ref().filter(|_| self.devices.reads_direct(self.device))
+    }
+
+    /// Reads past the page cache what can be read so, and through it the rest. Address and offset are aligned.
+    fn fill_past(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let units = buf.len() - buf.len() % ALIGNMENT;
+        let done = self.fill_units(direct, offset, &mut buf[..units])?;
+        self.fill(offset + done as u64, &mut buf[done..])
     }
 
     /// Reads whole units past the page cache as far as that goes; how many bytes.
@@ -137,5 +185,48 @@ impl<D: Disk> LocalReader<D> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Store;
+    use crate::conformance::{pattern, write_object};
+    use crate::disk::{Disk, RealDisk};
+    use crate::local::LocalStore;
+
+    use super::*;
+
+    #[test]
+    fn what_lies_in_the_page_cache_is_lent_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = LocalStore::on(RealDisk, dir.path().into()).unwrap();
+        let contents = pattern(1, 3 * LENT_BYTES_MIN + 77);
+        write_object(&store, "d/object", &contents).unwrap();
+        let file = std::fs::File::open(dir.path().join("d/object")).unwrap().into();
+        let cached = |file| RealDisk.cached_bytes(file, 0, contents.len() as u64).unwrap();
+        let object = store.open("d/object").unwrap();
+        let mut read = vec![0; contents.len()];
+        // Twice: what was announced is read before it is lent.
+        for _ in 0..2 {
+            object.read_at(0, &mut read).unwrap();
+        }
+        let Some(lent) = object.lend(4097, 2 * LENT_BYTES_MIN) else {
+            eprintln!("skipped: this file system is not lent from");
+            return;
+        };
+        assert!(lent[..] == contents[4097..4097 + 2 * LENT_BYTES_MIN]);
+        drop(lent);
+        assert!(object.lend(0, LENT_BYTES_MIN - 1).is_none(), "too little to be mapped");
+        assert!(object.lend(77, contents.len()).is_none(), "beyond the end");
+        assert!(object.lend(u64::MAX, LENT_BYTES_MIN).is_none(), "beyond all ends");
+
+        RealDisk.dont_need(&file, 0, contents.len() as u64).unwrap();
+        if cached(&file) > 0 {
+            eprintln!("skipped: this file system lies in memory");
+            return;
+        }
+        assert!(object.lend(0, LENT_BYTES_MIN).is_none(), "not in the page cache");
+        assert_eq!(cached(&file), 0, "to ask brought something there");
     }
 }

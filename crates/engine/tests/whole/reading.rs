@@ -1,0 +1,203 @@
+//! Reads that fail for a while, and bits that turn on their way.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
+use shardfast_format::LeafKind;
+use shardfast_store::{Entry, ObjectReader, ObjectWriter, Result, Store};
+
+use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
+
+/// What goes wrong with the reading of a store.
+#[derive(Clone, Copy)]
+enum Trouble {
+    /// The operation of that number fails, and the same one so many times in all.
+    Fails { at: usize, times: usize },
+    /// A bit of every read of that number or later is turned, so many times in all.
+    Turns { at: usize, times: usize },
+}
+
+struct State {
+    trouble: Trouble,
+    operations: AtomicUsize,
+    /// What fails, and how many times more.
+    failing: Mutex<Option<(String, usize)>>,
+    tried: AtomicUsize,
+}
+
+struct Troubled {
+    store: Arc<dyn Store>,
+    state: Arc<State>,
+}
+
+struct Reader {
+    object: Box<dyn ObjectReader>,
+    name: String,
+    state: Arc<State>,
+}
+
+impl State {
+    fn operation(&self, what: String) -> Result<usize> {
+        let number = self.operations.fetch_add(1, Ordering::Relaxed);
+        let mut failing = self.failing.lock().unwrap();
+        match self.trouble {
+            Trouble::Fails { at, times } if at == number => *failing = Some((what.clone(), times)),
+            _ => {}
+        }
+        match &mut *failing {
+            Some((name, left)) if *name == what && *left > 0 => {
+                *left -= 1;
+                self.tried.fetch_add(1, Ordering::Relaxed);
+                Err(shardfast_store::Error::new(shardfast_store::Kind::Unavailable, "read", what, "timed out"))
+            }
+            _ => Ok(number),
+        }
+    }
+}
+
+impl ObjectReader for Reader {
+    fn bytes(&self) -> u64 {
+        self.object.bytes()
+    }
+
+    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool {
+        self.object.prefetch(offset, bytes, again)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let number = self.state.operation(format!("{} at {offset}", self.name))?;
+        self.object.read_at(offset, buf)?;
+        let is_data = self.name.ends_with(".safetensors");
+        match self.state.trouble {
+            Trouble::Turns { at, times } if is_data && number >= at => {
+                if self.state.tried.fetch_add(1, Ordering::Relaxed) < times {
+                    buf.iter_mut().for_each(|byte| *byte ^= 4);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+#[rustfmt::skip]
+impl Store for Troubled {
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+        self.state.operation(format!("open {name}"))?;
+        let (name, state) = (name.to_owned(), Arc::clone(&self.state));
+        Ok(Box::new(Reader { object: self.store.open(&name)?, name, state }))
+    }
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        self.state.operation(format!("list {dir}"))?;
+        self.store.list(dir)
+    }
+    fn url(&self) -> &str { self.store.url() }
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> { self.store.create(name, bytes) }
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
+    fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
+    fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
+    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+}
+
+/// Loads every tensor from a store with that trouble: its bytes, and what the trouble was up to.
+fn load(url: &str, trouble: Trouble) -> (shardfast_engine::Result<Vec<Vec<u8>>>, Arc<State>) {
+    let state =
+        State { trouble, operations: AtomicUsize::new(0), failing: Mutex::default(), tried: AtomicUsize::new(0) };
+    let state = Arc::new(state);
+    let store = Troubled { store: shardfast_store::open(url).unwrap(), state: Arc::clone(&state) };
+    let engine = Engine::new(shardfast_coord::solo(), shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
+    let loaded = || {
+        let opened = checkpoint::open_from(&engine, Ok(Arc::new(store)), url, DEADLINE)?;
+        let manifest = opened.manifest();
+        let (mut memory, mut wants) = (Vec::new(), Vec::new());
+        for leaf in 0..manifest.len() {
+            let LeafKind::Tensor { dtype, .. } = manifest.leaf(leaf).kind else { continue };
+            for (region, extent) in manifest.regions(leaf) {
+                let item = dtype.size_bytes();
+                let strides: Vec<i64> = row_major_strides(&region.lengths, item).iter().map(|&s| s as i64).collect();
+                memory.push(vec![0u8; extent.bytes as usize]);
+                let address = memory.last_mut().unwrap().as_mut_ptr() as usize;
+                // SAFETY: the vector's memory stays where it is while the load goes on, and nobody looks at it.
+                #[allow(unsafe_code)]
+                let sink = unsafe { Sink::new(address, &region.lengths, &strides, item) };
+                wants.push(Want { leaf, region, sink: sink? });
+            }
+        }
+        opened.load(&wants, &[], DEADLINE)?;
+        Ok(memory)
+    };
+    (loaded(), state)
+}
+
+const NONE: Trouble = Trouble::Fails { at: usize::MAX, times: 0 };
+
+/// A load with every operation in trouble in turn, at the same time.
+fn at_every_operation(
+    place: &str,
+    trouble: impl Fn(usize) -> Trouble + Sync,
+    judge: impl Fn(shardfast_engine::Result<Vec<Vec<u8>>>, &State, &[Vec<u8>]) + Sync,
+) {
+    let url = save_ranks(&format!("memory://reading/{place}"), None, two_ranks());
+    let (sound, state) = load(&url, NONE);
+    let (sound, operations) = (sound.unwrap(), state.operations.load(Ordering::Relaxed));
+    assert!(operations >= 8, "{operations} operations");
+    std::thread::scope(|threads| {
+        for at in 0..operations {
+            let (url, sound, trouble, judge) = (&url, &sound, &trouble, &judge);
+            threads.spawn(move || {
+                let (loaded, state) = load(url, trouble(at));
+                judge(loaded, &state, sound);
+            });
+        }
+    });
+}
+
+#[test]
+fn reads_that_fail_once_or_twice_are_made_again() {
+    for times in [1, 2] {
+        let trouble = |at| Trouble::Fails { at, times };
+        at_every_operation(&format!("{times}"), trouble, |loaded, state, sound| {
+            assert!(loaded.unwrap() == sound);
+            assert_eq!(state.tried.load(Ordering::Relaxed), times);
+        });
+    }
+}
+
+#[test]
+fn reads_that_fail_for_ever_fail_the_load_by_name() {
+    let trouble = |at| Trouble::Fails { at, times: usize::MAX };
+    at_every_operation("ever", trouble, |loaded, state, _| {
+        let Err(Error { kind, message, .. }) = loaded else { panic!("a load without all of its reads") };
+        let (what, _) = state.failing.lock().unwrap().clone().unwrap();
+        assert_eq!(kind, Kind::Unavailable, "{message}");
+        assert!(message.contains(&what), "{what}: {message}");
+        let is_data = what.contains(".safetensors at ") && !what.ends_with(" at 0");
+        assert!(!is_data || message.contains(", bytes "), "{what}: {message}");
+        assert_eq!(state.tried.load(Ordering::Relaxed), 5, "{message}");
+    });
+}
+
+#[test]
+fn bits_that_turn_on_their_way_are_read_again_once() {
+    at_every_operation(
+        "once",
+        |at| Trouble::Turns { at, times: 1 },
+        |loaded, _, sound| {
+            assert!(loaded.unwrap() == sound);
+        },
+    );
+    at_every_operation(
+        "always",
+        |at| Trouble::Turns { at, times: usize::MAX },
+        |loaded, state, _| {
+            let is_met = state.tried.load(Ordering::Relaxed) > 0;
+            assert_eq!(loaded.is_err(), is_met);
+            if let Err(error) = loaded {
+                assert_eq!(error.kind, Kind::Corrupt, "{error}");
+                assert!(error.message.contains("read again") || error.message.contains("header"), "{error}");
+            }
+        },
+    );
+}

@@ -16,7 +16,8 @@ const BYTES_MAX: u64 = 1 << 26;
 
 /// Every rank, joined with all others.
 fn joined(coords: &[Arc<dyn Coord>], purpose: &str, deadline: Duration) -> Vec<Peers> {
-    let mut joining: Vec<Joining> = coords.iter().map(|coord| Joining::listen(&**coord, purpose).unwrap()).collect();
+    let mut joining: Vec<Joining> =
+        coords.iter().map(|coord| Joining::listen(&**coord, purpose, None).unwrap()).collect();
     let addresses: Vec<(u32, String)> =
         coords.iter().zip(&joining).map(|(coord, joining)| (coord.rank(), joining.address().to_owned())).collect();
     thread::scope(|threads| {
@@ -65,19 +66,22 @@ fn each_gets_what_each_other_one_sent() {
 #[test]
 fn strangers_and_ranks_of_another_purpose_or_meeting_are_not_let_in() {
     let (coords, others) = (local(2), local(2));
-    let mut root = Joining::listen(&*coords[0], "one").unwrap();
+    let mut root = Joining::listen(&*coords[0], "one", None).unwrap();
     let address = root.address().to_owned();
     let waits = thread::spawn(move || {
         root.begin(&[(1, String::new())]);
         root.go_on(Duration::from_secs(2))
     });
-    for mut strange in [Joining::listen(&*coords[1], "other").unwrap(), Joining::listen(&*others[1], "one").unwrap()] {
+    let strangers = [(&coords[1], "other"), (&others[1], "one")];
+    for (coord, purpose) in strangers {
+        let mut strange = Joining::listen(&**coord, purpose, None).unwrap();
         strange.begin(&[(0, address.clone())]);
         let error = strange.go_on(LONG).unwrap_err();
         assert!(matches!(&error, Error::Unavailable(said) if said.contains("rank 1 cannot connect with rank 0")));
     }
-    let mut silent = TcpStream::connect(&address).unwrap();
-    let mut loud = TcpStream::connect(&address).unwrap();
+    let (port, _) = address.split_once(' ').unwrap();
+    let mut silent = TcpStream::connect(port).unwrap();
+    let mut loud = TcpStream::connect(port).unwrap();
     loud.write_all(&[7; 1000]).unwrap();
     let mut heard = Vec::new();
     // Random bytes, and the end: a reset where it had not read all.

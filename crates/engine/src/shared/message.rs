@@ -153,3 +153,59 @@ fn segment_crc(head: &[u8], bytes: &[u8]) -> u64 {
     crc.update(bytes);
     crc.finish()
 }
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::*;
+
+    fn chunk() -> Chunk {
+        Chunk { file: 1, range: 4096..8192, end: 8192, wanters: vec![0, 1].into(), reader: 0 }
+    }
+
+    fn message() -> Vec<u8> {
+        let piece = Piece {
+            want: 0,
+            src: 4096,
+            lengths: smallvec![3],
+            src_strides: smallvec![1],
+            dst_offsets: smallvec![0],
+            span_bytes: 3,
+        };
+        [head(LAST, &[7, 9]), carried(&chunk(), &[piece], |_| b"abc"), shown(&chunk(), 1 << 20, 5)].concat()
+    }
+
+    #[test]
+    fn what_is_said_is_understood() {
+        let parsed = parse(3, message(), 2, "here").unwrap();
+        assert_eq!((parsed.flags, parsed.returned), (LAST, vec![7, 9]));
+        let [carried, shown] = &parsed.segments[..] else { panic!("two segments") };
+        assert!([carried, shown].iter().all(|s| (s.from, s.file, &s.chunk) == (3, 1, &(4096..8192))));
+        let Body::Message { message, bytes, crc } = &carried.body else { panic!("bytes follow") };
+        assert_eq!(Body::proven(message, bytes, *crc), Ok(&b"abc"[..]));
+        assert!(matches!(shown.body, Body::Window { at: 0x10_0000, bytes: 5 }));
+    }
+
+    #[test]
+    fn no_cut_and_no_bit_passes() {
+        let whole = message();
+        let is_refused = |message: Vec<u8>| match parse(3, message, 2, "here") {
+            Err(error) => error.message.starts_with("here: the message of rank 3, which reads for this one, "),
+            Ok(parsed) => parsed.segments.iter().any(|segment| match &segment.body {
+                Body::Message { message, bytes, crc } => Body::proven(message, bytes, *crc).is_err(),
+                Body::Window { .. } => false,
+            }),
+        };
+        for bit in 0..whole.len() * 8 {
+            let mut message = whole.clone();
+            message[bit / 8] ^= 1 << (bit % 8);
+            assert!(is_refused(message), "bit {bit}");
+        }
+        // Between two segments is no harm: how many there are is not said, and what is missing is missed in the end.
+        let ends = [40, 40 + SEGMENT_HEAD_BYTES + 3];
+        for bytes in (0..whole.len()).filter(|bytes| !ends.contains(bytes)) {
+            assert!(is_refused(whole[..bytes].to_vec()), "{bytes} bytes");
+        }
+    }
+}

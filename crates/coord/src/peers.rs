@@ -2,9 +2,9 @@
 //!
 //! # Protocol
 //!
-//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`] and, by a random name, among the abstract
-//!    Unix sockets of its machine; the ranks tell each other where, by agreeing. Of two ranks the higher one connects,
-//!    through the Unix socket if it finds that: then they are on one machine.
+//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`] and, by a random name, among the
+//!    abstract Unix sockets of its machine; the ranks tell each other where, by agreeing. Of two ranks the higher one
+//!    connects, through the Unix socket if it finds that: then they are on one machine.
 //! 2. Who was connected to sends 16 random bytes. The other side answers with `MAGIC`, its rank, 16 random bytes of
 //!    its own and a proof: a keyed SHA-256 of all that was said, of both ranks and of what the connection is for. The
 //!    first side answers with a proof of its own. The key is the name of the meeting, which only ranks that the

@@ -26,8 +26,8 @@ def measure(settings: Settings) -> Figures:
     title = f"cold load, saved as Shard(0), loaded as Shard(1), {settings.processes} processes, {size / 1e9:.2f} GB"
     table(title, ("", *columns, "of best rival"), rows)
     wanted, read, fetched = found["wanted"], found["read"], found["from_disk"]
-    print(f"  shardfast asks for {read:,} bytes for {wanted:,} needed: {read / wanted:.4f}")
-    print(f"  the disk was read for {fetched:,} of them: {fetched / wanted:.4f} (median of the loads)")
+    print(f"  shardfast read {read:,} bytes for {wanted:,} needed: {read / wanted:.4f}")
+    print(f"  the disk was read for {fetched:,}: {fetched / wanted:.4f} (median of the loads)")
     for name, reason in found["failed"].items():
         print(f"  not in the table: {name}: {reason}")
     return {
@@ -54,8 +54,7 @@ def _worker(settings: Settings) -> dict[str, Any]:
         if isinstance(system, Shardfast) and is_measured:
             from_disk.append(fetched)
         if isinstance(system, Shardfast):
-            plan = sf.plan_load(path, {"model": columns})
-            amounts[:] = [plan.bytes_wanted, plan.bytes_read]
+            amounts[:] = [sf.plan_load(path, {"model": columns}).bytes_wanted, system.loads[-1].bytes_read]
         if is_measured:
             for times, cost in zip(seconds.setdefault(system.name, ([], [])), costs, strict=True):
                 times.append(cost.seconds)

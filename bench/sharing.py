@@ -10,6 +10,7 @@ import shardfast as sf
 from figures import Figures, median, ratio, spread, summary, table
 from ranks import Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, timed
 from shardfast import _native, verbs
+from shardfast.adapters import torch_rounds
 from shardfast.matching import LoadPlan, Options
 from shardfast.session import TIMEOUT_S, current
 from states import State, bytes_of, expect_equal_whole, sharded, zero
@@ -17,10 +18,10 @@ from states import State, bytes_of, expect_equal_whole, sharded, zero
 WORLDS = (2, 4, 8)
 LAYOUTS = ("columns", "replicas")
 WAYS = {
-    "each for itself": ("plain", True),
-    "shared, group": ("shared", True),
-    "shared, connections": ("shared", False),
-    "as measured": ("measured", True),
+    "each for itself": ("plain", None),
+    "shared, gloo": ("shared", torch_rounds.carry),
+    "shared": ("shared", None),
+    "by default": ("measured", None),
 }
 PLAIN = next(iter(WAYS))
 
@@ -30,13 +31,13 @@ class Loader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.way, self.through_group = WAYS[name]
+        self.way, self.carrier = WAYS[name]
 
     def load(self, path: Path, state: State) -> LoadPlan:
         session = current()
         checkpoint = _native.open(session, str(path), timeout_s=TIMEOUT_S)
         return verbs.fill(
-            session, checkpoint, {"model": state}, Options(), TIMEOUT_S, way=self.way, through_group=self.through_group
+            session, checkpoint, {"model": state}, Options(), TIMEOUT_S, way=self.way, carrier=self.carrier
         )
 
 

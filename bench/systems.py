@@ -17,6 +17,7 @@ import torch.distributed as dist
 from figures import OURS
 from ranks import made
 from shardfast import verbs
+from shardfast.matching import LoadPlan
 from shardfast.session import TIMEOUT_S
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -74,6 +75,7 @@ class Shardfast:
 
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
+        self.loads: list[LoadPlan] = []
 
     def save(self, path: Path, state: State) -> None:
         # What sf.save is; the handle tells when each phase ended.
@@ -93,7 +95,7 @@ class Shardfast:
         self.reports.append(pending.report)
 
     def load(self, path: Path, state: State) -> None:
-        sf.load(path, {"model": state})
+        self.loads.append(sf.load(path, {"model": state}))
 
 
 class Dcp:

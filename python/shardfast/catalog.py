@@ -406,7 +406,10 @@ class Adapter(Protocol):
         ...
 
     def carrier(self, world: int) -> Callable[[Rounds], None] | None:
-        """What carries rounds between all ``world`` ranks of the job, each of which calls it, if this framework can."""
+        """What carries rounds between the devices of all ``world`` ranks of the job, if this framework can.
+
+        Each rank calls it. ``None`` where the ranks' own ways are the faster ones, as on one machine.
+        """
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:

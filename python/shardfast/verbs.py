@@ -182,9 +182,10 @@ def load(
     Other values replace the entries of the state's dicts, or are given to ``load_state_dict``; of these nothing changes
     before every byte was read and proven.
 
-    Where several ranks want the same bytes, one of them reads them and passes them on, if a short trial shows that this
-    is faster. They travel through the job's default process group, so all ranks call this in the same order as that
-    group's collectives, with none of them under way; without a group, over connections of their own.
+    Where several ranks want the same bytes, one of them reads them and passes them on: on one machine through memory
+    that they share, else over connections of their own, if a short trial shows that this is faster. Tensors on devices
+    are the exception: on several machines their bytes travel through the job's default process group if that is NCCL's,
+    so all ranks call this in the same order as that group's collectives, with none of them under way.
 
     Args:
         url: Of the checkpoint.
@@ -255,20 +256,21 @@ def fill(
     timeout_s: float,
     *,
     way: str = "measured",
-    through_group: bool = True,
+    carrier: Callable[[Rounds], None] | None = None,
 ) -> LoadPlan:
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
     ``way`` is ``"shared"`` to have bytes that several ranks want read by one of them, ``"plain"`` to have each read for
-    itself, else what is faster; ``through_group`` whether they may travel through the job's process group.
+    itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the tensors are.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.expect_no_problems()
     in_flight.staged()
     wants = prepared(session, matching.bind, timeout_s)
     streams = _streams({want[5] for want in wants if len(want) == 6})
-    found = (adapter.carrier(session.world) for adapter in frameworks.active()) if session.world > 1 else ()
-    carrier = next((carrier for carrier in found if carrier is not None and through_group), None)
+    if carrier is None and streams and session.world > 1:
+        found = (adapter.carrier(session.world) for adapter in frameworks.active())
+        carrier = next((carrier for carrier in found if carrier is not None), None)
     values = matching.value_wants()
     if carrier is None:
         encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, way)

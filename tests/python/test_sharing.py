@@ -1,11 +1,13 @@
 """Loads in which ranks read for each other, through the job's process group and over connections of their own."""
 
+import os
+
 import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
 from shardfast import _native, verbs
-from shardfast.adapters import torch as torch_adapter
+from shardfast.adapters import torch_rounds
 from shardfast.errors import Corrupt, Error
 from shardfast.matching import Options
 from shardfast.session import current
@@ -15,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 ROWS, COLUMNS = 1024, 1024
 BYTES = 4 * ROWS * COLUMNS
 TIMEOUT_S = 20.0
-CARRIERS = pytest.mark.parametrize("through_group", [True, False], ids=["group", "connections"])
+CARRIERS = pytest.mark.parametrize("carrier", [torch_rounds.carry, None], ids=["gloo", "own"])
 
 
-def load(url, state, way, through_group):
+def load(url, state, way, carrier):
     session = current()
     checkpoint = _native.open(session, url, timeout_s=TIMEOUT_S)
-    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, way=way, through_group=through_group)
+    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, way=way, carrier=carrier)
 
 
 def whole():
@@ -42,11 +44,13 @@ def save_rows(rank, world, url):
     sf.save(url, {"model": {"w": placed(mesh, [Shard(0)], whole())}, "extra": {"text": "x" * 100_000}})
 
 
-def load_as(rank, world, url, shape, placements, way, through_group):
+def load_as(rank, world, url, shape, placements, way, carrier):
     mesh = init_device_mesh("cpu", shape)
     mine = placed(mesh, placements, whole())
     state = {"model": {"w": placed(mesh, placements, torch.zeros(ROWS, COLUMNS))}, "extra": {"text": None}}
-    plan = load(url, state, way, through_group)
+    if carrier is None:
+        dist.all_to_all_single = None  # whoever calls it fails
+    plan = load(url, state, way, carrier)
     assert torch.equal(state["model"]["w"].to_local(), mine.to_local())
     assert state["extra"]["text"] == "x" * 100_000
     return plan.bytes_read, plan.bytes_received, plan.bytes_sent, plan.is_shared
@@ -62,14 +66,14 @@ def load_as(rank, world, url, shape, placements, way, through_group):
     ],
     ids=["columns", "replicas", "columns of replicas"],
 )
-def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times, through_group):
+def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times, carrier):
     url, world = str(tmp_path / "saved"), torch.Size(shape).numel()
     ranks(2)(save_rows, url)
     unique = BYTES + 100_000
-    plain = ranks(world)(load_as, url, shape, placements, "plain", through_group)
+    plain = ranks(world)(load_as, url, shape, placements, "plain", carrier)
     assert sum(read for read, *_ in plain) >= times * BYTES
     assert not any(received or sent or is_shared for _, received, sent, is_shared in plain)
-    shared = ranks(world)(load_as, url, shape, placements, "shared", through_group)
+    shared = ranks(world)(load_as, url, shape, placements, "shared", carrier)
     reads = [read for read, *_ in shared]
     # A block of the values' file and one of the tensor's end are whole where a part is wanted.
     assert unique <= sum(reads) <= 1.02 * unique + 65_536, shared
@@ -81,13 +85,27 @@ def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times,
 def test_a_small_load_is_not_worth_a_trial(ranks, tmp_path):
     url = str(tmp_path / "saved")
     ranks(2)(save_rows, url)
-    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "measured", True))
+    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "measured", None))
 
 
-def load_damaged(rank, world, url, through_group):
+def carries(rank, world):
+    found = [torch_rounds.carries(world)]
+    dist.get_backend_config = lambda: "cpu:gloo,cuda:nccl"
+    torch.cuda.current_device = lambda: 0
+    found.append(torch_rounds.carries(world))
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return [*found, torch_rounds.carries(world), torch_rounds.carries(world + 1)]
+
+
+def test_only_a_group_between_devices_of_several_machines_carries_bytes(ranks):
+    # gloo; NCCL on one machine; NCCL on two; a group of some ranks
+    assert ranks(2)(carries) == [[False, False, True, False]] * 2
+
+
+def load_damaged(rank, world, url, carrier):
     state = {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}
     try:
-        load(url, state, "shared", through_group)
+        load(url, state, "shared", carrier)
     except Error as error:
         kind, said = type(error), str(error)
     # The ranks understand each other afterwards, through the group as well.
@@ -97,14 +115,14 @@ def load_damaged(rank, world, url, through_group):
 
 
 @CARRIERS
-def test_damage_is_told_to_all_by_the_one_rank_that_read_it(ranks, tmp_path, through_group):
+def test_damage_is_told_to_all_by_the_one_rank_that_read_it(ranks, tmp_path, carrier):
     url = str(tmp_path / "saved")
     ranks(2)(save_rows, url)
     file = sorted((tmp_path / "saved" / "model").glob("*.safetensors"))[1]
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    found = ranks(3)(load_damaged, url, through_group)
+    found = ranks(3)(load_damaged, url, carrier)
     assert len(set(found)) == 1
     is_corrupt, said = found[0]
     assert is_corrupt
@@ -119,11 +137,10 @@ def load_with_a_broken_group(rank, world, url):
             rounds.next()
             dist.destroy_process_group()
             raise RuntimeError("the cable was cut")
-        torch_adapter.carry(rounds)
+        torch_rounds.carry(rounds)
 
-    torch_adapter.TorchAdapter.carrier = lambda self, world: carry
     try:
-        load(url, {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}, "shared", True)
+        load(url, {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}, "shared", carry)
     except Error as error:
         said = str(error)
     if rank != 1:

@@ -9,7 +9,7 @@ use shardfast_format::{
 use shardfast_plan::{Assembly, Claim, Limits, Local, Want, load, local, prove};
 
 use crate::layout::Job;
-use crate::timed;
+use crate::{sharing, timed};
 
 const ATTEMPT: &str = "0123456789abcdef";
 const DATA_START: u64 = 4096;
@@ -113,6 +113,10 @@ pub(crate) struct Row {
     open_ms: f64,
     /// Of the slowest of a few ranks.
     load_plan_ms: f64,
+    /// The same load, in which ranks read for each other.
+    share_ms: f64,
+    told: usize,
+    share_plan_ms: f64,
 }
 
 /// Runs all ranks' parts of a save one after the other, and the root's.
@@ -152,7 +156,10 @@ pub(crate) fn measure(job: Job) -> Row {
     row.open_ms = ms;
     let opened = opened.expect("a sound manifest");
     row.files = opened.files().len();
-    row.load_plan_ms = load_plan_ms(Job { dp: job.dp / 2 }, &opened);
+    let other = Job { dp: job.dp / 2 };
+    row.load_plan_ms = load_plan_ms(other, &opened);
+    let shared = sharing::measure(other, &opened);
+    (row.share_ms, row.told, row.share_plan_ms) = (shared.share_ms, shared.told, shared.plan_ms);
     row.regions = (0..opened.len()).map(|leaf| opened.regions(leaf).len()).sum();
     row
 }
@@ -200,6 +207,9 @@ pub(crate) fn print(rows: &[Row]) {
     line("manifest, MB", 2, &|row| row.manifest_bytes as f64 / 1e6);
     line("opening the manifest, checked, ms", 1, &|row| row.open_ms);
     line("plan of one rank's load, half as many, ms", 1, &|row| row.load_plan_ms);
+    line("shared: what all have in common, at the root, ms", 0, &|row| row.share_ms);
+    line("shared: wants of others that one rank hears of", 0, &|row| row.told as f64);
+    line("shared: one rank's chunks, ms", 0, &|row| row.share_plan_ms);
 }
 
 /// The root's work: the proof that everything was written once, and the manifest.

@@ -5,6 +5,7 @@
 
 mod commit;
 mod layout;
+mod sharing;
 mod tree;
 mod worst;
 

@@ -2,24 +2,34 @@
 //!
 //! # Protocol
 //!
-//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`], and the ranks tell each other where,
-//!    by agreeing. Of two ranks the higher one connects.
+//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`] and, by a random name, among the
+//!    abstract Unix sockets of its machine; the ranks tell each other where, by agreeing. Of two ranks the higher one
+//!    connects, through the Unix socket if it finds that: then they are on one machine.
 //! 2. Who was connected to sends 16 random bytes. The other side answers with `MAGIC`, its rank, 16 random bytes of
 //!    its own and a proof: a keyed SHA-256 of all that was said, of both ranks and of what the connection is for. The
 //!    first side answers with a proof of its own. The key is the name of the meeting, which only ranks that the
 //!    coordinator let in have ever heard; it does not travel. Whoever cannot prove it is dropped and learns nothing.
-//! 3. Then messages travel in both directions: their length in 8 bytes, least significant first, and that many bytes.
+//! 3. On one machine the side that connects and then the other one says a byte, with which a descriptor may come
+//!    (`SCM_RIGHTS`): what the rank [offers](Joining::listen), such as shared memory.
+//! 4. Then messages travel in both directions: their length in 8 bytes, least significant first, and that many bytes.
 //!
 //! There is one round at a time, in which one message goes to each peer and one comes from each. All of it happens on
 //! the calling thread: nothing is left to a `fork`. What is said is not encrypted.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
 use sha2::{Digest, Sha256};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -27,7 +37,7 @@ use tokio::time::timeout;
 use crate::{Coord, Error, Meeting};
 
 /// Begins what the connecting side says; the last digit grows with every change of the protocol.
-const MAGIC: [u8; 8] = *b"sfpeers1";
+const MAGIC: [u8; 8] = *b"sfpeers2";
 
 const NONCE_BYTES: usize = 16;
 const PROOF_BYTES: usize = 32;
@@ -42,12 +52,21 @@ pub type Message = Vec<Arc<Vec<u8>>>;
 pub struct Joining {
     runtime: Runtime,
     socket: TcpListener,
+    /// None where the system has no abstract sockets, or refuses them.
+    local_socket: Option<UnixListener>,
     address: String,
     this: This,
     expected: BTreeSet<u32>,
-    links: BTreeMap<u32, TcpStream>,
-    connecting: JoinSet<Result<(u32, TcpStream), Error>>,
-    answering: JoinSet<Option<(u32, TcpStream)>>,
+    links: BTreeMap<u32, Link>,
+    connecting: JoinSet<Result<(u32, Link), Error>>,
+    answering: JoinSet<Option<(u32, Link)>>,
+}
+
+/// A connection with one peer.
+enum Link {
+    Remote(TcpStream),
+    /// With what the peer offered.
+    Local(UnixStream, Option<OwnedFd>),
 }
 
 /// Who this is, and what connections are for.
@@ -56,12 +75,13 @@ struct This {
     rank: u32,
     meeting: Meeting,
     purpose: String,
+    offered: Option<Arc<OwnedFd>>,
 }
 
 /// A connection with each peer.
 pub struct Peers {
     runtime: Runtime,
-    links: BTreeMap<u32, TcpStream>,
+    links: BTreeMap<u32, Link>,
     message_bytes_max: u64,
     deadline: Duration,
 }
@@ -70,9 +90,11 @@ impl Joining {
     /// Listens on a free port at the coordinator's host. `purpose` is the same on all ranks that are to be connected,
     /// and another one each time.
     ///
+    /// Peers on this machine are given the descriptor that is `offered`, if they can be.
+    ///
     /// # Errors
     /// [`Error::Unavailable`] when the host cannot be listened on.
-    pub fn listen(coord: &dyn Coord, purpose: &str) -> Result<Joining, Error> {
+    pub fn listen(coord: &dyn Coord, purpose: &str, offered: Option<Arc<OwnedFd>>) -> Result<Joining, Error> {
         let (rank, host) = (coord.rank(), coord.host());
         let fail = |error: std::io::Error| {
             Error::Unavailable(format!("rank {rank} cannot listen for its peers at {host}: {error}"))
@@ -80,11 +102,21 @@ impl Joining {
         let runtime = Builder::new_current_thread().enable_io().enable_time().build().map_err(fail)?;
         let socket = runtime.block_on(TcpListener::bind((host, 0))).map_err(fail)?;
         let port = socket.local_addr().map_err(fail)?.port();
+        let mut address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let name: String = nonce().map_err(fail)?.iter().map(|byte| format!("{byte:02x}")).collect();
+        let local_socket = {
+            let _runtime = runtime.enter();
+            UnixListener::bind(abstract_path(&name)).ok()
+        };
+        if local_socket.is_some() {
+            address = format!("{address} {name}");
+        }
         Ok(Joining {
             runtime,
             socket,
-            address: if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") },
-            this: This { rank, meeting: coord.meeting(), purpose: purpose.to_owned() },
+            local_socket,
+            address,
+            this: This { rank, meeting: coord.meeting(), purpose: purpose.to_owned(), offered },
             expected: BTreeSet::new(),
             links: BTreeMap::new(),
             connecting: JoinSet::new(),
@@ -92,7 +124,7 @@ impl Joining {
         })
     }
 
-    /// Where peers connect: `host:port`.
+    /// Where peers connect: `host:port`, and behind a space the name of the machine's abstract Unix socket, if any.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -113,7 +145,7 @@ impl Joining {
     /// # Errors
     /// [`Error::Unavailable`] naming a peer that cannot be connected with.
     pub fn go_on(&mut self, time: Duration) -> Result<Vec<u32>, Error> {
-        let Joining { runtime, socket, this, expected, links, connecting, answering, .. } = self;
+        let Joining { runtime, socket, local_socket, this, expected, links, connecting, answering, .. } = self;
         let all = async {
             while links.len() < expected.len() {
                 tokio::select! {
@@ -130,16 +162,29 @@ impl Joining {
                         }
                     }
                     accepted = socket.accept() => match accepted {
-                        Ok((link, _)) => _ = answering.spawn(answer(this.clone(), link)),
+                        Ok((link, _)) => _ = answering.spawn(answer_remote(this.clone(), link)),
                         // A lack of descriptors may pass; the time does in any case.
                         Err(_) => tokio::time::sleep(RETRY).await,
-                    }
+                    },
+                    Some(accepted) = accept_local(local_socket.as_ref()) => match accepted {
+                        Ok(link) => _ = answering.spawn(answer_local(this.clone(), link)),
+                        Err(_) => tokio::time::sleep(RETRY).await,
+                    },
                 }
             }
             Ok(())
         };
         runtime.block_on(async { timeout(time, all).await }).unwrap_or(Ok(()))?;
         Ok(self.expected.iter().copied().filter(|rank| !self.links.contains_key(rank)).collect())
+    }
+
+    /// What peers on this machine offered, each given once. Complete when [`go_on`](Joining::go_on) finds none missing.
+    pub fn take_offered(&mut self) -> BTreeMap<u32, OwnedFd> {
+        let offered = |(&rank, link): (&u32, &mut Link)| match link {
+            Link::Local(_, offered) => offered.take().map(|descriptor| (rank, descriptor)),
+            Link::Remote(_) => None,
+        };
+        self.links.iter_mut().filter_map(offered).collect()
     }
 
     /// The connections, when every peer has one. `deadline` bounds every round; no message is longer than
@@ -189,17 +234,40 @@ fn gone(rank: u32, cause: impl std::fmt::Display) -> Error {
 
 async fn swap_one(
     rank: u32,
-    link: TcpStream,
+    mut link: Link,
     message: Message,
     deadline: Duration,
     bytes_max: u64,
-) -> Result<(u32, TcpStream, Vec<u8>), Error> {
+) -> Result<(u32, Link, Vec<u8>), Error> {
+    let swapped = async {
+        match &mut link {
+            Link::Remote(link) => {
+                let (from, to) = link.split();
+                exchange(rank, from, to, &message, bytes_max).await
+            }
+            Link::Local(link, _) => {
+                let (from, to) = link.split();
+                exchange(rank, from, to, &message, bytes_max).await
+            }
+        }
+    };
+    let message =
+        timeout(deadline, swapped).await.map_err(|_| gone(rank, format!("no message within {deadline:?}")))??;
+    Ok((rank, link, message))
+}
+
+async fn exchange(
+    rank: u32,
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    message: &Message,
+    bytes_max: u64,
+) -> Result<Vec<u8>, Error> {
     let lost = |error: std::io::Error| gone(rank, error);
-    let (mut from, mut to) = link.into_split();
     let send = async {
         let bytes: u64 = message.iter().map(|piece| piece.len() as u64).sum();
         to.write_all(&bytes.to_le_bytes()).await.map_err(lost)?;
-        for piece in &message {
+        for piece in message {
             to.write_all(piece).await.map_err(lost)?;
         }
         Ok(())
@@ -220,42 +288,77 @@ async fn swap_one(
         }
         Ok(message)
     };
-    let swapped = timeout(deadline, async { tokio::try_join!(send, receive) }).await;
-    let ((), message) = swapped.map_err(|_| gone(rank, format!("no message within {deadline:?}")))??;
-    let link = from.reunite(to).map_err(|error| gone(rank, error))?;
-    Ok((rank, link, message))
+    let ((), message) = tokio::try_join!(send, receive)?;
+    Ok(message)
+}
+
+/// Where sockets have names and no files: in the machine's network namespace.
+fn abstract_path(name: &str) -> String {
+    format!("\0shardfast-{name}")
+}
+
+async fn accept_local(socket: Option<&UnixListener>) -> Option<std::io::Result<UnixStream>> {
+    Some(socket?.accept().await.map(|(link, _)| link))
 }
 
 /// The side that connects.
-async fn connect(this: This, rank: u32, address: String) -> Result<(u32, TcpStream), Error> {
+async fn connect(this: This, rank: u32, address: String) -> Result<(u32, Link), Error> {
     let unreachable = |cause: &dyn std::fmt::Display| {
         Error::Unavailable(format!("rank {} cannot connect with rank {rank} at {address}: {cause}", this.rank))
     };
-    let said: std::io::Result<_> = async {
-        let mut link = TcpStream::connect(&address).await?;
-        link.set_nodelay(true)?;
-        let (mut theirs, mut proof) = ([0; NONCE_BYTES], [0; PROOF_BYTES]);
-        link.read_exact(&mut theirs).await?;
-        let ours = nonce()?;
-        let mut hello = Vec::from(MAGIC);
-        hello.extend(this.rank.to_le_bytes());
-        hello.extend(ours);
-        hello.extend(this.proof(b"connect", (this.rank, rank), (&theirs, &ours)));
-        link.write_all(&hello).await?;
-        link.read_exact(&mut proof).await?;
-        Ok((link, proof == this.proof(b"accept", (this.rank, rank), (&theirs, &ours))))
+    let (remote, local) = address.split_once(' ').map_or((&*address, None), |(remote, local)| (remote, Some(local)));
+    if let Some(name) = local
+        && let Ok(mut link) = UnixStream::connect(abstract_path(name)).await
+        && let Ok(true) = introduce(&this, rank, &mut link).await
+    {
+        let offered = async {
+            send_offered(&link, this.offered.as_deref()).await?;
+            receive_offered(&link).await
+        };
+        let offered = offered.await.map_err(|error| unreachable(&error))?;
+        return Ok((rank, Link::Local(link, offered)));
     }
-    .await;
-    match said {
-        Ok((link, true)) => Ok((rank, link)),
-        Ok((_, false)) => Err(unreachable(&"it is not of this job")),
+    let introduced = async {
+        let mut link = TcpStream::connect(remote).await?;
+        link.set_nodelay(true)?;
+        Ok::<_, std::io::Error>((introduce(&this, rank, &mut link).await?, link))
+    };
+    match introduced.await {
+        Ok((true, link)) => Ok((rank, Link::Remote(link))),
+        Ok((false, _)) => Err(unreachable(&"it is not of this job")),
         Err(error) => Err(unreachable(&error)),
     }
 }
 
-/// The side that was connected to; `None` for strangers.
-async fn answer(this: This, mut link: TcpStream) -> Option<(u32, TcpStream)> {
+/// Says to the rank who this is; whether it is that rank of this meeting.
+async fn introduce(this: &This, rank: u32, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result<bool> {
+    let (mut theirs, mut proof) = ([0; NONCE_BYTES], [0; PROOF_BYTES]);
+    link.read_exact(&mut theirs).await?;
+    let ours = nonce()?;
+    let mut hello = Vec::from(MAGIC);
+    hello.extend(this.rank.to_le_bytes());
+    hello.extend(ours);
+    hello.extend(this.proof(b"connect", (this.rank, rank), (&theirs, &ours)));
+    link.write_all(&hello).await?;
+    link.read_exact(&mut proof).await?;
+    Ok(proof == this.proof(b"accept", (this.rank, rank), (&theirs, &ours)))
+}
+
+async fn answer_remote(this: This, mut link: TcpStream) -> Option<(u32, Link)> {
     link.set_nodelay(true).ok()?;
+    let rank = answer(&this, &mut link).await?;
+    Some((rank, Link::Remote(link)))
+}
+
+async fn answer_local(this: This, mut link: UnixStream) -> Option<(u32, Link)> {
+    let rank = answer(&this, &mut link).await?;
+    let offered = receive_offered(&link).await.ok()?;
+    send_offered(&link, this.offered.as_deref()).await.ok()?;
+    Some((rank, Link::Local(link, offered)))
+}
+
+/// The side that was connected to: which rank that is; `None` for strangers.
+async fn answer(this: &This, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> Option<u32> {
     let ours = nonce().ok()?;
     link.write_all(&ours).await.ok()?;
     let (mut magic, mut theirs, mut proof) = ([0; 8], [0; NONCE_BYTES], [0; PROOF_BYTES]);
@@ -268,7 +371,43 @@ async fn answer(this: This, mut link: TcpStream) -> Option<(u32, TcpStream)> {
         return None;
     }
     link.write_all(&this.proof(b"accept", ranks, (&ours, &theirs))).await.ok()?;
-    Some((rank, link))
+    Some(rank)
+}
+
+/// Says one byte, with the descriptor if the system lets it pass.
+async fn send_offered(link: &UnixStream, offered: Option<&OwnedFd>) -> std::io::Result<()> {
+    let send = |offered: Option<&OwnedFd>| {
+        let descriptors: Vec<_> = offered.into_iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        }
+        Ok(sendmsg(link, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL).map(|_| ())?)
+    };
+    match link.async_io(Interest::WRITABLE, || send(offered)).await {
+        Err(_) if offered.is_some() => link.async_io(Interest::WRITABLE, || send(None)).await,
+        sent => sent,
+    }
+}
+
+/// Hears that byte; the descriptor that came with it, if one did.
+async fn receive_offered(link: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
+    let receive = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let received = recvmsg(link, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        if received.bytes == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        let rights = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+            _ => None,
+        });
+        Ok(rights)
+    };
+    link.async_io(Interest::READABLE, receive).await
 }
 
 fn nonce() -> std::io::Result<[u8; NONCE_BYTES]> {

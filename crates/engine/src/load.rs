@@ -17,7 +17,7 @@ use crate::carrier::{Carrier, Handoff};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::reader::{self, LIMITS};
-use crate::shared::{Ended, GoOn, Shared, Traffic, Trial, Trouble, Troubled};
+use crate::shared::{Ended, GoOn, Neighbours, Shared, Traffic, Trial, Trouble, Troubled};
 use crate::sharing::{self, Opening, Terms};
 use crate::sink::{Sink, Want};
 
@@ -101,7 +101,7 @@ impl Checkpoint {
             bytes: self.bytes_wanted(wants),
             wants: wanted.iter().map(|(wanted, _)| wanted.clone()).collect(),
             has_rounds: rounds.is_some(),
-            exchange_bytes: self.engine.staging_bytes() / 8,
+            exchange_bytes: self.engine.staging_bytes() / sharing::EXCHANGE_PART,
             links_max: sharing::links_max(),
         });
         let opened = operation.agree("open", opening, |ranks| sharing::decide(&self.manifest, ranks, way))?;
@@ -205,10 +205,9 @@ impl Checkpoint {
         operation: &Operation,
         plan: Plan,
         wanted: (&[Want], Vec<(Wanted, Vec<usize>)>),
-        terms: Terms,
+        mut terms: Terms,
         rounds: Option<Handoff>,
     ) -> Troubled<(Ended, Loaded)> {
-        let is_measured = terms.is_measured;
         let mut asked = false;
         let ask = |trial: Result<Trial>| {
             let answer = operation.agree("go on", trial, |trials| Ok(vec![Trial::is_worth_it(&trials); trials.len()]));
@@ -218,9 +217,9 @@ impl Checkpoint {
             asked = true;
             ask(Ok(trial))
         };
-        let loaded = self.run_shared(operation, plan, wanted, terms, rounds, &mut go_on);
+        let loaded = self.run_shared(operation, plan, wanted, &mut terms, rounds, &mut go_on);
         match &loaded {
-            _ if asked || !is_measured => loaded,
+            _ if asked || !terms.is_measured => loaded,
             Ok(_) => ask(Ok(Trial::default())).and(loaded),
             Err(Trouble::Here(error)) => ask(Err(error.clone())).and(loaded),
             Err(Trouble::Everywhere(_)) => loaded,
@@ -233,7 +232,7 @@ impl Checkpoint {
         operation: &Operation,
         plan: Plan,
         (wants, wanted): (&[Want], Vec<(Wanted, Vec<usize>)>),
-        terms: Terms,
+        terms: &mut Terms,
         rounds: Option<Handoff>,
         go_on: GoOn<'_>,
     ) -> Troubled<(Ended, Loaded)> {
@@ -242,15 +241,18 @@ impl Checkpoint {
         let rank = self.engine.rank();
         let sharing = has_peers.then(|| Sharing::new(&self.manifest, rank, &names, &terms.common, terms.chunk_blocks));
         let sharing = sharing.transpose().map_err(Error::from);
-        let carrier: Box<dyn Carrier> = match rounds {
+        let (carrier, neighbours): (Box<dyn Carrier>, _) = match rounds {
             Some(rounds) if terms.by_rounds => {
                 rounds.announce();
-                Box::new(rounds)
+                (Box::new(rounds), Neighbours::default())
             }
             _ => {
                 let peers = sharing.as_ref().map_err(Error::clone);
                 let peers = peers.map(|sharing| sharing.as_ref().map_or(Vec::new(), Sharing::peers));
-                Box::new(sharing::connect(operation, peers, terms.message_bytes_max)?)
+                let connected = sharing::connect(operation, peers, terms.message_bytes_max)?;
+                // Where no byte passes a network there is none to be slower than the storage.
+                terms.is_measured &= !connected.is_in_memory;
+                (Box::new(connected.peers), connected.neighbours)
             }
         };
         let Some(sharing) = sharing? else {
@@ -271,6 +273,7 @@ impl Checkpoint {
             sharing: &sharing,
             sinks: places.iter().map(|places| places.iter().map(sink).collect()).collect(),
             link_bytes: terms.link_bytes,
+            neighbours,
         };
         let go_on: Option<GoOn<'_>> = if terms.is_measured { Some(go_on) } else { None };
         let (ended, traffic) = shared.run(carrier, go_on)?;

@@ -17,7 +17,7 @@ use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::writer::Failure;
 
 /// Reads in flight in one load where the storage does not fetch ahead by itself.
-const READERS: usize = 8;
+pub(crate) const READERS: usize = 8;
 
 /// Reads that are announced before they are made: what a disk can fetch while the cores work off what has come.
 const AHEAD: usize = 32;

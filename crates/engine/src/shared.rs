@@ -2,48 +2,60 @@
 //! ones are being read.
 //!
 //! Rounds go in lockstep between any two ranks with something in common. In each a rank reads some of its chunks, takes
-//! what it wants of them, packs what others want, and swaps one message with each of them; meanwhile it reads for the
-//! next round and unpacks what came in the last one. A message is a head and segments, one for a chunk:
+//! what it wants of them, packs what others want, and swaps one message with each of them. What a rank of the same
+//! machine takes is packed into memory that it sees, and it copies it out from there; what others take travels in the
+//! messages. Threads go on from one round to the next: while a round is swapped, the next ones are read and what came
+//! in those before is put into its place.
 //!
-//! ```text
-//! head     u64 flags (1: the last one with segments, 2: this rank gave up), u64 CRC-64 of the flags
-//! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes that follow the CRC; u64 CRC-64 of all but itself; bytes
-//! ```
-//!
-//! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's
-//! order, each piece row-major. The sender proved each block that they come from; the receiver proves the segment.
+//! A slot of the memory that others see is in use until all of them have said in a later message that they are done.
+//! Before a rank sends its message of round *k* it is done with all that came up to round *k - 2*; so a rank that has
+//! slots for four rounds never waits for one for ever.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use shardfast_format::{BLOCK_BYTES, Crc64, Manifest, crc64};
+use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{Chunk, Chunks, Piece, Sharing};
 
 use crate::carrier::{Carrier, Message};
 use crate::error::{Error, Kind, Result};
 use crate::provider::Fences;
-use crate::reader::{Files, each_ahead};
+use crate::reader::{Files, READERS};
 use crate::sink::{Sink, pack, row_major_strides};
-use crate::staging::Staging;
-use crate::writer::Failure;
+use crate::staging::window::{View, Window, WindowSlot};
+use crate::staging::{SLOT_BYTES, Staging};
+
+mod message;
+mod pool;
+mod swap;
+mod trial;
+
+use message::{Body, GAVE_UP, LAST, Segment, carried, head, parse, shown};
+use pool::{Pool, Queue};
+use swap::Swap;
+pub(crate) use trial::Trial;
+use trial::{Spent, timed};
 
 /// Rounds after which the ranks decide whether to go on: the first ones only fill the pipeline.
-const TRIAL_ROUNDS: u32 = 3;
+const TRIAL_ROUNDS: u64 = 3;
 
 /// A round of the trial is this much smaller: what it found to be slower should not have been much of the load.
 const TRIAL_PART: u64 = 8;
 
-/// Of what came from others, the bytes that are read once more to see what that takes.
+/// Of what came from others, the bytes that are read once more to see what that takes, in two reads.
 pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 
-const HEAD_BYTES: usize = 16;
-const SEGMENT_HEAD_BYTES: usize = 40;
-const LAST: u64 = 1;
-const GAVE_UP: u64 = 2;
+/// Rounds that are read while another one is swapped.
+const AHEAD: usize = 2;
+
+/// Chunks that are announced before they are read, when there are no rounds.
+const ANNOUNCED: usize = 32;
+
+/// Where the pieces of one segment begin in a slot: at a cache line.
+const SHOWN_ALIGNMENT: usize = 64;
 
 /// A shared load of one rank.
 pub(crate) struct Shared<'a> {
@@ -55,23 +67,18 @@ pub(crate) struct Shared<'a> {
     pub(crate) sinks: Vec<Vec<&'a Sink>>,
     /// The most bytes of a message, but for its last segment.
     pub(crate) link_bytes: u64,
+    pub(crate) neighbours: Neighbours,
 }
 
-/// What a rank measured while the ranks tried to share.
-#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub(crate) struct Trial {
-    /// Reading, proving and placing what this rank read.
-    read_s: f64,
-    /// Packing for others, proving and placing what others read.
-    pass_on_s: f64,
-    /// Rounds of messages, and the bytes of those that this rank sent and received.
-    swap_s: f64,
-    swapped_bytes: u64,
-    /// Bytes of the blocks that others read for this rank.
-    passed_on_bytes: u64,
-    /// Reading and proving some of them here, too.
-    again_s: f64,
-    again_bytes: u64,
+/// Ranks that see each other's memory.
+#[derive(Default)]
+pub(crate) struct Neighbours {
+    /// This rank's.
+    pub(crate) window: Option<Arc<Window>>,
+    /// Who sees it.
+    pub(crate) viewers: BTreeSet<u32>,
+    /// What this rank sees of others.
+    pub(crate) views: BTreeMap<u32, View>,
 }
 
 /// How a shared load ended on this rank.
@@ -105,7 +112,7 @@ pub(crate) type Troubled<T> = std::result::Result<T, Trouble>;
 pub struct Traffic {
     /// Read from storage.
     pub bytes_read: u64,
-    /// Received from other ranks.
+    /// Received from other ranks, through whatever memory or network.
     pub bytes_received: u64,
     /// Sent to other ranks, all together.
     pub bytes_sent: u64,
@@ -120,93 +127,46 @@ struct Counters {
     sent: AtomicU64,
     /// Bytes of elements that reached their places.
     arrived: AtomicU64,
-    /// Nanoseconds of all threads.
-    reading: AtomicU64,
-    passing_on: AtomicU64,
-}
-
-impl Counters {
-    /// Adds the time of some work, which began then, to what it was spent on.
-    fn split(&self, began: Instant, trial: &mut Trial) {
-        let all_s = began.elapsed().as_secs_f64();
-        let [reading, passing_on] = [&self.reading, &self.passing_on].map(|ns| ns.swap(0, Ordering::Relaxed) as f64);
-        let of_reading = reading / (reading + passing_on).max(1.0);
-        trial.read_s += all_s * of_reading;
-        trial.pass_on_s += all_s * (1.0 - of_reading);
-    }
-}
-
-/// Adds the time that something takes to a counter of nanoseconds.
-fn timed<T>(counter: &AtomicU64, work: impl FnOnce() -> T) -> T {
-    let began = Instant::now();
-    let done = work();
-    counter.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-    done
+    spent: Spent,
 }
 
 /// A chunk to read, and what others take of it.
 struct Task {
     chunk: Chunk,
     others: Vec<(Vec<u32>, Vec<Piece>)>,
-}
-
-/// Part of a message that came.
-struct Segment {
-    from: u32,
-    message: Arc<Vec<u8>>,
-    file: u32,
-    chunk: Range<u64>,
-    bytes: Range<usize>,
-    crc: u64,
+    /// Where what neighbours take is packed.
+    slot: Option<WindowSlot>,
 }
 
 enum Work {
-    Read(Task),
-    Unpack(Segment),
+    /// For a round, by its number.
+    Read(u64, Task),
+    /// Of what came in a round.
+    Place(u64, Segment),
 }
+
+enum Worked {
+    Read { round: u64, segments: Vec<Packed>, lent: Option<Lent> },
+    Placed { round: u64, returned: Option<(u32, u32)> },
+}
+
+/// A slot that others look at, with the bytes that each of them takes.
+type Lent = (WindowSlot, BTreeMap<u32, u64>);
 
 /// A segment, and the ranks that it is sent to.
 type Packed = (Vec<u32>, Arc<Vec<u8>>);
-
-/// What came in a round, and how long it took.
-type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);
-
-/// A message that came, taken apart.
-struct Parsed {
-    flags: u64,
-    bytes: u64,
-    segments: Vec<Segment>,
-}
 
 /// What is sent to each peer in a round.
 #[derive(Default)]
 struct Outgoing {
     messages: BTreeMap<u32, Message>,
+    /// Chunks that are not read yet.
+    missing: usize,
     is_last: bool,
 }
 
 /// Asks all ranks whether to go on sharing, telling what this one measured.
 pub(crate) type GoOn<'a> = &'a mut dyn FnMut(Trial) -> Troubled<bool>;
-
-impl Trial {
-    /// Whether sharing is faster than every rank's reading for itself, by what all ranks measured.
-    ///
-    /// Reading and swapping overlap, so the slower one counts. A swap waits for the slowest rank to have read, so the
-    /// best rate that any rank had stands for the network. Without sharing, each rank reads again what others read.
-    pub(crate) fn is_worth_it(trials: &[Trial]) -> bool {
-        let most = |of: &dyn Fn(&Trial) -> f64| trials.iter().map(of).fold(0.0, f64::max);
-        let rate = most(&|trial| trial.swapped_bytes as f64 / trial.swap_s.max(1e-9));
-        let swap_s = most(&|trial| trial.swapped_bytes as f64) / rate.max(1.0);
-        let work_s = most(&|trial| trial.read_s + trial.pass_on_s);
-        let again_s = most(&|trial| match trial.again_bytes {
-            0 => 0.0,
-            bytes => trial.again_s * trial.passed_on_bytes as f64 / bytes as f64,
-        });
-        let alone_s = most(&|trial| trial.read_s) + again_s;
-        // What is about as fast either way is simpler without messages.
-        work_s.max(swap_s) < 0.95 * alone_s
-    }
-}
 
 impl Shared<'_> {
     /// Fills the sinks. With `go_on` the ranks try first and decide then, else they share to the end. The carrier has a
@@ -217,232 +177,56 @@ impl Shared<'_> {
     /// from which they came; no unproven byte reaches a sink.
     pub(crate) fn run(&self, carrier: Box<dyn Carrier + '_>, go_on: Option<GoOn<'_>>) -> Troubled<(Ended, Traffic)> {
         let counters = Counters::default();
-        let mut done = go_on.is_some().then(HashSet::new);
-        let went_on = self.rounds(carrier, go_on, &counters, &mut done)?;
-        let mut traffic = Traffic { is_shared: went_on == Some(true), ..Traffic::default() };
-        if let Some(went_on) = went_on {
-            let is_left = |chunk: &Chunk| match &done {
-                Some(done) if !went_on => !done.contains(&(chunk.file, chunk.range.start)),
-                _ => chunk.wanters.len() == 1,
-            };
-            let left = self.sharing.chunks().filter(is_left);
-            self.work(left.map(|chunk| Work::Read(Task { chunk, others: Vec::new() })), &counters, !went_on)?;
-            self.expect_all(&counters)?;
-        }
-        traffic.bytes_read = counters.read.into_inner();
-        traffic.bytes_received = counters.received.into_inner();
-        traffic.bytes_sent = counters.sent.into_inner();
+        let queue = Queue::default();
+        let work = |work: Work| match work {
+            Work::Read(round, task) => self.read(round, task, &counters),
+            Work::Place(round, segment) => self.place(round, &segment, &counters),
+        };
+        let went_on = std::thread::scope(|scope| {
+            let swap = Swap::start(scope, carrier);
+            let mut course = Course::new(self, Pool::new(scope, &queue, &work), &counters, go_on.is_some());
+            let outcome = course.rounds(&swap, go_on);
+            if matches!(outcome, Ok(None) | Err(Trouble::Here(_))) {
+                // So that nobody waits for this rank; whether they hear it makes no difference here.
+                let message = vec![Arc::new(head(GAVE_UP, &[]))];
+                _ = swap.begin(course.open.iter().map(|&peer| (peer, message.clone())).collect());
+                _ = swap.end();
+            }
+            drop(swap);
+            if let Ok(Some(went_on)) = outcome {
+                course.rest(went_on)?;
+                self.expect_all(&counters)?;
+            }
+            outcome
+        })?;
+        let traffic = Traffic {
+            bytes_read: counters.read.into_inner(),
+            bytes_received: counters.received.into_inner(),
+            bytes_sent: counters.sent.into_inner(),
+            is_shared: went_on == Some(true),
+        };
         Ok((if went_on.is_some() { Ended::Done } else { Ended::Stopped }, traffic))
     }
 
-    /// The rounds. Returns whether the ranks shared to the end; `None` when another one gave up.
-    fn rounds(
-        &self,
-        mut carrier: Box<dyn Carrier + '_>,
-        mut go_on: Option<GoOn<'_>>,
-        counters: &Counters,
-        done: &mut Option<HashSet<(u32, u64)>>,
-    ) -> Troubled<Option<bool>> {
-        std::thread::scope(|scope| {
-            let (to_carrier, messages) = crossbeam_channel::bounded::<BTreeMap<u32, Message>>(0);
-            let (answers, from_carrier) = crossbeam_channel::bounded(0);
-            scope.spawn(move || {
-                for messages in messages {
-                    let began = Instant::now();
-                    let swapped = carrier.swap(messages);
-                    if answers.send((swapped, began.elapsed())).is_err() {
-                        return;
-                    }
-                }
-            });
-            let swap = Swap { to_carrier, from_carrier };
-            let mut trial = Trial::default();
-            let mut open: BTreeSet<u32> = self.sharing.peers().into_iter().collect();
-            let outcome = self.lockstep(&swap, &mut open, &mut trial, &mut go_on, counters, done);
-            if matches!(outcome, Ok(None) | Err(Trouble::Here(_))) {
-                // So that nobody waits for this rank; whether they hear it makes no difference here.
-                let message = vec![Arc::new(head(GAVE_UP))];
-                _ = swap.begin(open.iter().map(|&peer| (peer, message.clone())).collect());
-                _ = swap.end();
-            }
-            outcome
-        })
-    }
-
-    fn lockstep(
-        &self,
-        swap: &Swap,
-        open: &mut BTreeSet<u32>,
-        trial: &mut Trial,
-        go_on: &mut Option<GoOn<'_>>,
-        counters: &Counters,
-        done: &mut Option<HashSet<(u32, u64)>>,
-    ) -> Troubled<Option<bool>> {
-        let mut chunks = self.sharing.chunks();
-        let began = Instant::now();
-        let tasks = self.next_tasks(&mut chunks, go_on.is_some(), done);
-        let mut outgoing = self.prepare(tasks, Vec::new(), counters, go_on.is_some())?;
-        counters.split(began, trial);
-        let mut incoming = Vec::new();
-        let mut round = 0;
-        loop {
-            round += 1;
-            if (open.is_empty() || round > TRIAL_ROUNDS)
-                && let Some(go_on) = go_on.take()
-            {
-                self.read_again(trial, &incoming, counters)?;
-                if !go_on(*trial)? {
-                    self.work(incoming.into_iter().map(Work::Unpack), counters, false)?;
-                    return Ok(Some(false));
-                }
-            }
-            if open.is_empty() {
-                break;
-            }
-            let sent_last = outgoing.is_last;
-            let mut messages: BTreeMap<u32, Message> = BTreeMap::new();
-            for &peer in open.iter() {
-                let mut message = vec![Arc::new(head(if sent_last { LAST } else { 0 }))];
-                message.extend(outgoing.messages.remove(&peer).unwrap_or_default());
-                let bytes = message.iter().map(|piece| piece.len() as u64).sum::<u64>();
-                counters.sent.fetch_add(bytes, Ordering::Relaxed);
-                trial.swapped_bytes += bytes;
-                messages.insert(peer, message);
-            }
-            swap.begin(messages)?;
-            let began = Instant::now();
-            let tasks =
-                if sent_last { (Vec::new(), true) } else { self.next_tasks(&mut chunks, go_on.is_some(), done) };
-            let prepared = self.prepare(tasks, std::mem::take(&mut incoming), counters, go_on.is_some());
-            counters.split(began, trial);
-            let (received, swap_s) = swap.end();
-            trial.swap_s += swap_s.as_secs_f64();
-            let received = received?;
-            if let Some(silent) = open.iter().find(|&peer| !received.contains_key(peer)) {
-                let place = self.files.place();
-                return Err(Error::new(Kind::Unavailable, format!("{place}: rank {silent} sends no more")).into());
-            }
-            // First of all, who expects another message.
-            let parsed: Vec<_> =
-                received.into_iter().map(|(peer, message)| (peer, self.parse(peer, message))).collect();
-            let mut gave_up = false;
-            for (peer, parsed) in &parsed {
-                let flags = parsed.as_ref().map_or(0, |parsed| parsed.flags);
-                gave_up |= flags & GAVE_UP != 0;
-                if flags & GAVE_UP != 0 || sent_last && flags & LAST != 0 {
-                    open.remove(peer);
-                }
-            }
-            outgoing = prepared?;
-            for (_, parsed) in parsed {
-                let Parsed { bytes, segments, .. } = parsed?;
-                counters.received.fetch_add(bytes, Ordering::Relaxed);
-                trial.swapped_bytes += bytes;
-                incoming.extend(segments);
-            }
-            if gave_up {
-                return Ok(None);
-            }
-            for segment in &incoming {
-                trial.passed_on_bytes += segment.chunk.end - segment.chunk.start;
-                done.iter_mut().for_each(|done| _ = done.insert((segment.file, segment.chunk.start)));
-            }
-        }
-        self.work(incoming.into_iter().map(Work::Unpack), counters, false)?;
-        Ok(Some(true))
-    }
-
-    /// The chunks that this rank reads in the next round, and whether they are the last ones.
-    fn next_tasks(
-        &self,
-        chunks: &mut Chunks<'_>,
-        is_trial: bool,
-        done: &mut Option<HashSet<(u32, u64)>>,
-    ) -> (Vec<Task>, bool) {
-        let link_bytes = if is_trial { self.link_bytes / TRIAL_PART } else { self.link_bytes };
-        let mut tasks = Vec::new();
-        let mut bytes_to: BTreeMap<u32, u64> = BTreeMap::new();
-        for chunk in chunks.by_ref() {
-            if chunk.wanters.len() == 1 || chunk.reader != self.sharing.rank() {
-                continue;
-            }
-            let others = self.sharing.pieces_of_others(&chunk);
-            let mut is_full = false;
-            for (ranks, pieces) in &others {
-                let bytes = pieces.iter().map(Piece::bytes).sum::<u64>();
-                for &rank in ranks {
-                    let to = bytes_to.entry(rank).or_default();
-                    *to += bytes;
-                    // As large as the chunk itself, the next one would be too much.
-                    is_full |= *to + (chunk.range.end - chunk.range.start) > link_bytes;
-                }
-            }
-            done.iter_mut().for_each(|done| _ = done.insert((chunk.file, chunk.range.start)));
-            tasks.push(Task { chunk, others });
-            if is_full {
-                return (tasks, false);
-            }
-        }
-        (tasks, true)
-    }
-
-    /// Reads and packs what goes out in the next round, and unpacks what came in the last one.
-    fn prepare(
-        &self,
-        (tasks, is_last): (Vec<Task>, bool),
-        incoming: Vec<Segment>,
-        counters: &Counters,
-        again: bool,
-    ) -> Result<Outgoing> {
-        let work = incoming.into_iter().map(Work::Unpack).chain(tasks.into_iter().map(Work::Read));
-        let packed = self.work(work, counters, again)?;
-        let mut outgoing = Outgoing { messages: BTreeMap::new(), is_last };
-        for (ranks, segment) in packed {
-            for rank in ranks {
-                outgoing.messages.entry(rank).or_default().push(Arc::clone(&segment));
-            }
-        }
-        Ok(outgoing)
-    }
-
-    /// Does all work, on several threads; the segments that are to be sent, with their receivers.
-    fn work(&self, work: impl Iterator<Item = Work>, counters: &Counters, again: bool) -> Result<Vec<Packed>> {
-        let (failure, packed) = (Failure::default(), Mutex::new(Vec::new()));
-        let announce = |work: &Work| match work {
-            Work::Unpack(_) => true,
-            Work::Read(Task { chunk, .. }) => {
-                let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-                self.files.prefetch(chunk.file, range, again).unwrap_or_else(|error| {
-                    let leaves = self.files.leaves_in(chunk.file, &chunk.range);
-                    failure.set(error.within(format_args!("{leaves} cannot be read")));
-                    true
-                })
-            }
-        };
-        let one = |work: Work| {
-            if failure.is_set() {
-                return;
-            }
-            let worked = match work {
-                Work::Read(task) => self.read(task, counters).map(|segments| {
-                    packed.lock().unwrap_or_else(PoisonError::into_inner).extend(segments);
-                }),
-                Work::Unpack(segment) => timed(&counters.passing_on, || self.unpack(&segment, counters)),
-            };
-            worked.unwrap_or_else(|error| failure.set(error));
-        };
-        each_ahead(work.take_while(|_| !failure.is_set()), announce, one);
-        failure.into_result()?;
-        Ok(packed.into_inner().unwrap_or_else(PoisonError::into_inner))
+    /// Says that a chunk will be read soon; on how many threads that is done best.
+    fn announce(&self, chunk: &Chunk, again: bool) -> Result<usize> {
+        let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
+        let is_of_use = self.files.prefetch(chunk.file, range, again).map_err(|error| {
+            let leaves = self.files.leaves_in(chunk.file, &chunk.range);
+            error.within(format_args!("{leaves} cannot be read"))
+        })?;
+        Ok(if is_of_use { cores().min(READERS) } else { READERS })
     }
 
     /// Reads a chunk, proves it, takes what is this rank's and packs what is others'.
-    fn read(&self, task: Task, counters: &Counters) -> Result<Vec<Packed>> {
-        let Task { chunk, others } = task;
-        let began = Instant::now();
+    fn read(&self, round: u64, task: Task, counters: &Counters) -> Result<Worked> {
+        let Task { chunk, others, slot } = task;
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-        let mut slot = self.staging.acquire()?;
-        let damaged = self.files.read_blocks(chunk.file, range.clone(), &mut slot, |_| true)?;
+        let (memory, damaged) = timed(&counters.spent.reading, || -> Result<_> {
+            let mut memory = self.staging.acquire()?;
+            let damaged = self.files.read_blocks(chunk.file, range.clone(), &mut memory, |_| true)?;
+            Ok((memory, damaged))
+        })?;
         if let Some(damage) = damaged.first() {
             let leaves = self.files.leaves_in(chunk.file, &damage.span);
             return Err(Error::corrupt(format!("{}: {leaves}: {damage}", self.files.place())));
@@ -450,70 +234,68 @@ impl Shared<'_> {
         counters.read.fetch_add(range.end - range.start, Ordering::Relaxed);
         let source = |piece: &Piece| {
             let at = (piece.src - range.start) as usize;
-            &slot[at..at + piece.span_bytes as usize]
+            &memory[at..at + piece.span_bytes as usize]
         };
         // Waited for before the slot is given back, whatever happens.
         let mut fences = Fences::default();
-        for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
-            for sink in &self.sinks[piece.want as usize] {
-                sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source(&piece), &mut fences)?;
+        timed(&counters.spent.placing, || -> Result<()> {
+            for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
+                for sink in &self.sinks[piece.want as usize] {
+                    sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source(&piece), &mut fences)?;
+                }
+                counters.arrived.fetch_add(piece.bytes(), Ordering::Relaxed);
             }
-            counters.arrived.fetch_add(piece.bytes(), Ordering::Relaxed);
-        }
-        counters.reading.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        let segment = |(ranks, pieces): (Vec<u32>, Vec<Piece>)| (ranks, Arc::new(packed(&chunk, &pieces, source)));
-        let segments = timed(&counters.passing_on, || others.into_iter().map(segment).collect());
+            Ok(())
+        })?;
+        let (segments, lent) = timed(&counters.spent.passing_on, || self.packed(&chunk, others, slot, source));
         fences.wait()?;
-        Ok(segments)
+        Ok(Worked::Read { round, segments, lent })
     }
 
-    /// Takes a message apart, without proving its segments.
-    fn parse(&self, from: u32, message: Vec<u8>) -> Result<Parsed> {
-        let message = Arc::new(message);
-        let numbers = |at: usize, count: usize| -> Option<Vec<u64>> {
-            let bytes = message.get(at..at + 8 * count)?;
-            let number = |bytes: &[u8]| bytes.try_into().map(u64::from_le_bytes).ok();
-            bytes.chunks(8).map(number).collect()
-        };
-        let damaged = |what: &str| {
-            Error::corrupt(format!(
-                "{}: the message of rank {from}, which reads for this one, {what}",
-                self.files.place()
-            ))
-        };
-        let head = numbers(0, 2).ok_or_else(|| damaged("is cut short"))?;
-        if crc64(&head[0].to_le_bytes()) != head[1] {
-            return Err(damaged("begins with bytes that it did not send"));
-        }
-        let mut segments = Vec::new();
-        let mut at = HEAD_BYTES;
-        while at < message.len() {
-            let numbers = numbers(at, SEGMENT_HEAD_BYTES / 8).ok_or_else(|| damaged("is cut short"))?;
-            let [file, start, end, bytes, crc] = numbers[..] else { return Err(damaged("is cut short")) };
-            at += SEGMENT_HEAD_BYTES;
-            let behind = usize::try_from(bytes).ok().and_then(|bytes| at.checked_add(bytes));
-            let behind = behind.filter(|&behind| behind <= message.len()).ok_or_else(|| damaged("is cut short"))?;
-            let file = u32::try_from(file).ok().filter(|&file| (file as usize) < self.manifest.files().len());
-            let file = file.ok_or_else(|| damaged("speaks of a file that the checkpoint lacks"))?;
-            if start > end || end > self.manifest.files()[file as usize].bytes {
-                return Err(damaged("speaks of bytes that the file lacks"));
-            }
-            segments.push(Segment {
-                from,
-                message: Arc::clone(&message),
-                file,
-                chunk: start..end,
-                bytes: at..behind,
-                crc,
+    /// What others take of a chunk: in the slot as far as they see it and there is room, else in their messages.
+    fn packed<'m>(
+        &self,
+        chunk: &Chunk,
+        others: Vec<(Vec<u32>, Vec<Piece>)>,
+        mut slot: Option<WindowSlot>,
+        source: impl Fn(&Piece) -> &'m [u8],
+    ) -> (Vec<Packed>, Option<Lent>) {
+        let (mut segments, mut takers, mut used) = (Vec::new(), BTreeMap::new(), 0);
+        for (ranks, pieces) in others {
+            let bytes = pieces.iter().map(Piece::bytes).sum::<u64>();
+            let is_shown = |rank: &u32| self.neighbours.viewers.contains(rank);
+            let (near, mut far): (Vec<u32>, Vec<u32>) = ranks.into_iter().partition(is_shown);
+            let room = slot.as_mut().and_then(|slot| {
+                let number = u64::from(slot.number());
+                let room = slot.bytes().get_mut(used..)?.get_mut(..bytes as usize)?;
+                Some((number * SLOT_BYTES as u64 + used as u64, room))
             });
-            at = behind;
+            match room.filter(|_| !near.is_empty()) {
+                Some((at, room)) => {
+                    let mut left = room;
+                    for piece in &pieces {
+                        pack(&piece.lengths, &piece.src_strides, piece.item_bytes(), source(piece), |run| {
+                            let (to, rest) = std::mem::take(&mut left).split_at_mut(run.len());
+                            to.copy_from_slice(run);
+                            left = rest;
+                        });
+                    }
+                    used = (used + bytes as usize).next_multiple_of(SHOWN_ALIGNMENT);
+                    takers.extend(near.iter().map(|&rank| (rank, bytes)));
+                    segments.push((near, Arc::new(shown(chunk, at, bytes))));
+                }
+                None => far.extend(near),
+            }
+            if !far.is_empty() {
+                segments.push((far, Arc::new(carried(chunk, &pieces, &source))));
+            }
         }
-        Ok(Parsed { flags: head[0], bytes: message.len() as u64, segments })
+        (segments, slot.filter(|_| !takers.is_empty()).map(|slot| (slot, takers)))
     }
 
-    /// Proves a segment and puts its bytes into their places.
-    fn unpack(&self, segment: &Segment, counters: &Counters) -> Result<()> {
-        let Segment { from, message, file, chunk, bytes, crc } = segment;
+    /// Puts the bytes of a segment into their places, proven.
+    fn place(&self, round: u64, segment: &Segment, counters: &Counters) -> Result<Worked> {
+        let Segment { from, file, chunk, body } = segment;
         let failed = |what: String| {
             let (place, leaves) = (self.files.place(), self.files.leaves_in(*file, chunk));
             let path = &self.manifest.files()[*file as usize].path;
@@ -522,47 +304,59 @@ impl Shared<'_> {
                 "{place}: {leaves}: file {path}, bytes {start}..{end}, as rank {from} sent them: {what}"
             ))
         };
-        let head = &message[bytes.start - SEGMENT_HEAD_BYTES..bytes.start - 8];
-        let packed = &message[bytes.clone()];
-        let found = segment_crc(head, packed);
-        if found != *crc {
-            return Err(failed(format!("expected CRC-64 {crc:016x}, found {found:016x}")));
-        }
+        let (packed, returned) = match body {
+            Body::Message { message, bytes, crc } => {
+                let proven = timed(&counters.spent.passing_on, || Body::proven(message, bytes, *crc));
+                let mismatch = |found| failed(format!("expected CRC-64 {crc:016x}, found {found:016x}"));
+                (proven.map_err(mismatch)?, None)
+            }
+            Body::Window { at, bytes } => {
+                let view = self.neighbours.views.get(from);
+                let packed = view.and_then(|view| view.bytes(*at, *bytes));
+                let unseen = || failed(format!("{bytes} bytes at {at} of memory that this rank does not see"));
+                (packed.ok_or_else(unseen)?, Some((*from, (at / SLOT_BYTES as u64) as u32)))
+            }
+        };
         let pieces = self.sharing.own_pieces(*file, chunk.clone());
         let expected = pieces.iter().map(Piece::bytes).sum::<u64>();
         if expected != packed.len() as u64 {
             return Err(failed(format!("expected {expected} bytes of this rank's, found {}", packed.len())));
         }
-        let mut fences = Fences::default();
-        let mut at = 0;
-        for piece in &pieces {
-            let source = &packed[at..at + piece.bytes() as usize];
-            let strides = row_major_strides(&piece.lengths, piece.item_bytes());
-            for sink in &self.sinks[piece.want as usize] {
-                sink.scatter(&piece.dst_offsets, &piece.lengths, &strides, source, &mut fences)?;
+        timed(&counters.spent.placing, || {
+            let mut fences = Fences::default();
+            let mut at = 0;
+            for piece in &pieces {
+                let source = &packed[at..at + piece.bytes() as usize];
+                let strides = row_major_strides(&piece.lengths, piece.item_bytes());
+                for sink in &self.sinks[piece.want as usize] {
+                    sink.scatter(&piece.dst_offsets, &piece.lengths, &strides, source, &mut fences)?;
+                }
+                at += source.len();
             }
-            at += source.len();
-        }
-        fences.wait()?;
+            fences.wait()
+        })?;
         counters.arrived.fetch_add(expected, Ordering::Relaxed);
-        Ok(())
+        Ok(Worked::Placed { round, returned })
     }
 
-    /// Reads some of what came from others from storage, too, to see what that takes. Other work on this machine must
-    /// not pass for slow storage, so the fastest block counts.
-    fn read_again(&self, trial: &mut Trial, segments: &[Segment], counters: &Counters) -> Result<()> {
-        let Some(Segment { file, chunk, .. }) = segments.first() else { return Ok(()) };
-        let mut slot = self.staging.acquire()?;
-        let mut fastest = Duration::MAX;
-        for start in (chunk.start..chunk.end.min(chunk.start + AGAIN_BYTES)).step_by(BLOCK_BYTES as usize) {
-            let range = self.files.whole_blocks(*file, start..start + 1);
+    /// Reads some of what came from others from storage, too, to see what that takes: the faster one of two reads.
+    fn read_again(&self, trial: &mut Trial, came: Option<&(u32, u64, u64)>, counters: &Counters) -> Result<()> {
+        let Some(&(file, first, end)) = came else { return Ok(()) };
+        let mut memory = self.staging.acquire()?;
+        let mut fastest = f64::MAX;
+        for start in [first, first + (end - first) / 2 / BLOCK_BYTES * BLOCK_BYTES] {
+            let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
             let began = Instant::now();
-            self.files.read_blocks(*file, range.clone(), &mut slot, |_| true)?;
-            fastest = fastest.min(began.elapsed());
-            trial.again_bytes = BLOCK_BYTES;
-            counters.read.fetch_add(range.end - range.start, Ordering::Relaxed);
+            self.files.prefetch(file, range.clone(), true)?;
+            self.files.read_blocks(file, range.clone(), &mut memory, |_| true)?;
+            let bytes = range.end - range.start;
+            let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;
+            if a_byte_s < fastest {
+                fastest = a_byte_s;
+                (trial.again_s, trial.again_bytes) = (a_byte_s * bytes as f64, bytes);
+            }
+            counters.read.fetch_add(bytes, Ordering::Relaxed);
         }
-        trial.again_s = fastest.as_secs_f64();
         Ok(())
     }
 
@@ -577,92 +371,305 @@ impl Shared<'_> {
     }
 }
 
-/// The way to the thread that swaps.
-struct Swap {
-    to_carrier: crossbeam_channel::Sender<BTreeMap<u32, Message>>,
-    from_carrier: crossbeam_channel::Receiver<Swapped>,
+/// A shared load on its way from round to round.
+struct Course<'s, 'scope, 'env> {
+    shared: &'s Shared<'s>,
+    pool: Pool<'scope, 'env, Work, Worked>,
+    counters: &'s Counters,
+    chunks: Chunks<'s>,
+    /// Rounds that were swapped.
+    round: u64,
+    /// The rounds that come next, as far as they are being prepared.
+    ahead: VecDeque<Outgoing>,
+    /// Whether all that this rank reads for others is in them, or was.
+    is_planned: bool,
+    /// Who expects another message.
+    open: BTreeSet<u32>,
+    /// Segments that are not in their places yet, by the round in which they came.
+    unplaced: BTreeMap<u64, usize>,
+    /// Slots that others look at, and who does.
+    lent: BTreeMap<u32, (WindowSlot, BTreeSet<u32>)>,
+    /// Others' slots with which this rank is done.
+    returns: BTreeMap<u32, Vec<u32>>,
+    /// While the ranks try.
+    trial: Option<Trial>,
+    /// What ranks that tried need not read themselves: file and first byte of chunks.
+    done: Option<HashSet<(u32, u64)>>,
+    /// A chunk that came: file, first byte, end.
+    came: Option<(u32, u64, u64)>,
 }
 
-impl Swap {
-    fn begin(&self, messages: BTreeMap<u32, Message>) -> Result<()> {
-        self.to_carrier.send(messages).map_err(|_| Error::internal("the thread that swaps messages has ended"))
+impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
+    fn new(
+        shared: &'s Shared<'s>,
+        pool: Pool<'scope, 'env, Work, Worked>,
+        counters: &'s Counters,
+        is_trial: bool,
+    ) -> Self {
+        Course {
+            shared,
+            pool,
+            counters,
+            chunks: shared.sharing.chunks(),
+            round: 0,
+            ahead: VecDeque::new(),
+            is_planned: false,
+            open: shared.sharing.peers().into_iter().collect(),
+            unplaced: BTreeMap::new(),
+            lent: BTreeMap::new(),
+            returns: BTreeMap::new(),
+            trial: is_trial.then(Trial::default),
+            done: is_trial.then(HashSet::new),
+            came: None,
+        }
     }
 
-    /// What the round that began brought, and how long it took.
-    fn end(&self) -> Swapped {
-        let ended = || (Err(Error::internal("the thread that swaps messages has ended")), Duration::ZERO);
-        self.from_carrier.recv().unwrap_or_else(|_| ended())
+    /// Returns whether the ranks shared to the end; `None` when another one gave up.
+    fn rounds(&mut self, swap: &Swap, mut go_on: Option<GoOn<'_>>) -> Troubled<Option<bool>> {
+        self.prepare(Instant::now())?;
+        loop {
+            if (self.open.is_empty() || self.round >= TRIAL_ROUNDS)
+                && let Some(go_on) = go_on.take()
+            {
+                let mut trial = self.trial.take().unwrap_or_default();
+                trial.read_bytes = self.counters.read.load(Ordering::Relaxed);
+                self.shared.read_again(&mut trial, self.came.as_ref(), self.counters)?;
+                if !go_on(trial)? {
+                    self.finish()?;
+                    return Ok(Some(false));
+                }
+            }
+            if self.open.is_empty() {
+                self.finish()?;
+                return Ok(Some(true));
+            }
+            self.plan()?;
+            while self.ahead.front().is_some_and(|round| round.missing > 0) || self.is_behind() {
+                self.settle()?;
+            }
+            let rest = Outgoing { is_last: true, ..Outgoing::default() };
+            let Outgoing { messages, is_last, .. } = self.ahead.pop_front().unwrap_or(rest);
+            self.round += 1;
+            swap.begin(self.addressed(messages, is_last))?;
+            let prepared = self.prepare(Instant::now());
+            let (received, swap_s) = swap.end();
+            self.trial.iter_mut().for_each(|trial| trial.swap_s += swap_s.as_secs_f64());
+            let gave_up = self.take(received?, is_last);
+            // A failure of this rank's own is told, even where others failed, too.
+            prepared?;
+            if gave_up? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Begins what comes next. While the ranks try, all of it is waited for and its time, since then, counted.
+    fn prepare(&mut self, began: Instant) -> Result<()> {
+        self.plan()?;
+        if self.trial.is_some() {
+            self.finish()?;
+            self.trial.iter_mut().for_each(|trial| self.counters.spent.split(began, trial));
+        }
+        Ok(())
+    }
+
+    /// Plans rounds and begins to read for them.
+    fn plan(&mut self) -> Result<()> {
+        let most = if self.trial.is_some() { 1 } else { AHEAD };
+        while self.ahead.len() < most && !self.is_planned {
+            let free = self.shared.neighbours.window.as_ref().map_or(usize::MAX, |window| window.free_slots());
+            if free < self.round_slots() && !self.ahead.is_empty() {
+                return Ok(());
+            }
+            let round = self.round + self.ahead.len() as u64 + 1;
+            let (tasks, is_last) = self.next_tasks();
+            self.is_planned = is_last;
+            self.ahead.push_back(Outgoing { missing: tasks.len(), is_last, ..Outgoing::default() });
+            for task in tasks {
+                let threads = self.shared.announce(&task.chunk, self.trial.is_some())?;
+                self.pool.submit(Work::Read(round, task), false, threads);
+            }
+        }
+        Ok(())
+    }
+
+    /// Slots that one round takes at most: a window has those of four.
+    fn round_slots(&self) -> usize {
+        self.shared.neighbours.window.as_ref().map_or(0, |window| (window.slots() / 4).min(READERS))
+    }
+
+    /// The chunks that this rank reads in the next round, and whether they are the last ones.
+    fn next_tasks(&mut self) -> (Vec<Task>, bool) {
+        let Shared { sharing, link_bytes, neighbours, .. } = self.shared;
+        let link_bytes = if self.trial.is_some() { link_bytes / TRIAL_PART } else { *link_bytes };
+        let (mut tasks, mut slots, slots_max) = (Vec::new(), 0, self.round_slots());
+        let mut bytes_to: BTreeMap<u32, u64> = BTreeMap::new();
+        for chunk in self.chunks.by_ref() {
+            if chunk.wanters.len() == 1 || chunk.reader != sharing.rank() {
+                continue;
+            }
+            let others = sharing.pieces_of_others(&chunk);
+            let is_shown = |rank: &u32| neighbours.viewers.contains(rank);
+            let mut is_full = false;
+            for (ranks, pieces) in &others {
+                let bytes = pieces.iter().map(Piece::bytes).sum::<u64>();
+                for &rank in ranks.iter().filter(|rank| !is_shown(rank)) {
+                    let to = bytes_to.entry(rank).or_default();
+                    *to += bytes;
+                    // As large as the chunk itself, the next one would be too much.
+                    is_full |= *to + (chunk.range.end - chunk.range.start) > link_bytes;
+                }
+            }
+            let is_near = others.iter().any(|(ranks, _)| ranks.iter().any(is_shown));
+            let slot = neighbours.window.as_ref().filter(|_| is_near).and_then(Window::take);
+            slots += usize::from(slot.is_some());
+            is_full |= slot.is_some() && slots >= slots_max;
+            self.done.iter_mut().for_each(|done| _ = done.insert((chunk.file, chunk.range.start)));
+            tasks.push(Task { chunk, others, slot });
+            if is_full {
+                return (tasks, false);
+            }
+        }
+        (tasks, true)
+    }
+
+    /// The messages of a round, with their heads.
+    fn addressed(&mut self, mut segments: BTreeMap<u32, Message>, is_last: bool) -> BTreeMap<u32, Message> {
+        let mut messages = BTreeMap::new();
+        for &peer in &self.open {
+            let returned = self.returns.remove(&peer).unwrap_or_default();
+            let mut message = vec![Arc::new(head(if is_last { LAST } else { 0 }, &returned))];
+            message.extend(segments.remove(&peer).unwrap_or_default());
+            let bytes = message.iter().map(|piece| piece.len() as u64).sum::<u64>();
+            self.counters.sent.fetch_add(bytes, Ordering::Relaxed);
+            self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
+            messages.insert(peer, message);
+        }
+        messages
+    }
+
+    /// Takes what came in a round, of which this rank's messages were the last ones with segments or not; whether
+    /// another rank gave up.
+    fn take(&mut self, received: BTreeMap<u32, Vec<u8>>, sent_last: bool) -> Result<bool> {
+        let place = self.shared.files.place();
+        if let Some(silent) = self.open.iter().find(|&peer| !received.contains_key(peer)) {
+            return Err(Error::new(Kind::Unavailable, format!("{place}: rank {silent} sends no more")));
+        }
+        let mut bytes: u64 = received.values().map(|message| message.len() as u64).sum();
+        self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
+        // First of all, who expects another message.
+        let files: Vec<u64> = self.shared.manifest.files().iter().map(|file| file.bytes).collect();
+        let parsed: Vec<_> =
+            received.into_iter().map(|(peer, message)| (peer, parse(peer, message, &files, place))).collect();
+        let mut gave_up = false;
+        for (peer, parsed) in &parsed {
+            let flags = parsed.as_ref().map_or(0, |parsed| parsed.flags);
+            gave_up |= flags & GAVE_UP != 0;
+            if flags & GAVE_UP != 0 || sent_last && flags & LAST != 0 {
+                self.open.remove(peer);
+            }
+        }
+        for (peer, parsed) in parsed {
+            let parsed = parsed?;
+            for slot in parsed.returned {
+                self.take_back(peer, slot)?;
+            }
+            for segment in parsed.segments {
+                let (start, end) = (segment.chunk.start, segment.chunk.end);
+                bytes += if let Body::Window { bytes, .. } = segment.body { bytes } else { 0 };
+                self.trial.iter_mut().for_each(|trial| trial.passed_on_bytes += end.saturating_sub(start));
+                self.done.iter_mut().for_each(|done| _ = done.insert((segment.file, start)));
+                self.came = Some((segment.file, start, end));
+                *self.unplaced.entry(self.round).or_default() += 1;
+                self.pool.submit(Work::Place(self.round, segment), true, cores().min(READERS));
+            }
+        }
+        self.counters.received.fetch_add(bytes, Ordering::Relaxed);
+        Ok(gave_up)
+    }
+
+    /// A slot that a peer is done with.
+    fn take_back(&mut self, peer: u32, slot: u64) -> Result<()> {
+        let number = u32::try_from(slot).ok();
+        let looking = number.and_then(|number| self.lent.get_mut(&number)).map(|(_, looking)| looking);
+        let Some((number, looking)) = number.zip(looking).filter(|(_, looking)| looking.contains(&peer)) else {
+            let place = self.shared.files.place();
+            return Err(Error::corrupt(format!("{place}: rank {peer} gives back slot {slot}, which it does not have")));
+        };
+        looking.remove(&peer);
+        if looking.is_empty() {
+            self.lent.remove(&number);
+        }
+        Ok(())
+    }
+
+    /// Whether something that came two rounds ago or earlier is not in its place.
+    fn is_behind(&self) -> bool {
+        self.unplaced.keys().next().is_some_and(|&round| round < self.round)
+    }
+
+    /// Waits for some work to be done.
+    fn settle(&mut self) -> Result<()> {
+        match self.pool.next().transpose()? {
+            Some(Worked::Read { round, segments, lent }) => {
+                // Behind the rounds there are none.
+                let at = round.checked_sub(self.round + 1).and_then(|at| self.ahead.get_mut(at as usize));
+                if let Some(outgoing) = at {
+                    outgoing.missing -= 1;
+                    for (ranks, segment) in segments {
+                        for rank in ranks {
+                            outgoing.messages.entry(rank).or_default().push(Arc::clone(&segment));
+                        }
+                    }
+                }
+                if let Some((slot, takers)) = lent {
+                    self.counters.sent.fetch_add(takers.values().sum(), Ordering::Relaxed);
+                    self.lent.insert(slot.number(), (slot, takers.into_keys().collect()));
+                }
+            }
+            Some(Worked::Placed { round, returned }) => {
+                if let Some(left) = self.unplaced.get_mut(&round) {
+                    *left -= 1;
+                }
+                self.unplaced.retain(|_, left| *left > 0);
+                if let Some((peer, slot)) = returned {
+                    self.returns.entry(peer).or_default().push(slot);
+                }
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Waits for all work that was begun.
+    fn finish(&mut self) -> Result<()> {
+        while self.pool.unfinished() > 0 {
+            self.settle()?;
+        }
+        Ok(())
+    }
+
+    /// Reads what nobody reads for this rank, after rounds in which the ranks went on to the end or not.
+    fn rest(&mut self, went_on: bool) -> Result<()> {
+        let done = self.done.take();
+        for chunk in self.shared.sharing.chunks() {
+            let is_there = match &done {
+                Some(done) if !went_on => done.contains(&(chunk.file, chunk.range.start)),
+                _ => chunk.wanters.len() > 1,
+            };
+            if is_there {
+                continue;
+            }
+            while self.pool.unfinished() >= ANNOUNCED {
+                self.settle()?;
+            }
+            let threads = self.shared.announce(&chunk, !went_on)?;
+            self.pool.submit(Work::Read(0, Task { chunk, others: Vec::new(), slot: None }), false, threads);
+        }
+        self.finish()
     }
 }
 
-/// A segment: what others take of a chunk.
-fn packed<'a>(chunk: &Chunk, pieces: &[Piece], source: impl Fn(&Piece) -> &'a [u8]) -> Vec<u8> {
-    let bytes = pieces.iter().map(Piece::bytes).sum::<u64>();
-    let mut segment = Vec::with_capacity(SEGMENT_HEAD_BYTES + bytes as usize);
-    for number in [u64::from(chunk.file), chunk.range.start, chunk.range.end, bytes, 0] {
-        segment.extend(number.to_le_bytes());
-    }
-    for piece in pieces {
-        pack(&piece.lengths, &piece.src_strides, piece.item_bytes(), source(piece), &mut segment);
-    }
-    let (crc, bytes) = (SEGMENT_HEAD_BYTES - 8, SEGMENT_HEAD_BYTES);
-    let found = segment_crc(&segment[..crc], &segment[bytes..]);
-    segment[crc..bytes].copy_from_slice(&found.to_le_bytes());
-    segment
-}
-
-fn head(flags: u64) -> Vec<u8> {
-    let flags = flags.to_le_bytes();
-    [flags, crc64(&flags).to_le_bytes()].concat()
-}
-
-fn segment_crc(head: &[u8], bytes: &[u8]) -> u64 {
-    let mut crc = Crc64::new();
-    crc.update(head);
-    crc.update(bytes);
-    crc.finish()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A rank that read 1 GB in a second, and as much came from others.
-    const EVEN: Trial = Trial {
-        read_s: 1.0,
-        pass_on_s: 0.2,
-        swap_s: 1.0,
-        swapped_bytes: 2 << 30,
-        passed_on_bytes: 1 << 30,
-        again_s: 1.0,
-        again_bytes: 1 << 30,
-    };
-
-    #[test]
-    fn sharing_is_worth_it_where_reading_again_takes_longer_than_passing_on() {
-        assert!(Trial::is_worth_it(&[EVEN; 2]));
-        // The page cache has it.
-        assert!(!Trial::is_worth_it(&[Trial { again_s: 0.1, ..EVEN }; 2]));
-        // The network is slower than the storage.
-        assert!(!Trial::is_worth_it(&[Trial { swap_s: 2.5, ..EVEN }; 2]));
-        // A rank that waited in its rounds for a slow reader says nothing about the network.
-        let (fast, slow) = (Trial { read_s: 0.1, swap_s: 2.9, ..EVEN }, Trial { read_s: 3.0, swap_s: 0.1, ..EVEN });
-        assert!(Trial::is_worth_it(&[fast, slow]));
-        // Processors that are busy with packing and proving.
-        assert!(!Trial::is_worth_it(&[Trial { pass_on_s: 1.1, ..EVEN }; 2]));
-        // A rank that has nothing in common with others.
-        assert!(Trial::is_worth_it(&[EVEN, EVEN, Trial::default()]));
-        assert!(!Trial::is_worth_it(&[Trial::default(); 2]));
-    }
-
-    #[test]
-    fn pieces_are_packed_in_row_major_order() {
-        let source: Vec<u8> = (0..48).collect();
-        let mut out = vec![99];
-        // A box [2, 3] of two-byte elements out of rows of eight.
-        pack(&[2, 3], &[16, 2], 2, &source[4..], &mut out);
-        assert_eq!(out, [99, 4, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 25]);
-        pack(&[], &[], 2, &source[6..8], &mut out);
-        assert_eq!(out[13..], [6, 7]);
-    }
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -11,8 +11,9 @@ use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
 use crate::agree::Operation;
 use crate::error::{Error, Kind, Result};
 use crate::load::{ValueRef, Way};
-use crate::shared::{AGAIN_BYTES, Trouble};
+use crate::shared::{AGAIN_BYTES, Neighbours, Trouble};
 use crate::sink::Want;
+use crate::staging::window::{View, Window};
 
 /// The most wants that all ranks together hear of others; each takes about 20 bytes.
 const TOLD_MAX: usize = 16 << 20;
@@ -25,6 +26,10 @@ const LINKS_MIN: u64 = 8;
 
 /// The most bytes that a rank sends, or receives, in a round.
 const ROUND_BYTES_MAX: u64 = 512 << 20;
+
+/// The part of the staging budget that the messages of one round may take in one direction. Three rounds are being
+/// prepared or sent at a time and two are arriving or being placed: with a window at most half of the budget in all.
+pub(crate) const EXCHANGE_PART: u64 = 16;
 
 /// Descriptors that are left for data files and everything else in the process.
 const DESCRIPTORS_KEPT: u64 = 512;
@@ -134,13 +139,32 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Resu
     Ok(sharing.map(|terms| Opened { again, sharing: Some(terms) }).collect())
 }
 
+/// Connections with all peers.
+pub(crate) struct Connected {
+    pub(crate) peers: Peers,
+    pub(crate) neighbours: Neighbours,
+    /// Whether every rank sees what all of its peers pack for it, so that nothing but words is sent.
+    pub(crate) is_in_memory: bool,
+}
+
+/// What a rank says while it connects.
+#[derive(Serialize, Deserialize)]
+struct Joined {
+    missing: usize,
+    /// Whose windows it sees, when nobody is missing.
+    views: Vec<u32>,
+    sees_all: bool,
+}
+
 /// Connects with the peers, which this rank knows unless it cannot take part; every rank calls it.
 pub(crate) fn connect(
     operation: &Operation,
     peers: Result<Vec<u32>>,
     message_bytes_max: u64,
-) -> std::result::Result<Peers, Trouble> {
-    let joining = Joining::listen(&*operation.engine.coord, &operation.name()).map_err(Error::from);
+) -> std::result::Result<Connected, Trouble> {
+    let window = Window::new(operation.engine.staging_bytes());
+    let offered = window.as_ref().map(|window| window.descriptor());
+    let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(Error::from);
     let opening = peers.and_then(|peers| {
         let address = joining.as_ref().map(|joining| joining.address().to_owned());
         Ok((address.map_err(Error::clone)?, peers))
@@ -152,6 +176,7 @@ pub(crate) fn connect(
     let peers = peers.map_err(Trouble::Everywhere)?;
     let mut joining = joining?;
     joining.begin(&peers);
+    let mut views: BTreeMap<u32, View> = BTreeMap::new();
     let began = Instant::now();
     loop {
         // Who waits for a peer that died would not know; who agrees does at once.
@@ -165,10 +190,34 @@ pub(crate) fn connect(
             )),
             _ => Ok(missing.len()),
         });
-        let missing =
-            operation.agree("joined", missing, |ranks: Vec<usize>| Ok(vec![ranks.iter().sum::<usize>(); ranks.len()]));
-        if missing.map_err(Trouble::Everywhere)? == 0 {
-            return Ok(joining.joined(operation.deadline(), message_bytes_max));
+        let joined = missing.map(|missing| {
+            if missing == 0 {
+                let offered = joining.take_offered().into_iter();
+                views.extend(offered.filter_map(|(rank, descriptor)| Some((rank, View::of(&descriptor)?))));
+            }
+            Joined { missing, views: views.keys().copied().collect(), sees_all: views.len() == peers.len() }
+        });
+        let (missing, is_in_memory, viewers) =
+            operation.agree("joined", joined, |ranks| Ok(joined_by_rank(&ranks))).map_err(Trouble::Everywhere)?;
+        if missing == 0 {
+            let neighbours = Neighbours { window, viewers: viewers.into_iter().collect(), views };
+            let peers = joining.joined(operation.deadline(), message_bytes_max);
+            return Ok(Connected { peers, neighbours, is_in_memory });
         }
     }
+}
+
+/// For each rank: connections that are missing, whether all ranks see all that they take, and who sees its window.
+fn joined_by_rank(ranks: &[Joined]) -> Vec<(usize, bool, Vec<u32>)> {
+    let missing = ranks.iter().map(|rank| rank.missing).sum::<usize>();
+    let is_in_memory = ranks.iter().all(|rank| rank.sees_all);
+    let mut answers = vec![(missing, is_in_memory, Vec::new()); ranks.len()];
+    for (viewer, rank) in (0u32..).zip(ranks) {
+        for &seen in &rank.views {
+            if let Some((.., viewers)) = answers.get_mut(seen as usize) {
+                viewers.push(viewer);
+            }
+        }
+    }
+    answers
 }

@@ -210,13 +210,13 @@ impl HostSink {
     }
 }
 
-/// Appends the elements of a box of extent `lengths`, which lie `src_strides` bytes apart in `src`, in row-major order.
-pub(crate) fn pack(lengths: &[u64], src_strides: &[u64], item_bytes: u64, src: &[u8], out: &mut Vec<u8>) {
+/// Gives the elements of a box of extent `lengths`, which lie `src_strides` bytes apart in `src`, in row-major order.
+pub(crate) fn pack(lengths: &[u64], src_strides: &[u64], item_bytes: u64, src: &[u8], mut put: impl FnMut(&[u8])) {
     let strides_bytes = row_major_strides(lengths, item_bytes).iter().map(|&stride| stride as i64).collect();
-    // A block at address 0 visits its runs in the order in which they are appended; nothing is written through it.
+    // A block at address 0 visits its runs in the order in which they are given; nothing is written through it.
     let block = HostSink { address: 0, strides_bytes, item_bytes };
     let zeros: Dims = SmallVec::from_elem(0, lengths.len());
-    block.for_each_run(&zeros, lengths, src_strides, |_, from, bytes| out.extend_from_slice(&src[from..from + bytes]));
+    block.for_each_run(&zeros, lengths, src_strides, |_, from, bytes| put(&src[from..from + bytes]));
 }
 
 /// A tensor's region that a load asks for, and where it goes.
@@ -261,6 +261,17 @@ mod tests {
                 assert_eq!(dst[j * 4 + i], expected, "element ({i}, {j})");
             }
         }
+    }
+
+    #[test]
+    fn pieces_are_packed_in_row_major_order() {
+        let source: Vec<u8> = (0..48).collect();
+        let mut out = vec![99];
+        // A box [2, 3] of two-byte elements out of rows of eight.
+        pack(&[2, 3], &[16, 2], 2, &source[4..], |run| out.extend_from_slice(run));
+        assert_eq!(out, [99, 4, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 25]);
+        pack(&[], &[], 2, &source[6..8], |run| out.extend_from_slice(run));
+        assert_eq!(out[13..], [6, 7]);
     }
 
     #[test]

@@ -16,6 +16,8 @@ use shardfast_store::Buffer;
 
 use crate::error::{Error, Kind, Result};
 
+pub(crate) mod window;
+
 /// Bytes of one slot: a request of this size runs at a disk's rate with few of them in flight, and its bytes are still
 /// in the cache of the core that copied them when their checksums are computed.
 pub const SLOT_BYTES: usize = 1 << 20;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -12,8 +14,13 @@ _FINISHED = -1
 
 
 def carries(world: int) -> bool:
-    """Whether there is a process group of all ``world`` ranks through which bytes can go."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world and _device() is not None
+    """Whether there is a process group of all ``world`` ranks that moves bytes between devices of several machines.
+
+    On the host the ranks' own connections are faster, and ranks of one machine see each other's memory.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world):
+        return False
+    return os.environ.get("LOCAL_WORLD_SIZE") != str(world) and _device().type == "cuda"
 
 
 def carry(rounds: Rounds) -> None:
@@ -44,7 +51,7 @@ def _bytes(memory: bytearray) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
 
 
-def _device() -> torch.device | None:
+def _device() -> torch.device:
     """Where the group moves bytes: on devices if it can, for that is the faster network.
 
     The way over devices has not run on any yet.
@@ -53,4 +60,4 @@ def _device() -> torch.device | None:
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config().split(","))
     if backends.get("cuda") == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if backends.get("cpu") in ("gloo", "mpi") else None
+    return torch.device("cpu")

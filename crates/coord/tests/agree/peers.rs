@@ -16,7 +16,8 @@ const BYTES_MAX: u64 = 1 << 26;
 
 /// Every rank, joined with all others.
 fn joined(coords: &[Arc<dyn Coord>], purpose: &str, deadline: Duration) -> Vec<Peers> {
-    let mut joining: Vec<Joining> = coords.iter().map(|coord| Joining::listen(&**coord, purpose).unwrap()).collect();
+    let mut joining: Vec<Joining> =
+        coords.iter().map(|coord| Joining::listen(&**coord, purpose, None).unwrap()).collect();
     let addresses: Vec<(u32, String)> =
         coords.iter().zip(&joining).map(|(coord, joining)| (coord.rank(), joining.address().to_owned())).collect();
     thread::scope(|threads| {
@@ -62,22 +63,87 @@ fn each_gets_what_each_other_one_sent() {
     });
 }
 
+/// Rank 0 and rank 1, connected, with what each of them was handed; `cut` alters where rank 0 says that it is.
+fn pair(offered: [Option<std::fs::File>; 2], cut: fn(&str) -> &str) -> Vec<(Vec<String>, Peers)> {
+    let coords = local(2);
+    let offered = offered.map(|file| file.map(|file| Arc::new(file.into())));
+    let joining: Vec<Joining> = coords
+        .iter()
+        .zip(offered)
+        .map(|(coord, offered)| Joining::listen(&**coord, "pair", offered).unwrap())
+        .collect();
+    let address = cut(joining[0].address()).to_owned();
+    thread::scope(|threads| {
+        let ranks: Vec<_> = (0u32..)
+            .zip(joining)
+            .map(|(rank, mut joining)| {
+                let address = address.clone();
+                threads.spawn(move || {
+                    joining.begin(&[(1 - rank, address)]);
+                    assert_eq!(joining.go_on(LONG), Ok(vec![]));
+                    let text = |(from, descriptor)| {
+                        let mut text = format!("{from}: ");
+                        std::fs::File::from(descriptor).read_to_string(&mut text).unwrap();
+                        text
+                    };
+                    let handed = joining.take_offered().into_iter().map(text).collect();
+                    assert!(joining.take_offered().is_empty());
+                    (handed, joining.joined(LONG, BYTES_MAX))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn ranks_of_one_machine_hand_each_other_descriptors() {
+    let file = |text: &str| {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        std::io::Seek::rewind(&mut file).unwrap();
+        Some(file)
+    };
+    let handed = |ranks: &[(Vec<String>, Peers)]| ranks.iter().map(|(handed, _)| handed.join(",")).collect::<Vec<_>>();
+    assert_eq!(handed(&pair([file("of zero"), file("of one")], |address| address)), ["1: of one", "0: of zero"]);
+    assert_eq!(handed(&pair([None, file("of one")], |address| address)), ["1: of one", ""]);
+    // On another machine there is no such socket: messages travel all the same.
+    let ranks = pair([file("of zero"), file("of one")], |address| address.split(' ').next().unwrap());
+    assert_eq!(handed(&ranks), ["", ""]);
+    // A name that nobody has there, one digit short.
+    let other = pair([file("of zero"), file("of one")], |address| &address[..address.len() - 1]);
+    assert_eq!(handed(&other), ["", ""]);
+    for ranks in [ranks, other] {
+        thread::scope(|threads| {
+            for (rank, (_, mut peers)) in (0u32..).zip(ranks) {
+                threads.spawn(move || {
+                    let received = peers.swap(BTreeMap::from([(1 - rank, message(&[rank as u8; 1000]))])).unwrap();
+                    assert_eq!(received[&(1 - rank)].len(), 1001);
+                });
+            }
+        });
+    }
+}
+
 #[test]
 fn strangers_and_ranks_of_another_purpose_or_meeting_are_not_let_in() {
     let (coords, others) = (local(2), local(2));
-    let mut root = Joining::listen(&*coords[0], "one").unwrap();
+    let mut root = Joining::listen(&*coords[0], "one", None).unwrap();
     let address = root.address().to_owned();
     let waits = thread::spawn(move || {
         root.begin(&[(1, String::new())]);
         root.go_on(Duration::from_secs(2))
     });
-    for mut strange in [Joining::listen(&*coords[1], "other").unwrap(), Joining::listen(&*others[1], "one").unwrap()] {
+    let strangers = [(&coords[1], "other"), (&others[1], "one")];
+    for (coord, purpose) in strangers {
+        let mut strange = Joining::listen(&**coord, purpose, None).unwrap();
         strange.begin(&[(0, address.clone())]);
         let error = strange.go_on(LONG).unwrap_err();
         assert!(matches!(&error, Error::Unavailable(said) if said.contains("rank 1 cannot connect with rank 0")));
     }
-    let mut silent = TcpStream::connect(&address).unwrap();
-    let mut loud = TcpStream::connect(&address).unwrap();
+    let (port, _) = address.split_once(' ').unwrap();
+    let mut silent = TcpStream::connect(port).unwrap();
+    let mut loud = TcpStream::connect(port).unwrap();
     loud.write_all(&[7; 1000]).unwrap();
     let mut heard = Vec::new();
     // Random bytes, and the end: a reset where it had not read all.

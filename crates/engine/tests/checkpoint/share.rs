@@ -18,7 +18,20 @@ use crate::kill::place;
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
+/// The least with which ranks have memory that others see.
 const STAGING_BYTES: u64 = 32 << 20;
+
+/// With so much, all that is passed on travels in messages.
+const MESSAGES_BYTES: u64 = 16 << 20;
+
+/// A job whose ranks show each other memory: all of them, every other one, or none.
+fn seen(layout: Layout, by: u64) -> Job {
+    let engine = |coord: Arc<dyn shardfast_coord::Coord>| {
+        let is_seen = by == 0 || by == 1 && coord.rank().is_multiple_of(2);
+        Engine::new(coord, if is_seen { STAGING_BYTES } else { MESSAGES_BYTES }).unwrap()
+    };
+    Job { engines: shardfast_coord::local(layout.world()).into_iter().map(engine).collect(), layout }
+}
 
 /// One matrix of `rows` times 4 KiB.
 fn matrix(rows: u64) -> Truth {
@@ -53,8 +66,7 @@ fn random_pairs_of_layouts_share() {
         let truth = Truth::random(&mut dice);
         let (saving, loading) = (Layout::random(&mut dice), Layout::random(&mut dice));
         Job::new(saving).save(url, &truth, &mut dice).unwrap();
-        let (flaw, traffic) =
-            Job::staged(loading, STAGING_BYTES).compare_by(Way::Shared, open(url), &truth, &mut dice).unwrap();
+        let (flaw, traffic) = seen(loading, seed % 3).compare_by(Way::Shared, open(url), &truth, &mut dice).unwrap();
         assert_eq!(flaw, None);
         shared += u32::from(traffic.iter().any(|traffic| traffic.bytes_received > 0));
     }
@@ -66,11 +78,10 @@ fn each_block_is_read_once_by_turns() {
     let (place, truth) = (scratch(), matrix(2048));
     let url = saved(place.path(), &truth);
     let unique = 2048 * 4096;
-    for (layout, plain) in
-        [(Layout::columns(2), 2.0), (Layout::replicas(4), 4.0), (Layout::columns_of_replicas(2, 2), 4.0)]
-    {
+    let layouts = [(Layout::columns(2), 2.0), (Layout::replicas(4), 4.0), (Layout::columns_of_replicas(2, 2), 4.0)];
+    for (by, (layout, plain)) in (0..3).flat_map(|by| layouts.iter().map(move |layout| (by, layout.clone()))) {
         let load = |way| {
-            let job = Job::staged(layout.clone(), STAGING_BYTES);
+            let job = seen(layout.clone(), by);
             job.compare_by(way, open(&url), &truth, &mut Dice(3)).unwrap()
         };
         let (flaw, traffic) = load(Way::Plain);
@@ -282,7 +293,20 @@ impl Store for Slow {
     }
 }
 
-/// As much for each of two ranks as is worth a trial; a round takes 4 MiB from each of them.
+/// Each rank takes all that others read from their memory, many times as much as there is.
+#[test]
+fn ranks_of_one_machine_need_no_trial() {
+    let (place, truth) = (scratch(), matrix(17 << 10));
+    let url = saved(place.path(), &truth);
+    for layout in [Layout::replicas(2), Layout::columns(2)] {
+        let job = Job::staged(layout, STAGING_BYTES);
+        let (flaw, traffic) = job.compare_by(Way::Measured, open(&url), &truth, &mut Dice(3)).unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+        assert_eq!(total(&traffic, |traffic| traffic.bytes_read), (17 << 10) * 4096, "{traffic:?}");
+    }
+}
+
+/// As much for each of two ranks as is worth a trial; a round takes 1 MiB from each of them.
 #[test]
 fn what_is_slower_is_left() {
     let (place, truth) = (scratch(), matrix(17 << 10));
@@ -293,7 +317,7 @@ fn what_is_slower_is_left() {
         let store: Arc<dyn Store> = Arc::new(Slow(shardfast_store::open(&url)?, Arc::clone(&turn)));
         checkpoint::open_from(engine, Ok(store), &url, LONG)
     };
-    let job = Job::staged(Layout::replicas(2), STAGING_BYTES);
+    let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
     let (flaw, traffic) = job.compare_by(Way::Measured, slow, &truth, &mut Dice(3)).unwrap();
     assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
     let read = total(&traffic, |traffic| traffic.bytes_read);

@@ -69,13 +69,12 @@ impl ObjectReader for Reader {
         let number = self.state.operation(format!("{} at {offset}", self.name))?;
         self.object.read_at(offset, buf)?;
         let is_data = self.name.ends_with(".safetensors");
-        match self.state.trouble {
-            Trouble::Turns { at, times } if is_data && number >= at => {
-                if self.state.tried.fetch_add(1, Ordering::Relaxed) < times {
-                    buf.iter_mut().for_each(|byte| *byte ^= 4);
-                }
-            }
-            _ => {}
+        if let Trouble::Turns { at, times } = self.state.trouble
+            && is_data
+            && number >= at
+            && self.state.tried.fetch_add(1, Ordering::Relaxed) < times
+        {
+            buf.iter_mut().for_each(|byte| *byte ^= 4);
         }
         Ok(())
     }

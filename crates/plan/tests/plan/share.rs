@@ -391,21 +391,3 @@ fn answers_are_small() {
     assert!(many <= few + few / 4, "{few} for 2 replicas, {many} for 6");
     assert!(few_peers >= 15 && many_peers <= 3 * (few_peers + 16), "{few_peers} {many_peers}");
 }
-
-/// `cargo test --release -p shardfast-plan -- --ignored --nocapture 8_960`
-#[test]
-#[ignore = "a measurement: 8,960 ranks, in release"]
-fn the_root_of_8_960_ranks() {
-    let (manifest, wants) = large_job(70);
-    let began = std::time::Instant::now();
-    let matching = share(&manifest, &wants, usize::MAX).unwrap().unwrap();
-    let seconds = began.elapsed().as_secs_f64();
-    let of_all = wants.iter().map(Vec::len).sum::<usize>();
-    let told: usize = matching.common.iter().map(|common| common.others.len()).sum();
-    println!("{} ranks, {of_all} wants: {seconds:.2} s, {told} told, peers {}", wants.len(), matching.peers_max);
-    assert!(seconds < 5.0, "{seconds} s");
-    let began = std::time::Instant::now();
-    let sharing = Sharing::new(&manifest, 0, &wants[0], &matching.common[0], CHUNK_BLOCKS_MAX).unwrap();
-    let chunks = sharing.chunks().count();
-    println!("one rank: {chunks} chunks in {:.3} s", began.elapsed().as_secs_f64());
-}

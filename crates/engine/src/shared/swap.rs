@@ -1,0 +1,47 @@
+//! The thread on which rounds are swapped, while others go on.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use crate::carrier::{Carrier, Message};
+use crate::error::{Error, Result};
+
+/// What came in a round, and how long it took.
+type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);
+
+/// The way to the thread that swaps.
+pub(super) struct Swap {
+    to_carrier: crossbeam_channel::Sender<BTreeMap<u32, Message>>,
+    from_carrier: crossbeam_channel::Receiver<Swapped>,
+}
+
+impl Swap {
+    /// Starts the thread, which ends with this.
+    pub(super) fn start<'scope>(
+        scope: &'scope std::thread::Scope<'scope, '_>,
+        mut carrier: Box<dyn Carrier + 'scope>,
+    ) -> Swap {
+        let (to_carrier, messages) = crossbeam_channel::bounded::<BTreeMap<u32, Message>>(0);
+        let (answers, from_carrier) = crossbeam_channel::bounded(0);
+        scope.spawn(move || {
+            for messages in messages {
+                let began = Instant::now();
+                let swapped = carrier.swap(messages);
+                if answers.send((swapped, began.elapsed())).is_err() {
+                    return;
+                }
+            }
+        });
+        Swap { to_carrier, from_carrier }
+    }
+
+    pub(super) fn begin(&self, messages: BTreeMap<u32, Message>) -> Result<()> {
+        self.to_carrier.send(messages).map_err(|_| Error::internal("the thread that swaps messages has ended"))
+    }
+
+    /// What the round that began brought, and how long it took.
+    pub(super) fn end(&self) -> Swapped {
+        let ended = || (Err(Error::internal("the thread that swaps messages has ended")), Duration::ZERO);
+        self.from_carrier.recv().unwrap_or_else(|_| ended())
+    }
+}

@@ -41,9 +41,10 @@ impl State {
     fn operation(&self, what: String) -> Result<usize> {
         let number = self.operations.fetch_add(1, Ordering::Relaxed);
         let mut failing = self.failing.lock().unwrap();
-        match self.trouble {
-            Trouble::Fails { at, times } if at == number => *failing = Some((what.clone(), times)),
-            _ => {}
+        if let Trouble::Fails { at, times } = self.trouble
+            && at == number
+        {
+            *failing = Some((what.clone(), times));
         }
         match &mut *failing {
             Some((name, left)) if *name == what && *left > 0 => {
@@ -69,13 +70,12 @@ impl ObjectReader for Reader {
         let number = self.state.operation(format!("{} at {offset}", self.name))?;
         self.object.read_at(offset, buf)?;
         let is_data = self.name.ends_with(".safetensors");
-        match self.state.trouble {
-            Trouble::Turns { at, times } if is_data && number >= at => {
-                if self.state.tried.fetch_add(1, Ordering::Relaxed) < times {
-                    buf.iter_mut().for_each(|byte| *byte ^= 4);
-                }
-            }
-            _ => {}
+        if let Trouble::Turns { at, times } = self.state.trouble
+            && is_data
+            && number >= at
+            && self.state.tried.fetch_add(1, Ordering::Relaxed) < times
+        {
+            buf.iter_mut().for_each(|byte| *byte ^= 4);
         }
         Ok(())
     }

@@ -379,6 +379,19 @@ fn is_quick(block: &Strided) -> bool {
     block.run_bytes() >= GUARDED_RUN_BYTES_MIN.min(block.total_bytes())
 }
 
+/// The numbers in a tuple at `place` of a part; thousands of parts cross at a time, and tuples are read without asking
+/// what else they might be.
+fn numbers<'py, T>(part: &Bound<'py, PyTuple>, place: usize) -> PyResult<Vec<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
+{
+    let numbers = part.get_item(place)?;
+    match numbers.cast::<PyTuple>() {
+        Ok(numbers) => numbers.iter().map(|number| number.extract()).collect(),
+        Err(_) => numbers.extract(),
+    }
+}
+
 /// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or
 /// `("flat", start, stop, pointer)`, and behind it the number of a device if it is one's.
 fn blocks(
@@ -406,7 +419,8 @@ fn blocks(
         });
         return Ok(regions.collect());
     }
-    let (offsets, lengths, address, strides_bytes): (Vec<u64>, Vec<u64>, usize, Vec<i64>) = part.extract()?;
+    let (offsets, lengths): (Vec<u64>, Vec<u64>) = (numbers(part, 0)?, numbers(part, 1)?);
+    let (address, strides_bytes): (usize, Vec<i64>) = (part.get_item(2)?.extract()?, numbers(part, 3)?);
     if [offsets.len(), lengths.len(), strides_bytes.len()] != [shape.len(); 3] {
         return Err(invalid(format!(
             "leaf {name}: expected {} offsets, lengths and strides, found {}, {} and {}",

@@ -524,7 +524,10 @@ fn a_load_that_failed_for_the_moment_can_be_repeated() {
         opened.load(&[want], &[], LONG).map(|_| block.elements())
     };
     for _ in 0..2 {
-        disk.inject(disk.calls().len(), shardfast_store::simdisk::Fault::Fail(Errno::IO));
+        // As often as it is tried.
+        for at in 0..5 {
+            disk.inject(disk.calls().len() + at, shardfast_store::simdisk::Fault::Fail(Errno::IO));
+        }
         let error = load().unwrap_err();
         assert_eq!(error.kind, Kind::Unavailable, "{error}");
         assert!(error.message.contains("model/w"), "{error}");

@@ -41,9 +41,10 @@ impl State {
     fn operation(&self, what: String) -> Result<usize> {
         let number = self.operations.fetch_add(1, Ordering::Relaxed);
         let mut failing = self.failing.lock().unwrap();
-        match self.trouble {
-            Trouble::Fails { at, times } if at == number => *failing = Some((what.clone(), times)),
-            _ => {}
+        if let Trouble::Fails { at, times } = self.trouble
+            && at == number
+        {
+            *failing = Some((what.clone(), times));
         }
         match &mut *failing {
             Some((name, left)) if *name == what && *left > 0 => {

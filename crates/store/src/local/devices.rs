@@ -277,7 +277,7 @@ mod tests {
             let devices = Devices::default();
             let read = |bytes| {
                 let direct = devices.reads_direct(7);
-                let pace = if direct == direct_is_faster { 1 } else { 5 };
+                let pace = if direct == direct_is_faster { 1 } else { 25 };
                 devices.tried(7, direct, bytes, || std::thread::sleep(Duration::from_millis(pace)));
                 direct
             };

@@ -19,7 +19,7 @@ use shardfast_store::{Mapping, Store};
 use crate::job::{Job, LONG, Truth, alike};
 use crate::layout::{Dice, Layout};
 
-pub(crate) const OLD: &str = "/runs/gpt/step-00000001";
+const OLD: &str = "/runs/gpt/step-00000001";
 pub(crate) const NEW: &str = "/runs/gpt/step-00000002";
 
 pub(crate) fn truth(seed: u64) -> Truth {

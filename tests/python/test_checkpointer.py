@@ -139,11 +139,11 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_and_training_goe
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000001").write_text("in the way")
     with pytest.raises(sf.Error, match="step-00000001"):
-        ckpt.step(1, state_of(1))
-        ckpt.step(2, state_of(2))
-    ckpt.step(3, state_of(3))
+        for last in range(1, 1000):
+            ckpt.step(last, state_of(last))
+    ckpt.step(last + 1, state_of(last + 1))
     ckpt.close()
-    assert restored(tmp_path / "run") == 3
+    assert restored(tmp_path / "run") == last + 1
 
 
 def test_a_path_that_is_no_run(tmp_path):

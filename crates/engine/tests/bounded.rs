@@ -12,8 +12,8 @@ use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
 const BUDGET_BYTES: u64 = 16 << 20;
 const TENSOR_BYTES: u64 = 160 << 20;
-/// The two buffers of a comparison, threads, headers, the manifest; and what of the page cache is mapped, which is nobody's
-/// memory but counts as the process's.
+/// The two buffers of a comparison, threads, headers, the manifest; and what of the page cache is mapped, which is
+/// nobody's memory but counts as the process's.
 const BESIDES_BYTES: u64 = 48 << 20;
 
 /// A tensor that is made up as it is asked for.

@@ -36,8 +36,8 @@ impl Hold {
         Ok(hold)
     }
 
-    /// How the tensors, those of the hold, are now; `None` when what is held was found to have moved before. The tensors
-    /// lie where they lay: whether what is held does, too, is looked at by `changes`, which holds nobody up.
+    /// How the tensors, those of the hold, are now; `None` when what is held was found to have moved before. The
+    /// tensors lie where they lay: whether what is held does, too, is looked at by `changes`, which holds nobody up.
     fn stamp(&self, tensors: &Bound<'_, PyList>) -> PyResult<Option<Stamp>> {
         if self.has_moved.load(Ordering::Relaxed) {
             return Ok(None);

@@ -271,8 +271,8 @@ impl Described {
 }
 
 impl Described {
-    /// What puts the state as it is now together, on whatever thread. `values` are those of the objects, in the order in
-    /// which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
+    /// What puts the state as it is now together, on whatever thread. `values` are those of the objects, in the order
+    /// in which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
     /// `is_waited_for`: nothing else goes on meanwhile.
     pub(crate) fn state(
         &self,

@@ -143,6 +143,16 @@ impl Job {
         self.ranks[0].say("decide 0");
     }
 
+    /// A rank that stood still hears of its round. Rank 0 may decide it yet, if it finds everybody's part before it finds
+    /// that they no longer wait.
+    pub(crate) fn comes_back(&mut self, rank: u32) {
+        let process = &mut self.ranks[rank as usize];
+        if process.hear() == "deciding" {
+            process.say("decide 0");
+            process.hear();
+        }
+    }
+
     /// That everybody agrees on something.
     pub(crate) fn agrees(&mut self, topic: &str) {
         self.all_come(&[], topic, LONG);

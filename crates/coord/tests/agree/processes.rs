@@ -96,10 +96,8 @@ fn a_rank_that_stands_still_is_named_to_every_other_rank_by_the_deadline() {
         job.ranks[struck as usize].signal("CONT");
         if phase == Phase::Before {
             job.ranks[struck as usize].come("plan", DEADLINE);
-        } else if struck == 0 && is_complete {
-            job.let_decide();
         }
-        job.ranks[struck as usize].heard();
+        job.comes_back(struck);
         job.agrees("again");
     });
 }

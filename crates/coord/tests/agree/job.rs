@@ -143,8 +143,8 @@ impl Job {
         self.ranks[0].say("decide 0");
     }
 
-    /// A rank that stood still hears of its round. Rank 0 may decide it yet, if it finds everybody's part before it finds
-    /// that they no longer wait.
+    /// A rank that stood still hears of its round. Rank 0 may decide it yet, if it finds everybody's part before it
+    /// finds that they no longer wait.
     pub(crate) fn comes_back(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
         if process.hear() == "deciding" {

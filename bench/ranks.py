@@ -282,7 +282,9 @@ def drop_page_cache(*folders: Path) -> None:
 
 
 def fill_page_cache(folder: Path) -> None:
-    """Reads all files in ``folder`` through the page cache: a cold load may have gone past it."""
+    """Reads all files in ``folder`` into the page cache anew: a cold load may have gone past it, or have left it in
+    pages that take longer to map, and all that is measured shall find the same."""
+    drop_page_cache(folder)
 
     def read() -> None:
         for path in (path for path in folder.rglob("*") if path.is_file()):

@@ -106,7 +106,9 @@ impl Checkpoint {
         });
         let opened = operation.agree("open", opening, |ranks| sharing::decide(&self.manifest, ranks, way))?;
         let loaded = match (plan, opened.sharing) {
-            (Ok(plan), Some(terms)) => self.run_on_terms(&operation, plan, (wants, wanted), terms, rounds),
+            (Ok(plan), Some(terms)) => {
+                self.run_on_terms(&operation, plan, (wants, wanted), (opened.again, terms), rounds)
+            }
             (Ok(plan), None) => {
                 self.run(plan, wants, opened.again).map(|loaded| (Ended::Done, loaded)).map_err(Trouble::Here)
             }
@@ -205,7 +207,7 @@ impl Checkpoint {
         operation: &Operation,
         plan: Plan,
         wanted: (&[Want], Vec<(Wanted, Vec<usize>)>),
-        mut terms: Terms,
+        (again, mut terms): (bool, Terms),
         rounds: Option<Handoff>,
     ) -> Troubled<(Ended, Loaded)> {
         let mut asked = false;
@@ -217,7 +219,7 @@ impl Checkpoint {
             asked = true;
             ask(Ok(trial))
         };
-        let loaded = self.run_shared(operation, plan, wanted, &mut terms, rounds, &mut go_on);
+        let loaded = self.run_shared(operation, plan, wanted, (again, &mut terms), rounds, &mut go_on);
         match &loaded {
             _ if asked || !terms.is_measured => loaded,
             Ok(_) => ask(Ok(Trial::default())).and(loaded),
@@ -232,7 +234,7 @@ impl Checkpoint {
         operation: &Operation,
         plan: Plan,
         (wants, wanted): (&[Want], Vec<(Wanted, Vec<usize>)>),
-        terms: &mut Terms,
+        (again, terms): (bool, &mut Terms),
         rounds: Option<Handoff>,
         go_on: GoOn<'_>,
     ) -> Troubled<(Ended, Loaded)> {
@@ -247,9 +249,17 @@ impl Checkpoint {
                 (Box::new(rounds), Neighbours::default())
             }
             _ => {
-                let peers = sharing.as_ref().map_err(Error::clone);
-                let peers = peers.map(|sharing| sharing.as_ref().map_or(Vec::new(), Sharing::peers));
-                let connected = sharing::connect(operation, peers, terms.message_bytes_max)?;
+                let known = sharing.as_ref().map_err(Error::clone);
+                let known = known.map(|sharing| {
+                    // Whoever has nothing in common with others has nothing against it either.
+                    let is_cached = |_: &Sharing| self.files.are_cached(|| plan.tensors.spans());
+                    let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
+                    (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))
+                });
+                let Some(connected) = sharing::connect(operation, known, terms.message_bytes_max)? else {
+                    terms.is_measured = false;
+                    return Ok((Ended::Done, self.run(plan, wants, again)?));
+                };
                 // Where no byte passes a network there is none to be slower than the storage.
                 terms.is_measured &= !connected.is_in_memory;
                 (Box::new(connected.peers), connected.neighbours)

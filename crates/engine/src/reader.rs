@@ -25,6 +25,10 @@ const AHEAD: usize = 32;
 /// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
 const OPEN_MAX: usize = 256;
 
+/// Where one looks whether what is wanted is in memory: at so many places, evenly, at each at so much.
+const SAMPLES: u64 = 64;
+const SAMPLE_BYTES: u64 = 256 << 10;
+
 /// Leaves that a message names.
 const NAMES_MAX: usize = 16;
 
@@ -199,6 +203,27 @@ impl Files {
     /// When the file cannot be opened.
     pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, again: bool) -> Result<bool> {
         Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, again))
+    }
+
+    /// Whether most of some bytes of files lie in this machine's memory, by samples; not where nobody knows.
+    pub(crate) fn are_cached<I: Iterator<Item = (u32, Range<u64>)>>(&self, spans: impl Fn() -> I) -> bool {
+        let bytes: u64 = spans().map(|(_, span)| span.end - span.start).sum();
+        let step = bytes.div_ceil(SAMPLES).max(1);
+        let (mut passed, mut next, mut looked_at, mut cached) = (0, step / 2, 0, 0);
+        for (file, span) in spans() {
+            while next < passed + (span.end - span.start) {
+                let at = span.start + (next - passed);
+                let bytes = SAMPLE_BYTES.min(span.end - at);
+                // A file that is not as it should be is for the load itself to name.
+                let Ok(open) = self.open_once(file) else { return false };
+                let Some(there) = open.object.cached_bytes(at, bytes) else { return false };
+                looked_at += bytes;
+                cached += there.min(bytes);
+                next += step;
+            }
+            passed += span.end - span.start;
+        }
+        cached > looked_at / 2
     }
 
     /// What has to be read for a planned read.

@@ -215,7 +215,9 @@ impl Shared<'_> {
             let leaves = self.files.leaves_in(chunk.file, &chunk.range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;
-        Ok(if is_of_use { cores().min(READERS) } else { READERS })
+        // Neighbours read from the same storage: together they keep it busy.
+        let readers = (2 * READERS / (1 + self.neighbours.viewers.len())).clamp(2, READERS);
+        Ok(if is_of_use { cores().min(READERS) } else { readers })
     }
 
     /// Reads a chunk, proves it, takes what is this rank's and packs what is others'.

@@ -156,24 +156,33 @@ struct Joined {
     sees_all: bool,
 }
 
-/// Connects with the peers, which this rank knows unless it cannot take part; every rank calls it.
+/// What a rank says before it connects.
+#[derive(Serialize, Deserialize)]
+struct Meeting {
+    address: String,
+    peers: Vec<u32>,
+    /// Whether most of what it wants lies in its machine's memory.
+    is_cached: bool,
+}
+
+/// Connects with the peers, which this rank knows, with whether most of what it wants lies in its machine's memory,
+/// unless it cannot take part; every rank calls it. `None` on all ranks where all have what they want in memory: to
+/// take it from there for oneself is faster, and nothing is read from storage.
 pub(crate) fn connect(
     operation: &Operation,
-    peers: Result<Vec<u32>>,
+    known: Result<(Vec<u32>, bool)>,
     message_bytes_max: u64,
-) -> std::result::Result<Connected, Trouble> {
+) -> std::result::Result<Option<Connected>, Trouble> {
     let window = Window::new(operation.engine.staging_bytes());
     let offered = window.as_ref().map(|window| window.descriptor());
     let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(Error::from);
-    let opening = peers.and_then(|peers| {
+    let opening = known.and_then(|(peers, is_cached)| {
         let address = joining.as_ref().map(|joining| joining.address().to_owned());
-        Ok((address.map_err(Error::clone)?, peers))
+        Ok(Meeting { address: address.map_err(Error::clone)?, peers, is_cached })
     });
-    let peers = operation.agree("peers", opening, |ranks: Vec<(String, Vec<u32>)>| {
-        let address = |peer: &u32| ranks.get(*peer as usize).map(|(address, _)| (*peer, address.clone()));
-        Ok(ranks.iter().map(|(_, peers)| peers.iter().filter_map(address).collect()).collect::<Vec<Vec<_>>>())
-    });
-    let peers = peers.map_err(Trouble::Everywhere)?;
+    let peers =
+        operation.agree("peers", opening, |ranks: Vec<Meeting>| Ok(meet(&ranks))).map_err(Trouble::Everywhere)?;
+    let Some(peers) = peers else { return Ok(None) };
     let mut joining = joining?;
     joining.begin(&peers);
     let mut views: BTreeMap<u32, View> = BTreeMap::new();
@@ -202,9 +211,18 @@ pub(crate) fn connect(
         if missing == 0 {
             let neighbours = Neighbours { window, viewers: viewers.into_iter().collect(), views };
             let peers = joining.joined(operation.deadline(), message_bytes_max);
-            return Ok(Connected { peers, neighbours, is_in_memory });
+            return Ok(Some(Connected { peers, neighbours, is_in_memory }));
         }
     }
+}
+
+/// For each rank: its peers' addresses, unless all ranks have what they want in memory.
+fn meet(ranks: &[Meeting]) -> Vec<Option<Vec<(u32, String)>>> {
+    if ranks.iter().all(|rank| rank.is_cached) {
+        return ranks.iter().map(|_| None).collect();
+    }
+    let address = |peer: &u32| ranks.get(*peer as usize).map(|rank| (*peer, rank.address.clone()));
+    ranks.iter().map(|rank| Some(rank.peers.iter().filter_map(address).collect())).collect()
 }
 
 /// For each rank: connections that are missing, whether all ranks see all that they take, and who sees its window.

@@ -15,6 +15,7 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
+use std::ops::Range;
 
 use shardfast_format::manifest::{Extent, LeafKind, Manifest};
 use shardfast_format::{DType, Dims, Region};
@@ -263,6 +264,17 @@ impl StridedBox {
 /// Distance in bytes of an index from the first element.
 fn dot(index: &[u64], strides: &[u64]) -> u64 {
     index.iter().zip(strides).map(|(i, stride)| i * stride).sum()
+}
+
+impl Reads {
+    /// Where what is wanted lies: for each saved region of which something is, its file and there the bytes from the
+    /// first that is wanted to the last.
+    pub fn spans(&self) -> impl Iterator<Item = (u32, Range<u64>)> {
+        self.boxes.iter().map(|part| {
+            let steps = part.lengths.iter().zip(&part.strides).map(|(length, stride)| (length - 1) * stride);
+            (part.file, part.src..part.src + steps.sum::<u64>() + part.itemsize)
+        })
+    }
 }
 
 impl Iterator for Reads {

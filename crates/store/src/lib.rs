@@ -193,6 +193,11 @@ pub trait ObjectReader: Send + Sync {
     /// that few threads suffice to read.
     fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool;
 
+    /// How much of a range this machine has in memory already; `None` where nobody knows.
+    fn cached_bytes(&self, _offset: u64, _bytes: u64) -> Option<u64> {
+        None
+    }
+
     /// A range as it lies in this machine's memory already, if reading it there is as safe as
     /// [`read_at`](Self::read_at); `None` where it has to be fetched, or is better copied.
     fn lend(&self, _offset: u64, _bytes: usize) -> Option<Lent<'_>> {

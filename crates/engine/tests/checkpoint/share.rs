@@ -231,67 +231,84 @@ fn rounds_can_be_carried_by_the_program() {
     }
 }
 
-/// A store whose readers share a rate, as those of network storage do, and whose contents are those of another one.
-struct Slow(Arc<dyn Store>, Arc<std::sync::Mutex<()>>);
+/// A store with the contents of another one.
+struct Other {
+    store: Arc<dyn Store>,
+    /// Its readers take turns at a rate, as those of network storage do.
+    turn: Option<Arc<std::sync::Mutex<()>>>,
+    /// What it says of how much this machine has in memory, in percent.
+    cached: Option<u64>,
+}
 
-struct SlowReader(Box<dyn ObjectReader>, Arc<std::sync::Mutex<()>>);
+struct OtherReader {
+    object: Box<dyn ObjectReader>,
+    turn: Option<Arc<std::sync::Mutex<()>>>,
+    cached: Option<u64>,
+}
 
-impl ObjectReader for SlowReader {
+impl ObjectReader for OtherReader {
     fn bytes(&self) -> u64 {
-        self.0.bytes()
+        self.object.bytes()
     }
 
     fn map(&self) -> shardfast_store::Result<Mapping> {
-        self.0.map()
+        self.object.map()
     }
 
     fn prefetch(&self, _: u64, _: u64, _: bool) -> bool {
         false
     }
 
+    fn cached_bytes(&self, _: u64, bytes: u64) -> Option<u64> {
+        self.cached.map(|percent| bytes * percent / 100)
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
-        let _one_at_a_time = self.1.lock();
-        // 50 MB/s.
-        thread::sleep(Duration::from_nanos(buf.len() as u64 * 20));
-        self.0.read_at(offset, buf)
+        if let Some(turn) = &self.turn {
+            let _one_at_a_time = turn.lock();
+            // 50 MB/s.
+            thread::sleep(Duration::from_nanos(buf.len() as u64 * 20));
+        }
+        self.object.read_at(offset, buf)
     }
 }
 
-impl Store for Slow {
+impl Store for Other {
     fn url(&self) -> &str {
-        self.0.url()
+        self.store.url()
     }
 
     fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
-        self.0.create(name, bytes)
+        self.store.create(name, bytes)
     }
 
     fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn ObjectReader>> {
-        Ok(Box::new(SlowReader(self.0.open(name)?, Arc::clone(&self.1))))
+        let Other { store, turn, cached } = self;
+        Ok(Box::new(OtherReader { object: store.open(name)?, turn: turn.clone(), cached: *cached }))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
-        self.0.put(name, bytes)
+        self.store.put(name, bytes)
     }
 
     fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
-        self.0.publish(name, bytes)
+        self.store.publish(name, bytes)
     }
 
     fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> {
-        self.0.sync(names)
+        self.store.sync(names)
     }
 
     fn list(&self, dir: &str) -> shardfast_store::Result<Vec<Entry>> {
-        self.0.list(dir)
+        self.store.list(dir)
     }
 
     fn delete(&self, name: &str) -> shardfast_store::Result<()> {
-        self.0.delete(name)
+        self.store.delete(name)
     }
 
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> {
-        self.0.delete_tree(dir)
+        self.store.delete_tree(dir)
     }
 }
 
@@ -300,26 +317,39 @@ impl Store for Slow {
 fn what_is_slower_is_left() {
     let (place, truth) = (scratch(), matrix(17 << 10));
     let url = saved(place.path(), &truth);
-    let (unique, turn) = ((17 << 10) * 4096, Arc::default());
+    let unique = (17 << 10) * 4096;
+    let url = &url;
+    let on = |turn: Option<Arc<std::sync::Mutex<()>>>, cached: fn(u32) -> Option<u64>| {
+        move |engine: &Arc<Engine>| {
+            let other = Other { store: shardfast_store::open(url)?, turn: turn.clone(), cached: cached(engine.rank()) };
+            let store: Arc<dyn Store> = Arc::new(other);
+            checkpoint::open_from(engine, Ok(store), url, LONG)
+        }
+    };
     // Memory that all see: nothing is tried, and nothing read twice for that.
     let job = Job::staged(Layout::columns(2), STAGING_BYTES);
-    let (flaw, traffic) = job.compare_by(Way::Measured, open(&url), &truth, &mut Dice(3)).unwrap();
-    assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
-    assert_eq!(total(&traffic, |traffic| traffic.bytes_read), unique, "{traffic:?}");
+    let in_memory: [fn(u32) -> Option<u64>; 4] = [|_| None, |_| Some(0), |_| Some(49), |rank| Some(rank as u64 * 100)];
+    for cached in in_memory {
+        let (flaw, traffic) = job.compare_by(Way::Measured, on(None, cached), &truth, &mut Dice(3)).unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+        assert_eq!(total(&traffic, |traffic| traffic.bytes_read), unique, "{traffic:?}");
+    }
+    // Nothing is passed on that each finds in memory, unless that is what was asked for.
+    for (way, is_shared) in [(Way::Measured, false), (Way::Shared, true)] {
+        let (flaw, traffic) = job.compare_by(way, on(None, |_| Some(51)), &truth, &mut Dice(3)).unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
+    }
 
     // Storage, beside which messages take no time.
-    let slow = |engine: &Arc<Engine>| {
-        let store: Arc<dyn Store> = Arc::new(Slow(shardfast_store::open(&url)?, Arc::clone(&turn)));
-        checkpoint::open_from(engine, Ok(store), &url, LONG)
-    };
     let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
-    let (flaw, traffic) = job.compare_by(Way::Measured, slow, &truth, &mut Dice(3)).unwrap();
+    let (flaw, traffic) =
+        job.compare_by(Way::Measured, on(Some(Arc::default()), |_| None), &truth, &mut Dice(3)).unwrap();
     assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
     let read = total(&traffic, |traffic| traffic.bytes_read);
     assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
 
     // Messages, beside which storage takes no time.
-    let carried = carried(Way::Measured, (&truth, &url), 2, &|_, _| {
+    let carried = carried(Way::Measured, (&truth, url), 2, &|_, _| {
         thread::sleep(Duration::from_millis(250));
         Ok(())
     });

@@ -1,6 +1,7 @@
 //! Any layout to any layout: save under one, load under another, compare with whole tensors bit for bit.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 
 use proptest::prelude::*;
 use shardfast_format::{
@@ -242,7 +243,21 @@ proptest! {
             if !seen.insert(wants.iter().map(|want| (want.leaf, want.region.clone())).collect::<Vec<_>>()) {
                 continue;
             }
-            let reads: Vec<Read> = load(&manifest, &wants, limits).unwrap().collect();
+            let reads = load(&manifest, &wants, limits).unwrap();
+            let mut unread: Vec<_> = reads.spans().collect();
+            let reads: Vec<Read> = reads.collect();
+            // Each span is what is read for it, from its first byte to its last.
+            for (file, piece) in reads.iter().flat_map(|read| read.pieces.iter().map(|piece| (read.file, piece))) {
+                let (start, end) = (piece.src, piece.src + piece.span_bytes);
+                let lies_in = |(of, span): &(u32, Range<u64>)| *of == file && span.start <= start && end <= span.end;
+                prop_assert!(unread.iter().any(lies_in), "{file} {start}..{end} of {unread:?}");
+            }
+            let is_met = |file: u32, at: u64| {
+                let mut pieces = reads.iter().filter(|read| read.file == file).flat_map(|read| &read.pieces);
+                pieces.any(|piece| piece.src <= at && at < piece.src + piece.span_bytes)
+            };
+            unread.retain(|(file, span)| !is_met(*file, span.start) || !is_met(*file, span.end - 1));
+            prop_assert!(unread.is_empty(), "{unread:?}");
             check_reads(&reads, limits);
             for (want, (found, count)) in wants.iter().zip(scatter(&manifest, &wants, &reads, &files)) {
                 let whole = wholes.iter().find(|whole| manifest.find(&whole.name) == Some(want.leaf)).unwrap();

@@ -65,6 +65,10 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         self.disk.will_need(&self.file, offset, bytes).is_ok()
     }
 
+    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
+        self.disk.cached_bytes(&self.file, offset, bytes).ok()
+    }
+
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         let end = offset.checked_add(bytes as u64).filter(|&end| end <= self.bytes)?;
         if bytes < LENT_BYTES_MIN || self.announced().contains(&offset) {

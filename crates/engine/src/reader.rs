@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
 use shardfast_plan::{Limits, Read};
-use shardfast_store::{ObjectReader, Store};
+use shardfast_store::{ObjectReader, Store, Upcoming};
 
 use crate::error::{Error, Kind, Result, retry};
 use crate::lent;
@@ -197,12 +197,12 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
-    /// Says that a range will be read soon, and whether other ranks will read it `again`; whether that is of any use.
+    /// Says that a range will be read soon; whether that is of any use.
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, again: bool) -> Result<bool> {
-        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, again))
+    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, upcoming: &Upcoming) -> Result<bool> {
+        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, upcoming))
     }
 
     /// Whether most of some bytes of files lie in this machine's memory, by samples; not where nobody knows.
@@ -325,17 +325,20 @@ pub(crate) fn run(
     again: bool,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
-    let until_failure = reads.take_while(|_| !failure.is_set());
-    let announce = |read: &Read| {
-        files.prefetch(read.file, files.range(read), again).unwrap_or_else(|error| {
+    let stretches = Stretches::new(reads.map(|read| Planned { range: files.range(&read), read }));
+    let until_failure = stretches.take_while(|_| !failure.is_set());
+    let announce = |(Planned { read, range }, stretch): &(Planned, Range<u64>)| {
+        let is_lent = read.pieces.iter().all(|piece| sinks[piece.want as usize].host().is_some());
+        let upcoming = Upcoming { again, lent: if is_lent { stretch.clone() } else { 0..0 } };
+        files.prefetch(read.file, range.clone(), &upcoming).unwrap_or_else(|error| {
             let leaves = files.leaves_in(read.file, &(0..u64::MAX));
             failure.set(error.within(format_args!("{leaves} cannot be read")));
             true
         })
     };
-    let work = |read: Read| {
+    let work = |(planned, _)| {
         if !failure.is_set() {
-            match run_one(files, &read, sinks, staging) {
+            match run_one(files, planned, sinks, staging) {
                 Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
                 Err(error) => failure.set(error),
             }
@@ -344,6 +347,64 @@ pub(crate) fn run(
     each_ahead(until_failure, announce, work);
     failure.into_result()?;
     Ok(bytes_read.into_inner())
+}
+
+/// A planned read, and what has to be read for it.
+struct Planned {
+    read: Read,
+    range: Range<u64>,
+}
+
+/// Planned reads by ascending offset, each with the stretch of its file that is read with it without a gap: all that
+/// lies before it, and behind it as much as anybody asks for.
+struct Stretches<I> {
+    reads: I,
+    ahead: VecDeque<Planned>,
+    /// Where the stretch of the last one began: its file, and the first and the last byte so far.
+    last: (u32, Range<u64>),
+}
+
+/// How far behind a read it is known what is read, too.
+const STRETCH_BYTES: u64 = 4 << 20;
+
+impl<I: Iterator<Item = Planned>> Stretches<I> {
+    fn new(reads: I) -> Self {
+        Stretches { reads, ahead: VecDeque::new(), last: (u32::MAX, 0..0) }
+    }
+
+    /// Where the stretch ends, of `file` and up to `end`, as far as that matters.
+    fn end(&mut self, file: u32, mut end: u64) -> u64 {
+        let enough = end.saturating_add(STRETCH_BYTES);
+        let mut next = 0;
+        while end < enough {
+            if next == self.ahead.len() {
+                let Some(planned) = self.reads.next() else { break };
+                self.ahead.push_back(planned);
+            }
+            let Planned { read, range } = &self.ahead[next];
+            if read.file != file || range.start > end {
+                break;
+            }
+            end = end.max(range.end);
+            next += 1;
+        }
+        end
+    }
+}
+
+impl<I: Iterator<Item = Planned>> Iterator for Stretches<I> {
+    type Item = (Planned, Range<u64>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let planned = self.ahead.pop_front().or_else(|| self.reads.next())?;
+        let (file, Range { start, end }) = (planned.read.file, planned.range.clone());
+        let goes_on = self.last.0 == file && self.last.1.start <= start && start <= self.last.1.end;
+        let start = if goes_on { self.last.1.start } else { start };
+        let end = if goes_on { end.max(self.last.1.end) } else { end };
+        self.last = (file, start..end);
+        let stretch = start..self.end(file, end);
+        Some((planned, stretch))
+    }
 }
 
 /// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
@@ -372,9 +433,9 @@ pub(crate) fn each_ahead<T: Send>(
     });
 }
 
-fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
-    let range = files.range(read);
-    if files.place_lent(read, &range, sinks)? {
+fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
+    let Planned { read, range } = planned;
+    if files.place_lent(&read, &range, sinks)? {
         return Ok(range.end - range.start);
     }
     let is_needed = |block: Range<u64>| {
@@ -396,4 +457,39 @@ fn run_one(files: &Files, read: &Read, sinks: &[&Sink], staging: &Arc<Staging>) 
     }
     fences.wait()?;
     Ok(range.end - range.start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stretches_reach_as_far_as_is_read_without_a_gap() {
+        const MIB: u64 = 1 << 20;
+        // Two stretches of one file, the second one longer than is looked ahead, and another file.
+        let ranges: Vec<(u32, Range<u64>)> = [
+            vec![(0, 10..MIB), (0, MIB - 5..2 * MIB), (0, 2 * MIB..2 * MIB + 1)],
+            (3..20).map(|i| (0, i * MIB..(i + 1) * MIB)).collect(),
+            vec![(1, 20 * MIB..21 * MIB), (1, 20 * MIB..20 * MIB + 5), (1, 21 * MIB..22 * MIB)],
+        ]
+        .concat();
+        let planned = |(file, range): (u32, Range<u64>)| {
+            let read = Read { file, offset: range.start, bytes: range.end - range.start, pieces: Vec::new() };
+            Planned { read, range }
+        };
+        let found: Vec<(u32, Range<u64>, Range<u64>)> = Stretches::new(ranges.iter().cloned().map(planned))
+            .map(|(planned, stretch)| (planned.read.file, planned.range, stretch))
+            .collect();
+        let order = found.iter().map(|(file, range, _)| (*file, range.clone()));
+        assert!(order.eq(ranges), "{found:?}");
+        for (file, range, stretch) in found {
+            let whole = match (file, range.start) {
+                (0, start) if start < 3 * MIB => 10..2 * MIB + 1,
+                (0, _) => 3 * MIB..20 * MIB,
+                _ => 20 * MIB..22 * MIB,
+            };
+            assert!(stretch.start == whole.start && stretch.end <= whole.end, "{file} {range:?}: {stretch:?}");
+            assert!(stretch.end >= whole.end.min(range.end + STRETCH_BYTES), "{file} {range:?}: {stretch:?}");
+        }
+    }
 }

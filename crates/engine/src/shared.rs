@@ -19,6 +19,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{Chunk, Chunks, Piece, Sharing};
+use shardfast_store::Upcoming;
 
 use crate::carrier::{Carrier, Message};
 use crate::error::{Error, Kind, Result};
@@ -211,7 +212,8 @@ impl Shared<'_> {
     /// Says that a chunk will be read soon; on how many threads that is done best.
     fn announce(&self, chunk: &Chunk, again: bool) -> Result<usize> {
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-        let is_of_use = self.files.prefetch(chunk.file, range, again).map_err(|error| {
+        let upcoming = Upcoming { again, ..Upcoming::default() };
+        let is_of_use = self.files.prefetch(chunk.file, range, &upcoming).map_err(|error| {
             let leaves = self.files.leaves_in(chunk.file, &chunk.range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;
@@ -349,7 +351,7 @@ impl Shared<'_> {
         for start in [first, first + (end - first) / 2 / BLOCK_BYTES * BLOCK_BYTES] {
             let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
             let began = Instant::now();
-            self.files.prefetch(file, range.clone(), true)?;
+            self.files.prefetch(file, range.clone(), &Upcoming { again: true, ..Upcoming::default() })?;
             self.files.read_blocks(file, range.clone(), &mut memory, |_| true)?;
             let bytes = range.end - range.start;
             let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;

@@ -17,7 +17,7 @@ use serde::Serialize;
 use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
 use shardfast_format::{LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
-use shardfast_store::Store;
+use shardfast_store::{Store, Upcoming};
 
 pub use findings::{Block, Finding, Hit, Problem};
 
@@ -226,7 +226,7 @@ impl Run<'_> {
         let announce = |task: &Task| match task {
             Task::Header(_) => true,
             // A file that cannot be opened is the header's finding.
-            Task::Blocks(file, range) => files.prefetch(*file, range.clone(), false).unwrap_or(true),
+            Task::Blocks(file, range) => files.prefetch(*file, range.clone(), &Upcoming::default()).unwrap_or(true),
         };
         let work = |task| match task {
             Task::Header(file) => self.check_header(files, file),

@@ -19,6 +19,7 @@
 //! ```
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 mod ablation;
@@ -188,18 +189,17 @@ pub trait ObjectReader: Send + Sync {
         Err(Error::new(Kind::Unsupported, "map", "", "this storage cannot be mapped into memory: load from it"))
     }
 
-    /// Says that a range will be read soon, so that the storage may begin to fetch it, and whether others of this
-    /// machine will read it too, so that it is kept for them. Returns at once; whether there is any use in that, so
-    /// that few threads suffice to read.
-    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool;
+    /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once; whether there
+    /// is any use in that, so that few threads suffice to read.
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool;
 
     /// How much of a range this machine has in memory already; `None` where nobody knows.
     fn cached_bytes(&self, _offset: u64, _bytes: u64) -> Option<u64> {
         None
     }
 
-    /// A range as it lies in this machine's memory already, if reading it there is as safe as
-    /// [`read_at`](Self::read_at); `None` where it has to be fetched, or is better copied.
+    /// A range as it lies in this machine's memory, if reading it there is as safe as [`read_at`](Self::read_at);
+    /// `None` where it is better copied. What is not there is fetched only if it was announced so.
     fn lend(&self, _offset: u64, _bytes: usize) -> Option<Lent<'_>> {
         None
     }
@@ -218,6 +218,16 @@ pub trait ObjectReader: Send + Sync {
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         self.read_at(offset, buf)
     }
+}
+
+/// What is known of a range that will be read soon.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Upcoming {
+    /// Whether others of this machine will read it too, so that it is kept for them.
+    pub again: bool,
+    /// Bytes around it that the reader will be asked to [lend](ObjectReader::lend) as well, all of them; none if it
+    /// will not be asked to lend this range either.
+    pub lent: Range<u64>,
 }
 
 /// One line of [`Store::list`].

@@ -14,6 +14,9 @@ use crate::disk::{Errno, Sys};
 /// `linux/magic.h`: ext4, XFS, Btrfs, F2FS, tmpfs.
 const OWN_FILE_SYSTEMS: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
 
+/// What one fault brings from the device where memory is mapped in huge pages, at multiples of itself.
+pub(crate) const UNIT_BYTES: u64 = 2 << 20;
+
 /// Bytes given back that are unmapped together.
 const MAPPED_BYTES_MAX: usize = 16 << 20;
 
@@ -24,6 +27,8 @@ const MAPPED_BYTES_MAX: usize = 16 << 20;
 pub struct Mapping {
     address: NonNull<c_void>,
     bytes: usize,
+    /// Whether a page that is not in the page cache comes with all of its [`UNIT_BYTES`], and with no more.
+    fetches_units: bool,
 }
 
 // SAFETY: the mapping is private to this value and its bytes are only looked at.
@@ -49,18 +54,28 @@ impl Mapping {
         if !OWN_FILE_SYSTEMS.contains(&file_system) {
             return Err(Errno::NOTSUP);
         }
-        Mapping::with(file, bytes, ProtFlags::READ, MapFlags::SHARED)
+        let mut mapping = Mapping::with(file, bytes, ProtFlags::READ, MapFlags::SHARED)?;
+        let advise = |advice| mapping.advise(&(0..mapping.bytes), advice).is_ok();
+        // Huge pages are one read each and quickly mapped, by whoever comes later too. Without the second advice the
+        // kernel reads one more of them, and goes on from there.
+        mapping.fetches_units = faults_bring_units() && advise(Advice::LinuxHugepage) && advise(Advice::Random);
+        Ok(mapping)
+    }
+
+    /// Whether a page that is not in the page cache comes with all of its [`UNIT_BYTES`], and with no more.
+    pub(crate) fn fetches_units(&self) -> bool {
+        self.fetches_units
     }
 
     #[allow(unsafe_code)]
     fn with(file: &OwnedFd, bytes: u64, protection: ProtFlags, flags: MapFlags) -> Sys<Mapping> {
         let bytes = usize::try_from(bytes).map_err(|_| Errno::OVERFLOW)?;
         if bytes == 0 {
-            return Ok(Mapping { address: NonNull::dangling(), bytes });
+            return Ok(Mapping { address: NonNull::dangling(), bytes, fetches_units: false });
         }
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
         let address = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, flags, file, 0) }?;
-        Ok(Mapping { address: NonNull::new(address).ok_or(Errno::NOMEM)?, bytes })
+        Ok(Mapping { address: NonNull::new(address).ok_or(Errno::NOMEM)?, bytes, fetches_units: false })
     }
 
     /// `pages`: whole ones, of the mapping.
@@ -92,6 +107,15 @@ impl Drop for Mapping {
             let _ = unsafe { rustix::mm::munmap(self.address.as_ptr(), self.bytes) };
         }
     }
+}
+
+/// Whether the kernel reads a whole huge page where one is mapped and a part of it is missing: Linux 5.18 does,
+/// whatever pages the file system can have. With larger base pages a huge page is too much to read.
+fn faults_bring_units() -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(5), Some(18)) && rustix::param::page_size() == 4096
 }
 
 /// Ranges of mapped files, lent while they lie in the page cache.

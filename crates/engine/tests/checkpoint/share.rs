@@ -11,7 +11,7 @@ use std::{env, thread};
 use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
 use shardfast_format::{DType, LeafName};
-use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store};
+use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
 use crate::kill::place;
@@ -255,7 +255,7 @@ impl ObjectReader for OtherReader {
         self.object.map()
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: bool) -> bool {
+    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> bool {
         false
     }
 

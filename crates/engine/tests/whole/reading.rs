@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, ObjectReader, ObjectWriter, Result, Store};
+use shardfast_store::{Entry, ObjectReader, ObjectWriter, Result, Store, Upcoming};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -62,8 +62,8 @@ impl ObjectReader for Reader {
         self.object.bytes()
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool {
-        self.object.prefetch(offset, bytes, again)
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
+        self.object.prefetch(offset, bytes, upcoming)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

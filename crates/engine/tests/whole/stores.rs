@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store};
+use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, Upcoming};
 
 /// The store beneath, with these faults.
 pub(crate) struct Faulty {
@@ -24,8 +24,8 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool {
-        self.object.prefetch(offset, bytes, again)
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
+        self.object.prefetch(offset, bytes, upcoming)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {

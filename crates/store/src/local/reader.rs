@@ -1,6 +1,7 @@
 //! Reads of one file: through the page cache what is in it, in the faster way what is not.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -8,8 +9,8 @@ use super::devices::Devices;
 use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno};
 use crate::error::too_short;
-use crate::map::Lending;
-use crate::{Kind, Lent, Mapping, ObjectReader, Result};
+use crate::map::{Lending, UNIT_BYTES};
+use crate::{Kind, Lent, Mapping, ObjectReader, Result, Upcoming};
 
 /// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
 /// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
@@ -19,6 +20,15 @@ const PREFETCH_BYTES_MIN: usize = 128 * 1024;
 /// to copy it.
 const LENT_BYTES_MIN: usize = 256 * 1024;
 
+/// How an announced range gets into the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Announced {
+    /// The kernel was asked for it.
+    Range,
+    /// By the faults of whoever looks at it.
+    Units,
+}
+
 /// An open file.
 pub(super) struct LocalReader<D: Disk> {
     disk: Arc<D>,
@@ -27,9 +37,9 @@ pub(super) struct LocalReader<D: Disk> {
     direct: Option<D::File>,
     devices: Arc<Devices>,
     device: u64,
-    /// Where ranges begin that were not in the page cache when they were announced.
-    announced: Mutex<HashSet<u64>>,
-    /// All of it, for ranges to be lent from; made when one is first asked for. `None` where that is not possible.
+    /// Where ranges begin that were not in the page cache when they were announced, and how they get there.
+    announced: Mutex<HashMap<u64, Announced>>,
+    /// Made when a range is first to be lent. `None` where that is not possible.
     mapping: OnceLock<Option<Arc<Mapping>>>,
     lending: Arc<Lending>,
     path: PathBuf,
@@ -50,17 +60,22 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         })
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, again: bool) -> bool {
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
         // Only a hint: a file system that has no use for it says so and is read all the same.
-        if !again && self.way().is_some() {
+        if !upcoming.again && self.way().is_some() {
+            return false;
+        }
+        if self.direct.is_some() && self.is_cached(offset, bytes) {
+            return true;
+        }
+        if self.fetches_units(offset, bytes, &upcoming.lent) {
+            // By those who look at it: what is fetched is in place then, and not copied out of the page cache first.
+            self.announced().insert(offset, Announced::Units);
             return false;
         }
         if self.direct.is_some() {
-            if self.is_cached(offset, bytes) {
-                return true;
-            }
             self.devices.begun(self.device, false);
-            self.announced().insert(offset);
+            self.announced().insert(offset, Announced::Range);
         }
         self.disk.will_need(&self.file, offset, bytes).is_ok()
     }
@@ -71,17 +86,23 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         let end = offset.checked_add(bytes as u64).filter(|&end| end <= self.bytes)?;
-        if bytes < LENT_BYTES_MIN || self.announced().contains(&offset) {
+        let range = usize::try_from(offset).ok()?..usize::try_from(end).ok()?;
+        let announced = self.announced().get(&offset).copied();
+        if bytes < LENT_BYTES_MIN || announced == Some(Announced::Range) {
             return None;
         }
-        let map = || self.disk.map_for_lending(&self.file, self.bytes).ok().map(Arc::new);
-        let mapping = self.mapping.get_or_init(map);
-        let mapping = mapping.as_ref()?;
+        let mapping = self.mapping()?;
+        if announced == Some(Announced::Units) {
+            let lend = || self.lending.lend(mapping, range);
+            let lent = self.devices.tried(self.device, false, bytes as u64, lend).ok()?;
+            self.announced().remove(&offset);
+            return Some(lent);
+        }
         // All of it: a page that is missing is read from the device better than by a fault.
         if self.disk.cached_bytes(&self.file, offset, bytes as u64).ok()? < bytes as u64 {
             return None;
         }
-        self.lending.lend(mapping, usize::try_from(offset).ok()?..usize::try_from(end).ok()?).ok()
+        self.lending.lend(mapping, range).ok()
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -89,7 +110,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
         }
-        if self.announced().remove(&offset) {
+        if self.announced().remove(&offset).is_some() {
             return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
         }
         if buf.len() < PREFETCH_BYTES_MIN || self.is_cached(offset, bytes) {
@@ -141,12 +162,26 @@ impl<D: Disk> LocalReader<D> {
         }
     }
 
+    /// All of it, for ranges to be lent from.
+    fn mapping(&self) -> Option<&Arc<Mapping>> {
+        let map = || self.disk.map_for_lending(&self.file, self.bytes).ok().map(Arc::new);
+        self.mapping.get_or_init(map).as_ref()
+    }
+
+    /// Whether a range is fetched best by those who look at it, and nothing beside what will be `lent`.
+    fn fetches_units(&self, offset: u64, bytes: u64, lent: &Range<u64>) -> bool {
+        let first = offset / UNIT_BYTES * UNIT_BYTES;
+        let end = offset.saturating_add(bytes).next_multiple_of(UNIT_BYTES).min(self.bytes);
+        let is_wanted = lent.start <= first && end <= lent.end && bytes >= LENT_BYTES_MIN as u64;
+        is_wanted && self.direct.is_some() && self.mapping().is_some_and(|mapping| mapping.fetches_units())
+    }
+
     /// Whether most of a range lies in the page cache: what is missing is read through it then.
     fn is_cached(&self, offset: u64, bytes: u64) -> bool {
         self.disk.cached_bytes(&self.file, offset, bytes).map_or(true, |cached| cached >= bytes / 2)
     }
 
-    fn announced(&self) -> MutexGuard<'_, HashSet<u64>> {
+    fn announced(&self) -> MutexGuard<'_, HashMap<u64, Announced>> {
         self.announced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -232,5 +267,53 @@ mod tests {
         }
         assert!(object.lend(0, LENT_BYTES_MIN).is_none(), "not in the page cache");
         assert_eq!(cached(&file), 0, "to ask brought something there");
+    }
+
+    #[test]
+    fn what_will_be_lent_comes_in_units_and_nothing_beside_it() {
+        const UNIT: usize = UNIT_BYTES as usize;
+        let dir = tempfile::tempdir().unwrap();
+        let store = || LocalStore::on(RealDisk, dir.path().into()).unwrap();
+        let contents = pattern(2, crate::local::devices::WORTH_BYTES as usize + 777);
+        write_object(&store(), "d/object", &contents).unwrap();
+        let file = std::fs::File::open(dir.path().join("d/object")).unwrap().into();
+        let cached = || RealDisk.cached_bytes(&file, 0, contents.len() as u64).unwrap();
+        // What a store has mapped stays in the page cache.
+        let open = || {
+            RealDisk.dont_need(&file, 0, contents.len() as u64).unwrap();
+            store().open("d/object").unwrap()
+        };
+        let object = open();
+        let announce = |object: &dyn ObjectReader, at: usize, bytes: usize, lent: Range<usize>| {
+            let upcoming = Upcoming { again: true, lent: lent.start as u64..lent.end as u64 };
+            object.prefetch(at as u64, bytes as u64, &upcoming)
+        };
+        if cached() > 0 || announce(&*object, 3 * UNIT, UNIT / 2, 3 * UNIT..4 * UNIT) {
+            eprintln!("skipped: this file system lies in memory, or this kernel does not fetch so");
+            return;
+        }
+        assert_eq!(cached(), 0, "to announce fetched something");
+        let lent = object.lend(3 * UNIT as u64, UNIT / 2).unwrap();
+        assert!(lent[..] == contents[3 * UNIT..3 * UNIT + UNIT / 2]);
+        assert_eq!(cached(), UNIT_BYTES, "one unit, and no other");
+        drop(lent);
+        drop(object);
+
+        // The last unit is as long as the file.
+        let (object, last) = (open(), contents.len() - UNIT / 4);
+        assert!(!announce(&*object, last, UNIT / 4, 30 * UNIT..contents.len()));
+        assert!(object.lend(last as u64, UNIT / 4).unwrap()[..] == contents[last..]);
+        drop(object);
+
+        // What nobody wants is not fetched: it is asked for, and copied.
+        for lent in [3 * UNIT + 4096..4 * UNIT, 3 * UNIT..4 * UNIT - 4096, 0..0] {
+            let object = open();
+            assert_eq!(cached(), 0);
+            assert!(announce(&*object, 3 * UNIT + 4096, UNIT / 2, lent.clone()), "{lent:?}");
+            assert!(object.lend(3 * UNIT as u64 + 4096, UNIT / 2).is_none(), "{lent:?}");
+            let mut read = vec![0; UNIT / 2];
+            object.read_at(3 * UNIT as u64 + 4096, &mut read).unwrap();
+            assert!(read == contents[3 * UNIT + 4096..][..UNIT / 2]);
+        }
     }
 }

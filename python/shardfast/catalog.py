@@ -130,6 +130,20 @@ class Target(NamedTuple):
     finish: Callable[[], None] | None = None
 
 
+class Destination(NamedTuple):
+    """A tensor that is to be loaded into.
+
+    Attributes:
+        layout: As :meth:`Adapter.layout` tells it.
+        identity: As :meth:`Adapter.identity` tells it.
+        target: As :meth:`Adapter.target` gives it, if that is the tensor's own memory and found without more ado.
+    """
+
+    layout: Layout
+    identity: Hashable
+    target: Target | None
+
+
 When = Literal["now", "soon", "lazily", "whenever"]
 """When a save copies a tensor: in the call; in the background while the call waits; until the tensor is about to
 change, which is announced; or at any time, since it is a copy already."""
@@ -422,6 +436,14 @@ class Adapter(Protocol):
 
     def target(self, tensor: Any, dtype: str) -> Target:
         """Memory that takes elements of type ``dtype`` on their way into ``tensor``."""
+        ...
+
+    def destination(self, tensor: Any, dtype: str) -> Destination:
+        """What a load of elements of type ``dtype`` into ``tensor`` asks first, at once: a state has many tensors.
+
+        Raises:
+            Refused: As :meth:`layout`.
+        """
         ...
 
     def allocate(self, dtype: str, shape: Ints) -> Any:

@@ -12,7 +12,8 @@ def paused() -> Iterator[None]:
     """No collection inside, for what makes many objects that are all still needed.
 
     The collector runs whenever so many are there more than before, and looks at everything that the process holds: of
-    thousands of tensors each one described costs more for that than for all else.
+    thousands of tensors each one described costs more for that than for all else. Neither does it look at what was made
+    once it goes on: that counts as old, like all that is young then.
     """
     if not gc.isenabled():  # the program collects when it likes to
         yield
@@ -21,4 +22,7 @@ def paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # a program that froze objects keeps them so
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -11,7 +11,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .catalog import Adapter, Flat, Layout, Memory, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor, item_bytes
+from .catalog import (
+    Adapter,
+    Destination,
+    Flat,
+    Memory,
+    Refused,
+    SavedAlias,
+    SavedLeaf,
+    SavedObject,
+    SavedTensor,
+    item_bytes,
+)
 from .collection import paused
 from .errors import Corrupt, Invalid
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
@@ -129,7 +140,7 @@ class _Want(NamedTuple):
     leaf: SavedTensor
     adapter: Adapter
     tensor: Any
-    layout: Layout
+    destination: Destination
     place: str
 
 
@@ -289,10 +300,11 @@ class Matching:
     def _fill(self, saved: SavedTensor, adapter: Adapter, tensor: Any, name: str) -> None:
         """Checks a saved tensor against one of the state, and wants it."""
         try:
-            layout = adapter.layout(tensor)
+            destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{name}: {refused}")
             return
+        layout = destination.layout
         if layout.shape != saved.shape:
             problem = f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(layout.shape)} here"
             self.plan.problems.append(problem)
@@ -302,12 +314,12 @@ class Matching:
                 self.plan.problems.append(f"dtype: {name} is {saved.dtype} in the checkpoint and {layout.dtype} here")
                 return
             self.plan.cast[name] = (saved.dtype, layout.dtype)
-        self._want(saved, adapter, tensor, layout, name)
+        self._want(saved, adapter, tensor, destination, name)
 
-    def _want(self, saved: SavedTensor, adapter: Adapter, tensor: Any, layout: Layout, name: str) -> None:
-        index, other = self._filled.setdefault(adapter.identity(tensor), (saved.index, name))
+    def _want(self, saved: SavedTensor, adapter: Adapter, tensor: Any, destination: Destination, name: str) -> None:
+        index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
-            self._wants.append(_Want(saved, adapter, tensor, layout, name))
+            self._wants.append(_Want(saved, adapter, tensor, destination, name))
         elif index != saved.index and self._options.strict:
             self.plan.problems.append(f"tied: {name} and {other} are one tensor here and two in the checkpoint")
             return
@@ -364,7 +376,7 @@ class Matching:
         except Refused as refused:
             self.plan.problems.append(f"{name}: {refused}")
             return None
-        self._want(saved, adapter, tensor, adapter.layout(tensor), name)
+        self._want(saved, adapter, tensor, adapter.destination(tensor, saved.dtype), name)
         return tensor
 
     def _value(self, leaf: SavedLeaf, place: str, receive: Put, current: object, merges: bool = False) -> None:
@@ -397,11 +409,11 @@ class Matching:
         if now is not None:
             adapter, tensor = now
             try:
-                layout = adapter.layout(tensor)
+                destination = adapter.destination(tensor, saved.dtype)
             except Refused:
                 return self._allocate(saved, name)
-            if layout.shape == saved.shape and layout.dtype == saved.dtype:
-                self._want(saved, adapter, tensor, layout, name)
+            if destination.layout.shape == saved.shape and destination.layout.dtype == saved.dtype:
+                self._want(saved, adapter, tensor, destination, name)
                 return tensor
         return self._allocate(saved, name)
 
@@ -467,7 +479,7 @@ class Matching:
         tensor = entry.bundle.create(name, saved.dtype, saved.shape, dry=self._dry)
         adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
         created[name] = tensor
-        self._want(saved, adapter, tensor, adapter.layout(tensor), full)
+        self._want(saved, adapter, tensor, adapter.destination(tensor, saved.dtype), full)
 
     # From a plan to a filled state
 
@@ -475,7 +487,7 @@ class Matching:
         """The wants without memory: to plan with, never to load."""
         out = []
         for want in self._wants:
-            for region in want.layout.regions:
+            for region in want.destination.layout.regions:
                 strides = [] if isinstance(region, Flat) else _row_major(region.lengths, item_bytes(want.leaf.dtype))
                 out.append(_native_want(want.leaf.index, region, Memory(0, tuple(strides))))
         return out
@@ -489,13 +501,13 @@ class Matching:
         out = []
         for want in self._wants:
             try:
-                target = want.adapter.target(want.tensor, want.leaf.dtype)
+                target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
             except Refused as refused:
                 raise Invalid(f"{want.place}: {refused}") from refused
             self._owners.append(target.owner)
             if target.finish is not None:
                 self._finish.append(target.finish)
-            for region, memory in zip(want.layout.regions, target.memory, strict=True):
+            for region, memory in zip(want.destination.layout.regions, target.memory, strict=True):
                 out.append(_native_want(want.leaf.index, region, memory))
         return out
 

@@ -121,6 +121,11 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     assert adapter.identity(tensor) == adapter.identity(tensor), "a tensor is identical with itself"
     layout = adapter.layout(tensor)
     assert layout == adapter.layout(tensor), "a layout does not change by being asked for"
+    destination, target = adapter.destination(tensor, layout.dtype), adapter.target(tensor, layout.dtype)
+    assert destination[:2] == (layout, adapter.identity(tensor)), "a load is told what a save is"
+    if destination.target is not None:
+        assert target.finish is None, "what is at hand is the tensor's own memory"
+        assert destination.target.memory == target.memory, "what is at hand is where a load goes"
     before = snapshot(adapter, tensor)
     whole = assemble(gather(before))
     other = bytes(byte ^ 1 for byte in whole)

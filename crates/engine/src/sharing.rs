@@ -39,7 +39,7 @@ const JOINING: Duration = Duration::from_secs(1);
 
 /// What each rank, on average, must read that another one reads, too, before it is worth while to find out which way is
 /// faster. It must also be a part of the whole that one notices, and what is read to find out one that one does not.
-const REPEATED_BYTES_MIN: u64 = 32 << 20;
+pub(crate) const REPEATED_BYTES_MIN: u64 = 32 << 20;
 
 /// What a rank says at the beginning of a load.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..catalog import Bundle, Hold, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+from ..catalog import Bundle, Destination, Hold, Ints, Layout, Memory, Module, Refused, Region, Source, Target
 
 DTYPES: dict[str, str] = {
     "bool": "BOOL",
@@ -73,6 +73,9 @@ class NumpyAdapter:
             return Target(_memory(tensor), tensor)
         staging = self.allocate(dtype, tensor.shape)
         return Target(_memory(staging), staging, lambda: np.copyto(tensor, staging, casting="unsafe"))
+
+    def destination(self, tensor: Array, dtype: str) -> Destination:
+        return Destination(self.layout(tensor), self.identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> Array:
         if dtype not in _OF_NAME:

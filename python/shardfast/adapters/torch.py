@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Hold, Ints, Layout, Memory, Module, Outline, Refused, Region, Rounds, Source, Target
+from ..catalog import (
+    Destination,
+    Hold,
+    Ints,
+    Layout,
+    Memory,
+    Module,
+    Outline,
+    Refused,
+    Region,
+    Rounds,
+    Source,
+    Target,
+)
 from .torch_capture import (
     Place,
     announce_loads,
@@ -27,6 +40,7 @@ from .torch_capture import (
 )
 from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
 from .torch_placement import (
+    Placed,
     chunks,
     everyone,
     expect_shape,
@@ -94,8 +108,12 @@ def _is_plain(kind: type) -> bool:
     return not issubclass(kind, _LAZY) and not hasattr(kind, "__tensor_flatten__")
 
 
+def _is_storable(tensor: torch.Tensor) -> bool:
+    return _is_plain(type(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def _expect_storable(tensor: torch.Tensor) -> None:
-    if _is_plain(type(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized:
+    if _is_storable(tensor):
         return
     if isinstance(tensor, _LAZY):
         raise Refused(f"a {type(tensor).__name__} has no shape yet: run the module once (a dry run) first")
@@ -105,6 +123,25 @@ def _expect_storable(tensor: torch.Tensor) -> None:
         raise Refused("a quantized tensor cannot be stored: store its int_repr(), scale and zero point")
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         raise Refused(f"a {type(tensor).__name__} wraps other tensors and cannot be stored: store what it wraps")
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(dtype: str, shape: Ints) -> Layout:
+    """The layout of a plain tensor that has elements."""
+    return Layout(dtype, tuple(shape), (Region((0,) * len(shape), tuple(shape)),))
+
+
+def _one_box(tensor: torch.Tensor, local: torch.Tensor, dtype: str) -> Layout | None:
+    """The layout of a ``DTensor`` whose part here is one box, all of ``local``."""
+    if tensor.dtype is not local.dtype or chunks(tensor) is not None:
+        return None
+    there = placed(tensor)
+    return _layout(there, dtype) if len(there.regions) == 1 and local.shape == there.local_shape else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(there: Placed, dtype: str) -> Layout:
+    return Layout(dtype, there.shape, there.regions, there.text, there.holders)
 
 
 # Modules and optimizers
@@ -471,7 +508,7 @@ class TorchAdapter:
             return Layout(dtype, shape, tuple(region for region, _ in views(tensor, local)), text(tensor))
         there = placed(tensor)
         expect_shape(there, tensor, local)
-        return Layout(dtype, shape, there.regions, there.text, there.holders)
+        return _layout(there, dtype)
 
     def source(self, tensor: torch.Tensor) -> Source:
         local = local_of(tensor)
@@ -504,6 +541,19 @@ class TorchAdapter:
                 return Target(_memory(tensor, local), local)
             staging = torch.empty(local.shape, dtype=wanted)
             return Target(_memory(tensor, staging), staging, lambda: _copy(local, staging))
+
+    def destination(self, tensor: torch.Tensor, dtype: str) -> Destination:
+        local = local_of(tensor)
+        kind = local.dtype
+        if kind is _OF_NAME.get(dtype) and local.is_contiguous() and _is_direct(local) and _is_storable(local):
+            layout = _whole(dtype, tensor.shape) if local is tensor else _one_box(tensor, local, dtype)
+            if layout is not None and local.numel():
+                pointer, stride, item = local.data_ptr(), local.stride(), local.element_size()
+                device = local.device.index if local.is_cuda else None
+                memory = Memory(pointer, tuple([step * item for step in stride]), device)
+                identity = (local.device, pointer, layout.shape, local.shape, stride, kind)
+                return Destination(layout, identity, Target((memory,), local))
+        return Destination(self.layout(tensor), self.identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
         return torch.empty(shape, dtype=_OF_NAME[dtype])

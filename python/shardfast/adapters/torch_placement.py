@@ -90,11 +90,12 @@ def _cuts(
     return None if coordinate is None else tuple(cut for _, cut in sorted(cuts, key=lambda item: item[0]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Where this rank's part of DTensors of one shape and placement lies.
+    """Where this rank's part of DTensors of one shape and placement lies. One object for all of them: equal to itself.
 
     Attributes:
+        shape: Theirs.
         regions: Its regions.
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
@@ -102,6 +103,7 @@ class Placed:
         holders: The ranks that hold the same regions, where the mesh tells.
     """
 
+    shape: Ints
     regions: tuple[Region, ...]
     starts: tuple[Ints, ...]
     local_shape: Ints
@@ -152,7 +154,8 @@ def _placed(
     where = None if coordinate is None else tuple(map(int, coordinate))
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
-    return Placed(regions, starts, local_shape, _text(same.mesh, placements), _holders(same.mesh, where, placements))
+    holders = _holders(same.mesh, where, placements)
+    return Placed(tuple(shape), regions, starts, local_shape, _text(same.mesh, placements), holders)
 
 
 def everyone() -> Ints:

@@ -7,6 +7,7 @@ of which save, and an interpreter that ends waits for all of them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -175,6 +176,9 @@ class InFlight:
 
     def _watch(self) -> None:
         """In the background: says of each save, as soon as it is staged, whether its tensors were left alone."""
+        # Woken by a save that begins, it lets the program go on instead of taking a core from it.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (pending := self._watched.get()) is not None:
             while not self._is_over:
                 try:

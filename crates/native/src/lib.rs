@@ -8,6 +8,7 @@ mod hold;
 mod leaves;
 mod loading;
 mod mapped;
+mod near;
 mod outline;
 mod pending;
 mod process;

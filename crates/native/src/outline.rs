@@ -12,6 +12,7 @@ use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefRefer
 use crate::borrowed::{entries_while, items_while};
 use crate::dlpack;
 use crate::errors::invalid;
+use crate::near::Near;
 
 /// What stands in an attribute of an object, and how much of it counts.
 #[derive(Clone, Copy)]
@@ -93,6 +94,7 @@ pub(crate) struct Outline {
     bundles: Vec<Bundle>,
     places: Vec<u8>,
     parameters: Same,
+    near: Near,
 }
 
 /// `(objects, tensors, parameters, others, sharded, wrapper)`, as [`Outline`] takes a bundle.
@@ -124,8 +126,9 @@ impl Outline {
     #[new]
     fn new(py: Python<'_>, bundles: Vec<Given<'_>>) -> PyResult<Outline> {
         let bundles = bundles.into_iter().map(Bundle::new).collect::<PyResult<Vec<_>>>()?;
-        let mut outline = Outline { bundles, places: Vec::new(), parameters: Same::default() };
-        let seen = outline.seen(py)?.ok_or_else(unstable)?;
+        let mut outline = Outline { bundles, places: Vec::new(), parameters: Same::default(), near: Near::default() };
+        let seen = outline.seen(py, true)?.ok_or_else(unstable)?;
+        outline.near = seen.near;
         outline.places = dlpack::places_of(py, &seen.tensors)?;
         outline.parameters = Same::of(&seen.parameters);
         Ok(outline)
@@ -134,7 +137,8 @@ impl Outline {
     /// The tensors of all bundles, in order, with this rank's memory in place of what is sharded, and each bundle's
     /// other entries, if all is as it was: names, types, layouts, places and which parameters are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
-        let Some(seen) = self.seen(py)? else { return Ok(None) };
+        self.near.fetch();
+        let Some(seen) = self.seen(py, false)? else { return Ok(None) };
         if !self.parameters.holds_of(&seen.parameters) || dlpack::places_of(py, &seen.tensors)? != self.places {
             return Ok(None);
         }
@@ -152,19 +156,26 @@ struct Seen<'py> {
     others: Vec<Vec<Bound<'py, PyAny>>>,
     /// Addresses.
     parameters: Vec<usize>,
+    near: Near,
 }
 
 impl Outline {
-    fn seen<'py>(&self, py: Python<'py>) -> PyResult<Option<Seen<'py>>> {
+    /// What there is, if it is as it was; where it lies only if that `is_new`.
+    fn seen<'py>(&self, py: Python<'py>, is_new: bool) -> PyResult<Option<Seen<'py>>> {
         let mut seen = Seen::default();
         for bundle in &self.bundles {
             let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
             let mut walk = Walk::new(&objects, Some(&bundle.met));
+            walk.near = is_new.then(|| std::mem::take(&mut seen.near));
             if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen.tensors)? {
                 return Ok(None);
             }
             seen.others.push(bundle.wanted.iter().map(|&number| walk.entries[number].clone()).collect());
             let entries = bundle.parameters.iter().map(|&number| &walk.entries[number]);
+            if let Some(mut near) = walk.near.take() {
+                walk.entries.iter().for_each(|entry| near.add(entry));
+                seen.near = near;
+            }
             seen.parameters.extend(entries.chain(&walk.members).map(|parameter| parameter.as_ptr() as usize));
         }
         Ok(Some(seen))
@@ -246,6 +257,8 @@ struct Walk<'a, 'py> {
     links: usize,
     entries: Vec<Bound<'py, PyAny>>,
     members: Vec<Bound<'py, PyAny>>,
+    /// Takes what is looked at.
+    near: Option<Near>,
     /// Numbers of objects and of members by address, to note them by.
     object_numbers: HashMap<usize, usize>,
     member_numbers: HashMap<usize, usize>,
@@ -268,6 +281,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             links: 0,
             entries,
             members,
+            near: None,
             object_numbers,
             member_numbers: HashMap::new(),
         }
@@ -277,6 +291,10 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn all(&mut self, parts: &[Part]) -> PyResult<bool> {
         for (object, part) in self.objects.iter().zip(parts) {
             let slots = object.getattr_opt(intern!(object.py(), "__dict__"))?;
+            if let Some(near) = &mut self.near {
+                near.add(object);
+                slots.iter().for_each(|slots| near.add(slots));
+            }
             let slots = slots.as_ref().and_then(|slots| slots.cast::<PyDict>().ok());
             for (name, kind) in &part.attributes {
                 let name = name.bind(object.py());
@@ -308,6 +326,9 @@ impl<'a, 'py> Walk<'a, 'py> {
         look: impl Fn(&mut Self, &Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
     ) -> bool {
         let Ok(dict) = there.cast::<PyDict>() else { return false };
+        if let Some(near) = &mut self.near {
+            near.add(there);
+        }
         let length = dict.len();
         // SAFETY: `look` is one of the functions of this walk: they compare addresses, exact texts and exact numbers.
         self.length(length) && (length == 0 || unsafe { entries_while(dict, |k, v| look(self, k, v)) } == length)

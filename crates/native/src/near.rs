@@ -1,0 +1,50 @@
+//! Memory that a walk through Python's objects will look at, fetched into the cache all at once.
+//!
+//! By the next save the training has pushed the program's objects out of the caches. A walk waits for each of them, and
+//! for what it leads to; here none waits for another. Addresses are guesses by how CPython and extension types lay out
+//! their objects: to fetch from one that leads nowhere any more, or never did, does nothing.
+
+#![allow(unsafe_code)] // looks into objects
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+const LINE_BYTES: usize = 64;
+
+/// A dict's table of keys; what an object of an extension points to is about as long as it is looked at.
+const LINES_BEHIND: usize = 4;
+
+/// Of an object's own fields the first one that may be a pointer: behind the count of references and the type.
+const FIELD_AT: usize = 16;
+
+/// Of a dict's fields the one that points to its table: behind two more numbers.
+const TABLE_AT: usize = 32;
+
+/// Addresses, a line of the cache each.
+#[derive(Default)]
+pub(crate) struct Near(Vec<usize>);
+
+impl Near {
+    /// Adds an object, and what it points to.
+    pub(crate) fn add(&mut self, object: &Bound<'_, PyAny>) {
+        let address = object.as_ptr() as usize;
+        self.0.push(address);
+        let field = if object.is_instance_of::<PyDict>() { TABLE_AT } else { FIELD_AT };
+        let bytes = object.get_type().getattr(intern!(object.py(), "__basicsize__")).and_then(|bytes| bytes.extract());
+        if bytes.is_ok_and(|bytes: usize| bytes >= field + size_of::<usize>()) {
+            // SAFETY: the object is longer than that. Its field is taken as it is, a number, never followed.
+            let behind = unsafe { std::ptr::read_unaligned((address + field) as *const usize) };
+            self.0.extend((0..LINES_BEHIND).map(|line| behind.wrapping_add(line * LINE_BYTES)));
+        }
+    }
+
+    /// Begins to fetch everything.
+    pub(crate) fn fetch(&self) {
+        #[cfg(target_arch = "x86_64")]
+        for &address in &self.0 {
+            // SAFETY: every processor of this architecture has the instruction, and no address makes it fail.
+            unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address as *const i8) };
+        }
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -423,7 +424,13 @@ pub(crate) fn each_ahead<T: Send>(
             let wanted = if announce(&item) { cores.min(READERS) } else { READERS };
             while threads < wanted {
                 let (receiver, work): (crossbeam_channel::Receiver<T>, _) = (receiver.clone(), &work);
-                scope.spawn(move || receiver.into_iter().for_each(work));
+                scope.spawn(move || {
+                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| receiver.iter().for_each(work))) {
+                        // Else who gives the items would wait for ever, once there is nobody who takes any.
+                        receiver.into_iter().for_each(drop);
+                        resume_unwind(panic);
+                    }
+                });
                 threads += 1;
             }
             // The receiver lives as long as the scope.
@@ -462,6 +469,12 @@ fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Stagi
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_panic_of_every_thread_ends_the_work() {
+        let work = || each_ahead(0..10_000, |_| true, |_: u32| panic!("as was to be shown"));
+        assert!(catch_unwind(work).is_err());
+    }
 
     #[test]
     fn stretches_reach_as_far_as_is_read_without_a_gap() {

@@ -11,6 +11,7 @@ use std::{env, thread};
 use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
 use shardfast_format::{DType, LeafName};
+use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
@@ -358,6 +359,33 @@ fn what_is_slower_is_left() {
         assert!(flaw.is_none() && !traffic.is_shared && traffic.bytes_received > 0, "{traffic:?}");
         assert!((unique * 3 / 4..unique).contains(&traffic.bytes_read), "{traffic:?}");
     }
+}
+
+/// A file on a disk, large enough for direct reads, of which every rank wants all.
+#[test]
+fn what_each_reads_for_itself_through_the_page_cache_is_whole_and_proven() {
+    let (place, truth) = (tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), matrix(20 << 10));
+    let url = place.path().join("saved").to_str().unwrap().to_owned();
+    Job::new(Layout::rows(1)).save(&url, &truth, &mut Dice(1)).unwrap();
+    let files = std::fs::read_dir(Path::new(&url).join("model")).unwrap().map(|entry| entry.unwrap().path());
+    let path = files.max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+    let load = || {
+        let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        file.sync_all().unwrap();
+        RealDisk.dont_need(&file.into(), 0, u64::MAX / 2).unwrap();
+        let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
+        job.compare_by(Way::Plain, open(&url), &truth, &mut Dice(3))
+    };
+    for _ in 0..2 {
+        let (flaw, traffic) = load().unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| !traffic.is_shared), "{flaw:?} {traffic:?}");
+    }
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 8;
+    std::fs::write(&path, &bytes).unwrap();
+    let error = load().map(|(flaw, _)| flaw).unwrap_err();
+    assert!(error.kind == Kind::Corrupt && error.message.contains("tensor model/w"), "{error}");
 }
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";

@@ -96,7 +96,7 @@ impl Checkpoint {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
         let is_alone = self.engine.world() == 1 || way == Way::Plain;
-        let is_little = way == Way::Measured && self.data_bytes() < sharing::REPEATED_BYTES_MIN;
+        let is_little = way == Way::Measured && sharing::data_bytes(&self.manifest) < sharing::REPEATED_BYTES_MIN;
         let wanted = if is_alone || is_little { Vec::new() } else { sharing::wanted(wants, values) };
         let opening = plan.as_ref().map_err(Error::clone).map(|_| Opening {
             bytes: self.bytes_wanted(wants),
@@ -150,11 +150,6 @@ impl Checkpoint {
     /// Fills every want's sink on this rank alone: nothing is agreed with the others.
     pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
         self.run(self.plan(wants, values)?, wants, false).map(|loaded| loaded.values)
-    }
-
-    /// Of all tensors and values that were saved.
-    fn data_bytes(&self) -> u64 {
-        self.manifest.files().iter().map(|file| file.bytes - file.data_start).sum()
     }
 
     /// Of tensors.

@@ -95,6 +95,11 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
     places.into_iter().collect()
 }
 
+/// Bytes of all that was saved.
+pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
+    manifest.files().iter().map(|file| file.bytes - file.data_start).sum()
+}
+
 /// With how many ranks this process can be connected.
 pub(crate) fn links_max() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
@@ -104,7 +109,7 @@ pub(crate) fn links_max() -> u64 {
 /// Decides for all ranks, given what each of them says.
 pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Result<Vec<Opened>> {
     // More than there is: some of it is wanted by several.
-    let there: u64 = manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
+    let there = data_bytes(manifest);
     let again = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
     let least = |of: fn(&Opening) -> u64| ranks.iter().map(of).min().unwrap_or(0);
     let (exchange_bytes, links_max) = (least(|rank| rank.exchange_bytes), least(|rank| rank.links_max));

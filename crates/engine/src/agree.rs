@@ -8,9 +8,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Coord as Ranks, Error as Coord, Failure};
 use shardfast_format::sha256;
+use shardfast_store::Store;
 
 use crate::cuda;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, retry};
 use crate::planning;
 use crate::staging::{PageLock, Staging};
 
@@ -71,6 +72,11 @@ impl Engine {
             planned: std::sync::Mutex::default(),
             operations: AtomicU64::new(0),
         })
+    }
+
+    /// The store at a URL, to be read, with what this engine has found out about the storage.
+    pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
+        retry(|| Ok(shardfast_store::open_on(url, &self.devices)?))
     }
 
     /// This rank's number.

@@ -12,7 +12,6 @@ use crate::agree::Engine;
 use crate::commit;
 use crate::error::{Error, Kind, Result, retry};
 use crate::reader::Files;
-use crate::runs;
 
 /// A committed checkpoint whose manifest is proven.
 pub struct Checkpoint {
@@ -110,7 +109,7 @@ pub struct Opinion {
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
 /// `Unsupported` for a newer format, what the store says.
 pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
-    open_from(engine, runs::store(url), url, deadline)
+    open_from(engine, engine.store(url), url, deadline)
 }
 
 /// [`open`] from a store that is already open at the checkpoint's place; `url` is what the checkpoint is called.
@@ -150,4 +149,35 @@ pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
         };
         Error::new(Kind::NotFound, format!("{url}: no checkpoint is committed there: {what}"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shardfast_format::Catalog;
+
+    use super::*;
+    use crate::{Destination, State, save};
+
+    #[test]
+    fn what_loads_find_out_about_the_storage_is_kept_for_the_next_one() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        let dir = tempfile::tempdir().unwrap();
+        let url = dir.path().to_str().unwrap().to_owned();
+        let state = State {
+            catalog: Arc::new(Catalog { leaves: Vec::new() }),
+            providers: Vec::new(),
+            replicas: None,
+            is_vouched_for: false,
+            is_waited_for: true,
+        };
+        let destination = Destination { url: url.clone(), step: None, user: BTreeMap::new(), prove: false };
+        save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
+
+        let engine = Engine::solo();
+        assert_eq!(Arc::strong_count(&engine.devices), 1);
+        let _open = open(&engine, &url, DEADLINE).unwrap();
+        assert_eq!(Arc::strong_count(&engine.devices), 2, "the checkpoint's store measures for itself");
+    }
 }

@@ -1,27 +1,48 @@
 //! Copies of long runs past the cache: what is loaded is not needed again soon, and writing it through the cache would
-//! first read what it replaces.
+//! first read what it replaces. While one block is copied the next one is proven, which costs little beside it: the
+//! processor would wait for memory.
+
+use shardfast_format::crc64;
 
 /// From this length on a copy past the cache is faster: shorter runs leave too many lines half written.
-const STREAMED_BYTES_MIN: usize = 16 << 10;
+pub(crate) const STREAMED_BYTES_MIN: usize = 16 << 10;
 
-/// Copies `bytes` bytes. If `ahead` is not 0, what lies so many bytes behind each of them will be read soon, and is
-/// fetched meanwhile; nothing need be there. Others may be told that the copy is done after a call of [`settle`].
+/// Copies `bytes` bytes. Others may be told that the copy is done after a call of [`settle`].
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
 #[allow(unsafe_code)]
-pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize, ahead: usize) {
+pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     if bytes >= STREAMED_BYTES_MIN && std::arch::is_x86_feature_detected!("avx") {
         // SAFETY: the caller's promise, and the processor has AVX.
-        return unsafe {
-            if ahead > 0 { streamed::<true>(from, to, bytes, ahead) } else { streamed::<false>(from, to, bytes, 0) }
-        };
+        return unsafe { x86::streamed(from, to, bytes, None) };
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = ahead;
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+}
+
+/// [`copy`], and the CRC-64 of what will be copied `next`, which lies in no cache yet and will lie in one then.
+///
+/// # Safety
+/// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn copy_and_look(from: *const u8, to: *mut u8, bytes: usize, next: &[u8]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if bytes >= STREAMED_BYTES_MIN {
+        if x86::can_fold() {
+            // SAFETY: the caller's promise, and the processor has what is asked for.
+            return unsafe { x86::streamed_and_folded(from, to, bytes, next) };
+        }
+        if std::arch::is_x86_feature_detected!("avx") {
+            // SAFETY: the caller's promise, and the processor has AVX.
+            unsafe { x86::streamed(from, to, bytes, Some(next)) };
+            return crc64(next);
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    crc64(next)
 }
 
 /// Whoever is told after this that copies were made will see them.
@@ -34,33 +55,141 @@ pub(crate) fn settle() {
     }
 }
 
-/// # Safety
-/// As for [`std::ptr::copy_nonoverlapping`]; the processor has AVX.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx")]
-#[allow(unsafe_code)]
-unsafe fn streamed<const FETCH: bool>(from: *const u8, to: *mut u8, bytes: usize, ahead: usize) {
-    use std::arch::x86_64::{__m256i, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm256_stream_si256};
+mod x86 {
+    use std::arch::x86_64::{
+        __m256i, __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm256_stream_si256,
+        _mm512_clmulepi64_epi128, _mm512_loadu_si512, _mm512_set4_epi64, _mm512_storeu_si512, _mm512_stream_si512,
+        _mm512_ternarylogic_epi64,
+    };
+
+    use shardfast_format::{Crc64, crc64};
+
     const LINE_BYTES: usize = 64;
-    const HALF: usize = LINE_BYTES / 2;
-    let head = to.align_offset(LINE_BYTES).min(bytes);
-    let lines = (bytes - head) / LINE_BYTES;
-    let tail = head + lines * LINE_BYTES;
-    // SAFETY: head, lines and tail follow each other and end at `bytes`; every line of `to` is aligned.
-    unsafe {
-        std::ptr::copy_nonoverlapping(from, to, head);
-        for line in 0..lines {
-            let (from, to) = (from.add(head + line * LINE_BYTES), to.add(head + line * LINE_BYTES));
-            if FETCH {
-                // Into the second level: a block does not fit into the first. An address that is not mapped is ignored.
-                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(ahead).cast::<i8>());
+
+    /// What is folded at a time: four registers, since a product takes longer than the next one waits to begin.
+    const STEP_BYTES: usize = 4 * LINE_BYTES;
+
+    /// How far ahead of the folding memory is asked for: what it brings in the time that one line takes to come.
+    const FETCH_BYTES: usize = 4096;
+
+    /// Copies; as much of what comes `next` is fetched meanwhile.
+    ///
+    /// # Safety
+    /// As for [`std::ptr::copy_nonoverlapping`]; the processor has AVX.
+    #[target_feature(enable = "avx")]
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn streamed(from: *const u8, to: *mut u8, bytes: usize, next: Option<&[u8]>) {
+        const HALF: usize = LINE_BYTES / 2;
+        let head = to.align_offset(LINE_BYTES).min(bytes);
+        let lines = (bytes - head) / LINE_BYTES;
+        let tail = head + lines * LINE_BYTES;
+        // SAFETY: head, lines and tail follow each other and end at `bytes`; every line of `to` is aligned.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, to, head);
+            for line in 0..lines {
+                let (from, to) = (from.add(head + line * LINE_BYTES), to.add(head + line * LINE_BYTES));
+                if let Some(next) = next {
+                    // Into the second level: a block does not fit into the first. What is not mapped is not fetched.
+                    _mm_prefetch::<_MM_HINT_T1>(next.as_ptr().wrapping_add(line * LINE_BYTES).cast::<i8>());
+                }
+                let low = _mm256_loadu_si256(from.cast::<__m256i>());
+                let high = _mm256_loadu_si256(from.add(HALF).cast::<__m256i>());
+                _mm256_stream_si256(to.cast::<__m256i>(), low);
+                _mm256_stream_si256(to.add(HALF).cast::<__m256i>(), high);
             }
-            let low = _mm256_loadu_si256(from.cast::<__m256i>());
-            let high = _mm256_loadu_si256(from.add(HALF).cast::<__m256i>());
-            _mm256_stream_si256(to.cast::<__m256i>(), low);
-            _mm256_stream_si256(to.add(HALF).cast::<__m256i>(), high);
+            std::ptr::copy_nonoverlapping(from.add(tail), to.add(tail), bytes - tail);
         }
-        std::ptr::copy_nonoverlapping(from.add(tail), to.add(tail), bytes - tail);
+    }
+
+    /// Whether the processor has what [`streamed_and_folded`] asks for.
+    pub(super) fn can_fold() -> bool {
+        std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("vpclmulqdq")
+    }
+
+    /// `x^n` modulo the polynomial of CRC-64/NVME, the coefficient of `x^63` in the lowest bit.
+    const fn power(n: u32) -> i64 {
+        const POLYNOMIAL: u64 = 0xad93_d235_94c9_3659;
+        let (mut power, mut i) = (1u64, 0);
+        while i < n {
+            power = (power << 1) ^ (POLYNOMIAL * (power >> 63));
+            i += 1;
+        }
+        power.reverse_bits().cast_signed()
+    }
+
+    /// Copies, and gives the CRC-64/NVME of `next`.
+    ///
+    /// While there is enough of both it goes step by step. What was seen of `next` so far is kept as one step's bytes
+    /// that leave the same remainder: their 16-byte parts, times `x` to the power of a step's bits, are added to those of the
+    /// next step (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, Intel,
+    /// 2009). The product of two reflected factors is short of one power of `x`, hence the odd exponents. The initial
+    /// value is the same as other first 8 bytes.
+    ///
+    /// # Safety
+    /// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written, and the processor is one that
+    /// [`can_fold`].
+    #[target_feature(enable = "avx,avx512f,vpclmulqdq")]
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn streamed_and_folded(from: *const u8, to: *mut u8, bytes: usize, next: &[u8]) -> u64 {
+        const STEP_BITS: u32 = 8 * STEP_BYTES as u32;
+        const HIGH: i64 = power(STEP_BITS + 63);
+        const LOW: i64 = power(STEP_BITS - 1);
+        let factors = _mm512_set4_epi64(LOW, HIGH, LOW, HIGH);
+        let fold = |seen: __m512i, line: __m512i| {
+            let high = _mm512_clmulepi64_epi128::<0x00>(seen, factors);
+            let low = _mm512_clmulepi64_epi128::<0x11>(seen, factors);
+            _mm512_ternarylogic_epi64::<0x96>(high, low, line)
+        };
+        let head = to.align_offset(LINE_BYTES).min(bytes);
+        let steps = next.len() / STEP_BYTES;
+        if steps == 0 {
+            // SAFETY: the caller's promise.
+            unsafe { streamed(from, to, bytes, None) };
+            return crc64(next);
+        }
+        let both = (steps - 1).min((bytes - head) / STEP_BYTES);
+        let mut seen = [0; STEP_BYTES];
+        seen.copy_from_slice(&next[..STEP_BYTES]);
+        invert_first(&mut seen);
+        // SAFETY: `both` steps of lines of `to`, which are aligned, follow its head, and end at `bytes` at the latest;
+        // as many and all further `steps` of `next` follow its first one.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, to, head);
+            let line = |bytes: *const u8, i: usize| _mm512_loadu_si512(bytes.add(i * LINE_BYTES).cast::<__m512i>());
+            let mut folded: [__m512i; 4] = std::array::from_fn(|i| line(seen.as_ptr(), i));
+            for step in 0..both {
+                let ahead = next.as_ptr().add((step + 1) * STEP_BYTES);
+                let (from, to) = (from.add(head + step * STEP_BYTES), to.add(head + step * STEP_BYTES));
+                for (i, folded) in folded.iter_mut().enumerate() {
+                    // What is not mapped is not fetched.
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(FETCH_BYTES + i * LINE_BYTES).cast::<i8>());
+                    *folded = fold(*folded, line(ahead, i));
+                    _mm512_stream_si512(to.add(i * LINE_BYTES).cast::<__m512i>(), line(from, i));
+                }
+            }
+            for step in both + 1..steps {
+                let ahead = next.as_ptr().add(step * STEP_BYTES);
+                for (i, folded) in folded.iter_mut().enumerate() {
+                    *folded = fold(*folded, line(ahead, i));
+                }
+            }
+            for (i, folded) in folded.into_iter().enumerate() {
+                _mm512_storeu_si512(seen.as_mut_ptr().add(i * LINE_BYTES).cast::<__m512i>(), folded);
+            }
+            let done = head + both * STEP_BYTES;
+            streamed(from.add(done), to.add(done), bytes - done, None);
+        }
+        invert_first(&mut seen);
+        let mut rest = Crc64::new();
+        rest.update(&seen);
+        rest.update(&next[steps * STEP_BYTES..]);
+        rest.finish()
+    }
+
+    /// Turns the initial value of the CRC, which is all ones, into a part of what follows, or back.
+    fn invert_first(step: &mut [u8; STEP_BYTES]) {
+        step[..8].iter_mut().for_each(|byte| *byte = !*byte);
     }
 }
 
@@ -68,21 +197,52 @@ unsafe fn streamed<const FETCH: bool>(from: *const u8, to: *mut u8, bytes: usize
 mod tests {
     use super::*;
 
+    fn pattern(bytes: usize) -> Vec<u8> {
+        (0..bytes).map(|i| (i * 31 % 251) as u8).collect()
+    }
+
     #[test]
     fn every_length_and_alignment_is_copied_whole_and_nothing_beside_it() {
-        let from: Vec<u8> = (0..STREAMED_BYTES_MIN + 400).map(|i| (i * 31 % 251) as u8).collect();
+        let from = pattern(STREAMED_BYTES_MIN + 400);
+        let next = pattern(70_000);
         for bytes in [0, 1, 63, 64, STREAMED_BYTES_MIN - 1, STREAMED_BYTES_MIN, STREAMED_BYTES_MIN + 129] {
-            for (source, target, ahead) in
-                [(0, 0, 0), (1, 0, 64), (0, 1, 0), (3, 77, 1 << 40), (64, 32, 0), (17, 63, 5)]
-            {
+            for (source, target, looked_at) in [
+                (0, 0, None),
+                (1, 0, Some(0)),
+                (0, 1, Some(255)),
+                (3, 77, Some(65_536)),
+                (64, 32, None),
+                (17, 63, Some(16_000)),
+            ] {
                 let mut to = vec![0xee; bytes + 256];
                 // SAFETY: both ranges lie inside their vectors.
                 #[allow(unsafe_code)]
                 unsafe {
-                    copy(from.as_ptr().add(source), to.as_mut_ptr().add(target), bytes, ahead);
+                    let (from, to) = (from.as_ptr().add(source), to.as_mut_ptr().add(target));
+                    match looked_at {
+                        None => copy(from, to, bytes),
+                        Some(length) => _ = copy_and_look(from, to, bytes, &next[..length]),
+                    }
                 }
                 assert_eq!(to[target..target + bytes], from[source..source + bytes], "{bytes} {source} {target}");
                 assert!(to[..target].iter().chain(&to[target + bytes..]).all(|&byte| byte == 0xee));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_looked_at_is_checksummed_whatever_its_length_and_that_of_the_copy() {
+        let (from, next) = (pattern(100_000), pattern(80_000));
+        let mut to = vec![0; from.len()];
+        for length in [0, 1, 8, 255, 256, 257, 511, 512, 513, 4096, 65_535, 65_536, 65_537, 80_000] {
+            for bytes in [0, 100, STREAMED_BYTES_MIN, STREAMED_BYTES_MIN + 77, 65_536, 99_900] {
+                for start in [0, 1] {
+                    let next = &next[start..length.max(start)];
+                    // SAFETY: both ranges lie inside their vectors.
+                    #[allow(unsafe_code)]
+                    let found = unsafe { copy_and_look(from.as_ptr(), to.as_mut_ptr().add(start), bytes, next) };
+                    assert_eq!(found, crc64(next), "{length} bytes beside a copy of {bytes}");
+                }
             }
         }
     }

@@ -80,7 +80,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     let source = Arc::new(Checkpoint {
         engine: Engine::with(Arc::clone(&checkpoint.engine.coord), Staging::at_least(budget)),
         files: Files::new(
-            shardfast_store::open(&checkpoint.url)?,
+            checkpoint.engine.store(&checkpoint.url)?,
             checkpoint.url.clone(),
             Arc::clone(&checkpoint.manifest),
         ),

@@ -7,15 +7,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
-use shardfast_plan::{Limits, Read};
-use shardfast_store::{ObjectReader, Store, Upcoming};
+use shardfast_plan::{Limits, Piece, Read};
+use shardfast_store::{Fetch, ObjectReader, Store, Upcoming};
 
 use crate::error::{Error, Kind, Result, retry};
-use crate::lent;
+use crate::proof::{self, Unproven};
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::writer::Failure;
+use batches::{Announced, Batch, Batches, Planned, Stretches};
+
+mod batches;
 
 /// Reads in flight in one load where the storage does not fetch ahead by itself.
 pub(crate) const READERS: usize = 8;
@@ -117,8 +120,26 @@ impl Files {
         slot: &mut Slot,
         needed: impl Fn(Range<u64>) -> bool,
     ) -> Result<Vec<Damage>> {
+        let open = self.read(file, &range, slot)?;
+        self.check(file, range, &open, slot, needed)
+    }
+
+    /// Reads a range of whole blocks of a file's data into a slot.
+    fn read(&self, file: u32, range: &Range<u64>, slot: &mut Slot) -> Result<Arc<OpenFile>> {
         let bytes = &mut slot[..(range.end - range.start) as usize];
-        let open = self.read_from(file, &range, |open| open.object.read_at(range.start, bytes))?;
+        self.read_from(file, range, |open| open.object.read_at(range.start, bytes))
+    }
+
+    /// The blocks that are not what was saved, of a range that was read into a slot and is read again if there are any.
+    fn check(
+        &self,
+        file: u32,
+        range: Range<u64>,
+        open: &OpenFile,
+        slot: &mut Slot,
+        needed: impl Fn(Range<u64>) -> bool,
+    ) -> Result<Vec<Damage>> {
+        let bytes = &mut slot[..(range.end - range.start) as usize];
         let damaged = self.damaged(file, &open.header, range.start, bytes, &needed);
         if damaged.is_empty() {
             return Ok(damaged);
@@ -159,20 +180,6 @@ impl Files {
         damaged
     }
 
-    /// Places what lies in memory already, as far as it is what was saved; whether that is all of it. Otherwise it is
-    /// to be read.
-    fn place_lent(&self, read: &Read, range: &Range<u64>, sinks: &[&Sink]) -> Result<bool> {
-        let open = self.open(read.file)?;
-        if read.pieces.iter().any(|piece| sinks[piece.want as usize].host().is_none()) {
-            return Ok(false);
-        }
-        let Some(bytes) = open.object.lend(range.start, (range.end - range.start) as usize) else { return Ok(false) };
-        let first = ((range.start - open.header.data_start) / BLOCK_BYTES) as usize;
-        let blocks = bytes.len().div_ceil(BLOCK_BYTES as usize);
-        let expected = &open.header.block_crcs[first..first + blocks];
-        Ok(lent::place(&bytes, range.start, expected, &read.pieces, sinks).is_ok())
-    }
-
     /// The checkpoint's place, as messages call it.
     pub(crate) fn place(&self) -> &str {
         &self.place
@@ -198,11 +205,11 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
-    /// Says that a range will be read soon; whether that is of any use.
+    /// Says that a range will be read soon.
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, upcoming: &Upcoming) -> Result<bool> {
+    pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, upcoming: &Upcoming) -> Result<Fetch> {
         Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, upcoming))
     }
 
@@ -238,6 +245,21 @@ impl Files {
         let start = (range.start - entry.data_start) / BLOCK_BYTES * BLOCK_BYTES;
         let end = (range.end - entry.data_start).next_multiple_of(BLOCK_BYTES);
         entry.data_start + start..(entry.data_start + end).min(entry.bytes)
+    }
+}
+
+impl OpenFile {
+    /// Places pieces of whole blocks that lie at `offset` of the file.
+    fn place<'p>(
+        &self,
+        blocks: &[u8],
+        offset: u64,
+        pieces: impl IntoIterator<Item = &'p Piece>,
+        sinks: &[&Sink],
+    ) -> std::result::Result<(), Unproven> {
+        let first = ((offset - self.header.data_start) / BLOCK_BYTES) as usize;
+        let expected = &self.header.block_crcs[first..first + blocks.len().div_ceil(BLOCK_BYTES as usize)];
+        proof::place(blocks, offset, expected, pieces, sinks)
     }
 }
 
@@ -327,85 +349,28 @@ pub(crate) fn run(
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
     let stretches = Stretches::new(reads.map(|read| Planned { range: files.range(&read), read }));
-    let until_failure = stretches.take_while(|_| !failure.is_set());
-    let announce = |(Planned { read, range }, stretch): &(Planned, Range<u64>)| {
-        let is_lent = read.pieces.iter().all(|piece| sinks[piece.want as usize].host().is_some());
-        let upcoming = Upcoming { again, lent: if is_lent { stretch.clone() } else { 0..0 } };
-        files.prefetch(read.file, range.clone(), &upcoming).unwrap_or_else(|error| {
+    let announced = stretches.take_while(|_| !failure.is_set()).map(|(planned, stretch)| {
+        let read = &planned.read;
+        let is_host = is_host(read, sinks);
+        let upcoming = Upcoming { again, lent: if is_host { stretch } else { 0..0 } };
+        let fetch = files.prefetch(read.file, planned.range.clone(), &upcoming).unwrap_or_else(|error| {
             let leaves = files.leaves_in(read.file, &(0..u64::MAX));
             failure.set(error.within(format_args!("{leaves} cannot be read")));
-            true
-        })
-    };
-    let work = |(planned, _)| {
+            Fetch::WhenRead
+        });
+        Announced { planned, fetch, is_host }
+    });
+    let work = |batch: Batch| {
         if !failure.is_set() {
-            match run_one(files, planned, sinks, staging) {
+            match run_batch(files, batch, sinks, staging) {
                 Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
                 Err(error) => failure.set(error),
             }
         }
     };
-    each_ahead(until_failure, announce, work);
+    each_ahead(Batches::new(announced), |batch| batch.fetch.is_ahead(), work);
     failure.into_result()?;
     Ok(bytes_read.into_inner())
-}
-
-/// A planned read, and what has to be read for it.
-struct Planned {
-    read: Read,
-    range: Range<u64>,
-}
-
-/// Planned reads by ascending offset, each with the stretch of its file that is read with it without a gap: all that
-/// lies before it, and behind it as much as anybody asks for.
-struct Stretches<I> {
-    reads: I,
-    ahead: VecDeque<Planned>,
-    /// Where the stretch of the last one began: its file, and the first and the last byte so far.
-    last: (u32, Range<u64>),
-}
-
-/// How far behind a read it is known what is read, too.
-const STRETCH_BYTES: u64 = 4 << 20;
-
-impl<I: Iterator<Item = Planned>> Stretches<I> {
-    fn new(reads: I) -> Self {
-        Stretches { reads, ahead: VecDeque::new(), last: (u32::MAX, 0..0) }
-    }
-
-    /// Where the stretch ends, of `file` and up to `end`, as far as that matters.
-    fn end(&mut self, file: u32, mut end: u64) -> u64 {
-        let enough = end.saturating_add(STRETCH_BYTES);
-        let mut next = 0;
-        while end < enough {
-            if next == self.ahead.len() {
-                let Some(planned) = self.reads.next() else { break };
-                self.ahead.push_back(planned);
-            }
-            let Planned { read, range } = &self.ahead[next];
-            if read.file != file || range.start > end {
-                break;
-            }
-            end = end.max(range.end);
-            next += 1;
-        }
-        end
-    }
-}
-
-impl<I: Iterator<Item = Planned>> Iterator for Stretches<I> {
-    type Item = (Planned, Range<u64>);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let planned = self.ahead.pop_front().or_else(|| self.reads.next())?;
-        let (file, Range { start, end }) = (planned.read.file, planned.range.clone());
-        let goes_on = self.last.0 == file && self.last.1.start <= start && start <= self.last.1.end;
-        let start = if goes_on { self.last.1.start } else { start };
-        let end = if goes_on { end.max(self.last.1.end) } else { end };
-        self.last = (file, start..end);
-        let stretch = start..self.end(file, end);
-        Some((planned, stretch))
-    }
 }
 
 /// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
@@ -440,16 +405,40 @@ pub(crate) fn each_ahead<T: Send>(
     });
 }
 
-fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
+/// Makes the reads of a batch; how many bytes were read.
+fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
+    let Batch { file, range, planned, fetch, is_host } = batch;
+    if is_host {
+        let open = files.open(file)?;
+        let lent = open.object.lend(range.start, (range.end - range.start) as usize);
+        let pieces = || planned.iter().flat_map(|planned| &planned.read.pieces);
+        if lent.is_some_and(|lent| open.place(&lent, range.start, pieces(), sinks).is_ok()) {
+            return Ok(planned.iter().map(|planned| planned.range.end - planned.range.start).sum());
+        }
+    }
+    match <[Planned; 1]>::try_from(planned) {
+        Ok([planned]) => run_one(files, planned, sinks, staging, is_host),
+        // One by one: what cannot be lent is perhaps not all of it.
+        Err(several) => several.into_iter().try_fold(0, |bytes, planned| {
+            let batch = Batch::new(Announced { planned, fetch, is_host });
+            Ok(bytes + run_batch(files, batch, sinks, staging)?)
+        }),
+    }
+}
+
+/// Makes a read into a slot and from there. `is_host` is whether all of it goes into this process's memory.
+fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Staging>, is_host: bool) -> Result<u64> {
     let Planned { read, range } = planned;
-    if files.place_lent(&read, &range, sinks)? {
+    let mut slot = staging.acquire()?;
+    let open = files.read(read.file, &range, &mut slot)?;
+    let bytes = &slot[..(range.end - range.start) as usize];
+    if is_host && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
         return Ok(range.end - range.start);
     }
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };
-    let mut slot = staging.acquire()?;
-    let damaged = files.read_blocks(read.file, range.clone(), &mut slot, is_needed)?;
+    let damaged = files.check(read.file, range.clone(), &open, &mut slot, is_needed)?;
     if let Some(damage) = damaged.first() {
         let leaves = files.leaves_in(read.file, &damage.span);
         return Err(Error::corrupt(format!("{}: {leaves}: {damage}", files.place)));
@@ -466,6 +455,11 @@ fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Stagi
     Ok(range.end - range.start)
 }
 
+/// Whether all of a read goes into this process's memory.
+fn is_host(read: &Read, sinks: &[&Sink]) -> bool {
+    read.pieces.iter().all(|piece| sinks[piece.want as usize].host().is_some())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -474,35 +468,5 @@ mod tests {
     fn a_panic_of_every_thread_ends_the_work() {
         let work = || each_ahead(0..10_000, |_| true, |_: u32| panic!("as was to be shown"));
         assert!(catch_unwind(work).is_err());
-    }
-
-    #[test]
-    fn stretches_reach_as_far_as_is_read_without_a_gap() {
-        const MIB: u64 = 1 << 20;
-        // Two stretches of one file, the second one longer than is looked ahead, and another file.
-        let ranges: Vec<(u32, Range<u64>)> = [
-            vec![(0, 10..MIB), (0, MIB - 5..2 * MIB), (0, 2 * MIB..2 * MIB + 1)],
-            (3..20).map(|i| (0, i * MIB..(i + 1) * MIB)).collect(),
-            vec![(1, 20 * MIB..21 * MIB), (1, 20 * MIB..20 * MIB + 5), (1, 21 * MIB..22 * MIB)],
-        ]
-        .concat();
-        let planned = |(file, range): (u32, Range<u64>)| {
-            let read = Read { file, offset: range.start, bytes: range.end - range.start, pieces: Vec::new() };
-            Planned { read, range }
-        };
-        let found: Vec<(u32, Range<u64>, Range<u64>)> = Stretches::new(ranges.iter().cloned().map(planned))
-            .map(|(planned, stretch)| (planned.read.file, planned.range, stretch))
-            .collect();
-        let order = found.iter().map(|(file, range, _)| (*file, range.clone()));
-        assert!(order.eq(ranges), "{found:?}");
-        for (file, range, stretch) in found {
-            let whole = match (file, range.start) {
-                (0, start) if start < 3 * MIB => 10..2 * MIB + 1,
-                (0, _) => 3 * MIB..20 * MIB,
-                _ => 20 * MIB..22 * MIB,
-            };
-            assert!(stretch.start == whole.start && stretch.end <= whole.end, "{file} {range:?}: {stretch:?}");
-            assert!(stretch.end >= whole.end.min(range.end + STRETCH_BYTES), "{file} {range:?}: {stretch:?}");
-        }
     }
 }

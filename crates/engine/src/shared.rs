@@ -213,13 +213,13 @@ impl Shared<'_> {
     fn announce(&self, chunk: &Chunk, again: bool) -> Result<usize> {
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
         let upcoming = Upcoming { again, ..Upcoming::default() };
-        let is_of_use = self.files.prefetch(chunk.file, range, &upcoming).map_err(|error| {
+        let fetch = self.files.prefetch(chunk.file, range, &upcoming).map_err(|error| {
             let leaves = self.files.leaves_in(chunk.file, &chunk.range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;
         // Neighbours read from the same storage: together they keep it busy.
         let readers = (2 * READERS / (1 + self.neighbours.viewers.len())).clamp(2, READERS);
-        Ok(if is_of_use { cores().min(READERS) } else { readers })
+        Ok(if fetch.is_ahead() { cores().min(READERS) } else { readers })
     }
 
     /// Reads a chunk, proves it, takes what is this rank's and packs what is others'.

@@ -3,8 +3,10 @@
 use shardfast_format::{Dims, Region};
 use smallvec::SmallVec;
 
+use crate::copy::{STREAMED_BYTES_MIN, copy, copy_and_look, settle};
 use crate::cuda::DeviceSink;
 use crate::error::{Error, Result};
+use crate::proof::{Blocks, Unproven};
 use crate::provider::Fences;
 
 /// A strided n-d block of elements that a load writes.
@@ -114,48 +116,43 @@ impl HostSink {
             let run = &src[from..from + bytes];
             // SAFETY: the box lies inside the region that `Sink::new`'s caller keeps writable and unshared, since the
             // plan cuts pieces inside the wanted region; `run` is bounds-checked above and never overlaps it.
-            unsafe { crate::copy::copy(run.as_ptr(), address as *mut u8, bytes, 0) };
+            unsafe { copy(run.as_ptr(), address as *mut u8, bytes) };
         });
-        crate::copy::settle();
+        settle();
     }
 
-    /// As [`HostSink::scatter`], of a box whose first element lies `at` bytes behind the beginning of `src`, and which
-    /// is read for the first time here: `look` is called with the number of each part of `part_bytes` of `src` before
-    /// bytes of it are copied, and the part behind it is fetched meanwhile.
+    /// As [`HostSink::scatter`], of a box whose first element lies `at` bytes behind the beginning of `blocks`: each is
+    /// proven before a byte of it is copied, and the one behind it meanwhile.
     ///
     /// # Errors
-    /// What `look` says; nothing of that part or behind it is copied.
+    /// When a block is not what was saved; nothing of it or behind it is copied.
     #[allow(unsafe_code)]
-    #[allow(clippy::too_many_arguments)] // a box is four of them
-    pub(crate) fn scatter_parts<E>(
+    pub(crate) fn scatter_proven(
         &self,
         offsets: &[u64],
         lengths: &[u64],
         src_strides: &[u64],
-        src: &[u8],
+        blocks: &mut Blocks<'_>,
         at: usize,
-        part_bytes: usize,
-        mut look: impl FnMut(usize) -> std::result::Result<(), E>,
-    ) -> std::result::Result<(), E> {
+    ) -> std::result::Result<(), Unproven> {
         let mut ended = Ok(());
         self.for_each_run(offsets, lengths, src_strides, |address, from, bytes| {
-            let run = &src[at + from..at + from + bytes];
             let mut done = 0;
             while done < bytes && ended.is_ok() {
-                let place = at + from + done;
-                let part = place / part_bytes;
-                let now = (bytes - done).min((part + 1) * part_bytes - place);
-                ended = look(part);
-                if ended.is_ok() {
-                    let ahead = if place + part_bytes + now <= src.len() { part_bytes } else { 0 };
-                    let run = &run[done..done + now];
-                    // SAFETY: as in `scatter`.
-                    unsafe { crate::copy::copy(run.as_ptr(), (address + done) as *mut u8, now, ahead) };
-                    done += now;
+                let Ok((block, now)) = blocks.prove(at + from + done, bytes - done) else {
+                    ended = Err(Unproven);
+                    return;
+                };
+                let to = (address + done) as *mut u8;
+                // SAFETY: as in `scatter`; what is proven is memory of ours.
+                match blocks.unseen(block + 1).filter(|_| now.len() >= STREAMED_BYTES_MIN) {
+                    Some(next) => blocks.saw(block + 1, unsafe { copy_and_look(now.as_ptr(), to, now.len(), next) }),
+                    None => unsafe { copy(now.as_ptr(), to, now.len()) },
                 }
+                done += now.len();
             }
         });
-        crate::copy::settle();
+        settle();
         ended
     }
 

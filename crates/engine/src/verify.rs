@@ -17,7 +17,7 @@ use serde::Serialize;
 use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
 use shardfast_format::{LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
-use shardfast_store::{Store, Upcoming};
+use shardfast_store::{Fetch, Store, Upcoming};
 
 pub use findings::{Block, Finding, Hit, Problem};
 
@@ -77,7 +77,7 @@ impl VerifyReport {
 /// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; what the store says
 /// when the commit or the manifest cannot be read. Damage is no error.
 pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
-    verify_in(engine, shardfast_store::open(url)?, url, progress)
+    verify_in(engine, engine.store(url)?, url, progress)
 }
 
 /// [`verify`] in a store that is already open at the checkpoint's place.
@@ -226,7 +226,9 @@ impl Run<'_> {
         let announce = |task: &Task| match task {
             Task::Header(_) => true,
             // A file that cannot be opened is the header's finding.
-            Task::Blocks(file, range) => files.prefetch(*file, range.clone(), &Upcoming::default()).unwrap_or(true),
+            Task::Blocks(file, range) => {
+                files.prefetch(*file, range.clone(), &Upcoming::default()).is_ok_and(Fetch::is_ahead)
+            }
         };
         let work = |task| match task {
             Task::Header(file) => self.check_header(files, file),

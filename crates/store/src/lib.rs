@@ -189,9 +189,8 @@ pub trait ObjectReader: Send + Sync {
         Err(Error::new(Kind::Unsupported, "map", "", "this storage cannot be mapped into memory: load from it"))
     }
 
-    /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once; whether there
-    /// is any use in that, so that few threads suffice to read.
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool;
+    /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
 
     /// How much of a range this machine has in memory already; `None` where nobody knows.
     fn cached_bytes(&self, _offset: u64, _bytes: u64) -> Option<u64> {
@@ -228,6 +227,31 @@ pub struct Upcoming {
     /// Bytes around it that the reader will be asked to [lend](ObjectReader::lend) as well, all of them; none if it
     /// will not be asked to lend this range either.
     pub lent: Range<u64>,
+}
+
+/// How a range that will be read soon comes into memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fetch {
+    /// It is there.
+    Cached,
+    /// It was asked for, and is on its way.
+    Begun,
+    /// Whoever asks for it to be [lent](ObjectReader::lend) waits for it.
+    WhenLent,
+    /// Whoever reads it waits for it.
+    WhenRead,
+}
+
+impl Fetch {
+    /// Whether few threads suffice, since nobody waits for long.
+    pub fn is_ahead(self) -> bool {
+        matches!(self, Fetch::Cached | Fetch::Begun)
+    }
+
+    /// Whether it is lent better than read, together with what lies beside it.
+    pub fn is_to_be_lent(self) -> bool {
+        matches!(self, Fetch::Cached | Fetch::WhenLent)
+    }
 }
 
 /// One line of [`Store::list`].

@@ -136,8 +136,10 @@ struct GivenBack {
 
 impl GivenBack {
     fn unmap(self) {
-        // The bytes stay in the page cache.
-        let _ = self.mapping.advise(&self.pages, Advice::LinuxDontNeed);
+        // Huge pages as a whole: to take a part of one away the kernel first cuts it up. The bytes stay in the page cache.
+        let unit = UNIT_BYTES as usize;
+        let end = self.pages.end.next_multiple_of(unit).min(self.mapping.bytes);
+        let _ = self.mapping.advise(&(self.pages.start / unit * unit..end), Advice::LinuxDontNeed);
     }
 }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
-use crate::{Devices, Entry, Error, Kind, Lent, ObjectReader, ObjectWriter, Result, Store, Upcoming, name};
+use crate::{Devices, Entry, Error, Fetch, Kind, Lent, ObjectReader, ObjectWriter, Result, Store, Upcoming, name};
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
 /// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
@@ -201,8 +201,8 @@ impl ObjectReader for MemoryReader {
         self.contents.len() as u64
     }
 
-    fn prefetch(&self, _offset: u64, _bytes: u64, _upcoming: &Upcoming) -> bool {
-        true
+    fn prefetch(&self, _offset: u64, _bytes: u64, _upcoming: &Upcoming) -> Fetch {
+        Fetch::Cached
     }
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {

@@ -10,7 +10,7 @@ use shardfast_engine::{
     Engine, Fences, Provider, RankSet, Replicas, Result, State, Want, checkpoint, save_to, staging,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
-use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Store, Upcoming};
+use shardfast_store::{Entry, Error, Fetch, Kind, ObjectReader, ObjectWriter, Store, Upcoming};
 
 use crate::block::Block;
 use crate::job::{Content, Job, LONG, Truth, Whole, destination};
@@ -130,8 +130,8 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> bool {
-        true
+    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
+        Fetch::Begun
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {

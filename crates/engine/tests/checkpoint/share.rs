@@ -12,7 +12,7 @@ use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
-use shardfast_store::{Entry, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
+use shardfast_store::{Entry, Fetch, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
 use crate::kill::place;
@@ -256,8 +256,8 @@ impl ObjectReader for OtherReader {
         self.object.map()
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> bool {
-        false
+    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
+        Fetch::WhenRead
     }
 
     fn cached_bytes(&self, _: u64, bytes: u64) -> Option<u64> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, ObjectReader, ObjectWriter, Result, Store, Upcoming};
+use shardfast_store::{Entry, Fetch, ObjectReader, ObjectWriter, Result, Store, Upcoming};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -62,7 +62,7 @@ impl ObjectReader for Reader {
         self.object.bytes()
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
         self.object.prefetch(offset, bytes, upcoming)
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardfast_store::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, Upcoming};
+use shardfast_store::{Entry, Error, Fetch, Kind, ObjectReader, ObjectWriter, Result, Store, Upcoming};
 
 /// The store beneath, with these faults.
 pub(crate) struct Faulty {
@@ -24,7 +24,7 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
         self.object.prefetch(offset, bytes, upcoming)
     }
 

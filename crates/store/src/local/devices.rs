@@ -184,7 +184,7 @@ mod tests {
     use crate::disk::RealDisk;
     use crate::local::LocalStore;
     use crate::simdisk::SimDisk;
-    use crate::{ObjectReader, Store, Upcoming};
+    use crate::{Fetch, ObjectReader, Store, Upcoming};
 
     /// A store of which it is known which way is the fastest.
     fn store(disk: &SimDisk, writes_buffered: bool, reads_direct: bool) -> LocalStore<SimDisk> {
@@ -233,9 +233,11 @@ mod tests {
             }
             // The two that are aligned.
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
-            assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), !reads_direct);
+            let expected = if reads_direct { Fetch::WhenRead } else { Fetch::Begun };
+            assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), expected);
             // What others will read too goes into the page cache all the same.
-            assert!(object.prefetch(0, 1 << 20, &Upcoming { again: true, ..Upcoming::default() }));
+            let again = Upcoming { again: true, ..Upcoming::default() };
+            assert_eq!(object.prefetch(0, 1 << 20, &again), Fetch::Begun);
             assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
         }

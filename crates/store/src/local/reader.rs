@@ -1,6 +1,6 @@
 //! Reads of one file: through the page cache what is in it, in the faster way what is not.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,7 +10,7 @@ use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno};
 use crate::error::too_short;
 use crate::map::{Lending, UNIT_BYTES};
-use crate::{Kind, Lent, Mapping, ObjectReader, Result, Upcoming};
+use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, Result, Upcoming};
 
 /// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
 /// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
@@ -38,7 +38,7 @@ pub(super) struct LocalReader<D: Disk> {
     devices: Arc<Devices>,
     device: u64,
     /// Where ranges begin that were not in the page cache when they were announced, and how they get there.
-    announced: Mutex<HashMap<u64, Announced>>,
+    announced: Mutex<BTreeMap<u64, Announced>>,
     /// Made when a range is first to be lent. `None` where that is not possible.
     mapping: OnceLock<Option<Arc<Mapping>>>,
     lending: Arc<Lending>,
@@ -60,24 +60,24 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         })
     }
 
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> bool {
-        // Only a hint: a file system that has no use for it says so and is read all the same.
-        if !upcoming.again && self.way().is_some() {
-            return false;
-        }
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
         if self.direct.is_some() && self.is_cached(offset, bytes) {
-            return true;
+            return Fetch::Cached;
+        }
+        if !upcoming.again && self.way().is_some() {
+            return Fetch::WhenRead;
         }
         if self.fetches_units(offset, bytes, &upcoming.lent) {
             // By those who look at it: what is fetched is in place then, and not copied out of the page cache first.
             self.announced().insert(offset, Announced::Units);
-            return false;
+            return Fetch::WhenLent;
         }
         if self.direct.is_some() {
             self.devices.begun(self.device, false);
             self.announced().insert(offset, Announced::Range);
         }
-        self.disk.will_need(&self.file, offset, bytes).is_ok()
+        // Only a hint: a file system that has no use for it says so and is read all the same.
+        if self.disk.will_need(&self.file, offset, bytes).is_ok() { Fetch::Begun } else { Fetch::WhenRead }
     }
 
     fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
@@ -95,7 +95,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if announced == Some(Announced::Units) {
             let lend = || self.lending.lend(mapping, range);
             let lent = self.devices.tried(self.device, false, bytes as u64, lend).ok()?;
-            self.announced().remove(&offset);
+            self.announced().retain(|at, _| !(offset..end).contains(at));
             return Some(lent);
         }
         // All of it: a page that is missing is read from the device better than by a fault.
@@ -181,7 +181,7 @@ impl<D: Disk> LocalReader<D> {
         self.disk.cached_bytes(&self.file, offset, bytes).map_or(true, |cached| cached >= bytes / 2)
     }
 
-    fn announced(&self) -> MutexGuard<'_, HashMap<u64, Announced>> {
+    fn announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
         self.announced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -288,7 +288,7 @@ mod tests {
             let upcoming = Upcoming { again: true, lent: lent.start as u64..lent.end as u64 };
             object.prefetch(at as u64, bytes as u64, &upcoming)
         };
-        if cached() > 0 || announce(&*object, 3 * UNIT, UNIT / 2, 3 * UNIT..4 * UNIT) {
+        if cached() > 0 || announce(&*object, 3 * UNIT, UNIT / 2, 3 * UNIT..4 * UNIT) != Fetch::WhenLent {
             eprintln!("skipped: this file system lies in memory, or this kernel does not fetch so");
             return;
         }
@@ -301,7 +301,7 @@ mod tests {
 
         // The last unit is as long as the file.
         let (object, last) = (open(), contents.len() - UNIT / 4);
-        assert!(!announce(&*object, last, UNIT / 4, 30 * UNIT..contents.len()));
+        assert_eq!(announce(&*object, last, UNIT / 4, 30 * UNIT..contents.len()), Fetch::WhenLent);
         assert!(object.lend(last as u64, UNIT / 4).unwrap()[..] == contents[last..]);
         drop(object);
 
@@ -309,7 +309,7 @@ mod tests {
         for lent in [3 * UNIT + 4096..4 * UNIT, 3 * UNIT..4 * UNIT - 4096, 0..0] {
             let object = open();
             assert_eq!(cached(), 0);
-            assert!(announce(&*object, 3 * UNIT + 4096, UNIT / 2, lent.clone()), "{lent:?}");
+            assert_eq!(announce(&*object, 3 * UNIT + 4096, UNIT / 2, lent.clone()), Fetch::Begun, "{lent:?}");
             assert!(object.lend(3 * UNIT as u64 + 4096, UNIT / 2).is_none(), "{lent:?}");
             let mut read = vec![0; UNIT / 2];
             object.read_at(3 * UNIT as u64 + 4096, &mut read).unwrap();

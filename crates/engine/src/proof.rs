@@ -1,7 +1,7 @@
-//! Bytes that the storage lends where they lie: proven and placed block by block, with no slot between.
+//! Bytes that lie in memory, proven and placed block by block.
 //!
-//! A block comes into the cache to be proven and is placed from there. While it is, the next one is fetched: copies
-//! past the cache leave the memory time for that, and the processor by itself does not look beyond the end of a page.
+//! A block comes into the cache to be proven and is placed from there, past the cache, and meanwhile the next one is
+//! proven: reading it and writing the one before keep memory busy in both directions.
 
 use shardfast_format::{BLOCK_BYTES, crc64};
 use shardfast_plan::Piece;
@@ -14,34 +14,64 @@ const BLOCK: usize = BLOCK_BYTES as usize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Unproven;
 
+/// Whole blocks of a file, and what is known of them.
+pub(crate) struct Blocks<'a> {
+    bytes: &'a [u8],
+    expected: &'a [u64],
+    /// Of each block that was looked at whether it is what was saved.
+    seen: Vec<Option<bool>>,
+}
+
+impl<'a> Blocks<'a> {
+    fn new(bytes: &'a [u8], expected: &'a [u64]) -> Blocks<'a> {
+        Blocks { bytes, expected, seen: vec![None; expected.len()] }
+    }
+
+    fn block(&self, number: usize) -> &'a [u8] {
+        &self.bytes[number * BLOCK..self.bytes.len().min((number + 1) * BLOCK)]
+    }
+
+    /// The block that holds the byte `at`, and its bytes from there on, at most `bytes_max`.
+    ///
+    /// # Errors
+    /// When it is not what was saved.
+    pub(crate) fn prove(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unproven> {
+        let number = at / BLOCK;
+        if self.seen[number].is_none() {
+            self.saw(number, crc64(self.block(number)));
+        }
+        let rest = &self.block(number)[at % BLOCK..];
+        if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unproven) }
+    }
+
+    /// A block, if it was not looked at.
+    pub(crate) fn unseen(&self, number: usize) -> Option<&'a [u8]> {
+        self.seen.get(number)?.is_none().then(|| self.block(number))
+    }
+
+    /// Notes the CRC-64 of a block.
+    pub(crate) fn saw(&mut self, number: usize, crc: u64) {
+        self.seen[number] = Some(crc == self.expected[number]);
+    }
+}
+
 /// Places all pieces that go into this process's memory. `bytes` are whole blocks, the first of which lies at `start`
 /// in the file, and `expected` their CRC-64.
 ///
 /// # Errors
-/// When a block is not what was saved: not a byte of it has been placed.
-pub(crate) fn place(
+/// When a block of which something was to be placed is not what was saved: not a byte of it has been.
+pub(crate) fn place<'p>(
     bytes: &[u8],
     start: u64,
     expected: &[u64],
-    pieces: &[Piece],
+    pieces: impl IntoIterator<Item = &'p Piece>,
     sinks: &[&Sink],
 ) -> Result<(), Unproven> {
-    let mut proven = vec![false; expected.len()];
-    let mut prove = |block: usize| {
-        if !proven[block] {
-            let end = bytes.len().min((block + 1) * BLOCK);
-            if crc64(&bytes[block * BLOCK..end]) != expected[block] {
-                return Err(Unproven);
-            }
-            proven[block] = true;
-        }
-        Ok(())
-    };
+    let mut blocks = Blocks::new(bytes, expected);
     for piece in pieces {
         let at = (piece.src - start) as usize;
         if let Some(sink) = sinks[piece.want as usize].host() {
-            let (offsets, lengths) = (&piece.dst_offsets, &piece.lengths);
-            sink.scatter_parts(offsets, lengths, &piece.src_strides, bytes, at, BLOCK, &mut prove)?;
+            sink.scatter_proven(&piece.dst_offsets, &piece.lengths, &piece.src_strides, &mut blocks, at)?;
         }
     }
     Ok(())

@@ -121,10 +121,10 @@ mod x86 {
     /// Copies, and gives the CRC-64/NVME of `next`.
     ///
     /// While there is enough of both it goes step by step. What was seen of `next` so far is kept as one step's bytes
-    /// that leave the same remainder: their 16-byte parts, times `x` to the power of a step's bits, are added to those of the
-    /// next step (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, Intel,
-    /// 2009). The product of two reflected factors is short of one power of `x`, hence the odd exponents. The initial
-    /// value is the same as other first 8 bytes.
+    /// that leave the same remainder: their 16-byte parts, times `x` to the power of a step's bits, are added to those
+    /// of the next step (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction,
+    /// Intel, 2009). The product of two reflected factors is short of one power of `x`, hence the odd exponents. The
+    /// initial value is the same as other first 8 bytes.
     ///
     /// # Safety
     /// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written, and the processor is one that

@@ -144,9 +144,13 @@ impl HostSink {
                     return;
                 };
                 let to = (address + done) as *mut u8;
-                // SAFETY: as in `scatter`; what is proven is memory of ours.
                 match blocks.unseen(block + 1).filter(|_| now.len() >= STREAMED_BYTES_MIN) {
-                    Some(next) => blocks.saw(block + 1, unsafe { copy_and_look(now.as_ptr(), to, now.len(), next) }),
+                    Some(next) => {
+                        // SAFETY: as in `scatter`; blocks are never a part of what a load fills.
+                        let crc = unsafe { copy_and_look(now.as_ptr(), to, now.len(), next) };
+                        blocks.saw(block + 1, crc);
+                    }
+                    // SAFETY: as above.
                     None => unsafe { copy(now.as_ptr(), to, now.len()) },
                 }
                 done += now.len();

@@ -18,7 +18,7 @@ const OWN_FILE_SYSTEMS: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_201
 pub(crate) const UNIT_BYTES: u64 = 2 << 20;
 
 /// Bytes given back that are unmapped together.
-const MAPPED_BYTES_MAX: usize = 16 << 20;
+const MAPPED_BYTES_MAX: usize = 8 << 20;
 
 /// An object's bytes as they lie in the page cache; unmapped when dropped.
 ///
@@ -136,7 +136,8 @@ struct GivenBack {
 
 impl GivenBack {
     fn unmap(self) {
-        // Huge pages as a whole: to take a part of one away the kernel first cuts it up. The bytes stay in the page cache.
+        // Huge pages as a whole: to take a part of one away the kernel first cuts it up. The bytes stay in the page
+        // cache.
         let unit = UNIT_BYTES as usize;
         let end = self.pages.end.next_multiple_of(unit).min(self.mapping.bytes);
         let _ = self.mapping.advise(&(self.pages.start / unit * unit..end), Advice::LinuxDontNeed);

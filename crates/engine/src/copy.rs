@@ -1,6 +1,7 @@
-//! Copies of long runs past the cache: what is loaded is not needed again soon, and writing it through the cache would
-//! first read what it replaces. While one block is copied the next one is proven, which costs little beside it: the
-//! processor would wait for memory.
+//! Copies of long runs past the cache: what is loaded is not needed again soon, what is staged is next read by the
+//! device, and writing either through the cache would first read what it replaces. Checksums are computed on the way,
+//! which costs little: the processor would wait for memory. A save sums what it copies; a load, which places nothing
+//! that is not proven, proves one block while it copies the one before.
 
 use shardfast_format::crc64;
 
@@ -43,6 +44,33 @@ pub(crate) unsafe fn copy_and_look(from: *const u8, to: *mut u8, bytes: usize, n
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
     crc64(next)
+}
+
+/// [`copy`], and the CRC-64 of what is copied.
+///
+/// # Safety
+/// As for [`std::ptr::copy_nonoverlapping`].
+#[allow(unsafe_code)]
+pub(crate) unsafe fn copy_and_sum(from: *const u8, to: *mut u8, bytes: usize) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if bytes >= STREAMED_BYTES_MIN && x86::can_fold() && x86::is_line(to) {
+        // SAFETY: the caller's promise, and the processor has what is asked for.
+        return unsafe { x86::streamed_and_summed(from, to, bytes) };
+    }
+    // Through the cache, where it is summed then.
+    // SAFETY: the caller's promise; what was written is there to be read.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, bytes);
+        crc64(std::slice::from_raw_parts(to, bytes))
+    }
+}
+
+/// Whether [`copy_and_sum`] sums while it copies, instead of afterwards.
+pub(crate) fn sums_in_passing() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return x86::can_fold();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 /// Whoever is told after this that copies were made will see them.
@@ -102,9 +130,68 @@ mod x86 {
         }
     }
 
-    /// Whether the processor has what [`streamed_and_folded`] asks for.
+    /// Whether the processor can fold.
     pub(super) fn can_fold() -> bool {
         std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("vpclmulqdq")
+    }
+
+    /// The CRC-64/NVME of bytes as they pass, step by step.
+    ///
+    /// What has passed is kept as one step's bytes that leave the same remainder: their 16-byte parts, times `x` to the
+    /// power of a step's bits, are added to those of the next step (V. Gopal et al., Fast CRC Computation for Generic
+    /// Polynomials Using PCLMULQDQ Instruction, Intel, 2009). The product of two reflected factors is short of one
+    /// power of `x`, hence the odd exponents. The initial value is the same as other first 8 bytes.
+    struct Folded([__m512i; 4]);
+
+    impl Folded {
+        /// # Safety
+        /// A step's bytes lie at `first`; the processor is one that [`can_fold`].
+        #[target_feature(enable = "avx512f,vpclmulqdq")]
+        #[allow(unsafe_code)]
+        #[inline]
+        unsafe fn new(first: *const u8) -> Folded {
+            let mut step = [0; STEP_BYTES];
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(first, step.as_mut_ptr(), STEP_BYTES) };
+            invert_first(&mut step);
+            // SAFETY: a step has four lines.
+            Folded(std::array::from_fn(|i| unsafe { line(step.as_ptr(), i) }))
+        }
+
+        /// Takes line `i` of the next step.
+        #[target_feature(enable = "avx512f,vpclmulqdq")]
+        #[inline]
+        fn take(&mut self, i: usize, line: __m512i) {
+            const STEP_BITS: u32 = 8 * STEP_BYTES as u32;
+            const HIGH: i64 = power(STEP_BITS + 63);
+            const LOW: i64 = power(STEP_BITS - 1);
+            let factors = _mm512_set4_epi64(LOW, HIGH, LOW, HIGH);
+            let high = _mm512_clmulepi64_epi128::<0x00>(self.0[i], factors);
+            let low = _mm512_clmulepi64_epi128::<0x11>(self.0[i], factors);
+            self.0[i] = _mm512_ternarylogic_epi64::<0x96>(high, low, line);
+        }
+
+        /// The checksum of all that has passed and of the `rest`.
+        #[target_feature(enable = "avx512f")]
+        #[allow(unsafe_code)]
+        #[inline]
+        fn finish(self, rest: &[u8]) -> u64 {
+            let mut step = [0; STEP_BYTES];
+            for (i, line) in self.0.into_iter().enumerate() {
+                // SAFETY: a step has four lines.
+                unsafe { _mm512_storeu_si512(step.as_mut_ptr().add(i * LINE_BYTES).cast::<__m512i>(), line) };
+            }
+            invert_first(&mut step);
+            let mut crc = Crc64::new();
+            crc.update(&step);
+            crc.update(rest);
+            crc.finish()
+        }
+    }
+
+    /// Turns the initial value of the CRC, which is all ones, into a part of what follows, or back.
+    fn invert_first(step: &mut [u8; STEP_BYTES]) {
+        step[..8].iter_mut().for_each(|byte| *byte = !*byte);
     }
 
     /// `x^n` modulo the polynomial of CRC-64/NVME, the coefficient of `x^63` in the lowest bit.
@@ -118,13 +205,25 @@ mod x86 {
         power.reverse_bits().cast_signed()
     }
 
-    /// Copies, and gives the CRC-64/NVME of `next`.
-    ///
-    /// While there is enough of both it goes step by step. What was seen of `next` so far is kept as one step's bytes
-    /// that leave the same remainder: their 16-byte parts, times `x` to the power of a step's bits, are added to those
-    /// of the next step (V. Gopal et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction,
-    /// Intel, 2009). The product of two reflected factors is short of one power of `x`, hence the odd exponents. The
-    /// initial value is the same as other first 8 bytes.
+    /// # Safety
+    /// Line `i` of what lies at `bytes` can be read; the processor has AVX-512.
+    #[target_feature(enable = "avx512f")]
+    #[allow(unsafe_code)]
+    #[inline]
+    unsafe fn line(bytes: *const u8, i: usize) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_loadu_si512(bytes.add(i * LINE_BYTES).cast::<__m512i>()) }
+    }
+
+    /// Fetches line `i` of what lies [`FETCH_BYTES`] behind `bytes`, if anything does.
+    #[allow(unsafe_code)]
+    #[inline]
+    fn fetch(bytes: *const u8, i: usize) {
+        // SAFETY: what is not mapped is not fetched.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(FETCH_BYTES + i * LINE_BYTES).cast::<i8>()) };
+    }
+
+    /// Copies past the cache, and gives the CRC-64/NVME of `next`: while there is enough of both, step by step.
     ///
     /// # Safety
     /// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written, and the processor is one that
@@ -132,15 +231,6 @@ mod x86 {
     #[target_feature(enable = "avx,avx512f,vpclmulqdq")]
     #[allow(unsafe_code)]
     pub(super) unsafe fn streamed_and_folded(from: *const u8, to: *mut u8, bytes: usize, next: &[u8]) -> u64 {
-        const STEP_BITS: u32 = 8 * STEP_BYTES as u32;
-        const HIGH: i64 = power(STEP_BITS + 63);
-        const LOW: i64 = power(STEP_BITS - 1);
-        let factors = _mm512_set4_epi64(LOW, HIGH, LOW, HIGH);
-        let fold = |seen: __m512i, line: __m512i| {
-            let high = _mm512_clmulepi64_epi128::<0x00>(seen, factors);
-            let low = _mm512_clmulepi64_epi128::<0x11>(seen, factors);
-            _mm512_ternarylogic_epi64::<0x96>(high, low, line)
-        };
         let head = to.align_offset(LINE_BYTES).min(bytes);
         let steps = next.len() / STEP_BYTES;
         if steps == 0 {
@@ -149,47 +239,65 @@ mod x86 {
             return crc64(next);
         }
         let both = (steps - 1).min((bytes - head) / STEP_BYTES);
-        let mut seen = [0; STEP_BYTES];
-        seen.copy_from_slice(&next[..STEP_BYTES]);
-        invert_first(&mut seen);
         // SAFETY: `both` steps of lines of `to`, which are aligned, follow its head, and end at `bytes` at the latest;
         // as many and all further `steps` of `next` follow its first one.
         unsafe {
             std::ptr::copy_nonoverlapping(from, to, head);
-            let line = |bytes: *const u8, i: usize| _mm512_loadu_si512(bytes.add(i * LINE_BYTES).cast::<__m512i>());
-            let mut folded: [__m512i; 4] = std::array::from_fn(|i| line(seen.as_ptr(), i));
+            let mut folded = Folded::new(next.as_ptr());
             for step in 0..both {
                 let ahead = next.as_ptr().add((step + 1) * STEP_BYTES);
                 let (from, to) = (from.add(head + step * STEP_BYTES), to.add(head + step * STEP_BYTES));
-                for (i, folded) in folded.iter_mut().enumerate() {
-                    // What is not mapped is not fetched.
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(FETCH_BYTES + i * LINE_BYTES).cast::<i8>());
-                    *folded = fold(*folded, line(ahead, i));
+                for i in 0..4 {
+                    fetch(ahead, i);
+                    folded.take(i, line(ahead, i));
                     _mm512_stream_si512(to.add(i * LINE_BYTES).cast::<__m512i>(), line(from, i));
                 }
             }
             for step in both + 1..steps {
                 let ahead = next.as_ptr().add(step * STEP_BYTES);
-                for (i, folded) in folded.iter_mut().enumerate() {
-                    *folded = fold(*folded, line(ahead, i));
-                }
-            }
-            for (i, folded) in folded.into_iter().enumerate() {
-                _mm512_storeu_si512(seen.as_mut_ptr().add(i * LINE_BYTES).cast::<__m512i>(), folded);
+                (0..4).for_each(|i| folded.take(i, line(ahead, i)));
             }
             let done = head + both * STEP_BYTES;
             streamed(from.add(done), to.add(done), bytes - done, None);
+            folded.finish(&next[steps * STEP_BYTES..])
         }
-        invert_first(&mut seen);
-        let mut rest = Crc64::new();
-        rest.update(&seen);
-        rest.update(&next[steps * STEP_BYTES..]);
-        rest.finish()
     }
 
-    /// Turns the initial value of the CRC, which is all ones, into a part of what follows, or back.
-    fn invert_first(step: &mut [u8; STEP_BYTES]) {
-        step[..8].iter_mut().for_each(|byte| *byte = !*byte);
+    /// Copies past the cache, and gives the CRC-64/NVME of what is copied.
+    ///
+    /// # Safety
+    /// As for [`std::ptr::copy_nonoverlapping`]; `to` is a multiple of [`LINE_BYTES`], and the processor is one that
+    /// [`can_fold`].
+    #[target_feature(enable = "avx,avx512f,vpclmulqdq")]
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn streamed_and_summed(from: *const u8, to: *mut u8, bytes: usize) -> u64 {
+        let steps = bytes / STEP_BYTES;
+        let (done, rest) = (steps * STEP_BYTES, bytes % STEP_BYTES);
+        // SAFETY: the steps and the rest follow each other and end at `bytes`; every line of `to` is aligned.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from.add(done), to.add(done), rest);
+            let rest = std::slice::from_raw_parts(to.add(done), rest);
+            if steps == 0 {
+                return crc64(rest);
+            }
+            std::ptr::copy_nonoverlapping(from, to, STEP_BYTES);
+            let mut folded = Folded::new(to);
+            for step in 1..steps {
+                let (from, to) = (from.add(step * STEP_BYTES), to.add(step * STEP_BYTES));
+                for i in 0..4 {
+                    fetch(from, i);
+                    let line = line(from, i);
+                    folded.take(i, line);
+                    _mm512_stream_si512(to.add(i * LINE_BYTES).cast::<__m512i>(), line);
+                }
+            }
+            folded.finish(rest)
+        }
+    }
+
+    /// Whether a line begins there.
+    pub(super) fn is_line(to: *const u8) -> bool {
+        to.addr().is_multiple_of(LINE_BYTES)
     }
 }
 
@@ -225,6 +333,25 @@ mod tests {
                     }
                 }
                 assert_eq!(to[target..target + bytes], from[source..source + bytes], "{bytes} {source} {target}");
+                assert!(to[..target].iter().chain(&to[target + bytes..]).all(|&byte| byte == 0xee));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_summed_in_passing_is_copied_whole_and_nothing_beside_it() {
+        let from = pattern(100_000);
+        for bytes in [0, 1, 255, 256, 511, STREAMED_BYTES_MIN - 1, STREAMED_BYTES_MIN, 65_535, 65_536, 65_537, 99_000] {
+            for (source, target) in [(0, 0), (1, 0), (0, 1), (63, 64)] {
+                let mut to = vec![0xee; bytes + 256];
+                let to = &mut to[..];
+                let target = to.as_ptr().align_offset(64) + target;
+                let expected = &from[source..source + bytes];
+                // SAFETY: both ranges lie inside their vectors.
+                #[allow(unsafe_code)]
+                let found = unsafe { copy_and_sum(from.as_ptr().add(source), to.as_mut_ptr().add(target), bytes) };
+                assert_eq!(found, crc64(expected), "{bytes} {source} {target}");
+                assert!(to[target..target + bytes] == *expected, "{bytes} {source} {target}");
                 assert!(to[..target].iter().chain(&to[target + bytes..]).all(|&byte| byte == 0xee));
             }
         }

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded, unbounded};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
 use shardfast_store::{Kind as StoreKind, Next, ObjectWriter, Store, Write, Writes};
+use smallvec::SmallVec;
 
 use crate::ablation;
 use crate::error::{Error, GLANCE, Result, Tries, retry_within};
@@ -339,7 +340,7 @@ impl<'a> Filled<'a> {
         let chunk = self.run.chunks[number];
         let file = &self.run.files[chunk.file];
         if ablation::is_off("checksum-overlap") {
-            note_checksums(file, chunk, &slot);
+            note_checksums(file, chunk, &slot, &[]);
         }
         let object = &*file.object;
         let bytes = pad(object, &mut slot, chunk.bytes);
@@ -360,30 +361,52 @@ impl<'a> Failed<'a> {
 
 /// Fills a slot with the file's bytes from `chunk.offset` on, and notes their block checksums.
 fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
+    const BLOCK: usize = BLOCK_BYTES as usize;
     let layout = &file.job.layout;
     let end = chunk.offset + chunk.bytes as u64;
+    let mut crcs = Crcs::from_elem(None, chunk.bytes.div_ceil(BLOCK));
     let mut fences = Fences::default();
     for entry in file.job.entries_in(chunk.offset..end) {
         let (start, provider) = (layout.offsets[entry], &file.job.providers[entry]);
         let from = chunk.offset.max(start);
         let to = end.min(start + provider.bytes());
         if from < to {
-            let (at, position) = (from - start, (from - chunk.offset) as usize);
-            let out = &mut slot[position..position + (to - from) as usize];
-            provider.fill(at, out, &mut fences).map_err(|error| error.within(&file.job.names[entry]))?;
+            let (first, last) = ((from - chunk.offset) as usize, (to - chunk.offset) as usize);
+            // The blocks that are this entry's alone, and what lies before and behind them.
+            let blocks = first.next_multiple_of(BLOCK).min(last);
+            let rest = if to == end { last } else { (last / BLOCK * BLOCK).max(blocks) };
+            let fill = |slot: &mut Slot, crcs: &mut Crcs, range: Range<usize>, fences: &mut Fences| {
+                let at = from - start + (range.start - first) as u64;
+                match range {
+                    _ if range.is_empty() => Ok(()),
+                    _ if range == (blocks..rest) => {
+                        let crcs = &mut crcs[blocks / BLOCK..rest.div_ceil(BLOCK)];
+                        provider.fill_blocks(at, &mut slot[range], crcs, fences)
+                    }
+                    _ => provider.fill(at, &mut slot[range], fences),
+                }
+            };
+            [first..blocks, blocks..rest, rest..last]
+                .into_iter()
+                .try_for_each(|range| fill(slot, &mut crcs, range, &mut fences))
+                .map_err(|error| error.within(&file.job.names[entry]))?;
         }
     }
     fences.wait()?;
     if !ablation::is_off("checksum-overlap") {
-        note_checksums(file, chunk, slot);
+        note_checksums(file, chunk, slot, &crcs);
     }
     Ok(())
 }
 
-fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot) {
+/// The checksums of a slot's blocks, as far as they are known.
+type Crcs = SmallVec<[Option<u64>; SLOT_BYTES / BLOCK_BYTES as usize]>;
+
+fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot, known: &[Option<u64>]) {
     let first_block = ((chunk.offset - file.job.layout.data_start) / BLOCK_BYTES) as usize;
     for (i, block) in slot[..chunk.bytes].chunks(BLOCK_BYTES as usize).enumerate() {
-        file.crcs[first_block + i].store(crc64(block), Ordering::Relaxed);
+        let crc = known.get(i).copied().flatten().unwrap_or_else(|| crc64(block));
+        file.crcs[first_block + i].store(crc, Ordering::Relaxed);
     }
 }
 

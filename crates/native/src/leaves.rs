@@ -48,6 +48,16 @@ impl<P: Provider> Provider for Held<P> {
         self.memory.fill(at, out, fences)
     }
 
+    fn fill_blocks(
+        &self,
+        at: u64,
+        out: &mut [u8],
+        crcs: &mut [Option<u64>],
+        fences: &mut Fences,
+    ) -> shardfast_engine::Result<()> {
+        self.memory.fill_blocks(at, out, crcs, fences)
+    }
+
     fn is_urgent(&self) -> bool {
         self.is_urgent
     }

@@ -15,7 +15,9 @@ use crate::disk::{Disk, Errno, Sys};
 /// From this size on an object repays the tens of milliseconds that a measurement takes.
 pub(super) const WORTH_BYTES: u64 = 64 << 20;
 
-const WRITE_BYTES: u64 = 32 << 20;
+/// Written in each trial of each way, and how often at most.
+const WRITE_BYTES: u64 = 16 << 20;
+const WRITE_TRIALS: usize = 6;
 /// Read in each way before it is decided.
 const READ_BYTES: u64 = 64 << 20;
 /// A pause between reads that is not the device's.
@@ -119,12 +121,25 @@ impl Devices {
     }
 }
 
-/// Whether writing through the page cache is clearly faster in `dir`: its bytes pass through memory once more, which is
-/// taken from the training. `None` if neither could be tried.
+/// Whether writing through the page cache is clearly faster in `dir`. `None` if neither could be tried.
 pub(super) fn writes_faster_buffered(disk: &impl Disk, dir: &Path) -> Option<bool> {
-    let direct = written(disk, dir, true)?;
-    let buffered = written(disk, dir, false)?;
-    Some(buffered * 3 < direct * 2)
+    buffered_is_clearly_faster(|direct| written(disk, dir, direct))
+}
+
+/// Whether it is three times as fast: both are flushed, so that it is faster only on storage that is bad at direct
+/// writes, and the processor copies each byte once more for it, which is taken from the training. `took` tells how long
+/// a trial took, direct or not. A device pauses now and then for longer than a trial takes, so that one of each tells
+/// nothing, and the way that costs more has to win them all.
+fn buffered_is_clearly_faster(mut took: impl FnMut(bool) -> Option<Duration>) -> Option<bool> {
+    let (mut direct, mut buffered) = (Duration::MAX, Duration::MAX);
+    for trial in 1..=WRITE_TRIALS {
+        direct = direct.min(took(true)?);
+        buffered = buffered.min(took(false)?);
+        if trial > 1 && direct <= buffered * 3 {
+            return Some(false);
+        }
+    }
+    Some(true)
 }
 
 fn written(disk: &impl Disk, dir: &Path, direct: bool) -> Option<Duration> {
@@ -271,6 +286,29 @@ mod tests {
         assert!(devices.writes_buffered(1, || Some(true)));
         assert!(devices.writes_buffered(1, || panic!("measured twice")));
         assert!(!devices.writes_buffered(2, || Some(false)));
+    }
+
+    #[test]
+    fn writes_go_through_the_page_cache_only_where_that_is_clearly_faster() {
+        // How long each trial takes, the last one again and again; and how many there were.
+        let decide = |direct: &[u64], buffered: &[u64]| {
+            let mut trials = [0, 0];
+            let decided = buffered_is_clearly_faster(|is_direct| {
+                let took = if is_direct { direct } else { buffered };
+                let trial = &mut trials[usize::from(is_direct)];
+                *trial += 1;
+                Some(Duration::from_millis(took[took.len().min(*trial) - 1]))
+            });
+            (decided, trials[1])
+        };
+        assert_eq!(decide(&[10], &[3]), (Some(true), WRITE_TRIALS));
+        assert_eq!(decide(&[10], &[4]), (Some(false), 2));
+        assert_eq!(decide(&[7], &[7]), (Some(false), 2));
+        // A pause of the device, in one way and in the other.
+        assert_eq!(decide(&[50, 9], &[8]), (Some(false), 2));
+        assert_eq!(decide(&[50, 50, 50, 9], &[8]), (Some(false), 4));
+        assert_eq!(decide(&[10], &[60, 3]), (Some(true), WRITE_TRIALS));
+        assert_eq!(buffered_is_clearly_faster(|_| None), None);
     }
 
     #[test]

@@ -4,7 +4,8 @@
 /// Whether `optimization` is left out: with the feature `ablation`, when `SHARDFAST_ABLATE` is its name.
 #[cfg(feature = "ablation")]
 pub(crate) fn is_off(optimization: &str) -> bool {
-    std::env::var("SHARDFAST_ABLATE").is_ok_and(|off| off == optimization)
+    static OFF: std::sync::OnceLock<Option<String>> = std::sync::OnceLock::new();
+    OFF.get_or_init(|| std::env::var("SHARDFAST_ABLATE").ok()).as_deref() == Some(optimization)
 }
 
 /// Nothing is left out.

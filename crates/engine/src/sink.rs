@@ -3,6 +3,7 @@
 use shardfast_format::{Dims, Region};
 use smallvec::SmallVec;
 
+use crate::ablation;
 use crate::copy::{STREAMED_BYTES_MIN, copy, copy_and_look, settle};
 use crate::cuda::DeviceSink;
 use crate::error::{Error, Result};
@@ -144,7 +145,8 @@ impl HostSink {
                     return;
                 };
                 let to = (address + done) as *mut u8;
-                match blocks.unseen(block + 1).filter(|_| now.len() >= STREAMED_BYTES_MIN) {
+                let is_worth_it = now.len() >= STREAMED_BYTES_MIN && !ablation::is_off("checksum-overlap");
+                match blocks.unseen(block + 1).filter(|_| is_worth_it) {
                     Some(next) => {
                         // SAFETY: as in `scatter`; blocks are never a part of what a load fills.
                         let crc = unsafe { copy_and_look(now.as_ptr(), to, now.len(), next) };

@@ -379,7 +379,7 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
                 let at = from - start + (range.start - first) as u64;
                 match range {
                     _ if range.is_empty() => Ok(()),
-                    _ if range == (blocks..rest) => {
+                    _ if range == (blocks..rest) && !ablation::is_off("checksum-overlap") => {
                         let crcs = &mut crcs[blocks / BLOCK..rest.div_ceil(BLOCK)];
                         provider.fill_blocks(at, &mut slot[range], crcs, fences)
                     }

@@ -185,6 +185,10 @@ impl Disk for RankDisk {
         self.call("map", &file.1, |disk| disk.map(&file.0, bytes))
     }
 
+    fn reads_at_once(&self, file: &RankFile, offset: u64) -> Sys<bool> {
+        self.call("reads_at_once", &file.1, |disk| disk.reads_at_once(&file.0, offset))
+    }
+
     fn cached_bytes(&self, file: &RankFile, offset: u64, bytes: u64) -> Sys<u64> {
         self.call("cached_bytes", &file.1, |disk| disk.cached_bytes(&file.0, offset, bytes))
     }

@@ -78,8 +78,10 @@ pub trait Disk: Send + Sync + 'static {
     fn map_for_lending(&self, _file: &Self::File, _bytes: u64) -> Sys<Mapping> {
         Err(Errno::NODEV)
     }
-    /// About how many bytes of a range lie in the page cache.
+    /// About how many bytes of a range lie in the page cache. Not every kernel can tell.
     fn cached_bytes(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<u64>;
+    /// Whether a byte lies in the page cache. If not, its page begins to be read: who asks again finds it.
+    fn reads_at_once(&self, file: &Self::File, offset: u64) -> Sys<bool>;
     /// What an open file is.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
     /// Makes a directory's entries durable.
@@ -194,15 +196,16 @@ impl Disk for RealDisk {
     }
 
     fn cached_bytes(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<u64> {
-        cachestat::cached_bytes(file, offset, bytes).or_else(|_| {
-            // Only where there is nothing better: what is not there begins to be read, a page of it.
-            let mut byte = [0];
-            match rustix::io::preadv2(file, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT) {
-                Ok(_) => Ok(bytes),
-                Err(Errno::AGAIN) => Ok(0),
-                Err(errno) => Err(errno),
-            }
-        })
+        cachestat::cached_bytes(file, offset, bytes)
+    }
+
+    fn reads_at_once(&self, file: &OwnedFd, offset: u64) -> Sys<bool> {
+        let mut byte = [0];
+        match rustix::io::preadv2(file, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT) {
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN) => Ok(false),
+            Err(errno) => Err(errno),
+        }
     }
 
     fn fstat(&self, file: &OwnedFd) -> Sys<Stat> {

@@ -534,6 +534,10 @@ impl Disk for SimDisk {
         self.call("cached_bytes", &file.path, None, |_, _| Ok(0))
     }
 
+    fn reads_at_once(&self, file: &SimFile, _offset: u64) -> Sys<bool> {
+        self.call("reads_at_once", &file.path, None, |_, _| Ok(false))
+    }
+
     fn fstat(&self, file: &SimFile) -> Sys<Stat> {
         self.call("fstat", &file.path, None, |state, _| Ok(state.stat(file.inode)))
     }

@@ -156,6 +156,7 @@ impl<D: Disk> Disk for Hooked<D> {
     }
     fn ring(&self, depth: u32) -> Sys<HookedRing<D>> { self.disk.ring(depth).map(HookedRing) }
     fn dont_need(&self, f: &HookedFile<D>, at: u64, bytes: u64) -> Sys<()> { self.disk.dont_need(&f.0, at, bytes) }
+    fn reads_at_once(&self, f: &HookedFile<D>, at: u64) -> Sys<bool> { self.disk.reads_at_once(&f.0, at) }
     fn map(&self, file: &HookedFile<D>, bytes: u64) -> Sys<Mapping> { self.disk.map(&file.0, bytes) }
     fn cached_bytes(&self, f: &HookedFile<D>, at: u64, n: u64) -> Sys<u64> { self.disk.cached_bytes(&f.0, at, n) }
     fn pwrite(&self, file: &HookedFile<D>, bytes: &[u8], at: u64) -> Sys<usize> { self.disk.pwrite(&file.0, bytes, at) }

@@ -259,6 +259,20 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_that_cannot_tell_what_is_cached_is_asked_once() {
+        let disk = SimDisk::new();
+        let store = store(&disk, false, true);
+        let contents = pattern(1, WORTH_BYTES as usize);
+        write_object(&store, "d/large", &contents).unwrap();
+        disk.refuse("cached_bytes", Errno::NOSYS);
+        let object = store.open("d/large").unwrap();
+        assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), Fetch::WhenRead);
+        assert!(object.lend(0, 1 << 20).is_none());
+        assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+        assert_eq!((calls(&disk, "reads_at_once"), calls(&disk, "pread_direct")), (1, 1));
+    }
+
+    #[test]
     fn small_objects_are_not_worth_a_measurement() {
         let disk = SimDisk::new();
         let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::devices::Devices;
 use super::{ALIGNMENT, failed, of_errno, uninterrupted};
-use crate::disk::{Disk, Errno};
+use crate::disk::{Disk, Errno, Sys};
 use crate::error::too_short;
 use crate::map::{Lending, UNIT_BYTES};
 use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, Result, Upcoming};
@@ -27,6 +27,12 @@ enum Announced {
     Range,
     /// By the faults of whoever looks at it.
     Units,
+    /// Not at all: it was found missing, and a kernel that was asked so would say something else the next time.
+    Not,
+}
+
+fn is_most_of(bytes: u64) -> impl Fn(u64) -> bool {
+    move |cached| cached >= bytes / 2
 }
 
 /// An open file.
@@ -61,11 +67,15 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
     }
 
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
-        if self.direct.is_some() && self.is_cached(offset, bytes) {
+        // To ask in the other way would bring the first page there, and the next one who asks would find it.
+        if self.direct.is_some() && self.disk.cached_bytes(&self.file, offset, bytes).is_ok_and(is_most_of(bytes)) {
             return Fetch::Cached;
         }
         if !upcoming.again && self.way().is_some() {
             return Fetch::WhenRead;
+        }
+        if self.direct.is_some() && self.is_cached(offset, bytes) {
+            return Fetch::Cached;
         }
         if self.fetches_units(offset, bytes, &upcoming.lent) {
             // By those who look at it: what is fetched is in place then, and not copied out of the page cache first.
@@ -81,7 +91,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
     }
 
     fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
-        self.disk.cached_bytes(&self.file, offset, bytes).ok()
+        self.cached(offset, bytes).ok()
     }
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
@@ -91,18 +101,22 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if bytes < LENT_BYTES_MIN || announced == Some(Announced::Range) {
             return None;
         }
-        let mapping = self.mapping()?;
         if announced == Some(Announced::Units) {
+            let mapping = self.mapping()?;
             let lend = || self.lending.lend(mapping, range);
             let lent = self.devices.tried(self.device, false, bytes as u64, lend).ok()?;
             self.announced().retain(|at, _| !(offset..end).contains(at));
             return Some(lent);
         }
         // All of it: a page that is missing is read from the device better than by a fault.
-        if self.disk.cached_bytes(&self.file, offset, bytes as u64).ok()? < bytes as u64 {
+        let cached = self.cached(offset, bytes as u64).ok()?;
+        if cached < bytes as u64 {
+            if !is_most_of(bytes as u64)(cached) {
+                self.announced().entry(offset).or_insert(Announced::Not);
+            }
             return None;
         }
-        self.lending.lend(mapping, range).ok()
+        self.lending.lend(self.mapping()?, range).ok()
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -110,10 +124,12 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
         }
-        if self.announced().remove(&offset).is_some() {
+        let announced = self.announced().remove(&offset);
+        if matches!(announced, Some(Announced::Range | Announced::Units)) {
             return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
         }
-        if buf.len() < PREFETCH_BYTES_MIN || self.is_cached(offset, bytes) {
+        let is_missing = announced == Some(Announced::Not);
+        if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
             return self.fill(offset, buf);
         }
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
@@ -178,7 +194,15 @@ impl<D: Disk> LocalReader<D> {
 
     /// Whether most of a range lies in the page cache: what is missing is read through it then.
     fn is_cached(&self, offset: u64, bytes: u64) -> bool {
-        self.disk.cached_bytes(&self.file, offset, bytes).map_or(true, |cached| cached >= bytes / 2)
+        self.cached(offset, bytes).map_or(true, is_most_of(bytes))
+    }
+
+    /// How much of a range lies in the page cache; where the kernel cannot say so, all of it if its first page does.
+    fn cached(&self, offset: u64, bytes: u64) -> Sys<u64> {
+        self.disk.cached_bytes(&self.file, offset, bytes).or_else(|_| {
+            let is_there = self.disk.reads_at_once(&self.file, offset)?;
+            Ok(if is_there { bytes } else { 0 })
+        })
     }
 
     fn announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {

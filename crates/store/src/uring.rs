@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use io_uring::squeue::Entry;
 use io_uring::{IoUring, Probe, opcode, types};
@@ -12,6 +13,10 @@ use crate::disk::{Errno, Flight, Ring, Sys};
 /// Buffers and files that a ring registers; what has a higher number is used all the same, at a little more cost.
 const BUFFERS_MAX: u32 = 1024;
 const FILES_MAX: u32 = 64;
+
+/// How long no request may be answered before those that were not begun are taken back. Seen with Linux 6.18: two
+/// direct writes that waited for ever for a worker of the ring, of which there was none. Taken back, they ended.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An `io_uring` of one thread.
 pub struct Uring {
@@ -23,6 +28,8 @@ pub struct Uring {
     registered_files: HashMap<RawFd, u32>,
     /// Those in flight, by the number that stands in their request.
     flights: Vec<Option<Flight>>,
+    /// `None` where the kernel (before 5.11) waits for ever.
+    patience: Option<Duration>,
 }
 
 impl Uring {
@@ -51,6 +58,7 @@ impl Uring {
             registers_files: ring.submitter().register_files_sparse(FILES_MAX).is_ok(),
             registered_files: HashMap::new(),
             flights: (0..depth).map(|_| None).collect(),
+            patience: ring.params().is_feature_ext_arg().then_some(PATIENCE),
             ring,
         })
     }
@@ -83,6 +91,24 @@ impl Uring {
         let registered = self.ring.submitter().register_files_update(number, &[fd]).is_ok_and(|count| count == 1);
         self.registers_files = registered;
         registered.then(|| *self.registered_files.entry(fd).or_insert(number))
+    }
+
+    /// Waits until a request is answered, or for as long as is usual.
+    fn pause(&self) -> Sys<()> {
+        let submitter = self.ring.submitter();
+        let Some(patience) = self.patience.map(types::Timespec::from) else {
+            return submitter.submit_and_wait(1).map(drop).map_err(errno);
+        };
+        match submitter.submit_with_args(1, &types::SubmitArgs::new().timespec(&patience)).map_err(errno) {
+            Err(Errno::TIME) => {
+                // What a device or a worker is busy with stays with it, and is waited for; so is everything where the
+                // kernel (before 6.0) takes nothing back.
+                let now = Some(types::Timespec::new());
+                let _ = submitter.register_sync_cancel(now, types::CancelBuilder::any());
+                Ok(())
+            }
+            waited => waited.map(drop),
+        }
     }
 
     fn entry(&mut self, fd: RawFd, flight: &Flight) -> Entry {
@@ -128,14 +154,15 @@ impl Ring for Uring {
         loop {
             if let Some(done) = self.ring.completion().next() {
                 let flight = self.flights[done.user_data() as usize].take().ok_or(Errno::IO)?;
-                let result = done.result();
-                return Ok((
-                    flight,
-                    if result < 0 { Err(Errno::from_raw_os_error(-result)) } else { Ok(result as usize) },
-                ));
+                let taken = match usize::try_from(done.result()) {
+                    Ok(taken) => Ok(taken),
+                    Err(_) if done.result() == -Errno::CANCELED.raw_os_error() => Err(Errno::TIMEDOUT),
+                    Err(_) => Err(Errno::from_raw_os_error(-done.result())),
+                };
+                return Ok((flight, taken));
             }
-            match self.ring.submit_and_wait(1).map_err(errno) {
-                Ok(_) | Err(Errno::INTR | Errno::AGAIN | Errno::BUSY) => {}
+            match self.pause() {
+                Ok(()) | Err(Errno::INTR | Errno::AGAIN | Errno::BUSY) => {}
                 Err(errno) => return Err(errno),
             }
         }
@@ -162,6 +189,8 @@ fn errno(error: std::io::Error) -> Errno {
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use super::*;
     use crate::write::Buffer;
 
@@ -207,5 +236,33 @@ mod tests {
         ring.submit(&read_only, Flight { buffer, range: 0..10, offset: 0, write: 3 }).unwrap();
         let (flight, written) = ring.wait().unwrap();
         assert_eq!((flight.write, written), (3, Err(Errno::BADF)));
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_begin_is_taken_back() {
+        let Ok(mut ring) = Uring::new(2) else {
+            eprintln!("skipped: this kernel offers no io_uring");
+            return;
+        };
+        let can_take_back = ring.ring.submitter().register_sync_cancel(None, types::CancelBuilder::any());
+        if ring.patience.is_none() || can_take_back.is_err_and(|error| error.kind() == ErrorKind::InvalidInput) {
+            eprintln!("skipped: this kernel's io_uring takes nothing back");
+            return;
+        }
+        ring.patience = Some(Duration::from_millis(50));
+        // Nobody reads, so that the pipe takes its 64 KiB and then nothing.
+        let (_nobody, pipe) = std::io::pipe().unwrap();
+        let pipe = OwnedFd::from(pipe);
+        let page = |write| Flight {
+            buffer: Box::new(Page(vec![0; 1 << 16].into(), BUFFERS_MAX)),
+            range: 0..1 << 16,
+            offset: 0,
+            write,
+        };
+        ring.submit(&pipe, page(0)).unwrap();
+        assert_eq!(ring.wait().unwrap().1, Ok(1 << 16));
+        ring.submit(&pipe, page(1)).unwrap();
+        let (flight, written) = ring.wait().unwrap();
+        assert_eq!((flight.write, flight.buffer.bytes().len(), written), (1, 1 << 16, Err(Errno::TIMEDOUT)));
     }
 }

@@ -10,6 +10,7 @@ use shardfast_coord::{Coord as Ranks, Error as Coord, Failure};
 use shardfast_format::sha256;
 use shardfast_store::Store;
 
+use crate::background::Background;
 use crate::cuda;
 use crate::error::{Error, Kind, Result, retry};
 use crate::planning;
@@ -31,6 +32,7 @@ pub struct Engine {
     pub(crate) devices: Arc<shardfast_store::Devices>,
     accelerators: cuda::Devices,
     is_page_locked: AtomicBool,
+    pub(crate) background: Background,
     pub(crate) planned: std::sync::Mutex<planning::Memory>,
     operations: AtomicU64,
 }
@@ -69,6 +71,7 @@ impl Engine {
             devices: Arc::default(),
             accelerators,
             is_page_locked: AtomicBool::new(false),
+            background: Background::default(),
             planned: std::sync::Mutex::default(),
             operations: AtomicU64::new(0),
         })

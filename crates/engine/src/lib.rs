@@ -5,6 +5,7 @@
 mod ablation;
 mod agree;
 mod ahead;
+mod background;
 pub mod carrier;
 pub mod checkpoint;
 pub mod commit;
@@ -45,7 +46,7 @@ pub use locate::{Located, locate, locate_all};
 pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
 pub use provider::{Fence, Fences, Memory, Provider, Strided};
-pub use save::{Destination, State, save, save_deferred, save_to};
+pub use save::{Destination, Pace, State, save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};
 pub use shared::Traffic;
 pub use sink::{Sink, Want, row_major_strides};

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use crate::ablation;
+use crate::background::{self, Background};
 use crate::commit::FileShape;
 use crate::error::{Error, Kind, Result};
 use crate::staging::Staging;
@@ -52,8 +53,13 @@ pub(crate) struct Progress {
 }
 
 impl Pending {
-    /// Runs `save` on a thread of its own. `captured` tells whether nothing of it is urgent.
-    pub(crate) fn spawn(captured: bool, save: impl FnOnce(&Progress) -> Result<()> + Send + 'static) -> Pending {
+    /// Runs `save` on a thread of its own, of `background` if there is one. `captured` tells whether nothing of it is
+    /// urgent.
+    pub(crate) fn spawn(
+        background: Option<&Background>,
+        captured: bool,
+        save: impl FnOnce(&Progress) -> Result<()> + Send + 'static,
+    ) -> Pending {
         let shared = Arc::new(Shared::new(captured && !ablation::is_off("lazy-capture")));
         let progress = Progress { shared: Arc::clone(&shared) };
         let body = move || {
@@ -63,9 +69,15 @@ impl Pending {
             state.outcome = Some(outcome);
             progress.shared.changed.notify_all();
         };
-        if let Err(error) = std::thread::Builder::new().name("shardfast-save".into()).spawn(body) {
+        let of = Arc::clone(&shared);
+        let unable = move |error| {
             let failure = Error::new(Kind::Exhausted, format!("no thread for the save: {error}"));
-            shared.lock().outcome = Some(Err(failure));
+            of.lock().outcome = Some(Err(failure));
+            of.changed.notify_all();
+        };
+        match background {
+            Some(background) => background.run(body, unable),
+            None => background::on_a_thread(body, unable),
         }
         Pending { shared }
     }

@@ -25,6 +25,7 @@ use smallvec::smallvec;
 use crate::ablation;
 use crate::agree::{Engine, Operation};
 use crate::ahead::Ahead;
+use crate::background;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::error::{Error, Result, retry_within};
 use crate::pending::{Pending, Progress, panicked};
@@ -32,9 +33,6 @@ use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
 use crate::replicas;
 use crate::writer::{self, FileJob};
-
-/// The priority of the threads that save while the program goes on: half of an ordinary thread's share of a core.
-const BACKGROUND_NICE: i32 = 3;
 
 /// What one rank gives to a save.
 pub struct State {
@@ -49,6 +47,15 @@ pub struct State {
     pub is_vouched_for: bool,
     /// Whether the caller does nothing else until the save has ended.
     pub is_waited_for: bool,
+}
+
+/// What has to be known of a state before it is put together.
+#[derive(Debug, Clone, Copy)]
+pub struct Pace {
+    /// Whether any of its providers [is urgent](Provider::is_urgent).
+    pub is_urgent: bool,
+    /// Whether the program goes on while it is saved, and whatever that does goes first.
+    pub gives_way: bool,
 }
 
 /// Where a save goes, and what is noted about it.
@@ -72,22 +79,21 @@ pub struct Destination {
 /// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
-    save_deferred(engine, destination, state.is_urgent(), || state, deadline)
+    save_deferred(engine, destination, state.pace(), || state, deadline)
 }
 
-/// [`save`] of what `state` puts together in the background: with many tensors that takes a while. `is_urgent` tells
-/// whether any of its providers [is](Provider::is_urgent).
+/// [`save`] of what `state` puts together in the background: with many tensors that takes a while.
 pub fn save_deferred(
     engine: &Arc<Engine>,
     destination: Destination,
-    is_urgent: bool,
+    pace: Pace,
     state: impl FnOnce() -> State + Send + 'static,
     deadline: Duration,
 ) -> Pending {
     let (devices, url) = (Arc::clone(&engine.devices), destination.url.clone());
     // Not here: even to look at a place can take long where it is far away.
     let open = move || retry_within(deadline, || None, || Ok(shardfast_store::open_on(&url, &devices)?));
-    begin(engine, open, destination, is_urgent, state, deadline)
+    begin(engine, open, destination, pace, state, deadline)
 }
 
 /// [`save`] into a store that is already open at the checkpoint's place.
@@ -98,20 +104,24 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    begin(engine, move || store, destination, state.is_urgent(), || state, deadline)
+    begin(engine, move || store, destination, state.pace(), || state, deadline)
 }
 
 fn begin(
     engine: &Arc<Engine>,
     open: impl FnOnce() -> Result<Arc<dyn Store>> + Send + 'static,
     destination: Destination,
-    is_urgent: bool,
+    pace: Pace,
     state: impl FnOnce() -> State + Send + 'static,
     deadline: Duration,
 ) -> Pending {
     let how = if destination.prove { ", replicas proven" } else { "" };
     let operation = engine.begin(format!("save {}{how}", destination.url), deadline);
-    Pending::spawn(!is_urgent, move |progress| run(&operation, open(), &destination, state(), progress))
+    // While the caller waits for what is urgent, nothing has to go first.
+    let background = (pace.gives_way && !pace.is_urgent).then_some(&engine.background);
+    Pending::spawn(background, !pace.is_urgent, move |progress| {
+        run(&operation, open(), &destination, state(), progress)
+    })
 }
 
 fn run(
@@ -121,9 +131,8 @@ fn run(
     state: State,
     progress: &Progress,
 ) -> Result<()> {
-    if state.is_vouched_for && !state.is_waited_for {
-        // The program goes on meanwhile, and whatever it does goes first; while it waits for us nothing else runs.
-        let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
+    if state.pace().gives_way {
+        background::take_less();
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
     let admit = || {
@@ -447,8 +456,9 @@ fn discard(store: &dyn Store, paths: &[String]) {
 }
 
 impl State {
-    fn is_urgent(&self) -> bool {
-        self.providers.iter().flatten().any(|provider| provider.is_urgent())
+    fn pace(&self) -> Pace {
+        let is_urgent = self.providers.iter().flatten().any(|provider| provider.is_urgent());
+        Pace { is_urgent, gives_way: self.is_vouched_for && !self.is_waited_for }
     }
 
     /// The bytes of what is to be written.

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Engine, Fences, Memory, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
+    Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
 };
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
@@ -310,9 +310,8 @@ impl Described {
         Ok(move || State { catalog, providers: now.providers(&bodies), replicas, is_vouched_for, is_waited_for })
     }
 
-    /// Whether anything is copied in the background that may change before the save is staged.
-    pub(crate) fn is_urgent(&self) -> bool {
-        self.is_urgent
+    pub(crate) fn pace(&self, is_waited_for: bool) -> Pace {
+        Pace { is_urgent: self.is_urgent, gives_way: self.is_lazy && !is_waited_for }
     }
 
     /// The bytes of all tensors that are copied in the call, in the catalog's order.

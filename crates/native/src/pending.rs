@@ -46,7 +46,7 @@ pub(crate) fn save(
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
     let destination = Destination { url, step, user, prove };
     let timeout = seconds(timeout_s)?;
-    let pending = shardfast_engine::save_deferred(engine, destination, described.is_urgent(), state, timeout);
+    let pending = shardfast_engine::save_deferred(engine, destination, described.pace(is_waited_for), state, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })
 }
 

@@ -410,3 +410,52 @@ fn what_a_device_copies_ahead_has_arrived_when_it_is_staged() {
     let path = checkpoint::open(&Engine::solo(), url, LONG).unwrap().manifest().files()[0].path.clone();
     assert!(std::fs::read(dir.path().join(path)).unwrap().ends_with(&contents));
 }
+
+/// Notes how the threads that copy it are scheduled: their policy and their nice value.
+struct Scheduled {
+    is_urgent: bool,
+    seen: Arc<Mutex<Vec<(u32, i32)>>>,
+}
+
+impl Provider for Scheduled {
+    fn bytes(&self) -> u64 {
+        1 << 20
+    }
+
+    fn fill(&self, _at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        // Behind the name, which may hold anything, the third field of proc_pid_stat(5) is the first.
+        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        self.seen.lock().unwrap().push((fields[41 - 3].parse().unwrap(), fields[19 - 3].parse().unwrap()));
+        out.fill(7);
+        Ok(())
+    }
+
+    fn is_urgent(&self) -> bool {
+        self.is_urgent
+    }
+}
+
+#[test]
+fn what_saves_in_the_background_gives_way_to_the_program() {
+    const SCHED_BATCH: u32 = 3;
+    let engine = Engine::solo();
+    let gives_way = (true, false, false);
+    for how in [gives_way, (true, true, false), (false, false, false), (true, false, true), gives_way] {
+        let (is_vouched_for, is_waited_for, is_urgent) = how;
+        let (dir, seen) = (tempfile::tempdir().unwrap(), Arc::default());
+        let provider = Scheduled { is_urgent, seen: Arc::clone(&seen) };
+        let leaves: Vec<(Leaf, Arc<dyn Provider>)> = vec![(tensor("a", 1 << 20), Arc::new(provider))];
+        let state = State { is_waited_for, ..state(leaves, is_vouched_for) };
+        let pending = save(&engine, destination(dir.path().to_str().unwrap()), state, LONG);
+        pending.vouch(Ok(()));
+        pending.committed(Some(LONG)).unwrap();
+        let expected = match how {
+            (true, false, false) => (SCHED_BATCH, 3),
+            (true, false, true) => (0, 3), // the caller waits for it
+            _ => (0, 0),
+        };
+        let seen = seen.lock().unwrap();
+        assert!(!seen.is_empty() && seen.iter().all(|one| *one == expected), "{expected:?}, {seen:?}");
+    }
+}

@@ -31,7 +31,7 @@ from .catalog import (
     When,
     item_bytes,
 )
-from .collection import paused
+from .collection import Paused
 from .errors import Invalid
 from .state import (
     BundleEntry,
@@ -134,11 +134,11 @@ class Describer:
             Invalid: Naming what cannot be stored, or two things of one name.
         """
         known, adapters = self._known, frameworks.active()
-        with paused():
+        with Paused():
             units = list(units_of(state))
             description = known.again(units, adapters, pickle) if known is not None else None
         if description is None:
-            with paused():
+            with Paused():
                 found = _Found.of(units, adapters, pickle, self._notice)
                 description, self._known = _described(found, self._forget)
         return description

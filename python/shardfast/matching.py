@@ -23,7 +23,7 @@ from .catalog import (
     SavedTensor,
     item_bytes,
 )
-from .collection import paused
+from .collection import Paused
 from .errors import Corrupt, Invalid
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
 from .values import Raising, Trail, decode, raise_value, tensors_in
@@ -494,7 +494,7 @@ class Matching:
 
     def bind(self) -> list[NativeWant]:
         """The wants with their memory, which this object keeps allocated."""
-        with paused():
+        with Paused():
             return self._bound()
 
     def _bound(self) -> list[NativeWant]:

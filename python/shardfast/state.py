@@ -169,16 +169,17 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
 
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:
     """The entries of a state beside some bundles; ``None`` if there are other bundles, too."""
-    owners = [_owner(unit.value, adapters) for unit in units]
-    pure_keys = _pure_keys(units, owners, adapters)
+    rest = [unit for unit in units if not any(unit is bundle for bundle in bundles)]
+    owners = [_owner(unit.value, adapters) for unit in rest]
+    pure_keys = _pure_keys(rest, owners, adapters) - {bundle.key for bundle in bundles}
     entries: list[Entry] = []
     try:
-        for unit, owner in zip(units, owners, strict=True):
+        for unit, owner in zip(rest, owners, strict=True):
             if owner is not None:
                 entries.append(_tensor_entry(unit, owner, unit.key in pure_keys))
-            elif not any(unit is bundle for bundle in bundles):
-                if _module(unit, adapters) is not None:
-                    return None
+            elif _module(unit, adapters) is not None:
+                return None
+            else:
                 entries.append(_entry(unit, adapters, None, {}, unit.key in pure_keys))
     except Invalid:  # a new optimizer, whose parameters have no names here
         return None

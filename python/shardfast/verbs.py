@@ -12,7 +12,7 @@ from . import _native
 from . import adapters as frameworks
 from .capture import Pending, in_flight
 from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
-from .collection import paused
+from .collection import Paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
 from .matching import LoadPlan, Matching, Options, Rename
@@ -312,7 +312,7 @@ def _matched(
     plan = LoadPlan(checkpoint.url, info["step"])
 
     def prepare() -> Matching:
-        with paused():
+        with Paused():
             return Matching(
                 walk(state),
                 [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],

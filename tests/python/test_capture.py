@@ -146,7 +146,7 @@ def test_the_fuzzer_sees_a_step_that_does_not_wait(tmp_path, name, no_step_hooks
     """Version counters tell it, but for fused kernels, which do not count: there the bits differ."""
     sf.save(tmp_path / "first", dict(zip(("model", "optimizer"), make(name, width=8), strict=True)))
     torch_optimizer._global_optimizer_pre_hooks.clear()
-    problems = fuzz(tmp_path, name, 0)
+    problems = fuzz(tmp_path, name, 0, saves=4)
     assert problems
     if name != "adamw_fused":
         assert "was written" in problems[0]
@@ -173,6 +173,7 @@ def test_nothing_done_after_the_call_is_saved_of_sharded_parameters(ranks, tmp_p
 def check_large_shards(rank, world, directory):
     from torch.distributed.fsdp import fully_shard
 
+    os.environ[session.STAGING_BYTES] = "8MiB"
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -1,7 +1,7 @@
 import gc
 
 import pytest
-from shardfast.collection import paused
+from shardfast.collection import Paused
 
 
 @pytest.fixture(autouse=True)
@@ -11,23 +11,23 @@ def collector():
 
 
 def test_the_collector_rests_and_goes_on_whatever_happens():
-    with paused():
+    with Paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(KeyError), paused():
+    with pytest.raises(KeyError), Paused():
         raise KeyError
     assert gc.isenabled()
 
 
 def test_a_collector_that_the_program_stopped_stays_stopped():
     gc.disable()
-    with paused(), paused():
+    with Paused(), Paused():
         assert not gc.isenabled()
     assert not gc.isenabled()
 
 
 def test_what_was_made_meanwhile_is_not_looked_at_again_at_once():
-    with paused():
+    with Paused():
         made = [[] for _ in range(1000)]
     young = {id(thing) for thing in gc.get_objects(generation=0)}
     assert not any(id(thing) in young for thing in made)
@@ -41,7 +41,7 @@ def test_what_the_program_froze_stays_frozen():
     try:
         frozen = gc.get_freeze_count()
         assert frozen > 0
-        with paused():
+        with Paused():
             pass
         assert gc.get_freeze_count() == frozen
     finally:

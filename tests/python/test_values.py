@@ -418,6 +418,29 @@ def test_what_changes_while_it_is_said_is_encoded_as_it_was():
     assert decode(Value(below, lower).encoded(), "x") == {"said": 1, "x": [3]}
 
 
+def test_a_key_is_not_taken_for_another_that_stood_at_its_address():
+    """The program's own code runs in between, and what it frees may come to stand where keys were that are known."""
+
+    def key(letter):
+        return "".join(["key-", letter])  # a new object each time
+
+    reused = 0
+    for number in range(200):
+        items = [{key("a"): 1}, Stranger(), {}]
+        (at,) = map(id, items[0])
+
+        def lower(stranger, trail, items=items):
+            items[0].clear()
+            items[2][key("b")] = 2
+            return "said"
+
+        encoded = Value(items if number % 2 else [items], lower).encoded()
+        expected = [{"key-a": 1}, "said", {"key-b": 2}]
+        assert decode(encoded, "x") == (expected if number % 2 else [expected])
+        reused += at in map(id, items[2])
+    assert reused > 0, "no key came to stand where another had been"
+
+
 def test_an_encoding_is_a_snapshot():
     inner = [1]
     value = {"a": inner, "b": bytearray(b"12"), "c": b"x" * 5000}

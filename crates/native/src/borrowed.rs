@@ -4,8 +4,14 @@
 #![allow(unsafe_code)] // a reference that is not counted is vouched for here
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 use pyo3::{Borrowed, ffi};
+
+use crate::near;
+
+/// So many items ahead of the one that is looked at, an item of a list is fetched into the cache; half as many ahead,
+/// what it leads to. A power of two.
+const AHEAD: usize = 32;
 
 /// Gives `take` the items of a list from the front on, as long as it says `true`. Returns how many it took.
 ///
@@ -15,17 +21,49 @@ pub(crate) unsafe fn items_while<'py>(
     list: &Bound<'py, PyList>,
     mut take: impl FnMut(&Bound<'py, PyAny>) -> bool,
 ) -> usize {
-    for index in 0..list.len() {
-        // SAFETY: the list has such an item, and keeps it while `take` looks, as the caller vouches.
+    let count = list.len();
+    let mut ring = [std::ptr::null_mut(); AHEAD];
+    let mut next = 0; // to be asked of the list: asking costs more than keeping
+    for index in 0..count {
+        while next < count.min(index + AHEAD) {
+            // SAFETY: the list has such an item, and keeps it, as the caller vouches.
+            let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), next as ffi::Py_ssize_t) };
+            near::fetch(item);
+            ring[next % AHEAD] = item;
+            next += 1;
+        }
+        if index + AHEAD / 2 < next {
+            // SAFETY: it is an item of the list.
+            unsafe { near::fetch_table(ring[(index + AHEAD / 2) % AHEAD]) };
+        }
+        // SAFETY: as above.
+        let item = unsafe { Borrowed::from_ptr(list.py(), ring[index % AHEAD]) };
+        if !take(&item) {
+            return index;
+        }
+    }
+    count
+}
+
+/// [`items_while`] of a tuple.
+///
+/// # Safety
+/// As of [`items_while`].
+pub(crate) unsafe fn parts_while<'py>(
+    tuple: &Bound<'py, PyTuple>,
+    mut take: impl FnMut(&Bound<'py, PyAny>) -> bool,
+) -> usize {
+    for index in 0..tuple.len() {
+        // SAFETY: the tuple has such an item, and keeps it.
         let item = unsafe {
-            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
-            Borrowed::from_ptr(list.py(), item)
+            let item = ffi::PyTuple_GetItem(tuple.as_ptr(), index as ffi::Py_ssize_t);
+            Borrowed::from_ptr(tuple.py(), item)
         };
         if !take(&item) {
             return index;
         }
     }
-    list.len()
+    tuple.len()
 }
 
 /// Gives `take` the keys and values of a dict in order, as long as it says `true`. Returns how many it took.
@@ -36,10 +74,10 @@ pub(crate) unsafe fn entries_while<'py>(
     dict: &Bound<'py, PyDict>,
     mut take: impl FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
 ) -> usize {
-    let (mut at, mut taken) = (0, 0);
+    let (mut at, mut taken, count) = (0, 0, dict.len());
     let (mut key, mut value) = (std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: it is a dict, which does not change meanwhile, as the caller vouches.
-    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
+    while taken < count && unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
         // SAFETY: an entry's key and value are there, and the dict keeps both while `take` looks.
         let (key, value) = unsafe { (Borrowed::from_ptr(dict.py(), key), Borrowed::from_ptr(dict.py(), value)) };
         if !take(&key, &value) {

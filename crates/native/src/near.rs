@@ -6,9 +6,9 @@
 
 #![allow(unsafe_code)] // looks into objects
 
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use pyo3::{ffi, intern};
 
 const LINE_BYTES: usize = 64;
 
@@ -41,10 +41,34 @@ impl Near {
 
     /// Begins to fetch everything.
     pub(crate) fn fetch(&self) {
-        #[cfg(target_arch = "x86_64")]
-        for &address in &self.0 {
-            // SAFETY: every processor of this architecture has the instruction, and no address makes it fail.
-            unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address as *const i8) };
-        }
+        self.0.iter().for_each(|&address| fetch(address as *const ffi::PyObject));
     }
+}
+
+/// Begins to fetch an object.
+#[inline]
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(crate) fn fetch(object: *const ffi::PyObject) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every processor of this architecture has the instruction, and no address makes it fail.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(object.cast());
+    }
+}
+
+/// Begins to fetch the front of a dict's table of keys; nothing of another object.
+///
+/// # Safety
+/// It is a live object.
+#[inline]
+pub(crate) unsafe fn fetch_table(object: *mut ffi::PyObject) {
+    // SAFETY: a dict is longer than that. Its field is taken as it is, a number, never followed.
+    let table = unsafe {
+        if ffi::Py_TYPE(object) != &raw mut ffi::PyDict_Type {
+            return;
+        }
+        std::ptr::read_unaligned(object.byte_add(TABLE_AT).cast::<usize>())
+    };
+    fetch(table as *const ffi::PyObject);
+    fetch(table.wrapping_add(LINE_BYTES) as *const ffi::PyObject);
 }

@@ -3,15 +3,15 @@
 #![allow(unsafe_code)] // vouches for the code that looks at containers
 use std::sync::Arc;
 
-use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::{PyTypeInfo, ffi};
 use shardfast_engine::{Error, Fences, Provider};
 use shardfast_format::object::{self, DEPTH_MAX, Writer};
 use shardfast_format::{Int, Tag};
 
-use crate::borrowed::{entries_while, items_while};
+use crate::borrowed::{entries_while, items_while, parts_while};
 use crate::errors::{invalid, raise};
 
 /// A value that is no builtin, said in builtins: `tag` is a name of the format's closed table.
@@ -57,7 +57,15 @@ impl Value {
     #[new]
     #[pyo3(signature = (value, lower=None, place=""))]
     fn new(value: &Bound<'_, PyAny>, lower: Option<&Bound<'_, PyAny>>, place: &str) -> PyResult<Value> {
-        let mut walk = Walk { lower, place, trail: Vec::new(), open: Vec::new(), out: Out::default() };
+        let mut walk = Walk {
+            lower,
+            place,
+            trail: Vec::new(),
+            open: Vec::new(),
+            loud: Vec::new(),
+            keys: Keys::new(),
+            out: Out::default(),
+        };
         walk.value(value, 0)?;
         Ok(Value { encoded: Arc::new(walk.out.encoded()) })
     }
@@ -129,10 +137,39 @@ impl Out {
         }
     }
 
+    /// What [`rewind`](Out::rewind) goes back to.
+    fn mark(&self) -> (usize, usize) {
+        (self.pieces.len(), self.writer.written())
+    }
+
+    /// As if nothing had been written since the mark was made.
+    fn rewind(&mut self, (pieces, written): (usize, usize)) {
+        if let Some(Piece::Made(bytes)) = self.pieces.drain(pieces..).next() {
+            self.writer = Writer::from(bytes);
+        }
+        self.writer.rewind(written);
+    }
+
     fn encoded(mut self) -> Encoded {
         self.pieces.push(Piece::Made(self.writer.take()));
         Encoded { pieces: self.pieces }
     }
+}
+
+/// The text of a `str`, as it keeps it; `None` if that has no UTF-8, as lone surrogates have none.
+///
+/// # Safety
+/// It is a `str`.
+unsafe fn utf8<'a>(text: &'a Bound<'_, PyAny>) -> Option<&'a str> {
+    let mut bytes = 0;
+    // SAFETY: the caller vouches for it.
+    let at = unsafe { ffi::PyUnicode_AsUTF8AndSize(text.as_ptr(), &mut bytes) };
+    if at.is_null() {
+        PyErr::take(text.py());
+        return None;
+    }
+    // SAFETY: so many bytes of UTF-8, which the object keeps.
+    Some(unsafe { std::str::from_utf8_unchecked(std::slice::from_raw_parts(at.cast(), bytes as usize)) })
 }
 
 /// The value that [`Value`] encoded.
@@ -140,6 +177,45 @@ impl Out {
 pub(crate) fn decode<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = object::decode(data).map_err(|error| raise(error.into()))?;
     to_python(py, &value)
+}
+
+/// Keys that the dicts of one stretch have in common, encoded. They are known by their addresses, which hold for a
+/// stretch of a walk in which nothing is freed.
+struct Keys {
+    known: [Key; 64],
+    stretch: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Key {
+    address: usize,
+    stretch: usize,
+    bytes: usize,
+    encoded: [u8; 32],
+}
+
+impl Keys {
+    fn new() -> Keys {
+        Keys { known: [Key { address: 0, stretch: 0, bytes: 0, encoded: [0; 32] }; 64], stretch: 1 }
+    }
+
+    #[inline]
+    fn get(&self, address: usize) -> Option<&Key> {
+        let key = &self.known[Keys::place(address)];
+        (key.address == address && key.stretch == self.stretch).then_some(key)
+    }
+
+    fn put(&mut self, address: usize, encoding: &[u8]) {
+        let key = &mut self.known[Keys::place(address)];
+        if let Some(encoded) = key.encoded.get_mut(..encoding.len()) {
+            encoded.copy_from_slice(encoding);
+            (key.address, key.stretch, key.bytes) = (address, self.stretch, encoding.len());
+        }
+    }
+
+    fn place(address: usize) -> usize {
+        (address >> 4) % 64
+    }
 }
 
 /// How one got to a value.
@@ -156,38 +232,113 @@ struct Walk<'a, 'py> {
     trail: Vec<Step<'py>>,
     /// The containers that one is in.
     open: Vec<usize>,
+    /// The containers known to hold something that is not encoded quietly, until they are encoded.
+    loud: Vec<usize>,
+    keys: Keys,
     out: Out,
 }
 
 impl<'py> Walk<'_, 'py> {
     /// `depth` counts lists and dicts as the encoding nests them.
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
-        if self.atom(value) { Ok(()) } else { self.compound(value, depth) }
+        self.keys.stretch += 1;
+        if self.quiet(value, depth) { Ok(()) } else { self.compound(value, depth) }
     }
 
-    /// Encodes a value for which no code of the program has to run, so that nothing changes meanwhile; `false` for any
-    /// other.
+    /// Encodes a value for which no code of the program has to run, so that nothing changes meanwhile: an atom, or a
+    /// container that holds only such all the way down. For any other it leaves no trace and says `false`.
+    #[inline(always)]
+    fn quiet(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> bool {
+        self.atom(value) || self.quiet_container(value, depth)
+    }
+
+    /// Of exactly one of the types that stand for themselves. Nothing here is done for one value that could be done for
+    /// all: a state may hold hundreds of thousands.
+    #[inline(always)]
     fn atom(&mut self, value: &Bound<'py, PyAny>) -> bool {
-        let writer = &mut self.out.writer;
-        if let Ok(value) = value.cast_exact::<PyFloat>() {
-            writer.float(value.value());
-        } else if let Ok(text) = value.cast_exact::<PyString>() {
-            // Lone surrogates have no UTF-8: `lower` knows what to do with them.
-            let Ok(text) = text.to_str() else { return false };
-            writer.text(text);
-        } else if let Ok(value) = value.cast_exact::<PyInt>() {
-            let Ok(small) = value.extract() else { return false };
-            writer.int(small);
+        let (kind, at) = (value.get_type_ptr(), value.as_ptr());
+        if kind == &raw mut ffi::PyFloat_Type {
+            // SAFETY: it is a float.
+            self.out.writer.float(unsafe { ffi::PyFloat_AsDouble(at) });
+        } else if kind == &raw mut ffi::PyUnicode_Type {
+            // SAFETY: it is a str.
+            let Some(text) = (unsafe { utf8(value) }) else { return false };
+            self.out.writer.text(text);
+        } else if kind == &raw mut ffi::PyLong_Type {
+            let mut overflow = 0;
+            // SAFETY: it is an int.
+            let small = unsafe { ffi::PyLong_AsLongLongAndOverflow(at, &mut overflow) };
+            if overflow != 0 {
+                return false;
+            }
+            self.out.writer.int(small);
         } else if value.is_none() {
-            writer.none();
-        } else if let Ok(value) = value.cast_exact::<PyBool>() {
-            writer.bool(value.is_true());
-        } else if let Ok(bytes) = value.cast_exact::<PyBytes>() {
-            self.out.bytes(bytes);
+            self.out.writer.none();
+        } else if kind == &raw mut ffi::PyBool_Type {
+            self.out.writer.bool(value.is(PyBool::new(value.py(), true)));
+        } else if kind == &raw mut ffi::PyBytes_Type {
+            // SAFETY: it is a bytes.
+            self.out.bytes(unsafe { value.cast_unchecked() });
         } else {
             return false;
         }
         true
+    }
+
+    /// [`quiet`](Walk::quiet) of a dict's key: most dicts of a list have the same ones.
+    #[inline(always)]
+    fn quiet_key(&mut self, key: &Bound<'py, PyAny>, depth: usize) -> bool {
+        let address = key.as_ptr() as usize;
+        if let Some(known) = self.keys.get(address) {
+            self.out.writer.short(&known.encoded, known.bytes);
+            return true;
+        }
+        let written = self.out.writer.written();
+        let is_done = self.quiet(key, depth);
+        if is_done && key.get_type_ptr() == &raw mut ffi::PyUnicode_Type {
+            self.keys.put(address, self.out.writer.since(written));
+        }
+        is_done
+    }
+
+    #[inline(never)]
+    fn quiet_container(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> bool {
+        let (kind, address) = (value.get_type_ptr(), value.as_ptr() as usize);
+        let [is_dict, is_list] = [&raw mut ffi::PyDict_Type, &raw mut ffi::PyList_Type].map(|one| kind == one);
+        if !(is_dict || is_list || kind == &raw mut ffi::PyTuple_Type) {
+            return false;
+        }
+        if depth == DEPTH_MAX || self.open.contains(&address) || self.loud.contains(&address) {
+            return false;
+        }
+        let mark = self.out.mark();
+        self.open.push(address);
+        // SAFETY: each is cast to the type that it was found to be of, and `quiet` runs no code of the program.
+        let is_done = unsafe {
+            if is_dict {
+                let dict = value.cast_unchecked::<PyDict>();
+                let entries = dict.len();
+                self.out.writer.dict(entries as u64);
+                entries_while(dict, |key, value| self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1))
+                    == entries
+            } else if is_list {
+                let list = value.cast_unchecked::<PyList>();
+                let items = list.len();
+                self.out.writer.list(items as u64);
+                items_while(list, |item| self.quiet(item, depth + 1)) == items
+            } else {
+                let tuple = value.cast_unchecked::<PyTuple>();
+                self.out.writer.tag(Tag::Tuple);
+                self.out.writer.list(tuple.len() as u64);
+                parts_while(tuple, |item| self.quiet(item, depth + 1)) == tuple.len()
+            }
+        };
+        self.open.pop();
+        if !is_done {
+            self.out.rewind(mark);
+            self.loud.push(address);
+        }
+        is_done
     }
 
     fn compound(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
@@ -215,13 +366,15 @@ impl<'py> Walk<'_, 'py> {
             self.items(tuple.iter().enumerate(), depth + 1)?;
         }
         self.open.pop();
+        self.loud.retain(|loud| *loud != address);
         Ok(())
     }
 
     fn list(&mut self, list: &Bound<'py, PyList>, depth: usize) -> PyResult<()> {
         self.out.writer.list(list.len() as u64);
-        // SAFETY: `atom` runs no code of the program.
-        let first = unsafe { items_while(list, |item| self.atom(item)) };
+        self.keys.stretch += 1;
+        // SAFETY: `quiet` runs no code of the program.
+        let first = unsafe { items_while(list, |item| self.quiet(item, depth)) };
         if first == list.len() {
             return Ok(());
         }
@@ -241,12 +394,13 @@ impl<'py> Walk<'_, 'py> {
 
     fn dict(&mut self, dict: &Bound<'py, PyDict>, depth: usize) -> PyResult<()> {
         self.out.writer.dict(dict.len() as u64);
+        self.keys.stretch += 1;
         let mut is_key_done = false;
         let entry = |key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>| {
-            is_key_done = self.atom(key);
-            is_key_done && self.atom(value)
+            is_key_done = self.quiet(key, depth);
+            is_key_done && self.quiet(value, depth)
         };
-        // SAFETY: `atom` runs no code of the program.
+        // SAFETY: `quiet` runs no code of the program.
         let done = unsafe { entries_while(dict, entry) };
         if done == dict.len() {
             return Ok(());

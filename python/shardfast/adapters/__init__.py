@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 
@@ -12,8 +13,10 @@ FRAMEWORKS = ("torch", "numpy")
 
 def active() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, in a fixed order."""
-    return [
-        importlib.import_module(f"{__name__}.{framework}").adapter()
-        for framework in FRAMEWORKS
-        if framework in sys.modules
-    ]
+    return [_adapter(framework) for framework in FRAMEWORKS if framework in sys.modules]
+
+
+@functools.cache
+def _adapter(framework: str) -> Adapter:
+    adapter: Adapter = importlib.import_module(f"{__name__}.{framework}").adapter()
+    return adapter

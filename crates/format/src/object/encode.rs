@@ -34,6 +34,7 @@ impl Writer {
     }
 
     /// An `int` of 64 bits.
+    #[inline]
     pub fn int(&mut self, value: i64) {
         match u64::try_from(value) {
             Ok(n) => self.head(UNSIGNED, n),
@@ -42,6 +43,7 @@ impl Writer {
     }
 
     /// A `float`.
+    #[inline]
     pub fn float(&mut self, value: f64) {
         let mut out = [SIMPLE << 5 | 27; 9];
         out[1..].copy_from_slice(&value.to_be_bytes());
@@ -49,6 +51,7 @@ impl Writer {
     }
 
     /// A `str`.
+    #[inline]
     pub fn text(&mut self, text: &str) {
         self.head(TEXT, text.len() as u64);
         self.bytes.extend_from_slice(text.as_bytes());
@@ -79,24 +82,60 @@ impl Writer {
         self.bytes.extend_from_slice(encoded);
     }
 
+    /// The first `bytes` of what is encoded already. As many are copied however few that are, which is quicker.
+    #[inline]
+    pub fn short(&mut self, encoded: &[u8; 32], bytes: usize) {
+        let end = self.bytes.len() + bytes.min(encoded.len());
+        self.bytes.extend_from_slice(encoded);
+        self.bytes.truncate(end);
+    }
+
     /// What was written since the last time.
     pub fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.bytes)
     }
 
+    /// The end of that, from its byte number `at` on.
+    #[inline]
+    pub fn since(&self, at: usize) -> &[u8] {
+        &self.bytes[at..]
+    }
+
+    /// How many bytes that is.
+    pub fn written(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// As if only the first `written` of these bytes had been written.
+    pub fn rewind(&mut self, written: usize) {
+        self.bytes.truncate(written);
+    }
+
     /// The first byte of an item, and its argument in the shortest form.
     #[inline]
     fn head(&mut self, major: u8, n: u64) {
-        let be = n.to_be_bytes();
-        let (info, argument) = match n {
-            0..24 => (n as u8, &be[8..]),
-            24..0x100 => (24, &be[7..]),
-            0x100..0x1_0000 => (25, &be[6..]),
-            0x1_0000..0x1_0000_0000 => (26, &be[4..]),
-            _ => (27, &be[..]),
+        if n < 24 {
+            return self.bytes.push(major << 5 | n as u8);
+        }
+        let (info, argument_bytes) = match n {
+            0..0x100 => (24, 1),
+            0x100..0x1_0000 => (25, 2),
+            0x1_0000..0x1_0000_0000 => (26, 4),
+            _ => (27, 8),
         };
-        self.bytes.push(major << 5 | info);
-        self.bytes.extend_from_slice(argument);
+        // As many bytes whatever the argument, which is quicker than a copy of this or that length.
+        let mut out = [major << 5 | info; 9];
+        out[1..].copy_from_slice(&(n << (64 - 8 * argument_bytes)).to_be_bytes());
+        let end = self.bytes.len() + 1 + argument_bytes;
+        self.bytes.extend_from_slice(&out);
+        self.bytes.truncate(end);
+    }
+}
+
+impl From<Vec<u8>> for Writer {
+    /// One that has written these bytes.
+    fn from(bytes: Vec<u8>) -> Writer {
+        Writer { bytes }
     }
 }
 

@@ -13,6 +13,9 @@ use crate::near;
 /// what it leads to. A power of two.
 const AHEAD: usize = 32;
 
+/// The same of entries of a dict.
+const ENTRIES_AHEAD: usize = 16;
+
 /// Gives `take` the items of a list from the front on, as long as it says `true`. Returns how many it took.
 ///
 /// # Safety
@@ -35,6 +38,10 @@ pub(crate) unsafe fn items_while<'py>(
         if index + AHEAD / 2 < next {
             // SAFETY: it is an item of the list.
             unsafe { near::fetch_table(ring[(index + AHEAD / 2) % AHEAD]) };
+        }
+        if index + AHEAD / 4 < next {
+            // SAFETY: it is an item of the list.
+            unsafe { near::fetch_values(ring[(index + AHEAD / 4) % AHEAD]) };
         }
         // SAFETY: as above.
         let item = unsafe { Borrowed::from_ptr(list.py(), ring[index % AHEAD]) };
@@ -74,10 +81,21 @@ pub(crate) unsafe fn entries_while<'py>(
     dict: &Bound<'py, PyDict>,
     mut take: impl FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
 ) -> usize {
-    let (mut at, mut taken, count) = (0, 0, dict.len());
-    let (mut key, mut value) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: it is a dict, which does not change meanwhile, as the caller vouches.
-    while taken < count && unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, &mut key, &mut value) } != 0 {
+    let count = dict.len();
+    let mut ring = [(std::ptr::null_mut(), std::ptr::null_mut()); ENTRIES_AHEAD];
+    let (mut at, mut next, mut taken) = (0, 0, 0);
+    while taken < count {
+        while next < count.min(taken + ENTRIES_AHEAD) {
+            let (key, value) = &mut ring[next % ENTRIES_AHEAD];
+            // SAFETY: it is a dict, which does not change meanwhile, as the caller vouches.
+            if unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, key, value) } == 0 {
+                return taken;
+            }
+            near::fetch(*key);
+            near::fetch(*value);
+            next += 1;
+        }
+        let (key, value) = ring[taken % ENTRIES_AHEAD];
         // SAFETY: an entry's key and value are there, and the dict keeps both while `take` looks.
         let (key, value) = unsafe { (Borrowed::from_ptr(dict.py(), key), Borrowed::from_ptr(dict.py(), value)) };
         if !take(&key, &value) {

@@ -72,3 +72,24 @@ pub(crate) unsafe fn fetch_table(object: *mut ffi::PyObject) {
     fetch(table as *const ffi::PyObject);
     fetch(table.wrapping_add(LINE_BYTES) as *const ffi::PyObject);
 }
+
+/// Begins to fetch the first values of a dict; nothing of another object.
+///
+/// # Safety
+/// It is a live object, and nothing changes it meanwhile.
+#[inline]
+pub(crate) unsafe fn fetch_values(object: *mut ffi::PyObject) {
+    // SAFETY: the caller vouches for the object.
+    if unsafe { ffi::Py_TYPE(object) } != &raw mut ffi::PyDict_Type {
+        return;
+    }
+    let (mut at, mut value) = (0, std::ptr::null_mut());
+    for _ in 0..4 {
+        // SAFETY: it is a dict, which does not change meanwhile.
+        if unsafe { ffi::PyDict_Next(object, &mut at, std::ptr::null_mut(), &mut value) } == 0 {
+            return;
+        }
+        fetch(value);
+        fetch(value.wrapping_byte_add(LINE_BYTES));
+    }
+}

@@ -2,7 +2,8 @@
 //!
 //! A thread that is made, or woken, may take the core of the one that makes or wakes it at once: the scheduler owes it
 //! time. In a call that holds up the training that costs as long as the new thread cares to run. So threads for the
-//! background are made by one that gives way, and inherit this from it; to wake that one takes nobody's core.
+//! background are made by one under `SCHED_BATCH` (sched(7)), and inherit this from it; to wake that one takes nobody's
+//! core.
 
 #![allow(unsafe_code)] // asks the kernel for a scheduling policy, for which there is no safe call
 

@@ -131,7 +131,7 @@ fn run(
     state: State,
     progress: &Progress,
 ) -> Result<()> {
-    if state.pace().gives_way {
+    if state.gives_way() {
         background::take_less();
     }
     let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
@@ -458,7 +458,11 @@ fn discard(store: &dyn Store, paths: &[String]) {
 impl State {
     fn pace(&self) -> Pace {
         let is_urgent = self.providers.iter().flatten().any(|provider| provider.is_urgent());
-        Pace { is_urgent, gives_way: self.is_vouched_for && !self.is_waited_for }
+        Pace { is_urgent, gives_way: self.gives_way() }
+    }
+
+    fn gives_way(&self) -> bool {
+        self.is_vouched_for && !self.is_waited_for
     }
 
     /// The bytes of what is to be written.

@@ -9,11 +9,11 @@ use pyo3::{Borrowed, ffi};
 
 use crate::near;
 
-/// So many items ahead of the one that is looked at, an item of a list is fetched into the cache; half as many ahead,
-/// what it leads to. A power of two.
+/// So many items ahead of the one that is looked at, an item of a list is fetched into the cache; if it is a dict, half
+/// as many ahead its table, and a quarter as many ahead its values.
 const AHEAD: usize = 32;
 
-/// The same of entries of a dict.
+/// So many entries ahead of the one that is looked at, the key and the value of an entry of a dict are fetched.
 const ENTRIES_AHEAD: usize = 16;
 
 /// Gives `take` the items of a list from the front on, as long as it says `true`. Returns how many it took.

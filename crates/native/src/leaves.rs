@@ -310,6 +310,7 @@ impl Described {
         Ok(move || State { catalog, providers: now.providers(&bodies), replicas, is_vouched_for, is_waited_for })
     }
 
+    /// Of a save of what is described. `is_waited_for`: nothing else goes on meanwhile.
     pub(crate) fn pace(&self, is_waited_for: bool) -> Pace {
         Pace { is_urgent: self.is_urgent, gives_way: self.is_lazy && !is_waited_for }
     }

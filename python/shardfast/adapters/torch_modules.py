@@ -1,0 +1,160 @@
+"""PyTorch's modules as named tensors and values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..catalog import Ints, Outline, Refused
+from .torch_capture import Place, announce_loads, outline_of_modules
+from .torch_memory import identity
+from .torch_placement import chunks, everyone
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
+
+_EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state() in a state dict
+
+
+class _Names:
+    """Fully qualified names of a module's state, without what wrappers add to them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        wrappers = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
+        self._wrapped = {f"{path}.module" if path else "module" for path in _paths(module, wrappers)}
+
+    def __call__(self, name: str) -> str:
+        kept, path = [], ""
+        for component in name.split("."):
+            path = f"{path}.{component}" if path else component
+            if component not in WRAPPERS and path not in self._wrapped:
+                kept.append(component)
+        return ".".join(kept)
+
+
+def _paths(module: nn.Module, kinds: tuple[type, ...]) -> Iterator[str]:
+    return (path for path, child in module.named_modules() if isinstance(child, kinds))
+
+
+@dataclass(frozen=True)
+class _Replicated:
+    """A part of a module that ``DistributedDataParallel`` keeps the same on all ranks of the job.
+
+    Attributes:
+        prefix: Of the names of what it holds.
+        ignored: Names behind the prefix of what it leaves alone.
+    """
+
+    prefix: str
+    ignored: frozenset[str]
+
+    def covers(self, name: str) -> bool:
+        return name.startswith(self.prefix) and name.removeprefix(self.prefix) not in self.ignored
+
+
+def _replicated(module: nn.Module) -> Iterator[_Replicated]:
+    for path in _paths(module, (nn.parallel.DistributedDataParallel,)):
+        wrapper: Any = module.get_submodule(path)
+        # Ranks outside of its group may hold the same as well, or something else.
+        if torch.distributed.get_world_size(wrapper.process_group) == torch.distributed.get_world_size():
+            prefix = f"{path}.module." if path else "module."
+            yield _Replicated(prefix, frozenset(getattr(wrapper, "parameters_to_ignore", ())))
+
+
+class Modules:
+    """One module, or several parts of one (pipeline stages), as named tensors and values."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._of_parameters: list[Place] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, object] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._derived: list[str] = []
+        self._replicated: dict[int, list[_Replicated]] = {}
+        for module in modules:
+            names = _Names(module)
+            self._replicated[id(module)] = list(_replicated(module))
+            state = module.state_dict(keep_vars=True)
+            own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+            for original, value in state.items():
+                name = names(original)
+                is_tensor = isinstance(value, torch.Tensor) and original.rsplit(".", 1)[-1] != _EXTRA_STATE
+                if name in self._places:
+                    twin = self._tensors.get(name)
+                    if twin is None or not is_tensor or identity(twin) != identity(value):
+                        raise Refused(f"two parts of the module have an entry {name!r}, and they are not the same")
+                    continue
+                self._places[name] = (module, original)
+                if is_tensor:
+                    self._tensors[name] = value
+                    if id(value) not in own:
+                        self._derived.append(name)
+                else:
+                    self._values[name] = value
+            for original, parameter in module.named_parameters(remove_duplicate=False):
+                if names(original) not in self.parameters:
+                    self.parameters[names(original)] = parameter
+                    self._of_parameters.append((id(module), original))
+
+    def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
+        for module in self._modules:
+            announce_loads(module, notice)
+        return ()
+
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        return {
+            name: everyone()
+            for name, (module, original) in self._places.items()
+            if name in self._tensors and any(wrapper.covers(original) for wrapper in self._replicated[id(module)])
+        }
+
+    def outline(self) -> Outline | None:
+        if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
+            return None
+        tensors = {(id(self._places[name][0]), self._places[name][1]): own for name, own in self._tensors.items()}
+        return outline_of_modules(self._modules, tensors, self._of_parameters)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def values(self) -> Mapping[str, object]:
+        return self._values
+
+    def accepts(self, name: str) -> bool:
+        return False
+
+    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> torch.Tensor:
+        raise Refused(f"a module has no place for {name!r}")
+
+    def merges(self, name: str) -> bool:
+        return False
+
+    def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
+        return name
+
+    def restore(
+        self,
+        created: Mapping[str, torch.Tensor],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
+    ) -> Callable[[], None]:
+        # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
+        partial: dict[nn.Module, dict[str, Any]] = {}
+        for name, value in {**{name: self._tensors[name] for name in self._derived}, **values}.items():
+            module, original = self._places[name]
+            partial.setdefault(module, {})[original] = value
+
+        def install() -> None:
+            for module, entries in partial.items():
+                module.load_state_dict(entries, strict=False)
+
+        return install

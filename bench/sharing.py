@@ -11,7 +11,7 @@ from figures import Figures, median, ratio, spread, summary, table
 from ranks import Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, timed
 from shardfast import _native, verbs
 from shardfast.adapters import torch_rounds
-from shardfast.matching import LoadPlan, Options
+from shardfast.load_plan import LoadPlan, Options
 from shardfast.session import TIMEOUT_S, current
 from states import State, bytes_of, expect_equal_whole, sharded, zero
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from figures import OURS
 from ranks import made
 from shardfast import verbs
-from shardfast.matching import LoadPlan
+from shardfast.load_plan import LoadPlan
 from shardfast.session import TIMEOUT_S
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from .inspection import Mapped, mapped
-    from .matching import LoadPlan
+    from .load_plan import LoadPlan
     from .schedule import every, last, steps
     from .verbs import load, plan_load, save, save_async
 
@@ -70,7 +70,7 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "LoadPlan": "matching",
+    "LoadPlan": "load_plan",
     "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "catalog",

@@ -290,11 +290,29 @@ class Outline:
     values: Callable[[Sequence[Any]], Mapping[str, object]]
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a bundle makes of what was loaded.
+
+    Attributes:
+        install: The call that installs it.
+        missing: Leaves of the bundle that stay as they were, because the checkpoint says nothing of them.
+        unexpected: Loaded leaves for which there is no place after all.
+    """
+
+    install: Callable[[], None]
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+
 class Bundle(Protocol):
     """A framework's object (a module, an optimizer) as named tensors and values.
 
     Names are unique within the bundle and the same on every rank that holds the thing named, whatever the layout.
     """
+
+    parameters: dict[str, Any]
+    """By FQN the parameters that a module holds or an optimizer owns."""
 
     def announce(self, notice: Callable[[], None]) -> Sequence[Any]:
         """Has ``notice`` called before the framework changes the bundle's tensors, for as long as the bundle lives.
@@ -331,8 +349,21 @@ class Bundle(Protocol):
         """Whether there is a place for a saved leaf of that name though nothing is there yet (state made lazily)."""
         ...
 
-    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> Any:
-        """A tensor for the saved tensor ``name``, not yet installed; with ``dry`` one without memory, to plan with."""
+    def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
+        """A tensor for the saved tensor ``name``, not yet installed; with ``dry`` one without memory, to plan with.
+
+        Args:
+            name: Of the leaf.
+            dtype: Its element type.
+            shape: Its global shape.
+            layout: The :attr:`Layout.text` with which it was saved.
+            beside: That of the parameter to which it belongs.
+            dry: See above.
+        """
+        ...
+
+    def drops(self, name: str) -> bool:
+        """Whether a load removes a leaf that is here if the checkpoint holds the bundle without it."""
         ...
 
     def merges(self, name: str) -> bool:
@@ -350,7 +381,8 @@ class Bundle(Protocol):
         parameter: Callable[[str], str],
         *,
         strict: bool,
-    ) -> Callable[[], None]:
+        absent: Sequence[str] = (),
+    ) -> Restored:
         """Checks what was loaded and returns the call that installs it.
 
         Args:
@@ -358,6 +390,7 @@ class Bundle(Protocol):
             values: The loaded values by name; for those that merge, the list of all copies.
             parameter: As in :meth:`renamed`, for the names of parameters inside values.
             strict: Whether values must speak of all that is here.
+            absent: Leaves that are here and not in the checkpoint, of those that :meth:`drops` names.
 
         Raises:
             Refused: If the values do not fit; nothing has changed then.
@@ -436,6 +469,10 @@ class Adapter(Protocol):
 
     def target(self, tensor: Any, dtype: str) -> Target:
         """Memory that takes elements of type ``dtype`` on their way into ``tensor``."""
+        ...
+
+    def wrote(self, owners: Sequence[Any]) -> None:
+        """Has the framework know that these were written: owners of targets, in whose memory a load puts elements."""
         ...
 
     def destination(self, tensor: Any, dtype: str) -> Destination:

@@ -12,7 +12,7 @@ from . import _native
 from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
-from .matching import LoadPlan, Options, Rename
+from .load_plan import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
 from .session import TIMEOUT_S, current
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared

@@ -6,7 +6,6 @@ in place by the engine; values are made and installed last, once all bytes are t
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,113 +24,13 @@ from .catalog import (
 )
 from .collection import Paused
 from .errors import Corrupt, Invalid
+from .load_plan import LoadPlan, Options
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
 from .values import Raising, Trail, decode, raise_value, tensors_in
 
-Rename = Mapping[str, str] | Callable[[str], str]
 NativeWant = tuple[Any, ...]
 """``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``, and the
 number of the CUDA device at the end if it is one's memory."""
-
-
-_REMEDIES = {
-    "missing": "missing: rename= maps saved names to those here, only= loads a part, strict=False allows it",
-    "unexpected": "unexpected: only= loads a part, strict=False allows it",
-    "dtype": "dtype: cast=True converts",
-    "tied": "tied: strict=False takes the one that is named second",
-    "per rank": (
-        'per rank: per_rank="rank0" takes what rank 0 saved, per_rank="index" what the rank of the same number saved, '
-        "modulo the number of saving ranks"
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the caller of a load allows and asks for; see :func:`shardfast.load`."""
-
-    strict: bool = True
-    rename: Rename | None = None
-    cast: bool = False
-    only: tuple[str, ...] = ()
-    per_rank: str = "error"
-    pickle: bool = False
-
-    def __post_init__(self) -> None:
-        if self.per_rank not in ("error", "rank0", "index"):
-            raise Invalid(f'per_rank={self.per_rank!r}: expected "error", "rank0" or "index"')
-        if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
-            raise Invalid(f"rename={self.rename!r}: expected a dict from saved names to yours, or a function")
-
-    def selects(self, name: str) -> bool:
-        """Whether ``only`` selects the leaf ``key/name``."""
-        if not self.only:
-            return True
-        key = name.partition("/")[0]
-        matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
-        return any(matches)
-
-
-@dataclass
-class LoadPlan:
-    """What a load takes from a checkpoint into a state, on this rank. ``str()`` of it says so for people.
-
-    Attributes:
-        url: Of the checkpoint.
-        step: The training step that it was saved at, if it is one of a run.
-        tensors: Names (``key/name``, as in the state) of the tensors that are loaded.
-        values: Names of the Python values that are loaded.
-        renamed: Names in the state by names in the checkpoint, where they differ.
-        cast: Of tensors whose dtype changes: the saved dtype and the state's.
-        missing: Names that the state has and the checkpoint has not.
-        unexpected: Names that the checkpoint has and no rank's state has.
-        problems: Everything that forbids the load, of all ranks; empty after a load.
-        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load`
-            only.
-        bytes_read: Bytes that it will read for them, or after a load: that it read from storage.
-        reads: Number of reads.
-        files: Number of files opened.
-        bytes_received: Bytes that other ranks read and sent.
-        bytes_sent: Bytes that were read here and sent to other ranks.
-        is_shared: Whether the ranks read for each other.
-    """
-
-    url: str
-    step: int | None
-    tensors: list[str] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)
-    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    bytes_wanted: int = 0
-    bytes_read: int = 0
-    reads: int = 0
-    files: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    is_shared: bool = False
-
-    def __str__(self) -> str:
-        at = "" if self.step is None else f" (step {self.step})"
-        lines = [
-            f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values",
-            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read: {self.reads} reads of {self.files} files",
-        ]
-        lists = {
-            "renamed": [f"{old} -> {new}" for old, new in self.renamed.items()],
-            "cast": [f"{name}: {saved} -> {ours}" for name, (saved, ours) in self.cast.items()],
-            "missing in the checkpoint": self.missing,
-            "unexpected in the checkpoint": self.unexpected,
-            "problems": self.problems,
-            "tensors": self.tensors,
-            "values": self.values,
-        }
-        for title, names in lists.items():
-            if names:
-                lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names)]
-        return "\n".join(lines)
 
 
 class _Want(NamedTuple):
@@ -158,6 +57,22 @@ class _Value:
     merges: bool
 
 
+@dataclass(frozen=True)
+class _Received:
+    """A module or optimizer, and what is loaded for it.
+
+    Attributes:
+        created: Tensors that were made for it, by leaf name.
+        values: Its loaded values, likewise.
+        absent: What it has, and was not saved with, and drops.
+    """
+
+    entry: BundleEntry
+    created: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+
 class Matching:
     """A state matched with the leaves of a checkpoint. Neither is changed before :meth:`install`.
 
@@ -182,16 +97,18 @@ class Matching:
         self.touched: set[int] = set()
         self._options = options
         self._adapters = walked.adapters
-        self._module_keys = walked.module_keys
         self._rank, self._world, self._saved_world, self._dry = rank, world, saved_world, dry
         self._saved = {(leaf.key, leaf.name): leaf for leaf in saved}
+        self._keys_of: dict[str, list[str]] = {}
+        for leaf in saved if options.rename is not None else ():
+            self._keys_of.setdefault(leaf.name, []).append(leaf.key)
         self._referred: dict[tuple[str, str], list[SavedLeaf]] = _referred(saved)
         self._ours = self._renamed(saved, walked)
         self._wants: list[_Want] = []
         self._values: list[_Value] = []
         self._filled: dict[Hashable, tuple[int, str]] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
-        self._bundles: list[tuple[BundleEntry, dict[str, Any], dict[str, object]]] = []
+        self._bundles: list[_Received] = []
         self._finish: list[Callable[[], None]] = []
         self._install: list[Callable[[], None]] = []
         self._owners: list[object] = []
@@ -220,13 +137,17 @@ class Matching:
             raise Invalid(f"rename: {name!r} becomes {new!r}: expected a name of the form key/name")
         return new
 
-    def _parameter(self, fqn: str) -> str:
-        """The present name of a parameter, of whichever module."""
-        for key in self._module_keys:
-            new = self._rename(f"{key}/{fqn}")
-            if new != f"{key}/{fqn}" and new.startswith(f"{key}/"):
-                return new.removeprefix(f"{key}/")
-        return fqn
+    def _parameter(self, entry: BundleEntry) -> Callable[[str], str]:
+        """The present name of a saved parameter, in what a bundle says: an optimizer follows what it owns."""
+
+        def present(fqn: str) -> str:
+            for key in self._keys_of.get(fqn, ()):
+                new_key, _, new = self._rename(f"{key}/{fqn}").partition("/")
+                if new in entry.owned.get(new_key, ()):
+                    return new
+            return fqn
+
+        return present
 
     def _renamed(self, saved: Sequence[SavedLeaf], walked: Walked) -> dict[tuple[str, str], SavedLeaf]:
         """The saved leaves by their names in this state."""
@@ -246,7 +167,7 @@ class Matching:
             new = self._rename(old)
             for entry in bundles.get(leaf.key, ()) if new == old else ():
                 if leaf.name.startswith(entry.prefix):
-                    below = entry.bundle.renamed(leaf.name.removeprefix(entry.prefix), self._parameter)
+                    below = entry.bundle.renamed(leaf.name.removeprefix(entry.prefix), self._parameter(entry))
                     new = f"{leaf.key}/{entry.prefix}{below}"
             key, _, name = new.partition("/")
             other = ours.setdefault((key, name), leaf)
@@ -437,17 +358,31 @@ class Matching:
     # Modules and optimizers
 
     def _bundle(self, entry: BundleEntry) -> None:
-        created: dict[str, Any] = {}
-        received: dict[str, object] = {}
-        self._bundles.append((entry, created, received))
+        bundle = _Received(entry)
+        self._bundles.append(bundle)
         tensors, values = entry.bundle.tensors(), entry.bundle.values()
+        # What is saved of a bundle is all of it: its values say so, which are saved whatever else there is.
+        is_saved = any(
+            (entry.key, entry.prefix + name) in self._ours
+            and self._options.selects(f"{entry.key}/{entry.prefix}{name}")
+            for name in values
+            if not entry.bundle.drops(name)
+        )
+        for name in [*tensors, *values] if is_saved else ():
+            full = f"{entry.key}/{entry.prefix}{name}"
+            is_absent = (entry.key, entry.prefix + name) not in self._ours and self._options.selects(full)
+            if is_absent and entry.bundle.drops(name):
+                bundle.absent.append(name)
+                self.plan.dropped.append(full)
+        absent = set(bundle.absent)
         for name, tensor in tensors.items():
-            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
-            self._into(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+            if name not in absent:
+                adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+                self._into(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
         for name, value in values.items():
-            leaf = self._find(entry.key, entry.prefix + name)
+            leaf = self._find(entry.key, entry.prefix + name) if name not in absent else None
             if leaf is not None:
-                self._accept(entry, name, leaf, value, created, received)
+                self._accept(bundle, name, leaf, value)
         # State that is made lazily: what the checkpoint holds says what there will be.
         owned = {other.index for below in self._referred.values() for other in below}
         for (key, name), leaf in self._ours.items():
@@ -456,30 +391,34 @@ class Matching:
                 continue
             is_selected = leaf.index not in owned and self._options.selects(f"{key}/{name}")
             if is_selected and entry.bundle.accepts(below):
-                self._accept(entry, below, leaf, None, created, received)
+                self._accept(bundle, below, leaf, None)
 
-    def _accept(
-        self,
-        entry: BundleEntry,
-        name: str,
-        leaf: SavedLeaf,
-        current: object,
-        created: dict[str, Any],
-        received: dict[str, object],
-    ) -> None:
+    def _accept(self, bundle: _Received, name: str, leaf: SavedLeaf, current: object) -> None:
+        entry = bundle.entry
         saved = self._tensor_of(leaf)
         full = f"{entry.key}/{entry.prefix}{name}"
         if saved is None:
-            place = f"{entry.place}.{name}"
-            self._value(leaf, place, lambda value: received.update({name: value}), current, entry.bundle.merges(name))
+            place, values = f"{entry.place}.{name}", bundle.values
+            self._value(leaf, place, lambda value: values.update({name: value}), current, entry.bundle.merges(name))
             return
         if not entry.bundle.accepts(name):
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
             return
-        tensor = entry.bundle.create(name, saved.dtype, saved.shape, dry=self._dry)
+        beside = self._layout_beside(entry, name)
+        tensor = entry.bundle.create(name, saved.dtype, saved.shape, layout=saved.layout, beside=beside, dry=self._dry)
         adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
-        created[name] = tensor
+        bundle.created[name] = tensor
         self._want(saved, adapter, tensor, adapter.destination(tensor, saved.dtype), full)
+
+    def _layout_beside(self, entry: BundleEntry, name: str) -> str:
+        """In words, how the parameter was laid out whose state is called ``name``."""
+        for key, fqns in entry.owned.items():
+            path = name.partition(".")[2]
+            while path := path.rpartition(".")[0]:
+                leaf = self._ours.get((key, path))
+                if path in fqns and leaf is not None:
+                    return leaf.layout
+        return ""
 
     # From a plan to a filled state
 
@@ -499,16 +438,20 @@ class Matching:
 
     def _bound(self) -> list[NativeWant]:
         out = []
+        owners: dict[Adapter, list[object]] = {}
         for want in self._wants:
             try:
                 target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
             except Refused as refused:
                 raise Invalid(f"{want.place}: {refused}") from refused
-            self._owners.append(target.owner)
+            owners.setdefault(want.adapter, []).append(target.owner)
             if target.finish is not None:
                 self._finish.append(target.finish)
             for region, memory in zip(want.destination.layout.regions, target.memory, strict=True):
                 out.append(_native_want(want.leaf.index, region, memory))
+        for adapter, of in owners.items():
+            adapter.wrote(of)
+        self._owners += owners.values()
         return out
 
     def value_wants(self) -> list[tuple[int, int]]:
@@ -523,12 +466,23 @@ class Matching:
         for value in self._values:
             made = [self._raise(value, next(remaining)) for _ in value.copies]
             value.receive(made if value.merges else made[0])
-        for entry, created, received in self._bundles:
+        for bundle in self._bundles:
+            entry = bundle.entry
             try:
-                restored = entry.bundle.restore(created, received, self._parameter, strict=self._options.strict)
-                self._install.append(restored)
+                restored = entry.bundle.restore(
+                    bundle.created,
+                    bundle.values,
+                    self._parameter(entry),
+                    strict=self._options.strict,
+                    absent=bundle.absent,
+                )
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused
+            self._install.append(restored.install)
+            missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
+            self.plan.missing += sorted(missing)
+            self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
+            self.plan.unexpected += [f"{entry.key}/{entry.prefix}{name}" for name in restored.unexpected]
         for install in self._install:
             install()
 
@@ -575,16 +529,6 @@ class Matching:
                 count = f"{len(below)} leaves" if len(below) > 1 else "one leaf"
                 lines.append(f"unexpected: {key}, all of it ({count}), is in the checkpoint only")
         self.plan.problems = lines
-
-    def expect_no_problems(self) -> None:
-        """Raises one error with every problem, the same on every rank."""
-        problems = self.plan.problems
-        if problems:
-            count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
-            kinds = {problem.partition(":")[0] for problem in problems}
-            remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
-            lines = [f"  {problem}" for problem in problems]
-            raise Invalid("\n".join([f"{self.plan.url} does not fit the state ({count}):", *lines, *remedies]))
 
 
 def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLeaf]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import adapters as frameworks
@@ -73,6 +73,9 @@ class BundleEntry:
     name: str | None = None
     value: Any = None
     """The module or optimizer, or the list of them."""
+
+    owned: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """For an optimizer the names of its parameters, by the keys under which they stand."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,19 @@ class Walked:
 
     entries: list[Entry]
     adapters: list[Adapter]
-    module_keys: list[str]
-    """The keys under which modules stand: optimizers speak of parameters by FQNs of these."""
+
+
+@dataclass(frozen=True)
+class _Named:
+    """The names of what an optimizer may own, and the keys under which it stands, by ``id``."""
+
+    names: dict[int, str]
+    keys: dict[int, str]
+
+    def add(self, tensor: object, key: str, name: str) -> None:
+        """The first name counts."""
+        if id(tensor) not in self.names:
+            self.names[id(tensor)], self.keys[id(tensor)] = name, key
 
 
 def walk(state: object) -> Walked:
@@ -146,25 +160,35 @@ def walk(state: object) -> Walked:
 def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     """As :func:`walk`, of a state's units."""
     modules: dict[int, Bundle] = {}
-    names: dict[int, str] = {}
-    module_keys: list[str] = []
+    named = _Named({}, {})
     owners = [_owner(unit.value, adapters) for unit in units]
     for unit, owner in zip(units, owners, strict=True):
         module = _module(unit, adapters) if owner is None else None
         if module is not None:
             modules[id(unit)] = module.bundle
-            module_keys.append(unit.key)
             prefix = f"{unit.name}." if unit.name is not None else ""
             for fqn, parameter in module.parameters.items():
-                names.setdefault(id(parameter), prefix + fqn)
+                named.add(parameter, unit.key, prefix + fqn)
+    for unit, owner in zip(units, owners, strict=True):
+        for name, tensor in _standing(unit, owner, adapters):
+            named.add(tensor, unit.key, name)
     pure_keys = _pure_keys(units, owners, adapters)
     entries = [
         _tensor_entry(unit, owner, unit.key in pure_keys)
         if owner is not None
-        else _entry(unit, adapters, modules.get(id(unit)), names, unit.key in pure_keys)
+        else _entry(unit, adapters, modules.get(id(unit)), named, unit.key in pure_keys)
         for unit, owner in zip(units, owners, strict=True)
     ]
-    return Walked(entries, adapters, module_keys)
+    return Walked(entries, adapters)
+
+
+def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
+    """The tensors that stand by themselves, with their names: a dict of parameters is owned as a module's are."""
+    if owner is not None:
+        yield unit.name if unit.name is not None else VALUE, unit.value
+    elif isinstance(unit.value, dict) and unit.name is not None and _tensors_of_tree(unit.value, adapters):
+        for leaf in _tree(unit.key, unit.name, unit.value, adapters, True, unit.place):
+            yield leaf.name, leaf.tensor
 
 
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:
@@ -180,7 +204,7 @@ def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[A
             elif _module(unit, adapters) is not None:
                 return None
             else:
-                entries.append(_entry(unit, adapters, None, {}, unit.key in pure_keys))
+                entries.append(_entry(unit, adapters, None, _Named({}, {}), unit.key in pure_keys))
     except Invalid:  # a new optimizer, whose parameters have no names here
         return None
     return None if any(isinstance(entry, BundleEntry) for entry in entries) else entries
@@ -270,7 +294,11 @@ def _tensor_entry(unit: Unit, adapter: Adapter, pure: bool) -> TensorEntry:
 
 
 def _entry(
-    unit: Unit, adapters: Sequence[Adapter], module: Bundle | None, names: Mapping[int, str], pure: bool
+    unit: Unit,
+    adapters: Sequence[Adapter],
+    module: Bundle | None,
+    named: _Named,
+    pure: bool,
 ) -> Entry:
     name, value = unit.name if unit.name is not None else VALUE, unit.value
     prefix = f"{unit.name}." if unit.name is not None else ""
@@ -278,9 +306,13 @@ def _entry(
         return BundleEntry(unit.key, prefix, module, unit.place, unit.name, value)
     if isinstance(value, PerRank):
         return _per_rank(unit, name, value)
-    optimizer = _optimizer(unit, adapters, names)
+    optimizer = _optimizer(unit, adapters, named.names)
     if optimizer is not None:
-        return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value)
+        owned: dict[str, set[str]] = {}
+        for fqn, parameter in optimizer.parameters.items():
+            owned.setdefault(named.keys[id(parameter)], set()).add(fqn)
+        names = {key: frozenset(fqns) for key, fqns in owned.items()}
+        return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value, names)
     if _is_stateful(value):
         return ValueEntry(unit.key, name, unit.state_dict, False, value, unit.put, unit.place)
     if isinstance(value, dict) and _tensors_of_tree(value, adapters):

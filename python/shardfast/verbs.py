@@ -15,7 +15,8 @@ from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .collection import Paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
-from .matching import LoadPlan, Matching, Options, Rename
+from .load_plan import LoadPlan, Options, Rename
+from .matching import Matching
 from .session import TIMEOUT_S, current
 from .state import walk
 
@@ -264,7 +265,7 @@ def fill(
     itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the tensors are.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
-    matching.expect_no_problems()
+    matching.plan.expect_no_problems()
     in_flight.staged()
     wants = prepared(session, matching.bind, timeout_s)
     streams = _streams({want[5] for want in wants if len(want) == 6})

@@ -487,7 +487,7 @@ def test_values_of_a_module_go_in_by_its_own_door():
     bundle = ADAPTER.module(model).bundle
     assert list(bundle.tensors()) == ["0.weight", "0.bias"]
     assert bundle.values()["0._extra_state"]["count"] == 7
-    install = bundle.restore({}, {"0._extra_state": {"count": 9, "table": torch.ones(2)}}, str, strict=True)
+    install = bundle.restore({}, {"0._extra_state": {"count": 9, "table": torch.ones(2)}}, str, strict=True).install
     assert model[0].count == 7
     install()
     assert model[0].count == 9
@@ -508,7 +508,7 @@ def test_tensors_that_a_hook_makes_are_given_back_through_the_module():
     bundle = ADAPTER.module(model).bundle
     (tensor,) = bundle.tensors().values()
     tensor.fill_(5)
-    bundle.restore({}, {}, str, strict=True)()
+    bundle.restore({}, {}, str, strict=True).install()
     assert bool((model.weight == 5).all())
 
 
@@ -663,7 +663,7 @@ def test_the_order_of_parameters_in_a_group_is_not_stored():
     (saved,) = ADAPTER.optimizer(optimizer, fqns(model)).values()["param_groups"]
     assert "param_names" not in saved
     other = torch.optim.SGD([*reversed(list(model.named_parameters()))], lr=0.1)
-    ADAPTER.optimizer(other, fqns(model)).restore({}, {"param_groups": [[saved]]}, str, strict=True)()
+    ADAPTER.optimizer(other, fqns(model)).restore({}, {"param_groups": [[saved]]}, str, strict=True).install()
     assert (other.param_groups[0]["lr"], other.param_groups[0]["param_names"]) == (0.5, ["bias", "weight"])
 
 
@@ -685,7 +685,7 @@ def test_an_optimizer_goes_on_after_a_restore_as_it_would_have(kind):
             present = created[name] = bundle.create(name, layout.dtype, layout.shape, dry=False)
         restore(ADAPTER, present, data(tensor))
     values = {name: value for name, value in saved.values().items() if name != "param_groups"}
-    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str, strict=True)()
+    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str, strict=True).install()
     for optimizer in (one, two):
         stepped(optimizer)
     assert torch.equal(source.weight, goal.weight)
@@ -706,7 +706,7 @@ def test_groups_take_the_hyper_parameters_of_their_parameters():
     bundle = ADAPTER.optimizer(optimizer, fqns(model))
     with pytest.raises(Refused, match=r"no saved parameter group has 'norm\.bias': strict=False leaves it"):
         bundle.restore({}, {"param_groups": both}, str, strict=True)
-    install = bundle.restore({}, {"param_groups": both}, str, strict=False)
+    install = bundle.restore({}, {"param_groups": both}, str, strict=False).install
     assert optimizer.param_groups[0]["lr"] == 9
     install()
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 9]
@@ -730,7 +730,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
     bundle = ADAPTER.optimizer(optimizer, fqns(model))
     for saved in (torch.tensor(0.125), 0.0625):
         groups = [[group(["weight", "bias"], lr=saved)]]
-        bundle.restore({}, {"param_groups": groups}, str, strict=True)()
+        bundle.restore({}, {"param_groups": groups}, str, strict=True).install()
         assert optimizer.param_groups[0]["lr"] is rate
         assert rate.item() == float(saved)
     with pytest.raises(Refused, match=r"\[2\] where one of torch.float32 \[\] stands"):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardfast import _native, verbs
 from shardfast.adapters import torch_rounds
 from shardfast.errors import Corrupt, Error
-from shardfast.matching import Options
+from shardfast.load_plan import Options
 from shardfast.session import current
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

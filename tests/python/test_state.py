@@ -11,7 +11,8 @@ import shardfast as sf
 import torch
 from shardfast.catalog import AliasLeaf, ObjectLeaf, SavedAlias, SavedObject, SavedTensor, TensorLeaf, item_bytes
 from shardfast.description import describe
-from shardfast.matching import LoadPlan, Matching, Options
+from shardfast.load_plan import LoadPlan, Options
+from shardfast.matching import Matching
 from shardfast.state import KEPT_BYTES_MAX, walk
 from torch import nn
 
@@ -78,7 +79,7 @@ class Stored:
         matching = self.match(state, rank, world, **options)
         untouched = [leaf.index for leaf in self.leaves if leaf.index not in matching.touched]
         matching.conclude(untouched, [(range(world), problem) for problem in matching.own_problems()])
-        matching.expect_no_problems()
+        matching.plan.expect_no_problems()
         for want in matching.bind():
             self._fill(*want)
         matching.install([self.bytes[wanted] for wanted in matching.value_wants()])
@@ -487,7 +488,7 @@ def test_problems_tell_which_ranks_have_them():
     matching = stored.match({"model": {"a": torch.ones(2)}}, rank=0, world=3)
     matching.conclude([], [([1], "missing: model/b is not in the checkpoint"), ([0, 1, 2], "shape: all")])
     with pytest.raises(sf.Invalid, match=r"model/b is not in the checkpoint \(rank 1\)\n  shape: all\n"):
-        matching.expect_no_problems()
+        matching.plan.expect_no_problems()
 
 
 def test_names_can_be_mapped():

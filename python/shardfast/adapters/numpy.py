@@ -74,6 +74,9 @@ class NumpyAdapter:
         staging = self.allocate(dtype, tensor.shape)
         return Target(_memory(staging), staging, lambda: np.copyto(tensor, staging, casting="unsafe"))
 
+    def wrote(self, owners: Sequence[Any]) -> None:
+        return
+
     def destination(self, tensor: Array, dtype: str) -> Destination:
         return Destination(self.layout(tensor), self.identity(tensor), None)
 

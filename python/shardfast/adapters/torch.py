@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ..catalog import Destination, Hold, Ints, Layout, Memory, Module, Refused, Region, Rounds, Source, Target
 from .torch_capture import hold_of, is_dtensor
@@ -29,6 +30,7 @@ from .torch_memory import (
 from .torch_modules import Modules
 from .torch_optimizers import Optimizers
 from .torch_placement import Placed, chunks, expect_shape, local_of, placed, text, views
+from .torch_refused import expect_understood_owner, expect_understood_tensor
 from .torch_rounds import carries, carry
 
 
@@ -60,6 +62,7 @@ class TorchAdapter:
         return isinstance(value, torch.Tensor)
 
     def layout(self, tensor: torch.Tensor) -> Layout:
+        expect_understood_tensor(tensor)
         is_sharded = is_dtensor(tensor)
         local = local_of(tensor) if is_sharded else tensor
         expect_storable(local)
@@ -108,7 +111,12 @@ class TorchAdapter:
             staging = torch.empty(local.shape, dtype=wanted)
             return Target(memory(tensor, staging), staging, lambda: copy(local, staging))
 
+    def wrote(self, owners: Sequence[torch.Tensor]) -> None:
+        # A backward through what was loaded in between then raises, as after `copy_`.
+        increment_version([owner for owner in owners if not owner.is_inference()])
+
     def destination(self, tensor: torch.Tensor, dtype: str) -> Destination:
+        expect_understood_tensor(tensor)
         local = local_of(tensor)
         kind = local.dtype
         if kind is OF_NAME.get(dtype) and local.is_contiguous() and is_direct(local) and is_storable(local):
@@ -144,6 +152,8 @@ class TorchAdapter:
 
     def optimizer(self, value: object, names: Mapping[int, str]) -> Optimizers | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        for part in parts:
+            expect_understood_owner(part)
         if not parts or not all(isinstance(part, torch.optim.Optimizer) for part in parts):
             return None
         return Optimizers(parts, names)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,59 @@ def announce_loads(module: nn.Module, notice: Notice) -> None:
         ours = [hook.hook for hook in hooks.values() if isinstance(getattr(hook, "hook", None), _BeforeLoad)]
         if not any(hook.notice == notice for hook in ours):
             part.register_load_state_dict_pre_hook(_BeforeLoad(notice))  # type: ignore[no-untyped-call]
+
+
+# Loads as modules know them
+
+
+_OF_TORCH = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.jit.")
+"""Where hooks and methods are defined that convert older state dicts, or do what was done before a load wrote."""
+
+
+def _is_of_torch(hook: object) -> bool:
+    return isinstance(hook, _BeforeLoad) or getattr(hook, "__module__", "").startswith(_OF_TORCH)
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether loading a state dict does more to the module than to fill its parameters and buffers."""
+    methods = [getattr(module, name) for name in ("load_state_dict", "_load_from_state_dict")]
+    before = [getattr(hook, "hook", hook) for hook in vars(module).get("_load_state_dict_pre_hooks", {}).values()]
+    after = vars(module).get("_load_state_dict_post_hooks", {}).values()
+    return not all(map(_is_of_torch, (*(_function(method) for method in methods), *before, *after)))
+
+
+def _function(method: Any) -> Any:
+    return getattr(method, "__func__", method)
+
+
+def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
+    """Has parts of ``module``, whose tensors are filled, load themselves where a load means more to them than that.
+
+    Such parts have hooks or methods of their own: they rebuild caches, convert, count. Each is given the state dict
+    that it has, with ``entries`` in place of what is not a tensor of its own.
+
+    Args:
+        module: The whole.
+        entries: By name in its state dict.
+    """
+    paths = {path for path, part in module.named_modules() if _loads_by_itself(part)}
+    every = dict(module.named_modules(remove_duplicate=False))
+    paths.update(next(_prefixes(name, every)) for name in entries)
+    for path in sorted(paths):
+        if any(above in paths for above in itertools.islice(_prefixes(path, every), 1, None)):
+            continue  # loaded with what it is a part of
+        part, prefix = every[path], f"{path}." if path else ""
+        mine = {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
+        part.load_state_dict({**part.state_dict(), **mine}, strict=False)
+
+
+def _prefixes(name: str, paths: Mapping[str, object]) -> Iterator[str]:
+    """Those of the paths that are ``name`` or above it, the longest first."""
+    while name:
+        if name in paths:
+            yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 # After a change

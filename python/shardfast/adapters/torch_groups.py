@@ -13,14 +13,37 @@ _JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"
 """Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
 
 
+_CLASS = "optimizer_class"
+"""The entry of a saved group that names the class of its optimizer; never one of a live group."""
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""Entries that learning rate schedulers add to a group."""
+
+
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says about its parameters, without what is the job's affair."""
-    return {name: value for name, value in group.items() if name not in _JOBS_OWN}
+    return {name: value for name, value in group.items() if name not in _JOBS_OWN and name != _CLASS}
 
 
-def groups_value(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> dict[str, object]:
-    """The value of the parameter groups: what each says about its parameters, and their names."""
-    said = [{"params": of, **hyperparameters(group)} for group, of in zip(groups, names, strict=True)]
+def hyperparameter_names(group: Mapping[str, Any]) -> set[str]:
+    """The hyper-parameters of a group's optimizer, without what schedulers add."""
+    return set(hyperparameters(group)) - _OF_SCHEDULERS
+
+
+def saved_class(group: Mapping[str, Any]) -> str | None:
+    """The class of the optimizer that saved a group."""
+    said = group.get(_CLASS)
+    return said if isinstance(said, str) else None
+
+
+def groups_value(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]], classes: Sequence[str]
+) -> dict[str, object]:
+    """The value of the parameter groups: what each says about its parameters, their names, its optimizer's class."""
+    said = [
+        {"params": of, _CLASS: kind, **hyperparameters(group)}
+        for group, of, kind in zip(groups, names, classes, strict=True)
+    ]
     return {"param_groups": said}
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Ints, Outline, Refused
-from .torch_capture import Place, announce_loads, outline_of_modules
+from ..catalog import Ints, Outline, Refused, Restored
+from .torch_capture import Place, announce_loads, load_by_hooks, outline_of_modules
 from .torch_memory import identity
 from .torch_placement import chunks, everyone
+from .torch_refused import expect_understood_module
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
@@ -79,6 +80,7 @@ class Modules:
         self._derived: list[str] = []
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
+            expect_understood_module(module)
             names = _Names(module)
             self._replicated[id(module)] = list(_replicated(module))
             state = module.state_dict(keep_vars=True)
@@ -130,8 +132,13 @@ class Modules:
     def accepts(self, name: str) -> bool:
         return False
 
-    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> torch.Tensor:
+    def create(
+        self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool
+    ) -> torch.Tensor:
         raise Refused(f"a module has no place for {name!r}")
+
+    def drops(self, name: str) -> bool:
+        return False
 
     def merges(self, name: str) -> bool:
         return False
@@ -146,15 +153,16 @@ class Modules:
         parameter: Callable[[str], str],
         *,
         strict: bool,
-    ) -> Callable[[], None]:
+        absent: Sequence[str] = (),
+    ) -> Restored:
         # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
-        partial: dict[nn.Module, dict[str, Any]] = {}
+        entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}
         for name, value in {**{name: self._tensors[name] for name in self._derived}, **values}.items():
             module, original = self._places[name]
-            partial.setdefault(module, {})[original] = value
+            entries[id(module)][original] = value
 
         def install() -> None:
-            for module, entries in partial.items():
-                module.load_state_dict(entries, strict=False)
+            for module in self._modules:
+                load_by_hooks(module, entries[id(module)])
 
-        return install
+        return Restored(install)

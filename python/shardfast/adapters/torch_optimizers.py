@@ -5,40 +5,64 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Ints, Outline, Refused
+from ..catalog import Ints, Outline, Refused, Restored
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
-from .torch_groups import expect_same, groups_value, hyperparameters, saved_groups
+from .torch_groups import (
+    expect_same,
+    groups_value,
+    hyperparameter_names,
+    hyperparameters,
+    saved_class,
+    saved_groups,
+)
 from .torch_memory import OF_NAME, expect_fill, fill
-from .torch_placement import chunks, everyone, mesh_covers_job
+from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
+
+
+class _Held(NamedTuple):
+    """An optimizer that steps parameters, and all that stand around it.
+
+    Attributes:
+        outer: The optimizers around it, the outermost first.
+        optimizer: Itself.
+        holder: What holds its state: itself, or what ``ZeroRedundancyOptimizer`` has inside.
+    """
+
+    outer: tuple[Any, ...]
+    optimizer: Any
+    holder: Any
 
 
 class Optimizers:
     """One optimizer, or several (pipeline stages), in terms of parameters' names, never of their positions.
 
-    Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no parameter, and ``param_groups``, a list of the
-    groups with their parameters' names.
+    Optimizers that hold others are looked through. Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no
+    parameter, and ``param_groups``, a list of the groups with their parameters' names.
     """
 
     def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
         self._groups: list[dict[str, Any]] = []
         self._group_names: list[list[str]] = []
+        self._classes: list[str] = []
         self._owned: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
         self._states: list[Any] = []
-        self._optimizers: list[tuple[Any, Any]] = []
-        for optimizer in optimizers:
+        self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
+        self.parameters: dict[str, torch.Tensor] = {}
+        for _, optimizer, holder in self._held:
+            _expect_state_dict_of_groups(optimizer)
             named = [self._name(number, group, names) for number, group in enumerate(optimizer.param_groups)]
             self._groups += optimizer.param_groups
             self._group_names += named
+            self._classes += [_class_of(holder)] * len(named)
             fqns = {id(p): fqn for group, of in zip(optimizer.param_groups, named, strict=True)
                     for p, fqn in zip(group["params"], of, strict=True)}  # fmt: skip
-            # ZeRO stage 1 shards whole parameters: what this rank holds is in the optimizer inside.
-            holder = optimizer.optim if _is_zero_redundancy(optimizer) else optimizer
+            for group, of in zip(optimizer.param_groups, named, strict=True):
+                self.parameters.update(zip(of, group["params"], strict=True))
             self._states.append(holder.state)
-            self._optimizers.append((optimizer, holder))
             for group in holder.param_groups:
                 for parameter in group["params"]:
                     fqn = fqns[id(parameter)]
@@ -61,7 +85,7 @@ class Optimizers:
         for fqn, (state, parameter, _) in self._owned.items():
             for name, value in state.get(parameter, {}).items():
                 yield f"state.{fqn}.{name}", value, (id(parameter), name)
-        for _, holder in self._optimizers:
+        for _, _, holder in self._held:
             for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
                     yield f"global.{name}", value, (id(holder), name)
@@ -69,8 +93,8 @@ class Optimizers:
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
         announce_steps(notice)
         announced = []
-        for optimizer, holder in self._optimizers:
-            if announces_steps(optimizer) and announces_steps(holder):
+        for outer, optimizer, holder in self._held:
+            if all(map(announces_steps, (*outer, optimizer, holder))):
                 announced += [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 for entries in holder.state.values():
                     announced += entries.values() if isinstance(entries, dict) else ()
@@ -79,7 +103,7 @@ class Optimizers:
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         known: dict[str, Ints] = {}
         for fqn, (state, parameter, _) in self._owned.items():
-            if any(_is_zero_redundancy(optimizer) for optimizer, _ in self._optimizers):
+            if any(held.holder is not held.optimizer for held in self._held):
                 break
             whole = of.get(id(parameter))
             if whole is None and is_dtensor(parameter) and mesh_covers_job(parameter):
@@ -90,6 +114,8 @@ class Optimizers:
         return known
 
     def outline(self) -> Outline | None:
+        if any(held.outer for held in self._held):
+            return None
         tensors: dict[Place, torch.Tensor] = {}
         values: dict[str, Place] = {}
         for name, value, place in self._entries():
@@ -99,15 +125,16 @@ class Optimizers:
                 tensors[place] = value
             else:
                 return None
-        groups = functools.partial(groups_value, names=self._group_names)
-        return outline_of_optimizers(self._optimizers, tensors, values, groups)
+        groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
+        optimizers = [(held.optimizer, held.holder) for held in self._held]
+        return outline_of_optimizers(optimizers, tensors, values, groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: value for name, value, _ in self._entries() if isinstance(value, torch.Tensor)}
 
     def values(self) -> Mapping[str, object]:
         values = {name: value for name, value, _ in self._entries() if not isinstance(value, torch.Tensor)}
-        return {**values, **groups_value(self._groups, self._group_names)}
+        return {**values, **groups_value(self._groups, self._group_names, self._classes)}
 
     def _split(self, name: str) -> tuple[str, str] | None:
         """The owned parameter and the name of its state in ``state.<FQN>.<name>``."""
@@ -122,18 +149,27 @@ class Optimizers:
     def accepts(self, name: str) -> bool:
         return self._split(name) is not None or (name.startswith("global.") and bool(self._states))
 
-    def create(self, name: str, dtype: str, shape: Ints, *, dry: bool) -> torch.Tensor:
+    def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         place = self._split(name)
-        if place is None:
-            return torch.empty(shape, dtype=OF_NAME[dtype], device="meta" if dry else "cpu")
-        _, parameter, group = self._owned[place[0]]
-        is_step = place[1] == "step"
-        on_host = is_step and not (group.get("fused") or group.get("capturable"))
-        device = torch.device("meta" if dry else "cpu" if on_host else parameter.device)
-        with torch.no_grad():
+        kind = OF_NAME[dtype]
+        # Made in inference mode, it could not be trained with afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            if place is None:
+                return torch.empty(shape, dtype=kind, device="meta" if dry else "cpu")
+            _, parameter, group = self._owned[place[0]]
+            is_step = place[1] == "step"
+            on_host = is_step and not (group.get("fused") or group.get("capturable"))
+            device = torch.device("meta" if dry else "cpu" if on_host else parameter.device)
             if shape == tuple(parameter.shape) and not is_step:
-                return torch.empty_like(parameter, dtype=OF_NAME[dtype], device=device, requires_grad=False)
-            return torch.empty(shape, dtype=OF_NAME[dtype], device=device)
+                return torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
+            # State of another shape than its parameter (row-wise, factored) is sharded where it was, and where the job
+            # that saved it did not shard the parameter: there its optimizer computed it from plain gradients.
+            if is_dtensor(parameter) and shape and (layout or not beside):
+                return empty_beside(parameter, shape, kind, device)
+            return torch.empty(shape, dtype=kind, device=device)
+
+    def drops(self, name: str) -> bool:
+        return name != "param_groups"
 
     def merges(self, name: str) -> bool:
         return name == "param_groups"
@@ -155,11 +191,29 @@ class Optimizers:
         parameter: Callable[[str], str],
         *,
         strict: bool,
-    ) -> Callable[[], None]:
-        groups = self._restored_groups(values["param_groups"], parameter, strict) if "param_groups" in values else []
-        entries = {name: value for name, value in {**created, **values}.items() if name != "param_groups"}
+        absent: Sequence[str] = (),
+    ) -> Restored:
+        self._expect_no_pre_hooks()
+        saved = self._saved_groups(values["param_groups"], parameter) if "param_groups" in values else {}
+        foreign = self._of_another_class(saved, strict)
+        groups = self._restored_groups(
+            {fqn: of for fqn, of in saved.items() if fqn not in foreign}, strict and bool(saved)
+        )
+        entries: dict[str, object] = {}
+        unexpected = []
+        for name, value in {**created, **values}.items():
+            if self._parameter_of(name) in foreign:
+                unexpected.append(name)
+            elif name != "param_groups":
+                entries[name] = value
+        # What the checkpoint says of a parameter is all of its state: the rest is of a later step.
+        spoken_of = saved.keys() - foreign
+        owners = {name: self._parameter_of(name) for name in absent}
+        gone = {name for name, owner in owners.items() if saved and (owner is None or owner in spoken_of)}
 
         def install() -> None:
+            for name in gone:
+                self._drop(name)
             for name, value in entries.items():
                 place = self._split(name)
                 if place is not None:
@@ -167,23 +221,75 @@ class Optimizers:
                     state[owner][place[1]] = value
                 else:
                     self._states[0][name.removeprefix("global.")] = value
-            for group, saved in groups:
-                for name, value in saved.items():
+            for group, said in groups:
+                for name, value in said.items():
                     if isinstance(group.get(name), torch.Tensor):
                         fill(group[name], value)
                     else:
                         group[name] = value
+            for held in self._held:
+                for optimizer in dict.fromkeys((*held.outer, held.optimizer)):
+                    for hook in getattr(optimizer, _POST_HOOKS, {}).values():
+                        hook(optimizer)
 
-        return install
+        missing = [name for name in absent if name not in gone]
+        return Restored(install, missing, unexpected)
 
-    def _restored_groups(
-        self, copies: object, parameter: Callable[[str], str], strict: bool
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The groups of this rank with the hyper-parameters that their parameters were saved with."""
+    def _parameter_of(self, name: str) -> str | None:
+        place = self._split(name)
+        return None if place is None else place[0]
+
+    def _drop(self, name: str) -> None:
+        place = self._split(name)
+        if place is None:
+            for state in self._states:
+                state.pop(name.removeprefix("global."), None)
+            return
+        state, owner, _ = self._owned[place[0]]
+        state[owner].pop(place[1], None)
+        if not state[owner]:
+            del state[owner]  # optimizers make the state of a parameter that has none
+
+    def _expect_no_pre_hooks(self) -> None:
+        for held in self._held:
+            for optimizer in (*held.outer, held.optimizer):
+                for hook in getattr(optimizer, _PRE_HOOKS, {}).values():
+                    raise Refused(
+                        f"its hook {getattr(hook, '__qualname__', hook)!r} (register_load_state_dict_pre_hook) "
+                        "wants the whole state dict, which no rank has: register a post-hook instead"
+                    )
+
+    def _saved_groups(self, copies: object, parameter: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+        """The saved group of each parameter, by its present name."""
         of_parameter: dict[str, dict[str, Any]] = {}
         for saved in saved_groups(copies):
             for fqn in map(parameter, saved["params"]):
                 expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
+        return of_parameter
+
+    def _of_another_class(self, saved: Mapping[str, dict[str, Any]], strict: bool) -> frozenset[str]:
+        """The parameters of which another class of optimizer saved the state: it means nothing here.
+
+        Classes of different names that have the same hyper-parameters are taken for one: ``Adam`` and ``AdamW``.
+        """
+        foreign: set[str] = set()
+        for group, names, ours in zip(self._groups, self._group_names, self._classes, strict=True):
+            for fqn in names:
+                theirs = saved_class(saved.get(fqn, {}))
+                if theirs in (None, ours) or hyperparameter_names(saved[fqn]) == hyperparameter_names(group):
+                    continue
+                if strict:
+                    raise Refused(
+                        f"unexpected: the state of {fqn!r} was saved by {theirs}, and here {ours} steps it, "
+                        "another class of optimizer; strict=False leaves this optimizer as it is"
+                    )
+                foreign.add(fqn)
+        return frozenset(foreign)
+
+    def _restored_groups(
+        self, of_parameter: Mapping[str, dict[str, Any]], strict: bool
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The groups of this rank with the hyper-parameters that their parameters were saved with."""
         out = []
         for group, names in zip(self._groups, self._group_names, strict=True):
             found = [(fqn, of_parameter[fqn]) for fqn in names if fqn in of_parameter]
@@ -203,6 +309,65 @@ class Optimizers:
                         expect_fill(now, value)
                 out.append((group, said))
         return out
+
+
+_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
+
+
+def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
+    """The optimizers that really step, in ``optimizer`` or itself.
+
+    Raises:
+        Refused: If one of those around them holds more than the ones inside.
+    """
+    # ZeRO stage 1 shards whole parameters: what this rank holds is in the optimizer inside.
+    if _is_zero_redundancy(optimizer):
+        yield _Held(outer, optimizer, optimizer.optim)
+        return
+    inside = _inside(optimizer)
+    if not inside:
+        yield _Held(outer, optimizer, optimizer)
+        return
+    if any(one is optimizer or any(one is other for other in outer) for one in inside):
+        raise Refused(f"a {_class_of(optimizer)} that holds itself: put the optimizer inside into the state instead")
+    found = [held for one in inside for held in _held(one, (*outer, optimizer))]
+    known = {id(p) for held in found for group in held.optimizer.param_groups for p in group["params"]}
+    shared = any(optimizer.state is held.optimizer.state for held in found)
+    is_more = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if is_more or (optimizer.state and not shared):
+        what = f"owns a parameter of shape {tuple(is_more[0].shape)} that" if is_more else "has state of its own that"
+        raise Refused(
+            f"a {_class_of(optimizer)} {what} the optimizers inside it ({', '.join(map(_class_of, inside))}) do not "
+            "have: put these optimizers into the state instead, and beside them what it holds itself"
+        )
+    yield from found
+
+
+def _inside(optimizer: Any) -> list[Any]:
+    """The optimizers that are attributes of ``optimizer``, or items of one."""
+    found: dict[int, Any] = {}
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        found.update((id(item), item) for item in items if isinstance(item, torch.optim.Optimizer))
+    return list(found.values())
+
+
+def _class_of(optimizer: object) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _expect_state_dict_of_groups(optimizer: Any) -> None:
+    """Refuses an optimizer whose own state dict has more than state of parameters and their groups."""
+    method = type(optimizer).state_dict
+    if method is torch.optim.Optimizer.state_dict or method.__module__.startswith("torch."):
+        return
+    more = sorted(map(str, set(optimizer.state_dict()) - {"state", "param_groups"}))
+    if more:
+        raise Refused(
+            f"a {_class_of(optimizer)}, whose state_dict() has {', '.join(more)} beside state and param_groups: what "
+            "that is is not known; put it into the state as values of its own, and keep it out of the state dict"
+        )
 
 
 def _is_zero_redundancy(optimizer: object) -> bool:

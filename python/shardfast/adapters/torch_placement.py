@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,45 @@ def _placed(
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
     holders = _holders(same.mesh, where, placements)
     return Placed(tuple(shape), regions, starts, local_shape, _text(same.mesh, placements), holders)
+
+
+def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device) -> Any:
+    """A new ``DTensor`` of ``shape`` on the mesh of ``parameter``: state of it that has other dimensions.
+
+    It is sharded as the parameter is where its dimensions are certainly some of the parameter's, as those of row-wise
+    and factored moments are; else it is replicated, which is right for every step and takes more memory.
+    """
+    whole = tuple(parameter.shape)
+    placements = []
+    for placement in parameter.placements:
+        axis = _axis_of(placement.dim, whole, shape) if type(placement) is torch.distributed.tensor.Shard else None
+        placements.append(torch.distributed.tensor.Replicate() if axis is None else type(placement)(axis))
+    mesh = parameter.device_mesh
+    sizes, coordinate = tuple(map(int, mesh.shape)), mesh.get_coordinate()
+    where = None if coordinate is None else tuple(map(int, coordinate))
+    cuts = _cuts(len(shape), sizes, where, tuple(placements), ())
+    local_shape = cut(shape, cuts)[2] if cuts is not None else (0,)
+    stride = tuple(itertools.accumulate((*shape[:0:-1],), operator.mul, initial=1))[::-1]
+    local = torch.empty(local_shape, dtype=dtype, device=device)
+    return torch.distributed.tensor.DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _axis_of(dim: int, whole: Ints, shape: Ints) -> int | None:
+    """The dimension of ``shape`` that is ``dim`` of ``whole``, if only one reading makes the one of the other.
+
+    Dimensions of ``whole`` may be left out, or be 1 where their number is the same.
+    """
+    dim %= len(whole)
+    if len(shape) == len(whole):
+        fits = all(ours in (theirs, 1) for ours, theirs in zip(shape, whole, strict=True))
+        return dim if fits and shape[dim] == whole[dim] else None
+    kept = [
+        dims for dims in itertools.combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == shape
+    ]
+    axes = {dims.index(dim) if dim in dims else None for dims in kept}
+    return axes.pop() if len(axes) == 1 else None
 
 
 def everyone() -> Ints:

@@ -1,0 +1,123 @@
+"""What a load is asked for, and what it takes from a checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from .errors import Invalid
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+_REMEDIES = {
+    "missing": "missing: rename= maps saved names to those here, only= loads a part, strict=False allows it",
+    "unexpected": "unexpected: only= loads a part, strict=False allows it",
+    "dtype": "dtype: cast=True converts",
+    "tied": "tied: strict=False takes the one that is named second",
+    "per rank": (
+        'per rank: per_rank="rank0" takes what rank 0 saved, per_rank="index" what the rank of the same number saved, '
+        "modulo the number of saving ranks"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller of a load allows and asks for; see :func:`shardfast.load`."""
+
+    strict: bool = True
+    rename: Rename | None = None
+    cast: bool = False
+    only: tuple[str, ...] = ()
+    per_rank: str = "error"
+    pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.per_rank not in ("error", "rank0", "index"):
+            raise Invalid(f'per_rank={self.per_rank!r}: expected "error", "rank0" or "index"')
+        if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
+            raise Invalid(f"rename={self.rename!r}: expected a dict from saved names to yours, or a function")
+
+    def selects(self, name: str) -> bool:
+        """Whether ``only`` selects the leaf ``key/name``."""
+        if not self.only:
+            return True
+        key = name.partition("/")[0]
+        matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
+        return any(matches)
+
+
+@dataclass
+class LoadPlan:
+    """What a load takes from a checkpoint into a state, on this rank. ``str()`` of it says so for people.
+
+    Attributes:
+        url: Of the checkpoint.
+        step: The training step that it was saved at, if it is one of a run.
+        tensors: Names (``key/name``, as in the state) of the tensors that are loaded.
+        values: Names of the Python values that are loaded.
+        renamed: Names in the state by names in the checkpoint, where they differ.
+        cast: Of tensors whose dtype changes: the saved dtype and the state's.
+        missing: Names that the state has and the checkpoint has not.
+        unexpected: Names that the checkpoint has and no rank's state has.
+        dropped: Optimizer state that is here and was not there at the save: a load removes it.
+        problems: Everything that forbids the load, of all ranks; empty after a load.
+        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load`
+            only.
+        bytes_read: Bytes that it will read for them, or after a load: that it read from storage.
+        reads: Number of reads.
+        files: Number of files opened.
+        bytes_received: Bytes that other ranks read and sent.
+        bytes_sent: Bytes that were read here and sent to other ranks.
+        is_shared: Whether the ranks read for each other.
+    """
+
+    url: str
+    step: int | None
+    tensors: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    reads: int = 0
+    files: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    is_shared: bool = False
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" (step {self.step})"
+        lines = [
+            f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values",
+            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read: {self.reads} reads of {self.files} files",
+        ]
+        lists = {
+            "renamed": [f"{old} -> {new}" for old, new in self.renamed.items()],
+            "cast": [f"{name}: {saved} -> {ours}" for name, (saved, ours) in self.cast.items()],
+            "missing in the checkpoint": self.missing,
+            "unexpected in the checkpoint": self.unexpected,
+            "dropped here": self.dropped,
+            "problems": self.problems,
+            "tensors": self.tensors,
+            "values": self.values,
+        }
+        for title, names in lists.items():
+            if names:
+                lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names)]
+        return "\n".join(lines)
+
+    def expect_no_problems(self) -> None:
+        """Raises one error with every problem, the same on every rank."""
+        problems = self.problems
+        if problems:
+            count = f"{len(problems)} problems" if len(problems) > 1 else "one problem"
+            kinds = {problem.partition(":")[0] for problem in problems}
+            remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
+            lines = [f"  {problem}" for problem in problems]
+            raise Invalid("\n".join([f"{self.url} does not fit the state ({count}):", *lines, *remedies]))

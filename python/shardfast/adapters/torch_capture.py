@@ -95,14 +95,20 @@ def _is_of_torch(hook: object) -> bool:
 
 def _loads_by_itself(module: nn.Module) -> bool:
     """Whether loading a state dict does more to the module than to fill its parameters and buffers."""
-    methods = [getattr(module, name) for name in ("load_state_dict", "_load_from_state_dict")]
-    before = [getattr(hook, "hook", hook) for hook in vars(module).get("_load_state_dict_pre_hooks", {}).values()]
-    after = vars(module).get("_load_state_dict_post_hooks", {}).values()
-    return not all(map(_is_of_torch, (*(_function(method) for method in methods), *before, *after)))
+    own = vars(module)
+    kind: Any = type(module)
+    if _class_loads_by_itself(kind) or any(name in own for name in _LOADS):
+        return True
+    before = [getattr(hook, "hook", hook) for hook in own.get("_load_state_dict_pre_hooks", {}).values()]
+    return not all(map(_is_of_torch, (*before, *own.get("_load_state_dict_post_hooks", {}).values())))
 
 
-def _function(method: Any) -> Any:
-    return getattr(method, "__func__", method)
+_LOADS = ("load_state_dict", "_load_from_state_dict")
+
+
+@functools.lru_cache(maxsize=4096)
+def _class_loads_by_itself(kind: type) -> bool:
+    return not all(_is_of_torch(getattr(kind, name)) for name in _LOADS)
 
 
 def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:

@@ -59,12 +59,13 @@ def expect_understood_module(module: nn.Module) -> None:
                 f"have the same names on all ranks: {_FSDP_WAYS_OUT}"
             )
     for name, parameter in module.named_parameters():
-        if hasattr(parameter, "ds_id"):
+        marks = parameter.__dict__  # quicker than to ask for what few parameters have
+        if "ds_id" in marks:
             raise Refused(
                 f"its parameter {name!r} is partitioned by DeepSpeed ZeRO stage 3, and this rank holds a part of it: "
                 "save with DeepSpeed, or put the consolidated state dict into the state"
             )
-        if getattr(parameter, "tensor_model_parallel", False) and _tensor_parallel_size() > 1:
+        if marks.get("tensor_model_parallel", False) and _tensor_parallel_size() > 1:
             raise Refused(
                 f"its parameter {name!r} is split over {_tensor_parallel_size()} ranks by Megatron's tensor "
                 "parallelism, and has the same name on all of them: save with Megatron's dist_checkpointing"
@@ -82,7 +83,7 @@ def expect_understood_tensor(tensor: torch.Tensor) -> None:
         raise Refused(
             "a ShardedTensor cannot be stored: use DTensor, or store its local_shards() under names of their own"
         )
-    if "_fsdp_flattened" in tensor.__dict__:  # quicker than to ask for what few tensors have
+    if "_fsdp_flattened" in tensor.__dict__:
         raise Refused(
             "a parameter that FullyShardedDataParallel has flattened, of which this rank holds a run of elements: "
             f"{_FSDP_WAYS_OUT}"

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from .inspection import Mapped, mapped
     from .matching import LoadPlan
     from .schedule import every, last, steps
+    from .stateful import Stateful, random_state
     from .verbs import load, plan_load, save, save_async
+
+    __version__: str
 
 __all__ = [
     "Cancelled",
@@ -56,13 +59,16 @@ __all__ = [
     "NotFound",
     "Pending",
     "PerRank",
+    "Stateful",
     "Unavailable",
     "Unsupported",
+    "__version__",
     "every",
     "last",
     "load",
     "mapped",
     "plan_load",
+    "random_state",
     "save",
     "save_async",
     "steps",
@@ -74,11 +80,13 @@ _HOMES = {
     "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "catalog",
+    "Stateful": "stateful",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",
     "mapped": "inspection",
     "plan_load": "verbs",
+    "random_state": "stateful",
     "save": "verbs",
     "save_async": "verbs",
     "steps": "schedule",
@@ -89,7 +97,10 @@ def __getattr__(name: str) -> object:
     # Imported on first use: `import shardfast` costs next to nothing and loads no framework.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    if name == "__version__":
+        value: object = importlib.import_module("importlib.metadata").version(__name__)
+    else:
+        value = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
     globals()[name] = value
     return value
 

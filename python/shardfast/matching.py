@@ -24,9 +24,10 @@ from .catalog import (
     item_bytes,
 )
 from .collection import Paused
-from .errors import Corrupt, Invalid
-from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
-from .values import Raising, Trail, decode, raise_value, tensors_in
+from .errors import Corrupt, Error, Invalid
+from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
+from .stateful import Stateful
+from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
 
 Rename = Mapping[str, str] | Callable[[str], str]
 NativeWant = tuple[Any, ...]
@@ -152,8 +153,8 @@ class _Value:
     copies: list[int]
     place: str
     receive: Put
-    current: Mapping[str, tuple[Adapter, Any]]
-    """Tensors that stand in the present value, by their names below it."""
+    current: Mapping[Trail, tuple[Adapter, Any]]
+    """Tensors that stand in the present value, by their trails."""
 
     merges: bool
 
@@ -194,6 +195,7 @@ class Matching:
         self._bundles: list[tuple[BundleEntry, dict[str, Any], dict[str, object]]] = []
         self._finish: list[Callable[[], None]] = []
         self._install: list[Callable[[], None]] = []
+        self._install_last: list[Callable[[], None]] = []
         self._owners: list[object] = []
         for entry in walked.entries:
             if isinstance(entry, TensorEntry):
@@ -259,6 +261,7 @@ class Matching:
     def _find(self, key: str, name: str) -> SavedLeaf | None:
         """The saved leaf for a place in the state; none where ``only`` selects otherwise."""
         full = f"{key}/{name}"
+        expect_text(name, full)
         if not self._options.selects(full):
             return None
         leaf = self._ours.get((key, name))
@@ -334,7 +337,9 @@ class Matching:
             return
 
         def receive(value: object) -> None:
-            if entry.stateful is not None:
+            if isinstance(entry.stateful, Stateful):
+                self._install_last.append(_checked(entry.stateful, value, entry.place))
+            elif entry.stateful is not None:
                 self._install.append(lambda: entry.stateful.load_state_dict(value))
             else:
                 self._install.append(lambda: entry.put(value))
@@ -389,8 +394,8 @@ class Matching:
         if not copies:
             return
         self.plan.values.append(name)
-        now = {_path(trail): (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
-        self._refer(leaf, name, now)
+        now = {trail: (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
+        self._refer(leaf, name, {dotted(trail): there for trail, there in now.items()})
         self._values.append(_Value(leaf, copies, place, receive, now, merges))
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
@@ -515,8 +520,8 @@ class Matching:
         """Saved leaf and copy of every value that is wanted, in order."""
         return [(value.leaf.index, copy) for value in self._values for copy in value.copies]
 
-    def install(self, encoded: Sequence[bytes]) -> None:
-        """Makes the values from their bytes (in the order of :meth:`value_wants`) and installs all that was loaded."""
+    def make(self, encoded: Sequence[bytes]) -> None:
+        """Makes the values from their bytes (in the order of :meth:`value_wants`), and checks what takes them."""
         for finish in self._finish:
             finish()
         remaining = iter(encoded)
@@ -529,7 +534,14 @@ class Matching:
                 self._install.append(restored)
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused
-        for install in self._install:
+            except (Error, MemoryError):
+                raise
+            except Exception as error:  # of a value that no bundle has
+                raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
+
+    def install(self) -> None:
+        """Installs what was loaded and made. What is read at each save comes last: installing may draw numbers."""
+        for install in [*self._install, *self._install_last]:
             install()
 
     def _raise(self, value: _Value, encoded: bytes) -> Any:
@@ -539,9 +551,9 @@ class Matching:
             return self._loaded[key, name]
 
         def settle(tensor: object, trail: Trail) -> object:
-            if _path(trail) not in value.current:
+            if trail not in value.current:
                 return tensor
-            adapter, standing = value.current[_path(trail)]
+            adapter, standing = value.current[trail]
             try:
                 adapter.fill(standing, tensor)
             except Refused:
@@ -603,8 +615,17 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
     return out
 
 
-def _path(trail: Trail) -> str:
-    return ".".join(map(str, trail))
+def _checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
+    """What gives a made value to what takes it, which says before that it will."""
+    try:
+        stateful.check(value)
+    except Refused as refused:
+        raise Invalid(f"{place}: {refused}") from refused
+    except (Error, MemoryError):
+        raise
+    except Exception as error:
+        raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
+    return lambda: stateful.load_state_dict(value)
 
 
 def _copy_of(leaf: SavedObject, rank: int) -> int | None:

@@ -278,8 +278,10 @@ def fill(
         encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, way), carrier)
     for name, number in traffic.items():
         setattr(matching.plan, name, number)
-    prepared(session, lambda: matching.install(encoded), timeout_s)
-    # Values are made by each rank alone: a failure of one is the failure of all.
+    # Values are made by each rank alone: a failure of one is the failure of all, before any rank has changed.
+    prepared(session, lambda: matching.make(encoded), timeout_s)
+    checkpoint.agree([], [], timeout_s)
+    prepared(session, matching.install, timeout_s)
     checkpoint.agree([], [], timeout_s)
     return matching.plan
 
@@ -345,6 +347,7 @@ def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Ex
     else:  # what is not ours was raised by the state's own code
         kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
     try:
         session.refuse(kind, message, timeout_s)
     except Error as agreed:

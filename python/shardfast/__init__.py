@@ -5,7 +5,7 @@ Example::
     import shardfast as sf
 
     ckpt = sf.Checkpointer("runs/gpt", every=sf.steps(200), keep=sf.last(3) | sf.every(10_000))
-    state = {"model": model, "optimizer": optimizer, "extra": {"args": args}}
+    state = {"model": model, "optimizer": optimizer, "extra": {"args": args, "random": sf.random_state()}}
     start = ckpt.restore(state)                # the newest committed checkpoint, or 0
     for step in range(start, total):
         ...

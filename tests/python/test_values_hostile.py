@@ -134,6 +134,36 @@ def test_a_foreign_exception_is_corrupt_whatever_it_is(monkeypatch):
     assert attempt(encoded(1)) is sf.Corrupt
 
 
+def test_the_error_names_where_in_the_value_it_stands():
+    bad = Tagged("array", ["torch", "float32", [0, 1 << 62, 1 << 62], b""])
+    for value, place in [
+        ({"a": [0, bad]}, "extra.x.a[1]: no array"),
+        ({10**5000: Tagged("tuple", [bad])}, "extra.x[<int of 16610 bits>][0]: no array"),
+        ([{Tagged("tuple", [[]]): 1}], "extra.x[0]: no dict"),
+    ]:
+        with pytest.raises(sf.Corrupt) as caught:
+            raise_value(decode(encoded(value), "extra.x"), Raising("extra.x", adapters.active(), referred))
+        assert str(caught.value).startswith(f"{place} can be made of what is stored: ")
+
+
+def test_numbers_that_a_tensor_cannot_hold_are_refused(tmp_path):
+    for number, (value, kind) in enumerate([(1 << 70, torch.int64), (10**5000, torch.float32), (10**5000, torch.bool)]):
+        sf.save(tmp_path / str(number), {"extra": {"n": value}})
+        with contextlib.suppress(sf.Invalid):
+            sf.load(tmp_path / str(number), {"extra": {"n": torch.zeros((), dtype=kind)}})
+
+
+def test_a_run_goes_back_past_a_value_of_which_nothing_can_be_made(tmp_path):
+    with sf.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"extra": {"when": 1}})
+        ckpt.save(2, {"extra": {"when": Tagged("set", [[]])}})
+    state = {"extra": {"when": None}}
+    with pytest.raises(sf.Corrupt, match=r"extra\.when: no set can be made"):
+        sf.Checkpointer(tmp_path).restore(state)
+    assert sf.Checkpointer(tmp_path).restore(state, older=True) == 1
+    assert state == {"extra": {"when": 1}}
+
+
 def test_a_value_too_deep_for_the_stack_is_unsupported():
     deep = Tagged("tuple", [])
     for _ in range(60):

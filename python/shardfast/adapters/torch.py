@@ -568,6 +568,10 @@ class TorchAdapter:
     def expect_fill(self, tensor: torch.Tensor, value: object) -> None:
         """Refuses a value that :meth:`fill` could not copy."""
         if tensor.ndim == 0 and isinstance(value, (bool, int, float)):
+            try:
+                torch.tensor(value, dtype=tensor.dtype, device="cpu")
+            except (RuntimeError, OverflowError, ValueError) as error:
+                raise Refused(f"the checkpoint holds a {type(value).__name__} that is no {tensor.dtype}") from error
             return
         if not isinstance(value, torch.Tensor):
             raise Refused(f"the checkpoint holds a {type(value).__name__} where a tensor stands here")

@@ -164,10 +164,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     batches = Batches(standard_library_text(), args.batch, data_rank, data_world, seed=1)
 
-    extra = {"losses": []}
+    extra = {"losses": [], "random": sf.random_state()}
     state = {"model": model, "optimizer": optimizer, "dataloader": batches, "extra": extra}
     checkpointer = sf.Checkpointer(args.run, every=sf.steps(args.every), keep=sf.last(3) | sf.every(30))
-    start = checkpointer.restore(state)
+    # On another number of ranks, rank n goes on with the random state of the saved rank n, modulo their number.
+    start = checkpointer.restore(state, per_rank="index")
     parameters = sum(p.numel() for p in model.parameters())
     tell({"rank": rank, "pid": os.getpid(), "start": start, "parameters": parameters})
 

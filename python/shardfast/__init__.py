@@ -5,7 +5,7 @@ Example::
     import shardfast as sf
 
     ckpt = sf.Checkpointer("runs/gpt", every=sf.steps(200), keep=sf.last(3) | sf.every(10_000))
-    state = {"model": model, "optimizer": optimizer, "extra": {"args": args}}
+    state = {"model": model, "optimizer": optimizer, "extra": {"args": args, "random": sf.random_state()}}
     start = ckpt.restore(state)                # the newest committed checkpoint, or 0
     for step in range(start, total):
         ...
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from .inspection import Mapped, mapped
     from .load_plan import LoadPlan
     from .schedule import every, last, steps
+    from .stateful import Stateful, random_state
     from .verbs import load, plan_load, save, save_async
+
+    __version__: str
 
 __all__ = [
     "Cancelled",
@@ -56,13 +59,16 @@ __all__ = [
     "NotFound",
     "Pending",
     "PerRank",
+    "Stateful",
     "Unavailable",
     "Unsupported",
+    "__version__",
     "every",
     "last",
     "load",
     "mapped",
     "plan_load",
+    "random_state",
     "save",
     "save_async",
     "steps",
@@ -74,11 +80,13 @@ _HOMES = {
     "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "catalog",
+    "Stateful": "stateful",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",
     "mapped": "inspection",
     "plan_load": "verbs",
+    "random_state": "stateful",
     "save": "verbs",
     "save_async": "verbs",
     "steps": "schedule",
@@ -89,7 +97,10 @@ def __getattr__(name: str) -> object:
     # Imported on first use: `import shardfast` costs next to nothing and loads no framework.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+    if name == "__version__":
+        value: object = importlib.import_module("importlib.metadata").version(__name__)
+    else:
+        value = getattr(importlib.import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
     globals()[name] = value
     return value
 

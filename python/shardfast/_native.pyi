@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, final
 
 __all__ = [
+    "VALUE_BYTES_MAX",
+    "VALUE_CONTAINERS_MAX",
+    "VALUE_ITEMS_MAX",
     "Cancelled",
     "Checkpoint",
     "Conflict",
@@ -37,6 +40,15 @@ __all__ = [
 ]
 
 __version__: str
+
+VALUE_BYTES_MAX: int
+"""Largest encoding of one value."""
+
+VALUE_ITEMS_MAX: int
+"""Most items of one value: those of its lists, the keys and values of its dicts, all the way down."""
+
+VALUE_CONTAINERS_MAX: int
+"""Most lists, dicts and tagged values in one value."""
 
 class Error(Exception):
     """What every failure of Shardfast is."""

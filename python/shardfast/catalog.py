@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 Ints = tuple[int, ...]
 
+VALUE_BYTES_MAX = 1 << 30
+"""Largest encoding of one value, as in the format."""
+
 
 class PerRank:
     """Declares that a value belongs to this rank alone: random states, a data loader's position.
@@ -20,9 +23,13 @@ class PerRank:
     ``state_dict``. Loading replaces :attr:`value` (or calls its ``load_state_dict``). When the number of ranks has
     changed since the save, a load asks for a choice: see ``per_rank`` of :func:`shardfast.load`.
 
+    The value is saved as it stands here. What changes from step to step is an object with ``state_dict``, such as
+    :class:`Stateful`; random states are :func:`random_state`.
+
     Example::
 
-        state["extra"]["random"] = sf.PerRank({"torch": torch.get_rng_state(), "python": random.getstate()})
+        state["extra"]["shard"] = sf.PerRank({"files": files, "position": 0})
+        state["extra"]["buffer"] = sf.PerRank(sf.Stateful(buffer.export, buffer.restore))
 
     Attributes:
         value: The value.
@@ -420,6 +427,27 @@ class Rounds(Protocol):
 
     def received(self, sizes: list[int], data: bytearray, /) -> None:
         """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+        ...
+
+
+class RandomGenerators(Protocol):
+    """A framework's global random generators: what a module ``adapters/<framework>_random`` defines."""
+
+    def read(self) -> Any:
+        """Their states now, as a value that can be stored."""
+        ...
+
+    def check(self, state: Any, /) -> None:
+        """Refuses a loaded value that :meth:`write` could not set; changes nothing.
+
+        Raises:
+            Refused: If this process has other generators.
+            Exception: Any other one, if it is no value of :meth:`read`.
+        """
+        ...
+
+    def write(self, state: Any, /) -> str | None:
+        """Sets them; the name of those that are in use here and of which the value has no state, if there are any."""
         ...
 
 

@@ -40,6 +40,7 @@ from .state import (
     TreeEntry,
     Unit,
     ValueEntry,
+    expect_text,
     is_kept,
     keeps_all,
     keeps_bookkeeping,
@@ -50,7 +51,8 @@ from .state import (
     units_of,
     walk_units,
 )
-from .values import Lowering, Trail, capture
+from .stateful import Stateful
+from .values import Lowering, Trail, capture, dotted
 
 SMALL_BYTES_MAX = 1 << 10
 """Tensors up to this size are copied in the call: that costs less than watching them."""
@@ -189,10 +191,12 @@ class _Leaves:
             for leaf in entry.leaves:
                 self._standing(leaf)
         elif isinstance(entry, ValueEntry):
-            keeps = keeps_values if entry.stateful is None else keeps_bookkeeping
+            is_object = entry.stateful is not None and not isinstance(entry.stateful, Stateful)
+            keeps = keeps_bookkeeping if is_object else keeps_values
             self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.per_rank)
 
     def _claim(self, key: str, name: str, place: str) -> None:
+        expect_text(name, place)
         if (key, name) in self._places:
             other = self._places[key, name]
             raise Invalid(f"two leaves are called {key}/{name}: {other} and {place}; give one of them another name")
@@ -224,10 +228,10 @@ class _Leaves:
         self._claim(key, name, place)
 
         def refer(adapter: Adapter, tensor: object, trail: Trail) -> tuple[str, str] | None:
-            if per_rank or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
+            if per_rank or not trail or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
                 return None
             below = name_below(name, trail)
-            self._tensor(key, below, adapter, tensor, f"{place}.{'.'.join(map(str, trail))}")
+            self._tensor(key, below, adapter, tensor, f"{place}.{dotted(trail)}")
             return key, below
 
         captured = capture(value, Lowering(place, self._adapters, refer, self._pickle))

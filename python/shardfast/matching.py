@@ -23,10 +23,11 @@ from .catalog import (
     item_bytes,
 )
 from .collection import Paused
-from .errors import Corrupt, Invalid
+from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options
-from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked
-from .values import Raising, Trail, decode, raise_value, tensors_in
+from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
+from .stateful import Stateful
+from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
 
 NativeWant = tuple[Any, ...]
 """``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``, and the
@@ -51,8 +52,8 @@ class _Value:
     copies: list[int]
     place: str
     receive: Put
-    current: Mapping[str, tuple[Adapter, Any]]
-    """Tensors that stand in the present value, by their names below it."""
+    current: Mapping[Trail, tuple[Adapter, Any]]
+    """Tensors that stand in the present value, by their trails."""
 
     merges: bool
 
@@ -111,6 +112,7 @@ class Matching:
         self._bundles: list[_Received] = []
         self._finish: list[Callable[[], None]] = []
         self._install: list[Callable[[], None]] = []
+        self._install_last: list[Callable[[], None]] = []
         self._owners: list[object] = []
         for entry in walked.entries:
             if isinstance(entry, TensorEntry):
@@ -180,6 +182,7 @@ class Matching:
     def _find(self, key: str, name: str) -> SavedLeaf | None:
         """The saved leaf for a place in the state; none where ``only`` selects otherwise."""
         full = f"{key}/{name}"
+        expect_text(name, full)
         if not self._options.selects(full):
             return None
         leaf = self._ours.get((key, name))
@@ -255,7 +258,9 @@ class Matching:
             return
 
         def receive(value: object) -> None:
-            if entry.stateful is not None:
+            if isinstance(entry.stateful, Stateful):
+                self._install_last.append(_checked(entry.stateful, value, entry.place))
+            elif entry.stateful is not None:
                 self._install.append(lambda: entry.stateful.load_state_dict(value))
             else:
                 self._install.append(lambda: entry.put(value))
@@ -310,8 +315,8 @@ class Matching:
         if not copies:
             return
         self.plan.values.append(name)
-        now = {_path(trail): (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
-        self._refer(leaf, name, now)
+        now = {trail: (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
+        self._refer(leaf, name, {dotted(trail): there for trail, there in now.items()})
         self._values.append(_Value(leaf, copies, place, receive, now, merges))
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
@@ -458,8 +463,8 @@ class Matching:
         """Saved leaf and copy of every value that is wanted, in order."""
         return [(value.leaf.index, copy) for value in self._values for copy in value.copies]
 
-    def install(self, encoded: Sequence[bytes]) -> None:
-        """Makes the values from their bytes (in the order of :meth:`value_wants`) and installs all that was loaded."""
+    def make(self, encoded: Sequence[bytes]) -> None:
+        """Makes the values from their bytes (in the order of :meth:`value_wants`), and checks what takes them."""
         for finish in self._finish:
             finish()
         remaining = iter(encoded)
@@ -478,12 +483,19 @@ class Matching:
                 )
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused
+            except (Error, MemoryError):
+                raise
+            except Exception as error:  # of a value that no bundle has
+                raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
             self._install.append(restored.install)
             missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
             self.plan.missing += sorted(missing)
             self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
             self.plan.unexpected += [f"{entry.key}/{entry.prefix}{name}" for name in restored.unexpected]
-        for install in self._install:
+
+    def install(self) -> None:
+        """Installs what was loaded and made. What is read at each save comes last: installing may draw numbers."""
+        for install in [*self._install, *self._install_last]:
             install()
 
     def _raise(self, value: _Value, encoded: bytes) -> Any:
@@ -493,9 +505,9 @@ class Matching:
             return self._loaded[key, name]
 
         def settle(tensor: object, trail: Trail) -> object:
-            if _path(trail) not in value.current:
+            if trail not in value.current:
                 return tensor
-            adapter, standing = value.current[_path(trail)]
+            adapter, standing = value.current[trail]
             try:
                 adapter.fill(standing, tensor)
             except Refused:
@@ -547,8 +559,17 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
     return out
 
 
-def _path(trail: Trail) -> str:
-    return ".".join(map(str, trail))
+def _checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
+    """What gives a made value to what takes it, which says before that it will."""
+    try:
+        stateful.check(value)
+    except Refused as refused:
+        raise Invalid(f"{place}: {refused}") from refused
+    except (Error, MemoryError):
+        raise
+    except Exception as error:
+        raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
+    return lambda: stateful.load_state_dict(value)
 
 
 def _copy_of(leaf: SavedObject, rank: int) -> int | None:

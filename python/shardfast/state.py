@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from . import adapters as frameworks
 from .catalog import Adapter, Bundle, Layout, Module, PerRank, Refused, item_bytes
 from .errors import Invalid
-from .values import Trail
+from .values import Trail, dotted
 
 VALUE = "value"
 """The name of the leaf of a key whose value is one value or one tensor."""
@@ -224,11 +224,30 @@ def units_of(state: object) -> Iterator[Unit]:
     for key, value in state.items():
         if not isinstance(key, str) or not key:
             raise Invalid(f"the state's key {key!r}: expected a name (it becomes a directory of the checkpoint)")
+        expect_text(key, f"the state's key {key!r}")
         if _is_walked(value):
             for name, item in value.items():
                 yield Unit(key, name, item, value, name, f"{key}.{name}")
         else:
             yield Unit(key, None, value, state, key, key)
+
+
+def expect_text(name: str, place: str) -> None:
+    """Refuses a name that no file and no message can hold.
+
+    Raises:
+        Invalid: With the place, the name in it escaped.
+    """
+    if name.isascii():
+        return
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        where = place.encode("ascii", "backslashreplace").decode()
+        letter = f"U+{ord(name[error.start]):04X}"
+        raise Invalid(
+            f"{where}: a name of text expected, found a lone surrogate ({letter}) in it: rename it"
+        ) from error
 
 
 def _is_walked(value: object) -> bool:
@@ -344,7 +363,7 @@ def _tree(
 
 def name_below(name: str, trail: Trail) -> str:
     """The name of the tensor leaf at ``trail`` in the value of the object leaf ``name``."""
-    return ".".join([name, *map(str, trail)])
+    return f"{name}.{dotted(trail)}" if trail else name
 
 
 # Which tensors are part of a value

@@ -20,17 +20,23 @@ import pickle as pickling
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from . import _native
 from ._native import Tagged
 from .catalog import Adapter, PerRank, Refused
-from .errors import Corrupt, Invalid, Unsupported
+from .errors import Corrupt, Error, Invalid, Unsupported
 
 DEPTH_MAX = 64
 """Deepest nesting of a value, as in the format."""
+
+EQUAL_HASHES_MAX = 128
+"""Most keys of one dict, or items of one set, with the same hash: looking each up compares it with all of these."""
+
+INTEGER_BITS_MAX = 1 << 15
+"""Largest integer of a range or a fraction: making one divides them, in quadratic time."""
 
 Trail = tuple[object, ...]
 """Keys and indices from an entry of the state down to a value in it."""
@@ -46,16 +52,83 @@ def decode(data: bytes, place: str) -> object:
     """The lowered value of its bytes; ``place`` says in errors where it stands."""
     try:
         return _native.decode(data)
-    except (Invalid, TypeError) as error:
-        raise Corrupt(f"{place}: {error}") from error
     except (Corrupt, Unsupported) as error:
         raise type(error)(f"{place}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # such as a key that Python cannot hash
+        raise Corrupt(f"{place}: no value can be made of what is stored: {reason(error)}") from error
 
 
 def where(place: str, trail: Trail) -> str:
     """The place of a value as one would write it in Python: ``extra.args.lr``, ``extra.sizes[3]``."""
-    words = [f".{step}" if isinstance(step, str) and step.isidentifier() else f"[{step!r}]" for step in trail]
-    return place + "".join(words if len(words) <= 16 else [*words[:16], "..."])
+    is_long = len(trail) > STEPS_SHOWN
+    return place + "".join(map(_step_text, trail[:STEPS_SHOWN])) + ("..." if is_long else "")
+
+
+def dotted(trail: Trail) -> str:
+    """The steps of a trail as the end of a name: ``moments.0.mean``."""
+    return ".".join(map(_name_of, trail))
+
+
+def _name_of(step: object) -> str:
+    try:
+        return str(step)
+    except ValueError:  # Python refuses to print long integers in decimal digits
+        return hex(step) if isinstance(step, int) else f"{type(step).__name__}-{hash(step):x}"
+
+
+STEPS_SHOWN = 16
+"""Steps of a trail that an error shows."""
+
+TEXT_SHOWN = 80
+"""Characters of a key, a name or another exception's text that an error shows."""
+
+
+def _step_text(step: object) -> str:
+    if isinstance(step, str) and step.isidentifier() and len(step) <= TEXT_SHOWN:
+        return f".{step}"
+    return f"[{shown(step)}]"
+
+
+def shown(value: object) -> str:
+    """The ``repr`` of a value for an error, short. Python refuses to print long integers, and a class may fail."""
+    try:
+        text = repr(value[: TEXT_SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+    except Exception:  # whatever the value's own code raises
+        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        text = f"<{type(value).__name__}{bits}>"
+    return _short(text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TEXT_SHOWN else f"{text[: TEXT_SHOWN - 3]}..."
+
+
+def reason(error: Exception) -> str:
+    """The kind and the text of an exception that is not ours: short, and such that it can be sent to other ranks."""
+    try:
+        text = str(error)
+    except Exception:  # whatever its own code raises
+        text = ""
+    text = text[: 4 * TEXT_SHOWN].encode("utf-8", "backslashreplace").decode()  # other ranks are sent it
+    return f"{type(error).__name__}: {text}"
+
+
+def _expect_spread(keys: Collection[object], what: str) -> None:
+    """Refuses keys of which too many have one hash: each costs a comparison with all of the others.
+
+    Texts and bytes are hashed with a secret of the process; few floats and few integers of 64 bits share a hash.
+    """
+    if len(keys) <= EQUAL_HASHES_MAX:
+        return
+    hashes = collections.Counter(hash(key) for key in keys if not _spreads(key))
+    if hashes and max(hashes.values()) > EQUAL_HASHES_MAX:
+        raise Refused(f"more than {EQUAL_HASHES_MAX} {what} have the same hash")
+
+
+def _spreads(key: object) -> bool:
+    return type(key) in (str, bytes, float, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
 # From values to data
@@ -130,6 +203,7 @@ class _Lower:
         return [self.value(item, (*trail, index)) for index, item in enumerate(values)]
 
     def _map(self, values: Any, trail: Trail) -> dict[object, object]:
+        _expect_spread(values, "keys of a dict")
         return {self.value(key, (*trail, key)): self.value(value, (*trail, key)) for key, value in values.items()}
 
     def _compound(self, value: Any, trail: Trail) -> object:
@@ -148,6 +222,8 @@ class _Lower:
             lowered = adapter.lower_value(value)
             if lowered is not None:
                 return Tagged(*lowered)
+        if kind in (set, frozenset):
+            _expect_spread(value, "items of a set")
         if kind in (tuple, set, frozenset):
             return Tagged(kind.__name__, self._items(value, trail))
         if kind is collections.OrderedDict:
@@ -180,7 +256,7 @@ class _Lower:
         if kind is complex:
             return Tagged("complex", [value.real, value.imag])
         if kind is range:
-            return Tagged("range", [value.start, value.stop, value.step])
+            return Tagged("range", _expect_short([value.start, value.stop, value.step], "range"))
         if value is ...:
             return Tagged("ellipsis", None)
         if isinstance(value, pathlib.PurePath) and kind.__module__.split(".")[0] == "pathlib":
@@ -200,7 +276,7 @@ class _Lower:
         if kind is decimal.Decimal:
             return Tagged("decimal", str(value))
         if kind is fractions.Fraction:
-            return Tagged("fraction", [value.numerator, value.denominator])
+            return Tagged("fraction", _expect_short([value.numerator, value.denominator], "fraction"))
         if kind is uuid.UUID:
             return Tagged("uuid", value.bytes)
         return None
@@ -212,7 +288,7 @@ class _Lower:
         if name in _NAMESPACES:
             return Tagged("namespace", [name, self._map(vars(value), trail)])
         is_enum = isinstance(value, enum.Enum)
-        is_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+        is_tuple = isinstance(value, tuple) and _tuple_fields(type(value)) is not None
         is_data = is_dataclass(value) and not isinstance(
             value, (type, dict, list, tuple, set, frozenset, str, bytes, int)
         )
@@ -229,6 +305,8 @@ class _Lower:
         missing = [field.name for field in fields(record) if not hasattr(record, field.name)]
         if missing:
             raise Refused(f"a {name} cannot be stored while its fields {missing} are not set")
+        if not _is_made_of_fields(type(value)):
+            raise Refused(f"a {name} cannot be stored: it is built on a class that keeps more than its fields")
         parts = {field.name: getattr(record, field.name) for field in fields(record)}
         return Tagged("dataclass", [name, self._map(parts, trail)])
 
@@ -287,6 +365,31 @@ def _class(name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
+def _tuple_fields(kind: type) -> tuple[str, ...] | None:
+    """The fields of a class of named tuples; ``None`` for any other, such as ``time.struct_time``."""
+    if not issubclass(kind, tuple):
+        return None
+    named = next((vars(base)["_fields"] for base in kind.__mro__ if "_fields" in vars(base)), None)
+    is_named = type(named) is tuple and all(type(name) is str for name in named)
+    return named if is_named else None
+
+
+_TPFLAGS_HEAPTYPE = 1 << 9
+"""The bit in a type's flags that says that it was made by a class statement."""
+
+
+def _is_made_of_fields(kind: type) -> bool:
+    """Whether ``object.__new__`` makes an instance: an exception, for one, has parts of its own in C."""
+    is_abstract = bool(getattr(kind, "__abstractmethods__", None))
+    return not is_abstract and all(base is object or base.__flags__ & _TPFLAGS_HEAPTYPE for base in kind.__mro__)
+
+
+def _expect_short(integers: list[int], what: str) -> list[int]:
+    if any(integer.bit_length() > INTEGER_BITS_MAX for integer in integers):
+        raise Refused(f"a {what} of integers beyond {INTEGER_BITS_MAX} bits is more than a checkpoint may hold")
+    return integers
+
+
 def tensors_in(value: object, adapters: Sequence[Adapter]) -> Iterator[tuple[Trail, Adapter, Any]]:
     """The tensors inside plain containers, with their trails; what else there is, is passed over."""
     pending: list[tuple[Trail, object]] = [((), value)]
@@ -328,14 +431,26 @@ class Raising:
 
 
 def raise_value(lowered: object, how: Raising) -> Any:
-    """The value that :func:`capture` lowered.
+    """The value that :func:`capture` lowered. May use ``lowered`` up: its lists and dicts become the value's.
+
+    Whatever is stored, nothing else is raised than this:
 
     Raises:
         Unsupported: If it needs a class or a framework that this process has not imported.
         Invalid: If it holds a pickle and the user did not ask for pickles.
         Corrupt: If no value can be made of it.
     """
-    return _Raise(how).value(lowered, ())
+    try:
+        return _Raise(how).value(lowered, ())
+    except (Error, MemoryError):
+        raise
+    except RecursionError as error:
+        raise Unsupported(
+            f"{how.place}: it nests deeper than the stack that is left to this call: call from fewer functions deep, "
+            "or raise sys.setrecursionlimit()"
+        ) from error
+    except Exception as error:  # the last line: what stands below says it better where it can
+        raise Corrupt(f"{how.place}: no value can be made of what is stored: {reason(error)}") from error
 
 
 class _Raise:
@@ -346,31 +461,45 @@ class _Raise:
         kind = type(lowered)
         if kind is list:
             return self._items(lowered, trail)
-        if kind is dict:
-            return self._map(lowered, trail)
-        if kind is not Tagged:
+        if kind is not dict and kind is not Tagged:
             return lowered
         try:
-            return self._tagged(lowered.tag, lowered.value, trail)
+            return self._map(lowered, trail) if kind is dict else self._tagged(lowered.tag, lowered.value, trail)
         except Refused as refused:
             raise Unsupported(f"{where(self._how.place, trail)}: {refused}") from refused
-        except (ValueError, TypeError, KeyError, OverflowError, ArithmeticError) as error:
-            message = f"{where(self._how.place, trail)}: no {lowered.tag} can be made of what is stored: {error}"
+        except (Error, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # Python's own, and those of the classes' code
+            what = "dict" if kind is dict else lowered.tag
+            message = f"{where(self._how.place, trail)}: no {what} can be made of what is stored: {reason(error)}"
             raise Corrupt(message) from error
 
     def _items(self, lowered: list[Any], trail: Trail) -> list[Any]:
-        return [self.value(item, (*trail, index)) for index, item in enumerate(lowered)]
+        for index, item in enumerate(lowered):
+            if type(item) in _COMPOUND:
+                lowered[index] = self.value(item, (*trail, index))
+        return lowered
 
     def _map(self, lowered: dict[Any, Any], trail: Trail) -> dict[Any, Any]:
-        out = {}
-        for key, item in lowered.items():
-            name = self.value(key, (*trail, "key"))
-            out[name] = self.value(item, (*trail, name))
-        return out
+        if not any(type(key) is Tagged for key in lowered):
+            for key, item in lowered.items():
+                if type(item) in _COMPOUND:
+                    lowered[key] = self.value(item, (*trail, key))
+            return lowered
+        keys = [self.value(key, (*trail, "key")) for key in lowered]
+        _expect_spread(keys, "keys of a dict")
+        return {key: self.value(item, (*trail, key)) for key, item in zip(keys, lowered.values(), strict=True)}
+
+    def _set(self, kind: type, payload: list[Any], trail: Trail) -> Any:
+        items = self._items(payload, trail)
+        _expect_spread(items, "items of a set")
+        return kind(items)
 
     def _tagged(self, tag: str, payload: Any, trail: Trail) -> Any:
-        if tag in ("tuple", "set", "frozenset"):
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](self._items(payload, trail))
+        if tag == "tuple":
+            return tuple(self._items(payload, trail))
+        if tag in ("set", "frozenset"):
+            return self._set({"set": set, "frozenset": frozenset}[tag], payload, trail)
         if tag == "tensor_ref":
             return self._how.referred(*payload)
         if tag == "ordered_dict":
@@ -384,7 +513,7 @@ class _Raise:
         if tag == "default_dict":
             factory = None if payload[0] is None else _FACTORIES.get(payload[0])
             if payload[0] is not None and factory is None:
-                raise Refused(f"a defaultdict made with {payload[0]}, which is no builtin type")
+                raise Refused(f"a defaultdict made with {_short(payload[0])}, which is no builtin type")
             return collections.defaultdict(factory, self._map(payload[1], trail))
         if tag in ("named_tuple", "namespace", "dataclass", "enum"):
             return self._record(tag, payload, trail)
@@ -395,38 +524,47 @@ class _Raise:
         for adapter in self._how.adapters:
             value = adapter.raise_value(tag, payload)
             if value is not NotImplemented:
-                return self._how.settle(value, trail) if tag == "array" else value
-        raise Refused(f"a {tag} of a framework that this process has not imported: import it before loading")
+                return self._settled(value, trail) if tag == "array" else value
+        raise Refused(_no_framework(tag, payload))
+
+    def _settled(self, tensor: object, trail: Trail) -> object:
+        try:
+            return self._how.settle(tensor, trail)
+        except (Error, MemoryError, Refused):
+            raise
+        except Exception as error:  # the fault of what stands there, not of what is stored
+            message = f"{where(self._how.place, trail)}: the tensor here cannot be written: {reason(error)}"
+            raise Invalid(message) from error
 
     def _record(self, tag: str, payload: Any, trail: Trail) -> Any:
         name = payload[0]
         if tag == "namespace":
             if name not in _NAMESPACES:
-                raise Refused(f"a namespace of type {name}, which is unknown")
+                raise Refused(f"a namespace of type {_short(name)}, which is unknown")
             made: Any = types.SimpleNamespace() if name == "types:SimpleNamespace" else argparse.Namespace()
             vars(made).update(self._map(payload[1], trail))
             return made
         kind: Any = _class(name)
-        expected = {"named_tuple": tuple, "enum": enum.Enum}.get(tag, object)
-        fits = kind is not None and issubclass(kind, expected) and (tag != "dataclass" or is_dataclass(kind))
-        if not fits:
+        if kind is None or not _FITS[tag](kind):
             module = name.partition(":")[0]
+            remedy = "" if module in sys.modules else f"import {_short(module)} before loading, or "
             raise Refused(
-                f"a {tag.replace('_', ' ')} {name} is stored here, and this process has no such class: import {module} "
-                "before loading, or leave this leaf out (only=...)"
+                f"a {tag.replace('_', ' ')} {_short(name)} is stored here, and this process has no such class: "
+                f"{remedy}leave this leaf out (only=...)"
             )
         if tag == "enum":
             if payload[1] is None:
                 return kind(self.value(payload[2], trail))
             if payload[1] not in kind.__members__:
-                raise Refused(f"the enum {name} has no member {payload[1]!r} here")
+                raise Refused(f"the enum {name} has no member {shown(payload[1])} here")
             return kind.__members__[payload[1]]
         parts = self._map(payload[1], trail)
-        names = list(kind._fields) if tag == "named_tuple" else [field.name for field in fields(kind)]
-        if sorted(names) != sorted(parts):
-            raise Refused(f"a {name} was saved with the fields {sorted(parts)}; the class here has {sorted(names)}")
+        names = _tuple_fields(kind) if tag == "named_tuple" else [field.name for field in fields(kind)]
+        if sorted(names or ()) != sorted(parts):
+            saved, ours = shown(sorted(parts)), shown(sorted(names or ()))
+            raise Refused(f"a {name} was saved with the fields {saved}; the class here has {ours}")
         if tag == "named_tuple":
-            return tuple.__new__(kind, [parts[field] for field in names])
+            return tuple.__new__(kind, [parts[field] for field in names or ()])
         made = object.__new__(kind)
         for field, part in parts.items():
             object.__setattr__(made, field, part)
@@ -442,7 +580,23 @@ class _Raise:
         try:
             return pickling.loads(payload)
         except Exception as error:  # whatever the pickle's own code raises
-            raise Unsupported(f"{place}: its pickle cannot be loaded: {type(error).__name__}: {error}") from error
+            raise Unsupported(f"{place}: its pickle cannot be loaded: {reason(error)}") from error
+
+
+_COMPOUND = frozenset({list, dict, Tagged})
+"""The types of lowered values that are not the values themselves."""
+
+_FITS: dict[str, Callable[[type], bool]] = {
+    "named_tuple": lambda kind: _tuple_fields(kind) is not None,
+    "enum": lambda kind: issubclass(kind, enum.Enum),
+    "dataclass": lambda kind: is_dataclass(kind) and _is_made_of_fields(kind),
+}
+"""Whether a class found under a stored name is one of the kind that is stored."""
+
+
+def _no_framework(tag: str, payload: Any) -> str:
+    framework = _short(payload[0]) if tag in ("array", "dtype") else tag.partition("_")[0]
+    return f"its {tag} needs {framework}, which this process has not imported: import {framework} before loading"
 
 
 def _plain(payload: Any) -> Any:
@@ -471,15 +625,15 @@ def _raise_zone(payload: int | str) -> datetime.tzinfo:
 
     try:
         return zoneinfo.ZoneInfo(payload)
-    except zoneinfo.ZoneInfoNotFoundError as error:
-        raise Refused(f"this system knows no time zone {payload!r}") from error
+    except Exception as error:  # not found; or a name of a directory, of another file, of no file
+        raise Refused(f"this system knows no time zone {shown(payload)}") from error
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "bytearray": bytearray,
     "complex": lambda payload: complex(*payload),
     "surrogate_str": lambda payload: payload.decode("utf-8", "surrogatepass"),
-    "range": lambda payload: range(*payload),
+    "range": lambda payload: range(*_expect_short(payload, "range")),
     "slice": lambda payload: slice(*payload),
     "ellipsis": lambda payload: ...,
     "path": _raise_path,
@@ -489,6 +643,6 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "timedelta": lambda payload: datetime.timedelta(*payload),
     "time_zone": _raise_zone,
     "decimal": decimal.Decimal,
-    "fraction": lambda payload: fractions.Fraction(*payload),
+    "fraction": lambda payload: fractions.Fraction(*_expect_short(payload, "fraction")),
     "uuid": lambda payload: uuid.UUID(bytes=payload),
 }

@@ -42,7 +42,9 @@ def save(
         state: A dict from names to what is saved under them: modules, optimizers (with their modules beside them),
             anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of these and of plain Python
             values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to be the same
-            on every rank; what belongs to one rank goes into :class:`PerRank`.
+            on every rank; what belongs to one rank goes into :class:`PerRank`. Values are saved as they stand there;
+            what is to be read now is an object with ``state_dict``, a :class:`Stateful` or :func:`random_state`. One
+            value takes up to 1 GiB and 2**24 items: what is larger goes into tensors or arrays.
         step: The training step, to be noted.
         user: Anything else to be noted, shown by ``shardfast inspect``.
         pickle: Pickle Python values that cannot be said as data. Such a checkpoint runs code when it is loaded, and
@@ -181,7 +183,7 @@ def load(
 
     Tensors are filled in place, whatever layout they were saved in. Optimizer state that does not exist yet is made.
     Other values replace the entries of the state's dicts, or are given to ``load_state_dict``; of these nothing changes
-    before every byte was read and proven.
+    before every byte was read and proven, and every rank has made its values.
 
     Where several ranks want the same bytes, one of them reads them and passes them on: on one machine through memory
     that they share, else over connections of their own, if a short trial shows that this is faster. Tensors on devices
@@ -209,8 +211,10 @@ def load(
         NotFound: If no checkpoint is committed there.
         Invalid: If the checkpoint does not fit the state: missing, unexpected, wrong shape, wrong dtype, on any rank,
             all in one error, the same on every rank.
-        Corrupt: If bytes are not those that were saved. Tensors filled before that keep what they got.
-        Unsupported: If it is of a newer format, or holds a value whose class was not imported.
+        Corrupt: If bytes are not those that were saved, or no value can be made of them. Tensors filled before that
+            keep what they got.
+        Unsupported: If it is of a newer format, or holds a value whose class was not imported, or one that is larger
+            than values may be.
     """
     session = current(timeout_s)
     options, place = prepared(
@@ -279,8 +283,10 @@ def fill(
         encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, way), carrier)
     for name, number in traffic.items():
         setattr(matching.plan, name, number)
-    prepared(session, lambda: matching.install(encoded), timeout_s)
-    # Values are made by each rank alone: a failure of one is the failure of all.
+    # Values are made by each rank alone: a failure of one is the failure of all, before any rank has changed.
+    prepared(session, lambda: matching.make(encoded), timeout_s)
+    checkpoint.agree([], [], timeout_s)
+    prepared(session, matching.install, timeout_s)
     checkpoint.agree([], [], timeout_s)
     return matching.plan
 
@@ -346,6 +352,7 @@ def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Ex
     else:  # what is not ours was raised by the state's own code
         kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
     try:
         session.refuse(kind, message, timeout_s)
     except Error as agreed:

@@ -41,6 +41,15 @@ def keep_busy(device: torch.device, milliseconds: float = 200.0) -> None:
         matrix = matrix @ matrix
 
 
+def test_random_numbers_go_on_where_the_save_was_made(tmp_path, device):
+    state = {"extra": {"random": sf.random_state()}}
+    torch.rand(3, device=device)
+    sf.save(tmp_path / "a", state)
+    expected = [torch.rand(3, device=device) for _ in range(2)]
+    sf.load(tmp_path / "a", state)
+    assert all(torch.equal(torch.rand(3, device=device), one) for one in expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_dtype_and_layout_comes_back_bit_for_bit(tmp_path, device, dtype, layout):

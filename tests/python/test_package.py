@@ -25,7 +25,7 @@ def command(*arguments, **environment):
 
 def test_one_version_and_nothing_else_is_required():
     version = importlib.metadata.version("shardfast")
-    assert _native.__version__ == version
+    assert _native.__version__ == sf.__version__ == version
     assert command("--version").stdout.split() == ["shardfast", version]
     required = importlib.metadata.requires("shardfast") or []
     assert [line for line in required if "extra ==" not in line] == [], "frameworks are the user's choice"

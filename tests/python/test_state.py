@@ -82,7 +82,8 @@ class Stored:
         matching.plan.expect_no_problems()
         for want in matching.bind():
             self._fill(*want)
-        matching.install([self.bytes[wanted] for wanted in matching.value_wants()])
+        matching.make([self.bytes[wanted] for wanted in matching.value_wants()])
+        matching.install()
         return matching.plan
 
     def _fill(self, index, offsets, lengths, pointer, strides_bytes) -> None:

@@ -13,6 +13,7 @@ import pickle
 import random
 import struct
 import sys
+import time
 import types
 import typing
 import uuid
@@ -216,6 +217,8 @@ ARRAYS = [
     np.int64(-3),
     np.bool_(True),
     np.str_("a"),
+    np.str_(""),
+    np.bytes_(b""),
     np.datetime64("2026-01-02T03", "h"),
     np.dtype("float32"),
     np.dtype(">i8"),
@@ -278,6 +281,11 @@ class Words(dict):
 
 
 @dataclasses.dataclass
+class Failure(Exception):
+    text: str
+
+
+@dataclasses.dataclass
 class Named(dict):
     name: str = "x"
 
@@ -310,6 +318,11 @@ REFUSED = {
     "extra.x.r: a torch.Generator cannot be stored: store its get_state()": {"r": torch.Generator()},
     "extra.x[0]: an array of object cannot be stored": [np.array([{}], dtype=object)],
     "extra.x[0]: an array of [('a', '<i4')] cannot be stored": [np.zeros(1, dtype=[("a", "i4")])],
+    "extra.x[0]: an array of |S0 [2] cannot be stored": [np.zeros(2, dtype=[("a", "S0")])["a"]],
+    "extra.x[0]: a range of integers beyond 32768 bits": [range(1 << 40_000)],
+    "extra.x[0]: a fraction of integers beyond 32768 bits": [fractions.Fraction(1, 1 << 40_000)],
+    "extra.x[0]: a test_values:Failure cannot be stored: it is built on": [Failure("x")],
+    "extra.x[0]: a time.struct_time cannot be stored": [time.gmtime(0)],
     "extra.x[0]: a MaskedArray is more than an array": [np.ma.array([1], mask=[True])],
     "extra.x[0]: a tensor of layout torch.sparse_coo": [torch.eye(2).to_sparse()],
     "extra.x[0]: a tensor on the meta device": [torch.empty(2, device="meta")],

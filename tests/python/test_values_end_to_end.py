@@ -262,3 +262,86 @@ def test_pickles_by_the_word_only(ranks, tmp_path):
     program = Path(sys.executable).with_name("shardfast")
     done = subprocess.run([program, "inspect", url], capture_output=True, text=True, timeout=60)
     assert "pickle" in done.stdout, "whoever looks is told"
+
+
+def test_keys_that_print_alike_or_not_at_all_keep_their_tensors(tmp_path):
+    """A tensor inside a value is known by its keys, not by how they print."""
+    long = 10**5000
+    keys = [1, "1", 2.0, "2.0", long, str(hex(long)), (1, long), None, "None"]
+
+    def state(fill):
+        return {"extra": {"v": {key: torch.full((2,), fill(n)) for n, key in enumerate(keys)} | {"n": 1}}}
+
+    sf.save(tmp_path / "one", state(float))
+    for loaded in (state(lambda n: -1.0), {"extra": {"v": None}}):
+        sf.load(tmp_path / "one", loaded)
+        assert [loaded["extra"]["v"][key].tolist() for key in keys] == [[n, n] for n in range(len(keys))]
+    large = {"extra": {"v": {long: torch.ones(400_000), "n": 1}}}
+    sf.save(tmp_path / "two", large)
+    large["extra"]["v"][long].zero_()
+    sf.load(tmp_path / "two", large)
+    assert large["extra"]["v"][long].sum() == 400_000
+
+
+LONE = "lone \ud800"
+
+
+def with_a_name(name):
+    model = torch.nn.Module()
+    model.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("place", "state"),
+    [
+        (r"the state's key .lone \\ud800.", {LONE: 1}),
+        (r"extra\.lone \\ud800", {"extra": {LONE: 1}}),
+        (r"extra\.a\.lone \\ud800", {"extra": {"a": {LONE: torch.ones(3)}}}),
+        (r"extra\.a\.0\.lone \\ud800", {"extra": {"a": [{LONE: torch.ones(400_000)}]}}),
+        (r"model\.lone \\ud800", {"model": with_a_name(LONE)}),
+    ],
+)
+def test_names_with_lone_surrogates_are_refused_by_name(tmp_path, place, state):
+    with pytest.raises(sf.Invalid, match=rf"^{place}: .*found a lone surrogate \(U\+D800\)"):
+        sf.save(tmp_path / "one", state)
+    sf.save(tmp_path / "two", {"extra": {"a": 1}})
+    if "a" not in state.get("extra", {}):  # there the load puts what was saved
+        with pytest.raises(sf.Invalid, match=r"found a lone surrogate \(U\+D800\)"):
+            sf.load(tmp_path / "two", state, strict=False)
+
+
+def failing_with_a_surrogate(rank, world, url):
+    class Loader:
+        def state_dict(self):
+            if rank == 1:
+                raise OSError("no file \udcff")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    try:
+        sf.save(url, {"loader": Loader()}, timeout_s=20)
+    except (sf.Error, OSError) as error:
+        return f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
+
+
+def test_a_failure_whose_text_has_a_lone_surrogate_reaches_all_ranks(ranks, tmp_path):
+    one, other = ranks(2)(failing_with_a_surrogate, str(tmp_path / "one"))
+    assert one.startswith(b"Invalid: ")
+    assert b"OSError: no file \\udcff" in one
+    assert other == b"OSError: no file \\udcff"  # its own code's
+
+
+def test_complex128_is_refused_with_what_to_do(tmp_path):
+    wide = torch.ones(3, dtype=torch.complex128)
+    for state in ({"model": {"w": wide}}, {"extra": {"v": [wide]}}, {"w": wide}):
+        with pytest.raises(sf.Invalid, match=r"complex128 cannot be stored, .*: store torch\.view_as_real\(\) of it"):
+            sf.save(tmp_path / "one", state)
+    sf.save(tmp_path / "one", {"model": {"w": torch.view_as_real(wide)}, "extra": {"v": [np.ones(3, np.complex128)]}})
+    other = torch.zeros(3, dtype=torch.complex128)
+    state = {"model": {"w": torch.view_as_real(other)}, "extra": {"v": None}}
+    sf.load(tmp_path / "one", state)
+    assert torch.equal(other, wide)
+    assert state["extra"]["v"][0].tolist() == [1 + 0j] * 3

@@ -8,14 +8,14 @@
 
 use std::time::Duration;
 
-use shardfast_format::{DType, Dims, LeafKind};
+use shardfast_format::{DType, Dims, LeafKind, object};
 use shardfast_plan::{Piece, Read, Reads, Sharing, Wanted};
 use smallvec::smallvec;
 
 use crate::agree::Operation;
 use crate::carrier::{Carrier, Handoff};
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::reader::{self, LIMITS};
 use crate::shared::{Ended, GoOn, Neighbours, Shared, Traffic, Trial, Trouble, Troubled};
 use crate::sharing::{self, Opening, Terms};
@@ -172,6 +172,7 @@ impl Checkpoint {
             let extent = is_object.then(|| self.manifest.values(value.leaf).nth(value.value)).flatten();
             let (_, extent) = extent
                 .ok_or_else(|| Error::invalid(format!("{}: there is no value {value:?} in its manifest", self.url)))?;
+            self.expect_value_size(value.leaf, extent.bytes)?;
             plan.values_bytes.push(extent.bytes as usize);
             let mut at = 0;
             while at < extent.bytes {
@@ -190,6 +191,17 @@ impl Checkpoint {
         }
         plan.values = coalesced(plan.values);
         Ok(plan)
+    }
+
+    /// Refuses a value that is larger than any that is decoded, before there is memory for it.
+    fn expect_value_size(&self, leaf: usize, bytes: u64) -> Result<()> {
+        if bytes <= object::BYTES_MAX {
+            return Ok(());
+        }
+        let (url, leaf, most) = (&self.url, self.manifest.leaf(leaf), object::BYTES_MAX);
+        let (key, name) = (leaf.key, leaf.name);
+        let what = format!("{url}: {key}/{name} is a value of {bytes} bytes: expected at most {most}");
+        Err(Error::new(Kind::Unsupported, what))
     }
 
     fn run(&self, plan: Plan, wants: &[Want], again: bool) -> Result<Loaded> {

@@ -6,11 +6,13 @@
 mod decode;
 mod encode;
 mod int;
+mod limits;
 mod tag;
 
 pub use decode::decode;
 pub use encode::{Writer, encode};
 pub use int::Int;
+pub use limits::{BYTES_MAX, CONTAINERS_MAX, Counts, ITEMS_MAX, excess};
 pub use tag::Tag;
 
 /// Deepest nesting of lists and dicts. A tag adds no level: it cannot stand directly in another one.

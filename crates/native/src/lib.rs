@@ -52,6 +52,9 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("VALUE_BYTES_MAX", shardfast_format::object::BYTES_MAX)?;
+        module.add("VALUE_ITEMS_MAX", shardfast_format::object::ITEMS_MAX)?;
+        module.add("VALUE_CONTAINERS_MAX", shardfast_format::object::CONTAINERS_MAX)?;
         #[cfg(feature = "ablation")]
         module.add(
             "ABLATIONS",

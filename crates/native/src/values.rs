@@ -1,14 +1,15 @@
 //! Python's builtin values and `Tagged` ones as the format's typed encoding.
 
 #![allow(unsafe_code)] // vouches for the code that looks at containers
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 use pyo3::{PyTypeInfo, ffi};
-use shardfast_engine::{Error, Fences, Provider};
-use shardfast_format::object::{self, DEPTH_MAX, Writer};
+use shardfast_engine::{Error, Fences, Kind, Provider};
+use shardfast_format::object::{self, Counts, DEPTH_MAX, Writer};
 use shardfast_format::{Int, Tag};
 
 use crate::borrowed::{entries_while, items_while, parts_while};
@@ -67,6 +68,7 @@ impl Value {
             out: Out::default(),
         };
         walk.value(value, 0)?;
+        walk.expect_within_limits(walk.out.bytes_in_pieces())?;
         Ok(Value { encoded: Arc::new(walk.out.encoded()) })
     }
 
@@ -137,17 +139,21 @@ impl Out {
         }
     }
 
+    fn bytes_in_pieces(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.as_slice().len() as u64).sum()
+    }
+
     /// What [`rewind`](Out::rewind) goes back to.
-    fn mark(&self) -> (usize, usize) {
-        (self.pieces.len(), self.writer.written())
+    fn mark(&self) -> (usize, usize, Counts) {
+        (self.pieces.len(), self.writer.written(), self.writer.counts())
     }
 
     /// As if nothing had been written since the mark was made.
-    fn rewind(&mut self, (pieces, written): (usize, usize)) {
+    fn rewind(&mut self, (pieces, written, counts): (usize, usize, Counts)) {
         if let Some(Piece::Made(bytes)) = self.pieces.drain(pieces..).next() {
             self.writer = Writer::from(bytes);
         }
-        self.writer.rewind(written);
+        self.writer.rewind(written, counts);
     }
 
     fn encoded(mut self) -> Encoded {
@@ -176,7 +182,7 @@ unsafe fn utf8<'a>(text: &'a Bound<'_, PyAny>) -> Option<&'a str> {
 #[pyfunction]
 pub(crate) fn decode<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let value = object::decode(data).map_err(|error| raise(error.into()))?;
-    to_python(py, &value)
+    to_python(py, value)
 }
 
 /// Keys that the dicts of one stretch have in common, encoded. They are known by their addresses, which hold for a
@@ -319,8 +325,13 @@ impl<'py> Walk<'_, 'py> {
                 let dict = value.cast_unchecked::<PyDict>();
                 let entries = dict.len();
                 self.out.writer.dict(entries as u64);
-                entries_while(dict, |key, value| self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1))
-                    == entries
+                // Of what is encoded quietly, only tuples can share a hash in numbers: that is looked at elsewhere.
+                let mut may_collide = false;
+                let taken = entries_while(dict, |key, value| {
+                    may_collide |= key.get_type_ptr() == &raw mut ffi::PyTuple_Type;
+                    self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1)
+                });
+                taken == entries && !(may_collide && entries > EQUAL_HASHES_MAX)
             } else if is_list {
                 let list = value.cast_unchecked::<PyList>();
                 let items = list.len();
@@ -357,6 +368,13 @@ impl<'py> Walk<'_, 'py> {
         }
         self.open.push(address);
         if let Ok(dict) = value.cast_exact::<PyDict>() {
+            if dict.len() > EQUAL_HASHES_MAX {
+                let mut spread = Spread::default();
+                let shared = dict.keys().iter().find_map(|key| spread.add(&key).transpose());
+                if let Some(excess) = shared.transpose()? {
+                    return Err(at(self.place, &excess));
+                }
+            }
             self.dict(dict, depth + 1)?;
         } else if let Ok(list) = value.cast_exact::<PyList>() {
             self.list(list, depth + 1)?;
@@ -434,8 +452,19 @@ impl<'py> Walk<'_, 'py> {
     /// Encodes what is said in builtins and `Tagged`.
     fn plain(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         let value = plain(value, depth, self.place)?;
-        self.out.writer.raw(&object::encode(&value).map_err(|error| raise(error.into()))?);
-        Ok(())
+        self.out.writer.value(&value).map_err(|error| at(self.place, error.message()))?;
+        self.expect_within_limits(0)
+    }
+
+    /// Refuses what no load would take. `elsewhere` are the bytes that the writer holds no more.
+    fn expect_within_limits(&self, elsewhere: u64) -> PyResult<()> {
+        match object::excess(elsewhere + self.out.writer.written() as u64, self.out.writer.counts()) {
+            Some(excess) => {
+                let remedy = "store what is large as tensors or arrays in entries of their own, or in several values";
+                Err(at(self.place, &format!("{excess}: {remedy}")))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -519,19 +548,60 @@ fn integer(value: &Bound<'_, PyInt>) -> PyResult<object::Value> {
     Ok(object::Value::Int(Int::new(negative, bytes.as_bytes())))
 }
 
-fn to_python<'py>(py: Python<'py>, value: &object::Value) -> PyResult<Bound<'py, PyAny>> {
+/// Most keys of one dict with the same hash: looking one up compares it with all of these, and what a checkpoint asks
+/// for must not take quadratic time. Python's side bounds the items of sets, and keys that only it can make, alike.
+const EQUAL_HASHES_MAX: usize = 128;
+
+/// Counts keys by their hashes.
+#[derive(Default)]
+struct Spread {
+    keys: HashMap<isize, usize>,
+}
+
+impl Spread {
+    /// Counts a key; says what is wrong when there are too many of its hash. Texts and bytes are hashed with a secret
+    /// of the process.
+    fn add(&mut self, key: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+        if key.is_exact_instance_of::<PyString>() || key.is_exact_instance_of::<PyBytes>() {
+            return Ok(None);
+        }
+        let count = self.keys.entry(key.hash()?).or_default();
+        *count += 1;
+        let excess = || format!("more than {EQUAL_HASHES_MAX} keys of a dict have the same hash");
+        Ok((*count > EQUAL_HASHES_MAX).then(excess))
+    }
+}
+
+fn to_dict<'py>(py: Python<'py>, entries: Vec<(object::Value, object::Value)>) -> PyResult<Bound<'py, PyDict>> {
+    // Few integers of 64 bits and few floats share a hash, and tagged values become keys later.
+    let may_collide = |key: &object::Value| matches!(key, object::Value::Int(Int::Big { .. }));
+    let is_suspect = entries.len() > EQUAL_HASHES_MAX && entries.iter().any(|(key, _)| may_collide(key));
+    let mut spread = is_suspect.then(Spread::default);
+    let dict = PyDict::new(py);
+    for (key, value) in entries {
+        let key = to_python(py, key)?;
+        if let Some(excess) = spread.as_mut().map(|spread| spread.add(&key)).transpose()?.flatten() {
+            return Err(raise(Error::new(Kind::Unsupported, excess)));
+        }
+        dict.set_item(key, to_python(py, value)?)?;
+    }
+    Ok(dict)
+}
+
+/// Uses the value up: it and what is made of it need not both be in memory as a whole.
+fn to_python<'py>(py: Python<'py>, value: object::Value) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {
         object::Value::None => py.None().into_bound(py),
-        object::Value::Bool(value) => PyBool::new(py, *value).to_owned().into_any(),
+        object::Value::Bool(value) => PyBool::new(py, value).to_owned().into_any(),
         object::Value::Int(Int::Small(value)) => value.into_pyobject(py)?.into_any(),
         object::Value::Int(Int::Big { negative, magnitude_be }) => {
             let int: Bound<'py, PyType> = py.get_type::<PyInt>();
-            let magnitude = int.call_method1("from_bytes", (PyBytes::new(py, magnitude_be), "big"))?;
-            if *negative { magnitude.neg()? } else { magnitude }
+            let magnitude = int.call_method1("from_bytes", (PyBytes::new(py, &magnitude_be), "big"))?;
+            if negative { magnitude.neg()? } else { magnitude }
         }
-        object::Value::Float(value) => PyFloat::new(py, *value).into_any(),
-        object::Value::Str(value) => PyString::new(py, value).into_any(),
-        object::Value::Bytes(value) => PyBytes::new(py, value).into_any(),
+        object::Value::Float(value) => PyFloat::new(py, value).into_any(),
+        object::Value::Str(value) => PyString::new(py, &value).into_any(),
+        object::Value::Bytes(value) => PyBytes::new(py, &value).into_any(),
         object::Value::List(items) => {
             let list = PyList::empty(py);
             for item in items {
@@ -539,16 +609,10 @@ fn to_python<'py>(py: Python<'py>, value: &object::Value) -> PyResult<Bound<'py,
             }
             list.into_any()
         }
-        object::Value::Dict(items) => {
-            let dict = PyDict::new(py);
-            for (key, value) in items {
-                dict.set_item(to_python(py, key)?, to_python(py, value)?)?;
-            }
-            dict.into_any()
-        }
+        object::Value::Dict(entries) => to_dict(py, entries)?.into_any(),
         object::Value::Tagged(tag, inner) => {
-            let value = to_python(py, inner)?.unbind();
-            Bound::new(py, Tagged { tag: *tag, value })?.into_any()
+            let value = to_python(py, *inner)?.unbind();
+            Bound::new(py, Tagged { tag, value })?.into_any()
         }
     })
 }

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 
-from ..catalog import Adapter
+from ..catalog import Adapter, RandomGenerators
 
 FRAMEWORKS = ("torch", "numpy")
 
@@ -14,6 +14,12 @@ FRAMEWORKS = ("torch", "numpy")
 def active() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, in a fixed order."""
     return [_adapter(framework) for framework in FRAMEWORKS if framework in sys.modules]
+
+
+def random_generators() -> dict[str, RandomGenerators]:
+    """What reads and sets the global random generators of each framework that this process has imported."""
+    names = [framework for framework in FRAMEWORKS if framework in sys.modules]
+    return {name: importlib.import_module(f"{__name__}.{name}_random") for name in names}
 
 
 @functools.cache

@@ -10,7 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from ..catalog import Bundle, Destination, Hold, Ints, Layout, Memory, Module, Refused, Region, Source, Target
+from ..catalog import (
+    VALUE_BYTES_MAX,
+    Bundle,
+    Destination,
+    Hold,
+    Ints,
+    Layout,
+    Memory,
+    Module,
+    Refused,
+    Region,
+    Source,
+    Target,
+)
 
 DTYPES: dict[str, str] = {
     "bool": "BOOL",
@@ -32,7 +45,7 @@ DTYPES: dict[str, str] = {
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 # Type strings of plain elements; times carry their unit ("<M8[ns]"). No objects, no records.
-_TYPE_STRING = re.compile(r"[<>|=](?:[biufcSUV]\d+|[mM]8(?:\[\d*\w+\])?)")
+_TYPE_STRING = re.compile(r"[<>|=](?:[biufcSUV]\d+|[mM]8(?:\[\d*\w+\])?)", re.ASCII)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -117,6 +130,7 @@ class NumpyAdapter:
         if isinstance(value, np.ndarray):
             if type(value) not in (np.ndarray, np.memmap):
                 raise Refused(f"a {type(value).__name__} is more than an array and cannot be stored: store its parts")
+            _expect_size(value)
             return "array", ["numpy", _type_string(value.dtype), list(value.shape), value.tobytes()]
         if isinstance(value, np.generic):
             return "numpy_scalar", [_type_string(value.dtype), value.tobytes()]
@@ -160,8 +174,23 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def _expect_size(array: Array) -> None:
+    """Refuses what is too large to be part of a value, or has elements of no size, which NumPy does not make again."""
+    what = f"an array of {array.dtype} {list(array.shape)}"
+    if array.dtype.itemsize == 0:
+        raise Refused(f"{what} cannot be stored: its elements have no bytes")
+    if array.nbytes > VALUE_BYTES_MAX:
+        is_own = array.dtype.name in DTYPES
+        remedy = "make it an entry of its own" if is_own else "store it as elements of another type, with its view()"
+        raise Refused(f"{what} has {array.nbytes} bytes, and a value at most {VALUE_BYTES_MAX}: {remedy}")
+
+
 def _array(name: str, shape: list[int], data: bytes) -> Array:
     dtype = _dtype(name)
+    if dtype.itemsize == 0:  # of which NumPy makes elements of one byte or more
+        if shape:
+            raise Refused(f"an array of {name}, whose elements have no bytes, cannot be made")
+        return np.zeros((), dtype=dtype)
     if math.prod(shape) * dtype.itemsize != len(data):
         raise Refused(f"an array of {name} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}")
     array: Array = np.empty(shape, dtype=dtype)

@@ -12,7 +12,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ..catalog import Destination, Hold, Ints, Layout, Memory, Module, Refused, Region, Rounds, Source, Target
+from ..catalog import (
+    VALUE_BYTES_MAX,
+    Destination,
+    Hold,
+    Ints,
+    Layout,
+    Memory,
+    Module,
+    Refused,
+    Region,
+    Rounds,
+    Source,
+    Target,
+)
 from .torch_capture import hold_of, is_dtensor
 from .torch_memory import (
     ARRAY_DTYPES,
@@ -68,7 +81,8 @@ class TorchAdapter:
         expect_storable(local)
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise Refused(f"a tensor of {tensor.dtype} cannot be stored: safetensors has no such type")
+            hint = ": store torch.view_as_real() of it" if tensor.is_complex() else ""
+            raise Refused(f"a tensor of {tensor.dtype} cannot be stored, safetensors has no such type{hint}")
         shape = tuple(tensor.shape)
         if not is_sharded:
             whole = (Region((0,) * len(shape), shape),) if tensor.numel() else ()
@@ -181,6 +195,8 @@ class TorchAdapter:
         if name not in ARRAY_DTYPES:
             raise Refused(f"a tensor of {tensor.dtype} cannot be stored")
         expect_memory(tensor)
+        if (size := tensor.numel() * tensor.element_size()) > VALUE_BYTES_MAX:
+            raise Refused(f"it has {size} bytes, and a value at most {VALUE_BYTES_MAX}: make it an entry of its own")
         with torch.no_grad():
             data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         size = data.numel() * data.element_size()
@@ -196,7 +212,7 @@ class TorchAdapter:
                 raise Refused(f"{payload!r} is no device of this torch") from error
         if tag not in ("array", "dtype") or payload[0] != "torch":
             return NotImplemented
-        dtype = ARRAY_DTYPES.get(payload[1]) if tag == "array" else getattr(torch, payload[1], None)
+        dtype = ARRAY_DTYPES.get(payload[1]) if tag == "array" else vars(torch).get(payload[1])
         if not isinstance(dtype, torch.dtype):
             raise Refused(f"this torch has no dtype {payload[1]!r}")
         if tag == "dtype":

@@ -99,6 +99,10 @@ def identity(tensor: torch.Tensor) -> Hashable:
 def expect_fill(tensor: torch.Tensor, value: object) -> None:
     """Refuses a value that :meth:`fill` could not copy."""
     if tensor.ndim == 0 and isinstance(value, (bool, int, float)):
+        try:
+            torch.tensor(value, dtype=tensor.dtype, device="cpu")
+        except (RuntimeError, OverflowError, ValueError) as error:
+            raise Refused(f"the checkpoint holds a {type(value).__name__} that is no {tensor.dtype}") from error
         return
     if not isinstance(value, torch.Tensor):
         raise Refused(f"the checkpoint holds a {type(value).__name__} where a tensor stands here")

@@ -21,6 +21,8 @@ class Loader:
 
 def train(run: Path, total: int) -> int:
     state: dict[str, Any] = {"dataloader": Loader(), "extra": {"args": {"lr": 1e-3}, "seed": sf.PerRank(1)}}
+    seen: list[int] = []
+    state["extra"] |= {"random": sf.random_state(), "seen": sf.Stateful(seen.copy, seen.extend)}
     keep = sf.last(3) | sf.every(10_000)
     with sf.Checkpointer(run, every=sf.steps(200), keep=keep) as ckpt:
         start: int = ckpt.restore(state, older=True, strict=False, cast=True, per_rank="rank0")

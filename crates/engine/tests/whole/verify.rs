@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use shardfast_engine::verify::{Finding, Problem};
-use shardfast_engine::{Engine, Kind, VerifyReport, verify, verify_in};
+use shardfast_engine::{Engine, Kind, ValueRef, VerifyReport, verify, verify_in};
 use shardfast_format::{
-    BLOCK_BYTES, Commit, DType, Extent, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
-    hugging_face_index, manifest_name, sha256,
+    BLOCK_BYTES, Commit, DType, Extent, FileEntry, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
+    hugging_face_index, manifest_name, object as objects, sha256,
 };
 use shardfast_store::Store;
 
@@ -278,9 +278,16 @@ fn values_that_mean_nothing_are_found() {
 
 /// Writes another manifest over the checkpoint's own, committed as if it were the right one.
 fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
+    forge_of(place, |_| (), builder);
+}
+
+/// [`forge`] with other files.
+fn forge_of(place: &Path, of: impl FnOnce(&mut [FileEntry]), builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     let manifest = opened(place.to_str().unwrap()).manifest().clone();
     let mut forged = ManifestBuilder::new(manifest.info.clone());
-    manifest.files().iter().for_each(|file| _ = forged.file(file.clone()));
+    let mut files = manifest.files().to_vec();
+    of(&mut files);
+    files.into_iter().for_each(|file| _ = forged.file(file));
     builder(&manifest, &mut forged);
     let forged = forged.finish().unwrap();
     let index = place.join("model/model.safetensors.index.json");
@@ -294,6 +301,33 @@ fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     let commit = Commit::decode(&std::fs::read(place.join("COMMIT")).unwrap()).unwrap();
     let forged = Commit { manifest_bytes: bytes.len() as u64, manifest_sha256: sha256(&bytes), ..commit };
     std::fs::write(place.join("COMMIT"), forged.encode()).unwrap();
+}
+
+#[test]
+fn a_value_that_is_too_large_is_refused_before_there_is_memory_for_it() {
+    let (_dir, place) = saved(vec![vec![
+        Tensor::random(1, DType::U8, &[3]).whole("model", "w"),
+        object("extra", "large", &text("small")),
+    ]]);
+    let large = objects::BYTES_MAX + 1;
+    let lengthen = |files: &mut [FileEntry]| {
+        for file in files.iter_mut().filter(|file| file.path.starts_with("extra/")) {
+            file.bytes = file.data_start + large;
+            // A sparse file, which takes no room.
+            let sparse = std::fs::File::options().write(true).open(place.join(&file.path)).unwrap();
+            sparse.set_len(file.bytes).unwrap();
+        }
+    };
+    forge_of(&place, lengthen, |manifest, forged| {
+        let (ranks, extent) = manifest.values(0).next().unwrap();
+        let w: Vec<_> = manifest.regions(1).collect();
+        forged.object(&LeafName::new("extra", "large"), "", &[(ranks, Extent { bytes: large, ..extent })]);
+        forged.tensor(&LeafName::new("model", "w"), DType::U8, &[3], "", &w);
+    });
+    let checkpoint = opened(place.to_str().unwrap());
+    let error = checkpoint.load(&[], &[ValueRef { leaf: 0, value: 0 }], DEADLINE).unwrap_err();
+    assert_eq!(error.kind, Kind::Unsupported);
+    assert!(error.message.contains(&format!("extra/large is a value of {large} bytes")), "{error}");
 }
 
 #[test]

@@ -3,15 +3,19 @@
 use minicbor::Decoder;
 use minicbor::data::{IanaTag, Type};
 
-use super::{DEPTH_MAX, Int, Tag, Value};
+use super::limits::excess;
+use super::{Counts, DEPTH_MAX, Int, Tag, Value};
 use crate::error::Error;
 
 /// Decodes exactly one value, which must fill `bytes`.
 ///
 /// # Errors
-/// `Corrupt` for anything but the part of CBOR that the format uses; `Unsupported` for a tag of a later version.
+/// `Corrupt` for anything but the part of CBOR that the format uses; `Unsupported` for a tag of a later version, and
+/// for a value beyond [`BYTES_MAX`](super::BYTES_MAX), [`ITEMS_MAX`](super::ITEMS_MAX) or
+/// [`CONTAINERS_MAX`](super::CONTAINERS_MAX).
 pub fn decode(bytes: &[u8]) -> Result<Value, Error> {
-    let mut reader = Reader { decoder: Decoder::new(bytes), owed: 1 };
+    let mut reader = Reader { decoder: Decoder::new(bytes), owed: 1, counts: Counts::default() };
+    reader.expect_within_limits()?;
     let value = reader.value(0, None)?;
     let end = reader.decoder.position();
     if end != bytes.len() {
@@ -25,6 +29,8 @@ struct Reader<'b> {
     /// Items that the lists and dicts begun so far still ask for. Each takes a byte at least, so a count is believed
     /// only while the bytes left can hold all of them.
     owed: usize,
+    /// What was entered so far.
+    counts: Counts,
 }
 
 impl Reader<'_> {
@@ -84,6 +90,8 @@ impl Reader<'_> {
                     return Err(Error::Corrupt(format!("object: byte {at}: {tag} stands directly in {outer}")));
                 }
                 self.owed += 1;
+                self.counts.tag();
+                self.expect_within_limits()?;
                 let payload = self.value(depth, Some(tag))?;
                 if let Some(expected) = tag.mismatch(&payload) {
                     let found = payload.kind();
@@ -99,6 +107,13 @@ impl Reader<'_> {
         })
     }
 
+    fn expect_within_limits(&self) -> Result<(), Error> {
+        match excess(self.decoder.input().len() as u64, self.counts) {
+            Some(excess) => Err(Error::Unsupported(format!("object: {excess}"))),
+            None => Ok(()),
+        }
+    }
+
     /// Enters a list or dict of `count` rows of `width` items each.
     fn owe(&mut self, at: usize, depth: usize, count: Option<u64>, width: usize) -> Result<usize, Error> {
         if depth == DEPTH_MAX {
@@ -110,6 +125,8 @@ impl Reader<'_> {
         match (rows, owed) {
             (Some(rows), Some(owed)) if owed <= left => {
                 self.owed = owed;
+                self.counts.enter((rows * width) as u64);
+                self.expect_within_limits()?;
                 Ok(rows)
             }
             _ => Err(Error::Corrupt(format!("object: byte {at}: more items than the {left} bytes left can hold"))),

@@ -1,25 +1,31 @@
 //! From values to CBOR: one spelling for each value, so that equal values have equal bytes.
 
 use super::int::u64_of;
-use super::{DEPTH_MAX, Int, Tag, Value};
+use super::limits::excess;
+use super::{Counts, DEPTH_MAX, Int, Tag, Value};
 use crate::error::Error;
 
 /// Encodes a value. Sets are ordered by their items' encodings, integers and lengths take their shortest form.
 ///
 /// # Errors
-/// `Invalid` for nesting beyond [`DEPTH_MAX`], and for a tag whose payload is not what the table says.
+/// `Invalid` for nesting beyond [`DEPTH_MAX`], for a tag whose payload is not what the table says, and for what
+/// [`decode`](super::decode()) would refuse for its size.
 pub fn encode(value: &Value) -> Result<Vec<u8>, Error> {
     let mut out = Writer::default();
     put(&mut out, value, 0)?;
-    Ok(out.bytes)
+    match excess(out.bytes.len() as u64, out.counts) {
+        Some(excess) => Err(Error::Invalid(format!("object: {excess}"))),
+        None => Ok(out.bytes),
+    }
 }
 
 /// The same encoding, written value by value by who has no [`Value`]: a list or a dict is its head and as many values
 /// (of a dict twice as many) behind it. How deep these nest, and that the payload of a tag is what the table says, is
-/// the caller's affair.
+/// the caller's affair; so is that [`counts`](Writer::counts) stay within the limits.
 #[derive(Default)]
 pub struct Writer {
     bytes: Vec<u8>,
+    counts: Counts,
 }
 
 impl Writer {
@@ -64,20 +70,36 @@ impl Writer {
 
     /// The head of a `list`, whose items follow.
     pub fn list(&mut self, items: u64) {
+        self.counts.enter(items);
         self.head(LIST, items);
     }
 
     /// The head of a `dict`, whose entries follow, each a key and its value.
     pub fn dict(&mut self, entries: u64) {
+        self.counts.enter(2 * entries);
         self.head(DICT, entries);
     }
 
     /// A tag, whose payload follows.
     pub fn tag(&mut self, tag: Tag) {
+        self.counts.tag();
         self.head(TAG, tag.number());
     }
 
-    /// What is encoded already, whole values or bytes behind their head.
+    /// A whole value.
+    ///
+    /// # Errors
+    /// `Invalid` for nesting beyond [`DEPTH_MAX`] within it, and for a tag whose payload is not what the table says.
+    pub fn value(&mut self, value: &Value) -> Result<(), Error> {
+        put(self, value, 0)
+    }
+
+    /// What was begun so far, whatever was taken since.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// What is encoded already: bytes behind their head.
     pub fn raw(&mut self, encoded: &[u8]) {
         self.bytes.extend_from_slice(encoded);
     }
@@ -106,9 +128,10 @@ impl Writer {
         self.bytes.len()
     }
 
-    /// As if only the first `written` of these bytes had been written.
-    pub fn rewind(&mut self, written: usize) {
+    /// As if only the first `written` of these bytes had been written, and `counts` been begun by then.
+    pub fn rewind(&mut self, written: usize, counts: Counts) {
         self.bytes.truncate(written);
+        self.counts = counts;
     }
 
     /// The first byte of an item, and its argument in the shortest form.
@@ -135,7 +158,7 @@ impl Writer {
 impl From<Vec<u8>> for Writer {
     /// One that has written these bytes.
     fn from(bytes: Vec<u8>) -> Writer {
-        Writer { bytes }
+        Writer { bytes, counts: Counts::default() }
     }
 }
 
@@ -190,16 +213,19 @@ fn put_tagged(out: &mut Writer, tag: Tag, payload: &Value, depth: usize) -> Resu
     match payload {
         Value::List(items) if matches!(tag, Tag::Set | Tag::FrozenSet) => {
             let depth = deeper(depth)?;
+            let mut counts = Counts::default();
             let encoded: Result<Vec<Vec<u8>>, Error> = items
                 .iter()
                 .map(|item| {
                     let mut out = Writer::default();
                     put(&mut out, item, depth)?;
+                    counts.add(out.counts);
                     Ok(out.bytes)
                 })
                 .collect();
             let mut encoded = encoded?;
             encoded.sort_unstable();
+            out.counts.add(counts);
             out.list(encoded.len() as u64);
             encoded.iter().for_each(|item| out.raw(item));
             Ok(())

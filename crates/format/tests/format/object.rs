@@ -1,5 +1,7 @@
 use proptest::prelude::*;
-use shardfast_format::object::{DEPTH_MAX, decode, encode};
+use shardfast_format::object::{
+    BYTES_MAX, CONTAINERS_MAX, Counts, DEPTH_MAX, ITEMS_MAX, Writer, decode, encode, excess,
+};
 use shardfast_format::{Error, Int, Tag, Value};
 
 use crate::values::{int, payload, tagged, text};
@@ -235,4 +237,52 @@ fn arrays_hold_as_many_bytes_as_their_shape_asks_for() {
     for (shape, bytes) in [(&[2, 3][..], 13), (&[0], 1), (&[-1], 2), (&[i64::MAX, i64::MAX, 3], 0), (&[i64::MAX], 2)] {
         assert!(matches!(array(shape, bytes), Err(Error::Invalid(_))), "{shape:?} {bytes}");
     }
+}
+
+#[test]
+fn a_value_beyond_the_limits_is_neither_written_nor_read() {
+    let head = |kind: u8, count: u64| [&[kind][..], &(count as u32).to_be_bytes()].concat();
+    let of = |kind: u8, count: u64, item: &[u8]| [head(kind, count), item.repeat(count as usize)].concat();
+    let (items, containers) = (ITEMS_MAX, CONTAINERS_MAX);
+    // By hand: nulls in a list, nulls in a map, lists in a list, tagged lists in a list.
+    let tagged_list: &[u8] = &[0xd9, 0xe1, 0x00, 0x80];
+    assert!(decode(&of(0x9a, containers - 1, &[0x80])).is_ok());
+    assert!(decode(&of(0x9a, containers / 2 - 1, tagged_list)).is_ok());
+    for beyond in [
+        of(0x9a, items + 1, &[0xf6]),
+        of(0xba, items / 2 + 1, &[0xf6, 0xf6]),
+        of(0x9a, containers, &[0x80]),
+        of(0x9a, containers / 2, tagged_list),
+    ] {
+        assert!(matches!(decode(&beyond), Err(Error::Unsupported(_))));
+    }
+    let counts = |items, containers| Counts { items, containers };
+    assert_eq!(excess(BYTES_MAX, counts(items, containers)), None);
+    for (bytes, counts) in [(BYTES_MAX + 1, counts(1, 1)), (1, counts(items + 1, 1)), (1, counts(1, containers + 1))] {
+        assert!(excess(bytes, counts).is_some());
+    }
+    let list = |item: Value, count: u64| encode(&Value::List(vec![item; count as usize]));
+    let sets = |count: u64| list(tagged(Tag::Set, Value::List(vec![Value::None])), count);
+    assert!(list(Value::List(vec![]), containers - 1).is_ok() && sets(containers / 2 - 1).is_ok());
+    for refused in [list(Value::List(vec![]), containers), sets(containers / 2)] {
+        assert!(matches!(refused, Err(Error::Invalid(_))));
+    }
+}
+
+#[test]
+fn what_is_written_value_by_value_is_counted_alike() {
+    let inner =
+        Value::List(vec![tagged(Tag::Set, Value::List(vec![int(1), int(2)])), Value::Dict(vec![(int(1), int(2))])]);
+    let mut writer = Writer::default();
+    writer.list(1);
+    let (written, before) = (writer.written(), writer.counts());
+    writer.value(&inner).unwrap();
+    let after = writer.counts();
+    assert_eq!((after.items, after.containers), (1 + 2 + 2 + 2, 1 + 1 + 2 + 1));
+    writer.rewind(written, before);
+    assert_eq!(writer.counts(), before);
+    writer.value(&inner).unwrap();
+    assert_eq!(writer.counts(), after);
+    assert_eq!(writer.take(), encode(&Value::List(vec![inner])).unwrap());
+    assert_eq!(writer.counts(), after, "what was taken counts");
 }

@@ -125,7 +125,7 @@ def test_what_no_writer_wrote_is_corrupt_or_unsupported(name):
 
 
 def test_a_foreign_exception_is_corrupt_whatever_it_is(monkeypatch):
-    """The last line, for what nobody thought of."""
+    """The last line, for what no other check foresees."""
 
     def fail(self, lowered, trail):
         raise SystemError("unforeseen \ud800")
@@ -213,7 +213,7 @@ def test_a_value_beyond_the_limits_is_saved_and_loaded_by_none(tmp_path):
         ([empty, [(1,)] * (1 << 19), 3], f"containers or more: expected at most {VALUE_CONTAINERS_MAX}"),
         ([{(): many}] * 16, f"items or more: expected at most {VALUE_ITEMS_MAX}"),
     ]:
-        with pytest.raises(sf.Invalid, match=rf"^extra\.x: .*{what}: store what is large in it as tensors"):
+        with pytest.raises(sf.Invalid, match=rf"^extra\.x: .*{what}: store what is large as tensors"):
             capture(value, Lowering("extra.x", adapters.active()))
     for item, count in ((b"\xf6", (1 << 24) + 1), (b"\x80", 10_000_000)):  # nulls, empty lists
         assert attempt(b"\x9a" + count.to_bytes(4, "big") + item * count) is sf.Unsupported

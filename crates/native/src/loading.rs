@@ -131,7 +131,7 @@ pub(crate) fn said<'py>(py: Python<'py>, loaded: Loaded) -> PyResult<(Vec<Bound<
     traffic.set_item("bytes_received", loaded.traffic.bytes_received)?;
     traffic.set_item("bytes_sent", loaded.traffic.bytes_sent)?;
     traffic.set_item("is_shared", loaded.traffic.is_shared)?;
-    Ok((loaded.values.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), traffic))
+    Ok((loaded.values.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect(), traffic))
 }
 
 pub(crate) fn way(name: &str) -> PyResult<Way> {

@@ -325,13 +325,13 @@ impl<'py> Walk<'_, 'py> {
                 let dict = value.cast_unchecked::<PyDict>();
                 let entries = dict.len();
                 self.out.writer.dict(entries as u64);
-                // Of what is encoded quietly, only tuples can share a hash in numbers: that is looked at elsewhere.
+                // Of what is encoded quietly, only tuples can share a hash in numbers.
                 let mut may_collide = false;
                 let taken = entries_while(dict, |key, value| {
                     may_collide |= key.get_type_ptr() == &raw mut ffi::PyTuple_Type;
                     self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1)
                 });
-                taken == entries && !(may_collide && entries > EQUAL_HASHES_MAX)
+                taken == entries && (!may_collide || matches!(expect_spread(dict), Ok(None)))
             } else if is_list {
                 let list = value.cast_unchecked::<PyList>();
                 let items = list.len();
@@ -368,12 +368,8 @@ impl<'py> Walk<'_, 'py> {
         }
         self.open.push(address);
         if let Ok(dict) = value.cast_exact::<PyDict>() {
-            if dict.len() > EQUAL_HASHES_MAX {
-                let mut spread = Spread::default();
-                let shared = dict.keys().iter().find_map(|key| spread.add(&key).transpose());
-                if let Some(excess) = shared.transpose()? {
-                    return Err(at(self.place, &excess));
-                }
+            if let Some(excess) = expect_spread(dict)? {
+                return Err(at(self.place, &excess));
             }
             self.dict(dict, depth + 1)?;
         } else if let Ok(list) = value.cast_exact::<PyList>() {
@@ -570,6 +566,15 @@ impl Spread {
         let excess = || format!("more than {EQUAL_HASHES_MAX} keys of a dict have the same hash");
         Ok((*count > EQUAL_HASHES_MAX).then(excess))
     }
+}
+
+/// What is wrong with the hashes of a dict's keys, if anything. Hashing may run code of the keys' classes.
+fn expect_spread(dict: &Bound<'_, PyDict>) -> PyResult<Option<String>> {
+    if dict.len() <= EQUAL_HASHES_MAX {
+        return Ok(None);
+    }
+    let mut spread = Spread::default();
+    dict.keys().iter().find_map(|key| spread.add(&key).transpose()).transpose()
 }
 
 fn to_dict<'py>(py: Python<'py>, entries: Vec<(object::Value, object::Value)>) -> PyResult<Bound<'py, PyDict>> {

@@ -15,6 +15,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import pickle as pickling
 import sys
@@ -300,6 +301,7 @@ class _Lower:
             member = record.name if record.name in type(record).__members__ else None  # flags may be combined
             return Tagged("enum", [name, member, self.value(record.value, (*trail, "value"))])
         if is_tuple:
+            _expect_no_more(record, record._fields)
             parts = dict(zip(record._fields, record, strict=True))
             return Tagged("named_tuple", [name, self._map(parts, trail)])
         missing = [field.name for field in fields(record) if not hasattr(record, field.name)]
@@ -308,6 +310,7 @@ class _Lower:
         if not _is_made_of_fields(type(value)):
             raise Refused(f"a {name} cannot be stored: it is built on a class that keeps more than its fields")
         parts = {field.name: getattr(record, field.name) for field in fields(record)}
+        _expect_no_more(record, parts)
         return Tagged("dataclass", [name, self._map(parts, trail)])
 
     def _pickled(self, value: object, trail: Trail) -> object:
@@ -382,6 +385,19 @@ def _is_made_of_fields(kind: type) -> bool:
     """Whether ``object.__new__`` makes an instance: an exception, for one, has parts of its own in C."""
     is_abstract = bool(getattr(kind, "__abstractmethods__", None))
     return not is_abstract and all(base is object or base.__flags__ & _TPFLAGS_HEAPTYPE for base in kind.__mro__)
+
+
+def _expect_no_more(record: object, known: Collection[str]) -> None:
+    """Refuses attributes that are no fields, which a load would not bring back; what is cached is made again."""
+    is_cache = functools.cached_property
+    kind = type(record)
+    attributes = getattr(record, "__dict__", {})
+    more = [name for name in attributes if name not in known and not isinstance(getattr(kind, name, None), is_cache)]
+    if more:
+        raise Refused(
+            f"a {_type_name(kind)} cannot be stored while it has attributes that are no fields: {shown(more)}; make "
+            "them fields, or store what you need of it as a dict"
+        )
 
 
 def _expect_short(integers: list[int], what: str) -> list[int]:

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import math
 import pathlib
 import pickle
@@ -189,6 +190,15 @@ def test_details_that_equality_does_not_see():
     assert there_and_back(moment).utcoffset() == datetime.timedelta(hours=1)
 
 
+def test_what_an_object_caches_is_made_again():
+    cached = Cached(2)
+    assert cached.twice == 4
+    back = there_and_back(cached)
+    assert vars(back) == {"once": 2}
+    assert back.twice == 4
+    assert there_and_back(Derived(2), pickle=True).twice == 4
+
+
 def test_random_states_set_their_generators_back():
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
@@ -286,6 +296,34 @@ class Failure(Exception):
 
 
 @dataclasses.dataclass
+class Derived:
+    """Keeps more than its fields."""
+
+    once: int
+
+    def __post_init__(self):
+        self.twice = 2 * self.once
+
+
+class Marked(Point):
+    """Can keep more than its fields."""
+
+
+def marked(point):
+    point.mark = 1
+    return point
+
+
+@dataclasses.dataclass
+class Cached:
+    once: int
+
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.once
+
+
+@dataclasses.dataclass
 class Named(dict):
     name: str = "x"
 
@@ -322,6 +360,12 @@ REFUSED = {
     "extra.x[0]: a range of integers beyond 32768 bits": [range(1 << 40_000)],
     "extra.x[0]: a fraction of integers beyond 32768 bits": [fractions.Fraction(1, 1 << 40_000)],
     "extra.x[0]: a test_values:Failure cannot be stored: it is built on": [Failure("x")],
+    "extra.x.args: a test_values:Derived cannot be stored while it has attributes that are no fields: ['twice']": {
+        "args": Derived(2)
+    },
+    "extra.x.p: a test_values:Marked cannot be stored while it has attributes that are no fields: ['mark']": {
+        "p": marked(Marked(1.0, 2.0))
+    },
     "extra.x[0]: a time.struct_time cannot be stored": [time.gmtime(0)],
     "extra.x[0]: a MaskedArray is more than an array": [np.ma.array([1], mask=[True])],
     "extra.x[0]: a tensor of layout torch.sparse_coo": [torch.eye(2).to_sparse()],

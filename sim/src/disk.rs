@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_store::Mapping;
-use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
+use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
 use shardfast_store::simdisk::{SimDisk, SimFile};
 
 use crate::dice::Dice;
@@ -227,5 +227,9 @@ impl Disk for RankDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         self.call("stat", path, |disk| disk.stat(path))
+    }
+
+    fn statvfs(&self, path: &Path) -> Sys<Room> {
+        self.call("statvfs", path, |disk| disk.statvfs(path))
     }
 }

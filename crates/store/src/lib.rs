@@ -90,8 +90,8 @@ pub trait Store: Send + Sync {
     /// Opens the object `name` for any number of reads. Never waits for what is no object, such as a pipe.
     ///
     /// # Errors
-    /// [`Kind::NotFound`] if there is no such object; [`Kind::Corrupt`] if something that can be no object has the name,
-    /// where the storage has such things: a directory, a pipe, a device.
+    /// [`Kind::NotFound`] if there is no such object; [`Kind::Corrupt`] if something that can be no object has the
+    /// name, where the storage has such things: a directory, a pipe, a device.
     fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>>;
 
     /// The length of the object `name`, from metadata alone, as it is now: what another machine did to the object

@@ -31,6 +31,7 @@ __all__ = [
     "Unsupported",
     "Value",
     "__version__",
+    "absolute_url",
     "cli_main",
     "decode",
     "newest",
@@ -373,8 +374,14 @@ def newest(
 ) -> tuple[int, Checkpoint, list[str]] | None:
     """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
 
-def retain(url: str, *, last: int | None, every: int | None) -> list[int]:
-    """Deletes the committed checkpoints of a run that no rule keeps; returns their steps. One rank calls it."""
+def retain(url: str, *, last: int | None, every: int | None) -> tuple[list[int], list[tuple[str, str]]]:
+    """Deletes the committed checkpoints of a run that no rule keeps. One rank calls it.
+
+    Returns their steps; and the URLs of those that stay for what else is in their directory, each with the reason.
+    """
+
+def absolute_url(url: str) -> str:
+    """A path as seen from ``/``; a URL with a scheme as it is."""
 
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""

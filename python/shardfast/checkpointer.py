@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -37,10 +38,14 @@ class Checkpointer:
                 ckpt.step(step + 1, state)
 
     Args:
-        url: Of the run: a path or a URL.
+        url: Of the run: a path or a URL. A relative path is one of the current directory at this call, ``~`` the home
+            directory. The run's directory may hold anything else, such as logs: only directories ``step-<step>`` are
+            looked at. A directory of a step is the checkpoint's own: a save into one that holds other files is refused.
         every: When :meth:`step` saves, such as ``sf.steps(200)``; without it only :meth:`save` does.
         keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; all of them without it. Others are
-            deleted after the next save is durable, never before.
+            deleted after the next save is durable and seen to be complete, never before. Only Shardfast's own files are
+            ever deleted: a checkpoint in whose directory you put a file of your own stays whole, and a warning in the
+            log says so once.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         timeout_s: How long ranks wait for each other.
@@ -67,6 +72,8 @@ class Checkpointer:
         if keep is not None and not isinstance(keep, Keep):
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
         self.url = expect_url(url).rstrip("/")
+        if self.url.endswith(":") or not self.url:
+            raise Invalid(f"{os.fspath(url)}: expected the directory of a run, found the root of the file system")
         self.newest: int | None = None
         self.committed: int | None = None
         self.restored: LoadPlan | None = None
@@ -78,6 +85,7 @@ class Checkpointer:
         self._closed = False
         self._describer = Describer(in_flight.staged)
         self._running: list[tuple[Pending, Future[None]]] = []
+        self._spared: set[str] = set()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
 
     def restore(
@@ -184,7 +192,11 @@ class Checkpointer:
             pending.committed()
             self.committed = max(step, self.committed or 0)
             if is_chief and self._keep is not None:
-                _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+                _, spared = _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+                for url, reason in spared:
+                    if url not in self._spared:
+                        self._spared.add(url)
+                        _log.warning("%s is no longer to be kept, and stays: %s", url, reason)
         except Exception as error:
             # Said at once, too: the next call that could raise it may be long in coming, or never come.
             _log.error("the save of step %d failed: %s", step, error)

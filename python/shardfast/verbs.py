@@ -37,8 +37,10 @@ def save(
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
 
     Args:
-        url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. Nothing is
-            ever overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
+        url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. A relative
+            path is one of the current directory at this call, ``~`` the home directory. It is a directory of its own,
+            new, empty, or left by a save that was cut off: one that holds other files is refused. Nothing is ever
+            overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
         state: A dict from names to what is saved under them: modules, optimizers (with their modules beside them),
             anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of these and of plain Python
             values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to be the same
@@ -55,8 +57,10 @@ def save(
         timeout_s: How long ranks wait for each other.
 
     Raises:
-        Invalid: If the state cannot be stored, naming every offender, or the ranks' states contradict each other.
+        Invalid: If the state cannot be stored, naming every offender, or the ranks' states contradict each other; if
+            the place holds files that are no checkpoint's.
         Conflict: If a checkpoint is there already.
+        Corrupt: If something removed or changed the files of this save before its commit.
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
@@ -378,10 +382,21 @@ def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:
 
 
 def expect_url(url: object) -> str:
-    """A URL or path as text."""
+    """A URL or path as text that names the same place from now on, whatever ``os.chdir`` does.
+
+    A path is made absolute and its ``~`` or ``~user`` expanded; a URL with a scheme stays as it is.
+    """
     if not isinstance(url, (str, os.PathLike)):
         raise Invalid(f"url: expected a path or a URL, found a {type(url).__name__}")
-    return os.fspath(url)
+    text = os.fspath(url)
+    if not isinstance(text, str):
+        raise Invalid(f"url: expected a path in text, found {text!r}: pass os.fsdecode(path)")
+    if text.startswith("~"):
+        home = os.path.expanduser(text)
+        if home.startswith("~"):
+            raise Invalid(f"{text}: there is no home directory of that name; write ./{text} for a file of that name")
+        text = home
+    return _native.absolute_url(text)
 
 
 def expect_step(step: object) -> None:

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_store::Mapping;
-use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
+use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
 use shardfast_store::simdisk::{SimDisk, SimFile};
 
 use crate::dice::Dice;
@@ -28,6 +28,9 @@ pub(crate) enum Fate {
     Slow(Duration),
     /// The power fails, for whoever looks later at what would be left; here all goes on.
     Blackout { seed: u64 },
+    /// Before the call another program removes data files of what has no `COMMIT` yet: the file that the call is for,
+    /// or else all of the checkpoint.
+    Sweep,
 }
 
 /// At which system call something happens, once.
@@ -57,8 +60,7 @@ impl Trap {
                 *left == u32::MAX
             }
             (Site::Data { name: wanted, key, left }, None) => {
-                let is_data = path.extension().is_some_and(|extension| extension == "safetensors");
-                let dir = if is_data { path.parent() } else { Some(path) };
+                let dir = if is_data(path) { path.parent() } else { Some(path) };
                 if name != *wanted || !dir.is_some_and(|dir| dir.ends_with(&**key)) {
                     return false;
                 }
@@ -101,7 +103,32 @@ impl RankDisk {
                 process.say(Word::Blackout(disk.crash(seed)));
                 body(disk)
             }
+            Some(Fate::Sweep) => {
+                sweep(disk, path);
+                body(disk)
+            }
         }
+    }
+}
+
+fn is_data(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "safetensors")
+}
+
+fn sweep(disk: &SimDisk, path: &Path) {
+    let is_step = |dir: &&Path| dir.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    let Some(step) = path.ancestors().find(is_step).filter(|step| disk.stat(&step.join("COMMIT")).is_err()) else {
+        return;
+    };
+    if is_data(path) {
+        // What else this rank writes at the same time has no order.
+        let _ = disk.unlink(path);
+        return;
+    }
+    for (key, _) in disk.readdir(step).unwrap_or_default() {
+        let key = step.join(key);
+        let files = disk.readdir(&key).unwrap_or_default().into_iter().map(|(name, _)| key.join(name));
+        files.filter(|file| is_data(file)).for_each(|file| _ = disk.unlink(&file));
     }
 }
 
@@ -227,5 +254,9 @@ impl Disk for RankDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         self.call("stat", path, |disk| disk.stat(path))
+    }
+
+    fn statvfs(&self, path: &Path) -> Sys<Room> {
+        self.call("statvfs", path, |disk| disk.statvfs(path))
     }
 }

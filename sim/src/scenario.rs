@@ -27,6 +27,8 @@ pub enum Weather {
     Still,
     /// System calls fail.
     Disk,
+    /// Another program removes files of saves under way.
+    Sweep,
     /// Some ranks and decisions take longer than a deadline.
     Slow,
     /// All of it.
@@ -97,6 +99,7 @@ impl Scenario {
             Weather::Links,
             Weather::Still,
             Weather::Disk,
+            Weather::Sweep,
             Weather::Slow,
             Weather::Storm,
         ]);
@@ -144,12 +147,21 @@ impl Scenario {
                 let fate = dice.pick(&[Fate::Fail(errno), Fate::Fail(errno), Fate::Lost(errno)]);
                 scenario.traps.push(trap(&mut dice, world, saves, fate));
             }
+            if weather == Weather::Sweep {
+                let name = dice.pick(&["fdatasync", "fsync_dir"]);
+                let data = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
+                let site = if dice.once_in(2) { data } else { deciding(&mut dice, saves) };
+                let rank = if matches!(site, Site::Data { .. }) { rank } else { 0 };
+                scenario.traps.push((rank, Trap { site, fate: Fate::Sweep }));
+            }
             if weather == Weather::Slow || is_storm {
                 let slow = Fate::Slow(dice.time(Duration::from_secs(60)));
                 scenario.traps.push((0, Trap { site: deciding(&mut dice, saves), fate: slow }));
             }
         }
-        for _ in 0..2 {
+        // Where files were removed, a loss of power leaves no promise to keep.
+        let blackouts = if weather == Weather::Sweep { 0 } else { 2 };
+        for _ in 0..blackouts {
             let fate = Fate::Blackout { seed: dice.next() };
             scenario.traps.push(trap(&mut dice, world, saves, fate));
         }
@@ -215,6 +227,6 @@ fn trap(dice: &mut Dice, world: u32, saves: u64, fate: Fate) -> (u32, Trap) {
 }
 
 fn deciding(dice: &mut Dice, saves: u64) -> Site {
-    let (stage, calls) = dice.pick(&[("commit", 22), ("commit", 22), ("commit", 22), ("open", 1)]);
+    let (stage, calls) = dice.pick(&[("commit", 40), ("commit", 40), ("commit", 40), ("open", 3)]);
     Site::Deciding { stage, at: 1 + dice.rank(calls), left: dice.below(saves) as u32 }
 }

@@ -46,10 +46,11 @@ fn every_promise_is_kept_whatever_goes_wrong() {
         Weather::Links,
         Weather::Still,
         Weather::Disk,
+        Weather::Sweep,
         Weather::Slow,
         Weather::Storm,
     ];
-    let endings = ["save: Ok", "save: Conflict", "save: Exhausted", "save: Internal", "save: Invalid"];
+    let endings = ["save: Ok", "save: Conflict", "save: Corrupt", "save: Exhausted", "save: Internal", "save: Invalid"];
     let loads = ["load: Ok", "load: shared", "load: Corrupt", "load: Unavailable"];
     let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: Unheard"];
     let more = more.into_iter().chain(["call: Unavailable", "crashes: 2"]);

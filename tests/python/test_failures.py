@@ -182,7 +182,7 @@ def check_file_limit(rank, world, directory, limited_rank, limit_bytes):
 
 
 def check_commit(rank, world, directory):
-    """The last step fails: something else is called COMMIT."""
+    """Something that is no file is called COMMIT."""
     os.makedirs(f"{directory}/one/COMMIT", exist_ok=True)
     dist.barrier()
     seen = failure(lambda: sf.save(f"{directory}/one", own_key(rank), timeout_s=TIMEOUT_S))
@@ -213,7 +213,7 @@ def resting(directory):
 @pytest.mark.parametrize(
     ("check", "args", "kind", "message"),
     [
-        (check_blocked, (), "Invalid", "rank 1: create .*/one/r1/.*: not below a directory"),
+        (check_blocked, (), "Invalid", "save .*/one: expected a new or empty directory.*found r1"),
         (
             check_file_limit,
             (1, 300_000),
@@ -221,7 +221,7 @@ def resting(directory):
             r"rank 1: fallocate .*/one/r1/00001-000-\w+\.safetensors: File too large",
         ),
         (check_file_limit, (0, 1000), "Exhausted", "write .*/one/.*: File too large"),
-        (check_commit, (), "Conflict", "publish .*/one/COMMIT: the name is taken"),
+        (check_commit, (), "Corrupt", "/one/COMMIT: expected a file, found something else"),
     ],
     ids=["place taken", "data too large", "manifest too large", "commit"],
 )

@@ -153,7 +153,7 @@ def test_a_closed_checkpointer_saves_no_more(tmp_path):
 def test_an_error_in_the_block_counts_for_more_than_one_of_its_last_save(tmp_path, caplog):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "COMMIT").mkdir()
-    with pytest.raises(sf.Conflict), sf.Checkpointer(tmp_path) as ckpt:
+    with pytest.raises(sf.Corrupt), sf.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state())
     with (
         caplog.at_level(logging.ERROR, logger="shardfast"),

@@ -11,6 +11,7 @@ use shardfast_store::Store;
 use crate::agree::Engine;
 use crate::commit;
 use crate::error::{Error, Kind, Result, retry};
+use crate::foreign;
 use crate::reader::Files;
 
 /// A committed checkpoint whose manifest is proven.
@@ -109,7 +110,7 @@ pub struct Opinion {
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
 /// `Unsupported` for a newer format, what the store says.
 pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
-    open_from(engine, engine.store(url), url, deadline)
+    open_from(engine, engine.store(url).map_err(|error| foreign::explained(url, error)), url, deadline)
 }
 
 /// [`open`] from a store that is already open at the checkpoint's place; `url` is what the checkpoint is called.
@@ -139,13 +140,7 @@ pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
         let what = match store.list("") {
             Err(error) if error.kind == shardfast_store::Kind::NotFound => "nothing is there".to_owned(),
             Err(error) => format!("it cannot be listed: {error}"),
-            Ok(entries) if entries.iter().any(|e| e.is_dir && shardfast_format::parse_step_dir(&e.name).is_some()) => {
-                "it is a run: name one of its steps (`shardfast ls` lists them)".to_owned()
-            }
-            Ok(entries) if entries.iter().any(|entry| entry.name.starts_with("manifest-") || entry.is_dir) => {
-                "a save was begun there and not finished, or something else is there: it has no COMMIT".to_owned()
-            }
-            Ok(_) => "it has no COMMIT".to_owned(),
+            Ok(entries) => foreign::directory(&entries),
         };
         Error::new(Kind::NotFound, format!("{url}: no checkpoint is committed there: {what}"))
     })

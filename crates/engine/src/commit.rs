@@ -1,12 +1,14 @@
 //! A checkpoint exists or it does not.
 //!
 //! # Protocol
-//! 1. Every rank has made its data files durable, contents first, then names, and sends what it wrote where.
+//! 1. Every rank has made its data files durable, contents first, then names; looks whether they are still there with
+//!    their sizes; and sends what it wrote where.
 //! 2. Rank 0 checks that every element of every leaf was written exactly once.
 //! 3. It writes the manifest (and a Hugging Face index where all tensors of a key are whole) under names of this
-//!    attempt, durable.
+//!    attempt, durable, and looks whether they and all ranks' data files are there.
 //! 4. It publishes `COMMIT`, which holds the manifest's name, length and SHA-256, create-if-absent: of two attempts at
-//!    one checkpoint the first wins and the second is told so. Only now does the checkpoint exist.
+//!    one checkpoint the first wins and the second is told so. Only now does the checkpoint exist. If files vanished
+//!    while it was published, rank 0 takes it back.
 //! 5. The outcome goes to every rank. A rank that loses rank 0 before it hears looks for its attempt's `COMMIT` itself,
 //!    and makes its name durable.
 //!
@@ -28,8 +30,10 @@ use shardfast_plan::Assembly;
 use shardfast_store::Store;
 
 use crate::agree::Operation;
+use crate::contents;
 use crate::error::{Error, Kind, Result, retry, retry_within};
 use crate::planning::{KnownFiles, Orders, PlannedAll, Value, ValueOrders};
+use crate::presence;
 use crate::save::Destination;
 
 /// Longer than any `COMMIT` of this format.
@@ -121,9 +125,11 @@ pub(crate) fn agree(
         let commit = record(&manifest_bytes, &attempt);
         let patience = operation.deadline();
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
-        let prepared = retry_within(patience, || None, prepare);
+        let files = files(&manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
+        let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
         published = prepared.is_ok();
         let outcome = prepared.and_then(|()| publish(store, &commit, patience));
+        let outcome = outcome.and_then(|()| take_back_if_hollow(store, &files, patience));
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
@@ -153,8 +159,46 @@ pub(crate) fn agree(
     }
 }
 
+/// That files which this save wrote are there, with these sizes.
+///
+/// # Errors
+/// As [`presence::expect`].
+pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+    presence::expect(store, files, within).map_err(|error| match error.kind {
+        Kind::Corrupt => Error::corrupt(format!(
+            "{}. The save wrote these files: either something else removed or changed them before the commit (let no \
+             program delete what has no COMMIT yet while a job may be saving), or the ranks do not share this storage",
+            error.message
+        )),
+        _ => error,
+    })
+}
+
+/// The data files of a manifest, with their sizes.
+pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> {
+    manifest.files().iter().map(|file| (file.path.clone(), file.bytes))
+}
+
+/// Publishing takes a few flushes, and what removes directories without a `COMMIT` may have been at work meanwhile.
+fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+    match still_there(store, files, within) {
+        Err(error) if error.kind == Kind::Corrupt => match store.delete(COMMIT) {
+            Ok(()) => Err(error),
+            Err(kept) => Err(Error::corrupt(format!("{}; its COMMIT cannot be taken back: {kept}", error.message))),
+        },
+        // That the store cannot be asked now is no reason to take back what was all there before.
+        _ => Ok(()),
+    }
+}
+
+/// That a new checkpoint may go there: none is committed there yet, and nothing is there that no save leaves.
+pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
+    refuse_taken(store, destination)?;
+    contents::refuse_foreign(store, &destination.url, 1)
+}
+
 /// That no checkpoint is committed there yet.
-pub(crate) fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
+fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
     match store.open(COMMIT) {
         Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(()),
         Err(error) => Err(error.into()),

@@ -21,7 +21,7 @@ use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
 use crate::reader::Files;
 use crate::staging::Staging;
-use crate::stream::{FlatRun, tensor_bytes};
+use crate::stream::{FlatRun, saturating_sum, tensor_bytes};
 use crate::writer::{self, FileJob};
 
 /// What was written.
@@ -109,7 +109,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
         files: files.collect(),
         index,
         tensors: tensors.len() as u64,
-        tensor_bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
+        tensor_bytes: saturating_sum(tensors.iter().map(|tensor| tensor.bytes)),
         tied,
         objects_left_out: objects,
     })
@@ -206,7 +206,7 @@ fn shards(tensors: &[Tensor], shard_bytes_max: u64) -> Vec<Vec<Tensor>> {
     for tensor in tensors {
         match open {
             _ if tensor.bytes > shard_bytes_max => shards.push(vec![tensor.clone()]),
-            Some((shard, bytes)) if bytes + tensor.bytes <= shard_bytes_max => {
+            Some((shard, bytes)) if bytes.saturating_add(tensor.bytes) <= shard_bytes_max => {
                 shards[shard].push(tensor.clone());
                 open = Some((shard, bytes + tensor.bytes));
             }
@@ -258,7 +258,7 @@ fn write(
     let tensors = || jobs.iter().zip(shards).flat_map(|(job, shard)| shard.iter().map(move |tensor| (job, tensor)));
     let weight_map: BTreeMap<&str, &str> =
         tensors().map(|(job, tensor)| (tensor.name.as_str(), job.path.as_str())).collect();
-    let total_size: u64 = tensors().map(|(_, tensor)| tensor.bytes).sum();
+    let total_size = saturating_sum(tensors().map(|(_, tensor)| tensor.bytes));
     let index_json = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
     Ok(store.put(index, format!("{index_json:#}\n").as_bytes())?)
 }

@@ -14,7 +14,7 @@ use crate::load::ValueRef;
 use crate::locate::{self, Place};
 use crate::repr;
 use crate::runs;
-use crate::stream::{batches, tensor_bytes};
+use crate::stream::{batches, saturating_sum, tensor_bytes};
 
 /// Values up to this size, in bytes, are decoded and shown.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
@@ -92,7 +92,7 @@ impl Holdings {
             writer: writer.clone(),
             leaves: manifest.len() as u64,
             files: manifest.files().len() as u64,
-            bytes: manifest.files().iter().map(|file| file.bytes).sum::<u64>() + manifest_bytes,
+            bytes: saturating_sum(manifest.files().iter().map(|file| file.bytes)).saturating_add(manifest_bytes),
         }
     }
 }
@@ -263,7 +263,7 @@ fn keys(manifest: &Manifest) -> Vec<KeySummary> {
         match leaf.kind {
             LeafKind::Tensor { dtype, shape } => {
                 key.tensors += 1;
-                key.tensor_bytes += tensor_bytes(dtype, shape);
+                key.tensor_bytes = key.tensor_bytes.saturating_add(tensor_bytes(dtype, shape));
             }
             LeafKind::Object => key.objects += 1,
             LeafKind::Alias { .. } => key.aliases += 1,
@@ -290,7 +290,7 @@ fn leaf_summary(manifest: &Manifest, i: usize) -> LeafSummary {
                 error: None,
             };
             let values: Vec<ValueSummary> = manifest.values(i).map(line).collect();
-            KindSummary::Object { bytes: values.iter().map(|value| value.bytes).sum(), values }
+            KindSummary::Object { bytes: saturating_sum(values.iter().map(|value| value.bytes)), values }
         }
         LeafKind::Alias { of } => KindSummary::Alias { of: full_name(manifest, of) },
     };

@@ -20,6 +20,7 @@ use crate::reader::{self, LIMITS};
 use crate::shared::{Ended, GoOn, Neighbours, Shared, Traffic, Trial, Trouble, Troubled};
 use crate::sharing::{self, Opening, Terms};
 use crate::sink::{Sink, Want};
+use crate::stream::saturating_sum;
 
 /// An encoded value of the manifest: the leaf, and which of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +159,7 @@ impl Checkpoint {
             LeafKind::Tensor { dtype, .. } => want.region.numel() * dtype.size_bytes(),
             _ => 0,
         };
-        wants.iter().map(bytes).sum()
+        saturating_sum(wants.iter().map(bytes))
     }
 
     fn plan(&self, wants: &[Want], values: &[ValueRef]) -> Result<Plan> {

@@ -4,6 +4,7 @@ use shardfast_format::COMMIT;
 
 use crate::checkpoint;
 use crate::error::{Error, Kind, Result};
+use crate::foreign;
 use crate::runs::{self, Step};
 
 /// The checkpoint that a URL means.
@@ -15,6 +16,14 @@ pub struct Located {
     pub run: Option<String>,
     /// Newer steps of the run that are not committed.
     pub passed_over: Vec<u64>,
+}
+
+/// The URL or path in a form that names the same place whatever the current directory is later.
+///
+/// # Errors
+/// `Unsupported` for an unknown scheme; `Invalid` for a malformed URL, and where there is no current directory.
+pub fn absolute_url(url: &str) -> Result<String> {
+    Ok(shardfast_store::absolute(url)?)
 }
 
 /// What is at a URL.
@@ -29,7 +38,7 @@ pub(crate) enum Place {
 /// # Errors
 /// `NotFound` when neither is there, with a word on what is there instead.
 pub(crate) fn look(url: &str) -> Result<Place> {
-    let store = runs::store(url)?;
+    let store = runs::store(url).map_err(|error| foreign::explained(url, error))?;
     let entries = runs::entries(&*store)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);

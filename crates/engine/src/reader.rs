@@ -15,6 +15,7 @@ use crate::proof::{self, Unproven};
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
+use crate::stream::saturating_sum;
 use crate::writer::Failure;
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 
@@ -215,11 +216,11 @@ impl Files {
 
     /// Whether most of some bytes of files lie in this machine's memory, by samples; not where nobody knows.
     pub(crate) fn are_cached<I: Iterator<Item = (u32, Range<u64>)>>(&self, spans: impl Fn() -> I) -> bool {
-        let bytes: u64 = spans().map(|(_, span)| span.end - span.start).sum();
+        let bytes = saturating_sum(spans().map(|(_, span)| span.end - span.start));
         let step = bytes.div_ceil(SAMPLES).max(1);
-        let (mut passed, mut next, mut looked_at, mut cached) = (0, step / 2, 0, 0);
+        let (mut passed, mut next, mut looked_at, mut cached) = (0u64, step / 2, 0, 0);
         for (file, span) in spans() {
-            while next < passed + (span.end - span.start) {
+            while next < passed.saturating_add(span.end - span.start) {
                 let at = span.start + (next - passed);
                 let bytes = SAMPLE_BYTES.min(span.end - at);
                 // A file that is not as it should be is for the load itself to name.
@@ -227,9 +228,9 @@ impl Files {
                 let Some(there) = open.object.cached_bytes(at, bytes) else { return false };
                 looked_at += bytes;
                 cached += there.min(bytes);
-                next += step;
+                next = next.saturating_add(step);
             }
-            passed += span.end - span.start;
+            passed = passed.saturating_add(span.end - span.start);
         }
         cached > looked_at / 2
     }
@@ -243,8 +244,10 @@ impl Files {
     pub(crate) fn whole_blocks(&self, file: u32, range: Range<u64>) -> Range<u64> {
         let entry = &self.manifest.files()[file as usize];
         let start = (range.start - entry.data_start) / BLOCK_BYTES * BLOCK_BYTES;
-        let end = (range.end - entry.data_start).next_multiple_of(BLOCK_BYTES);
-        entry.data_start + start..(entry.data_start + end).min(entry.bytes)
+        // The manifest's size of a file may be any number until the file was looked at.
+        let end = (range.end - entry.data_start).checked_next_multiple_of(BLOCK_BYTES);
+        let end = end.and_then(|end| entry.data_start.checked_add(end)).map_or(entry.bytes, |end| end.min(entry.bytes));
+        entry.data_start + start..end
     }
 }
 

@@ -11,6 +11,7 @@ use crate::agree::Engine;
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::error::{Error, Kind, Result, retry};
+use crate::foreign;
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -149,46 +150,9 @@ fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
         None if passed_over_committed => {
             Err(Error::corrupt(format!("{url}: no committed checkpoint can be opened:\n{}", skipped.join("\n"))))
         }
-        None => Ok(None),
-    }
-}
-
-/// Which committed checkpoints of a run are kept: the union of the rules.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Keep {
-    /// The newest so many.
-    pub last: Option<u64>,
-    /// Those whose step is a multiple of this.
-    pub every: Option<u64>,
-}
-
-/// Deletes the committed checkpoints of a run that no rule keeps, and returns their steps. The newest one is always
-/// kept, and without a rule everything is. A checkpoint stops existing (its `COMMIT` goes, durably) before any of its
-/// data go. What was never committed is left alone: it may belong to a save that runs now.
-///
-/// # Errors
-/// As [`list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one's manifest cannot be
-/// proven: it might be the older ones that are still good. What was deleted before an error stays deleted.
-pub fn retain(url: &str, keep: Keep) -> Result<Vec<u64>> {
-    if keep.last.is_none() && keep.every.is_none() {
-        return Ok(Vec::new());
-    }
-    let committed: Vec<u64> =
-        list(url)?.into_iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect();
-    let Some(&newest) = committed.last() else { return Ok(Vec::new()) };
-    commit::read_manifest(&*shardfast_store::open(&step_url(url, newest))?)?;
-    let store = shardfast_store::open(url)?;
-    let last = keep.last.unwrap_or(0).max(1);
-    let mut deleted = Vec::new();
-    for (newer, step) in committed.iter().rev().enumerate() {
-        let kept = (newer as u64) < last || keep.every.is_some_and(|every| every > 0 && step % every == 0);
-        if !kept {
-            let dir = step_dir(*step);
-            store.delete(&format!("{dir}/{COMMIT}"))?;
-            store.delete_tree(&dir)?;
-            deleted.push(*step);
+        None => {
+            foreign::refuse_as_run(url, &entries(&*store(url)?)?)?;
+            Ok(None)
         }
     }
-    deleted.reverse();
-    Ok(deleted)
 }

@@ -27,6 +27,7 @@ use crate::agree::{Engine, Operation};
 use crate::ahead::Ahead;
 use crate::background;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
+use crate::contents;
 use crate::error::{Error, Result, retry_within};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders, Planning, ValueOrders};
@@ -134,10 +135,14 @@ fn run(
     if state.gives_way() {
         background::take_less();
     }
-    let ready = store.as_ref().map_err(Error::clone).and_then(|_| state.check());
+    // Before anything is written there.
+    let ready = store.as_ref().map_err(Error::clone).and_then(|store| {
+        contents::refuse_foreign(&**store, &destination.url, 0)?;
+        state.check()
+    });
     let admit = || {
         let store = store.as_ref().map_err(Error::clone)?;
-        retry_within(operation.deadline(), || None, || commit::refuse_taken(&**store, destination))
+        retry_within(operation.deadline(), || None, || commit::admit(&**store, destination))
     };
     let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref() };
     let draft = ready.and_then(|()| planning.draft());
@@ -208,7 +213,7 @@ fn run(
     progress.wrote(&values_written.shapes);
 
     let paths = [written.paths.as_slice(), values_written.paths.as_slice()].concat();
-    let receipt = receipt(operation, &state, &orders, &values, written, values_written);
+    let receipt = receipt(operation, &*store, &state, &orders, &values, written, values_written);
     let receipt = receipt.map_err(|error| progress.told(error));
     commit::agree(operation, &*store, destination, &orders, &values, receipt).map_err(|failed| {
         if failed.nothing_published {
@@ -343,6 +348,11 @@ impl Writing {
         }
     }
 
+    /// The files with their sizes; both are in the order in which the files were laid out.
+    fn files(&self) -> Vec<(String, u64)> {
+        self.paths.iter().cloned().zip(self.shapes.iter().map(|file| file.bytes)).collect()
+    }
+
     fn discard(&self, store: &dyn Store) {
         discard(store, &self.paths);
     }
@@ -351,15 +361,18 @@ impl Writing {
 /// What this rank tells rank 0 of what it wrote.
 fn receipt(
     operation: &Operation,
+    store: &dyn Store,
     state: &State,
     orders: &Orders,
     compared: &ValueOrders,
     tensors: Writing,
     values: Writing,
 ) -> Result<Receipt> {
+    let files = [tensors.files(), values.files()].concat();
     if let Some(error) = tensors.failure.or(values.failure) {
         return Err(error);
     }
+    commit::still_there(store, &files, operation.deadline())?;
     let header_crcs = tensors.header_crcs.iter().chain(&values.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
     placed.sort_by_key(|placed| placed.write);

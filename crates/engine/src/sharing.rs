@@ -14,6 +14,7 @@ use crate::load::{ValueRef, Way};
 use crate::shared::{AGAIN_BYTES, Neighbours, Trouble};
 use crate::sink::Want;
 use crate::staging::window::{View, Window};
+use crate::stream::saturating_sum;
 
 /// The most wants that all ranks together hear of others; each takes about 20 bytes.
 const TOLD_MAX: usize = 16 << 20;
@@ -95,9 +96,9 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
     places.into_iter().collect()
 }
 
-/// Bytes of all that was saved.
+/// Bytes of all that was saved, as the manifest says. Before the files were looked at, that may be any number.
 pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
-    manifest.files().iter().map(|file| file.bytes - file.data_start).sum()
+    saturating_sum(manifest.files().iter().map(|file| file.bytes - file.data_start))
 }
 
 /// With how many ranks this process can be connected.

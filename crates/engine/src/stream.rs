@@ -59,6 +59,12 @@ pub(crate) fn tensor_bytes(dtype: DType, shape: &[u64]) -> u64 {
     checked_numel(shape).unwrap_or(0) * dtype.size_bytes()
 }
 
+/// The sum of sizes that a manifest gives. Each is bounded by a file's size, which may be any number until the file was
+/// looked at.
+pub(crate) fn saturating_sum(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(0, u64::saturating_add)
+}
+
 /// Consecutive items whose sizes sum to at most `bytes_max`; an item that is larger stands alone.
 pub(crate) fn batches(sizes: impl IntoIterator<Item = u64>, bytes_max: u64) -> Vec<Range<usize>> {
     let mut out: Vec<Range<usize>> = Vec::new();

@@ -28,6 +28,7 @@ use crate::error::{Error, Kind, Result, retry};
 use crate::inspect::load_each;
 use crate::load::ValueRef;
 use crate::reader::{self, Files};
+use crate::sharing::data_bytes;
 use crate::staging::SLOT_BYTES;
 use crate::stream::batches;
 use findings::Findings;
@@ -109,7 +110,7 @@ pub fn verify_in(
     let findings = Findings::new(&manifest);
     check_coverage(&manifest, &findings);
     check_indexes(&*store, &manifest, &findings);
-    let total = manifest.files().iter().map(|file| file.bytes - file.data_start).sum();
+    let total = data_bytes(&manifest);
     let run = Run {
         spans: Spans::new(&manifest),
         unproven: Mutex::default(),
@@ -237,11 +238,15 @@ impl Run<'_> {
         reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), announce, work);
     }
 
-    fn tasks(&self, file: u32) -> impl Iterator<Item = Task> + use<> {
+    /// The header first, then the blocks for as long as nothing is known to be wrong with the file as a whole: the size
+    /// that the manifest gives may be any number.
+    fn tasks(&self, file: u32) -> impl Iterator<Item = Task> {
         let entry = &self.manifest.files()[file as usize];
         let end = entry.bytes;
         let starts = (entry.data_start..end).step_by(SLOT_BYTES);
-        let blocks = starts.map(move |start| Task::Blocks(file, start..end.min(start + SLOT_BYTES as u64)));
+        let blocks = starts.take_while(move |_| !self.unproven().contains(&file));
+        let blocks =
+            blocks.map(move |start| Task::Blocks(file, start..end.min(start.saturating_add(SLOT_BYTES as u64))));
         std::iter::once(Task::Header(file)).chain(blocks)
     }
 

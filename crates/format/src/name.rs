@@ -2,6 +2,7 @@
 
 use crate::digits::hex_u64;
 use crate::error::Error;
+use crate::index::HUGGING_FACE_INDEX;
 use crate::region::Region;
 
 /// The record that makes a checkpoint exist; published last.
@@ -39,6 +40,24 @@ pub fn data_file(key: &str, attempt: &str, rank: u32, index: u32) -> Result<Stri
     check_key(key)?;
     check_attempt(attempt)?;
     Ok(format!("{key}/{rank:05}-{index:03}-{attempt}.safetensors"))
+}
+
+/// Whether a path inside a checkpoint is one that this format writes, of whatever attempt: `COMMIT`, a manifest, a data
+/// file as [`data_file`] names it, or a key's index.
+pub fn is_own_path(path: &str) -> bool {
+    let attempt = |digits: &str| check_attempt(digits).is_ok();
+    let number = |digits: &str, digits_min: usize| {
+        digits.len() >= digits_min && digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u32>().is_ok()
+    };
+    let Some((key, file)) = path.split_once('/') else {
+        return path == COMMIT || path.strip_prefix(MANIFEST_PREFIX).is_some_and(attempt);
+    };
+    let is_data = || {
+        let mut parts = file.strip_suffix(".safetensors")?.split('-');
+        let (rank, index, digits) = (parts.next()?, parts.next()?, parts.next()?);
+        Some(number(rank, 5) && number(index, 3) && attempt(digits) && parts.next().is_none())
+    };
+    check_key(key).is_ok() && (file == HUGGING_FACE_INDEX || is_data().unwrap_or(false))
 }
 
 /// A tensor's name in a data file: the fully qualified name when `region` is all of the tensor, else the name and
@@ -161,6 +180,35 @@ mod tests {
         );
         for attempt in ["", "0123456789ABCDEF", "0123456789abcde", "0123456789abcdef0", "0123456789abcdeg"] {
             assert!(data_file("model", attempt, 0, 0).is_err(), "{attempt:?}");
+        }
+    }
+
+    #[test]
+    fn own_paths_are_those_that_are_written() {
+        let attempt = "0123456789abcdef";
+        for (rank, index) in [(0, 0), (7, 12), (123_456, 1_000), (u32::MAX, u32::MAX)] {
+            assert!(is_own_path(&data_file("ema weights", attempt, rank, index).unwrap()));
+        }
+        assert!(is_own_path(COMMIT) && is_own_path(&manifest_name(attempt)));
+        assert!(is_own_path("model/model.safetensors.index.json"));
+        for other in [
+            "",
+            "commit",
+            "manifest-1",
+            "manifest-0123456789abcdef.json",
+            "config.json",
+            "model.safetensors.index.json",
+            "model/model.safetensors",
+            "model/00000-000-0123456789abcdef.pt",
+            "model/00000-000-0123456789abcdef-1.safetensors",
+            "model/0000-000-0123456789abcdef.safetensors",
+            "model/00000-000-0123456789ABCDEF.safetensors",
+            "model/99999999999-000-0123456789abcdef.safetensors",
+            "model/deeper/00000-000-0123456789abcdef.safetensors",
+            ".hidden/00000-000-0123456789abcdef.safetensors",
+            "model/COMMIT",
+        ] {
+            assert!(!is_own_path(other), "{other:?}");
         }
     }
 

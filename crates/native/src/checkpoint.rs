@@ -6,7 +6,9 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use shardfast_engine::carrier::handoff;
+use shardfast_engine::retention::{self, Keep};
 use shardfast_engine::{Error, Kind, ValueRef, Want, runs};
+use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind};
 
 use crate::errors::raise;
@@ -60,11 +62,25 @@ pub(crate) fn newest(
 }
 
 /// Deletes the committed checkpoints of the run at `url` that are neither among the newest `last` nor of a step that is
-/// a multiple of `every`; returns their steps. One rank calls it.
+/// a multiple of `every`; returns their steps, and those that stay for what else is in their directory: the URL of
+/// each, and the reason. One rank calls it.
 #[pyfunction]
 #[pyo3(signature = (url, *, last, every))]
-pub(crate) fn retain(py: Python<'_>, url: &str, last: Option<u64>, every: Option<u64>) -> PyResult<Vec<u64>> {
-    py.detach(|| runs::retain(url, runs::Keep { last, every })).map_err(raise)
+#[allow(clippy::type_complexity)] // it is what Python gets
+pub(crate) fn retain(
+    py: Python<'_>,
+    url: &str,
+    last: Option<u64>,
+    every: Option<u64>,
+) -> PyResult<(Vec<u64>, Vec<(String, String)>)> {
+    let retained = py.detach(|| retention::retain(url, Keep { last, every })).map_err(raise)?;
+    Ok((retained.deleted, retained.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect()))
+}
+
+/// A path as seen from `/`; a URL with a scheme as it is.
+#[pyfunction]
+pub(crate) fn absolute_url(url: &str) -> PyResult<String> {
+    shardfast_engine::absolute_url(url).map_err(raise)
 }
 
 #[pymethods]
@@ -99,7 +115,7 @@ impl Checkpoint {
             let (key, name, layout) = (leaf.key, leaf.name, leaf.layout);
             match leaf.kind {
                 LeafKind::Tensor { dtype, shape } => {
-                    let bytes = shape.iter().product::<u64>() * DType::size_bytes(dtype);
+                    let bytes = checked_numel(shape).unwrap_or(0) * DType::size_bytes(dtype);
                     let shape = pyo3::types::PyTuple::new(py, shape)?;
                     list.append(("tensor", key, name, layout, dtype.name(), shape, bytes))?;
                 }

@@ -28,7 +28,9 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     put_replaces_whole_objects(&two("put"));
     one_publisher_wins(&two("publish"));
     directories_are_listed(&*open("list"));
+    sizes_are_those_of_now(&two("sizes"));
     what_is_deleted_is_gone(&two("delete"));
+    only_what_is_named_is_deleted(&two("delete-all"));
     a_store_below_a_store_shares_its_objects(&open);
 }
 
@@ -399,13 +401,42 @@ fn directories_are_listed(store: &dyn Store) {
     for name in ["b/x", "b/y/z", "a", "c-d", "c0", "c/q"] {
         write_object(store, name, name.as_bytes()).unwrap();
     }
-    let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, bytes };
-    let dir = |name: &str| Entry { name: name.into(), is_dir: true, bytes: 0 };
+    let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, is_link: false, bytes };
+    let dir = |name: &str| Entry { name: name.into(), is_dir: true, is_link: false, bytes: 0 };
     assert_eq!(store.list("").unwrap(), [file("a", 1), dir("b"), dir("c"), file("c-d", 3), file("c0", 2)]);
     assert_eq!(store.list("b").unwrap(), [file("x", 3), dir("y")]);
     assert_eq!(store.list("b/y").unwrap(), [file("z", 5)]);
     assert_eq!(kind(store.list("d")), Some(Kind::NotFound));
-    assert_eq!(kind(store.open("b")), Some(Kind::NotFound), "a directory is no object");
+    let is_no_object = |found: Option<Kind>| matches!(found, Some(Kind::NotFound | Kind::Corrupt));
+    assert!(is_no_object(kind(store.open("b"))) && is_no_object(kind(store.size("b"))), "a directory is no object");
+}
+
+fn sizes_are_those_of_now([store, other]: &[Arc<dyn Store>; 2]) {
+    assert_eq!(kind(store.size("dir/object")), Some(Kind::NotFound));
+    for bytes in [0, 1, 5000] {
+        let name = format!("dir/{bytes}");
+        write_object(&**store, &name, &pattern(1, bytes)).unwrap();
+        assert_eq!(other.size(&name), Ok(bytes as u64));
+        other.delete(&name).unwrap();
+        assert_eq!(kind(store.size(&name)), Some(Kind::NotFound));
+    }
+}
+
+fn only_what_is_named_is_deleted([store, other]: &[Arc<dyn Store>; 2]) {
+    for name in ["step/COMMIT", "step/a/1", "step/a/2", "step/a/b/3", "step/c/4", "step-2/a"] {
+        write_object(&**store, name, name.as_bytes()).unwrap();
+    }
+    let dirs = ["step", "step/a", "step/a/b", "step/c", "step/none"];
+    for _ in 0..2 {
+        store.delete_all(&["step/a/1", "step/a/b/3", "step/c/4", "step/none/5"], &dirs).unwrap();
+        let names =
+            |dir: &str| -> Vec<String> { other.list(dir).unwrap().into_iter().map(|entry| entry.name).collect() };
+        assert_eq!((names("step"), names("step/a")), (vec!["COMMIT".into(), "a".into()], vec!["2".into()]));
+        assert_eq!(kind(other.list("step/c")), Some(Kind::NotFound), "it is empty");
+    }
+    store.delete_all(&["step/COMMIT", "step/a/2"], &dirs).unwrap();
+    assert_eq!(kind(other.list("step")), Some(Kind::NotFound));
+    assert_eq!(read(&**other, "step-2/a"), b"step-2/a");
 }
 
 fn what_is_deleted_is_gone([store, other]: &[Arc<dyn Store>; 2]) {

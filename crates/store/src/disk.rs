@@ -32,6 +32,15 @@ pub struct Stat {
     pub identity: (u64, u64),
 }
 
+/// What a file system has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes that this process may still take.
+    pub bytes: u64,
+    /// Files that may still be made, where their number has a limit.
+    pub files: Option<u64>,
+}
+
 /// The type of a file, as far as a store cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
@@ -100,6 +109,10 @@ pub trait Disk: Send + Sync + 'static {
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
     /// What a path leads to; links are followed.
     fn stat(&self, path: &Path) -> Sys<Stat>;
+    /// What the file system of a path has left.
+    fn statvfs(&self, _path: &Path) -> Sys<Room> {
+        Err(Errno::NOSYS)
+    }
 }
 
 /// A write in flight.
@@ -263,6 +276,12 @@ impl Disk for RealDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         fs::stat(path).map(of_stat)
+    }
+
+    fn statvfs(&self, path: &Path) -> Sys<Room> {
+        let found = fs::statvfs(path)?;
+        let bytes = found.f_bavail.saturating_mul(found.f_frsize);
+        Ok(Room { bytes, files: (found.f_files > 0).then_some(found.f_favail) })
     }
 }
 

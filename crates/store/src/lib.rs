@@ -38,7 +38,7 @@ pub mod uring;
 mod write;
 
 pub use error::{Error, Kind, Result};
-pub use local::Devices;
+pub use local::{Devices, is_temporary};
 pub use map::{Lent, Mapping};
 pub use write::{Buffer, Next, Write, Writes};
 
@@ -57,7 +57,8 @@ pub use write::{Buffer, Next, Write, Writes};
 /// makes its *contents* durable; [`sync`](Store::sync) makes its *name* durable. Until `finish` has returned, what the
 /// name shows is undefined: nothing, a part, or zeros. An object is never changed after `finish`. A writer that is
 /// dropped unfinished takes its object with it as far as the store still answers; a crash leaves debris, which
-/// [`list`](Store::list) may show and [`delete`](Store::delete) and [`delete_tree`](Store::delete_tree) remove.
+/// [`list`](Store::list) may show and [`delete`](Store::delete) and [`delete_tree`](Store::delete_tree) remove. Debris
+/// that has a name of the store's own choice [is recognized by it](is_temporary).
 ///
 /// **Publishing.** [`publish`](Store::publish) is atomic and create-if-absent: among any number of publishers of one
 /// name, on any number of machines, exactly one gets `Ok`, and a reader finds the whole object or none. It returns
@@ -86,11 +87,21 @@ pub trait Store: Send + Sync {
     /// [`Kind::Exhausted`] if there is no room, before a byte has been written.
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>>;
 
-    /// Opens the object `name` for any number of reads.
+    /// Opens the object `name` for any number of reads. Never waits for what is no object, such as a pipe.
     ///
     /// # Errors
-    /// [`Kind::NotFound`] if there is no such object.
+    /// [`Kind::NotFound`] if there is no such object; [`Kind::Corrupt`] if something that can be no object has the
+    /// name, where the storage has such things: a directory, a pipe, a device.
     fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>>;
+
+    /// The length of the object `name`, from metadata alone, as it is now: what another machine did to the object
+    /// before the call is seen.
+    ///
+    /// # Errors
+    /// As [`open`](Store::open).
+    fn size(&self, name: &str) -> Result<u64> {
+        Ok(self.open(name)?.bytes())
+    }
 
     /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
     /// name and contents, when it returns.
@@ -126,6 +137,13 @@ pub trait Store: Send + Sync {
 
     /// Removes the object `name`, durably. That it is absent already is no error.
     fn delete(&self, name: &str) -> Result<()>;
+
+    /// Removes these objects, then those of these directories that are empty by then; durably but not atomically.
+    /// Nothing else goes: a directory with anything else in it stays. That something is absent already is no error.
+    fn delete_all(&self, objects: &[&str], _dirs: &[&str]) -> Result<()> {
+        // Where directories come and go with their objects.
+        objects.iter().try_for_each(|name| self.delete(name))
+    }
 
     /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
     /// leave any part of it. That it is absent already is no error.
@@ -261,6 +279,8 @@ pub struct Entry {
     pub name: String,
     /// Whether it is a directory.
     pub is_dir: bool,
+    /// Whether it is a link to an object or a directory elsewhere: what is done below it is done there.
+    pub is_link: bool,
     /// The object's length; 0 for a directory.
     pub bytes: u64,
 }
@@ -286,6 +306,27 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
 /// # Errors
 /// As [`open`].
 pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+    match backend(url)? {
+        Some(open_url) => open_url(url, devices),
+        None => local::open_path(url, devices),
+    }
+}
+
+/// The URL or path in a form that names the same place whatever the current directory is later: a path is made
+/// absolute; a URL with a scheme is that already and stays as it is. Nothing is looked at.
+///
+/// # Errors
+/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, and where there is no current
+/// directory.
+pub fn absolute(url: &str) -> Result<String> {
+    match backend(url)? {
+        Some(_) => Ok(url.to_owned()),
+        None => local::absolute(url),
+    }
+}
+
+/// How to open what the URL's scheme names; `None` for a path.
+fn backend(url: &str) -> Result<Option<OpenUrl>> {
     let fail = |kind, message| Err(Error::new(kind, "open", url, message));
     let is_scheme = |s: &str| {
         s.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -294,7 +335,7 @@ pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let known = |s: &str| SCHEMES.iter().find(|(scheme, _)| scheme.eq_ignore_ascii_case(s));
     match url.split_once(':') {
         Some((scheme, rest)) if is_scheme(scheme) && rest.starts_with("//") => match known(scheme) {
-            Some((_, open_url)) => open_url(url, devices),
+            Some((_, open_url)) => Ok(Some(*open_url)),
             None => {
                 let offered: Vec<_> = SCHEMES.iter().map(|(scheme, _)| format!("{scheme}://")).collect();
                 let offered = offered.join(", ");
@@ -304,6 +345,6 @@ pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
         Some((scheme, _)) if known(scheme).is_some() => {
             fail(Kind::Invalid, format!("expected \"//\" after \"{scheme}:\""))
         }
-        _ => local::open_path(url, devices),
+        _ => Ok(None),
     }
 }

@@ -26,7 +26,7 @@
 //!    5. `fsync` of the target's directory. If that fails, the object is visible but perhaps not durable, which cannot
 //!       be undone safely: somebody may have seen it. The error says so.
 //! 6. *Put* is 5 with a plain `rename`, which replaces.
-//! 7. *Delete* removes the name, then `fsync`s its directory.
+//! 7. *Delete* removes the name, then `fsync`s its directory; several names of one directory share the sync.
 //!
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
@@ -43,7 +43,7 @@ pub use devices::Devices;
 
 use reader::LocalReader;
 
-use crate::disk::{Disk, Errno, FileKind, RealDisk, Sys};
+use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
 use crate::write::{Writes, by_threads};
 use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
@@ -71,14 +71,22 @@ pub(crate) fn open_url(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Stor
 
 /// Opens a plain path, absolute or relative to the current directory of this moment.
 pub(crate) fn open_path(path: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+    let store = LocalStore::on(RealDisk, absolute(path)?.into())?;
+    Ok(Arc::new(LocalStore { devices: Arc::clone(devices), ..store }))
+}
+
+/// A path as seen from `/`, without a slash at the end.
+pub(crate) fn absolute(path: &str) -> Result<String> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", path, message);
     if path.is_empty() || path.contains('\0') {
         return Err(invalid("expected a path or a URL".into()));
     }
-    let root = std::path::absolute(path).map_err(|e| invalid(e.to_string()))?;
-    // Without a slash at the end.
-    let store = LocalStore::on(RealDisk, root.components().collect())?;
-    Ok(Arc::new(LocalStore { devices: Arc::clone(devices), ..store }))
+    let absolute = std::path::absolute(path)
+        .map_err(|error| invalid(format!("it is relative, and the current directory is not known: {error}")))?;
+    let absolute: PathBuf = absolute.components().collect();
+    absolute.into_os_string().into_string().map_err(|path| {
+        invalid(format!("expected a path in UTF-8, found {} from the current directory", path.to_string_lossy()))
+    })
 }
 
 fn percent_decoded(path: &str) -> Option<String> {
@@ -177,7 +185,7 @@ impl<D: Disk> LocalStore<D> {
             }
             Ok(()) | Err(Errno::EXIST) => {}
             Err(Errno::NOTDIR) => return Err(failed(Kind::Invalid, "mkdir", dir, "not below a directory")),
-            Err(errno) => return Err(of_errno("mkdir", dir, errno)),
+            Err(errno) => return Err(no_room(&*self.disk, "mkdir", dir, errno, 0)),
         }
         Ok(())
     }
@@ -221,6 +229,21 @@ impl<D: Disk> LocalStore<D> {
         }
     }
 
+    /// Opens a file for reading, and says what it is.
+    fn open_file(&self, path: &Path) -> Result<(D::File, Stat)> {
+        let not_a_file = || Err(failed(Kind::Corrupt, "open", path, "expected a file, found something else"));
+        let file = match uninterrupted(|| self.disk.open_read(path, false)) {
+            Ok(file) => file,
+            // A socket; or a server that is away.
+            Err(Errno::NXIO) if self.disk.stat(path).is_ok_and(|stat| stat.kind == FileKind::Other) => {
+                return not_a_file();
+            }
+            Err(errno) => return Err(of_errno("open", path, errno)),
+        };
+        let stat = self.call("open", path, |disk| disk.fstat(&file))?;
+        if stat.kind == FileKind::File { Ok((file, stat)) } else { not_a_file() }
+    }
+
     /// Creates the file `path`, and the directories above it where they are missing.
     fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
         let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
@@ -235,7 +258,7 @@ impl<D: Disk> LocalStore<D> {
             }
             Err(Errno::EXIST) => Err(failed(Kind::Conflict, "create", &path, "the name is taken")),
             Err(Errno::NOTDIR) => Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
-            Err(errno) => Err(of_errno("create", &path, errno)),
+            Err(errno) => Err(no_room(&*self.disk, "create", &path, errno, bytes)),
         }
     }
 
@@ -244,7 +267,7 @@ impl<D: Disk> LocalStore<D> {
         let dir = target.parent().unwrap_or(&self.root);
         let file = self.create_file(temporary(dir)?, bytes.len() as u64, false)?;
         file.write_at(0, bytes)?;
-        self.call("fdatasync", &file.path, |disk| disk.fdatasync(&file.file))?;
+        uninterrupted(|| self.disk.fdatasync(&file.file)).map_err(|errno| file.failed("fdatasync", errno))?;
         self.sync_dirs(name::parent(name).into_iter().flat_map(above))?;
         Ok(file)
     }
@@ -346,7 +369,12 @@ impl<D: Disk> Store for LocalStore<D> {
         if bytes > 0 {
             match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
                 Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
-                Err(errno) => return Err(of_errno("fallocate", &object.path, errno)),
+                Err(errno) => {
+                    let path = object.path.clone();
+                    // What it was given already is free again before it is said what is free.
+                    drop(object);
+                    return Err(no_room(&*self.disk, "fallocate", &path, errno, bytes));
+                }
             }
         }
         Ok(Box::new(object))
@@ -354,11 +382,7 @@ impl<D: Disk> Store for LocalStore<D> {
 
     fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
         let path = self.path("open", name)?;
-        let file = self.call("open", &path, |disk| disk.open_read(&path, false))?;
-        let stat = self.call("open", &path, |disk| disk.fstat(&file))?;
-        if stat.kind != FileKind::File {
-            return Err(failed(Kind::NotFound, "open", &path, "expected a file, found something else"));
-        }
+        let (file, stat) = self.open_file(&path)?;
         let bytes = stat.bytes;
         let is_large = bytes >= devices::WORTH_BYTES && !ablation::is_off("direct-io");
         // Only another way: what cannot be opened so is read through the page cache.
@@ -366,6 +390,11 @@ impl<D: Disk> Store for LocalStore<D> {
         let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
         let lending = Arc::clone(&self.lending);
         Ok(Box::new(LocalReader::new(self.disk.clone(), file, direct, (devices, device), lending, path, bytes)))
+    }
+
+    fn size(&self, name: &str) -> Result<u64> {
+        // Opened, not only looked at: a client of a network file system answers a mere look from its cache.
+        Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -415,8 +444,8 @@ impl<D: Disk> Store for LocalStore<D> {
             let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
                 continue;
             };
-            let (is_dir, bytes) = match kind {
-                FileKind::Dir => (true, 0),
+            let (is_dir, is_link, bytes) = match kind {
+                FileKind::Dir => (true, false, 0),
                 _ => {
                     let entry = path.join(&name);
                     // Gone since, or a link to nowhere: not there to be opened either.
@@ -424,10 +453,11 @@ impl<D: Disk> Store for LocalStore<D> {
                         continue;
                     };
                     let is_dir = stat.kind == FileKind::Dir;
-                    (is_dir, if is_dir { 0 } else { stat.bytes })
+                    // What is something else than what its name leads to is a link.
+                    (is_dir, stat.kind != kind, if is_dir { 0 } else { stat.bytes })
                 }
             };
-            entries.push(Entry { name, is_dir, bytes });
+            entries.push(Entry { name, is_dir, is_link, bytes });
         }
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
@@ -437,6 +467,32 @@ impl<D: Disk> Store for LocalStore<D> {
         let path = self.path("delete", name)?;
         absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
         self.sync_removal(name)
+    }
+
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
+        let mut changed: BTreeSet<&str> = BTreeSet::new();
+        for name in objects {
+            let path = self.path("delete", name)?;
+            absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+            changed.extend(name::parent(name));
+        }
+        // What is below another one comes first.
+        for dir in dirs.iter().collect::<BTreeSet<_>>().into_iter().rev() {
+            let path = self.path("delete", dir)?;
+            match uninterrupted(|| self.disk.rmdir(&path)) {
+                Ok(()) | Err(Errno::NOENT) => {
+                    changed.remove(dir);
+                    changed.extend(name::parent(dir));
+                }
+                // Not empty; or a link, or a place where something is mounted.
+                Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR | Errno::BUSY) => {}
+                Err(errno) => return Err(of_errno("delete", &path, errno)),
+            }
+        }
+        changed.into_iter().rev().try_for_each(|dir| match self.fsync_dir(dir) {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            synced => synced,
+        })
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
@@ -462,6 +518,10 @@ struct LocalWriter<D: Disk> {
 }
 
 impl<D: Disk> LocalWriter<D> {
+    fn failed(&self, op: &'static str, errno: Errno) -> Error {
+        no_room(&*self.disk, op, &self.path, errno, self.bytes)
+    }
+
     fn check(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let alignment = self.alignment as u64;
         let unit = |n: u64| n.is_multiple_of(alignment);
@@ -492,7 +552,7 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
         let (mut done, mut stalled) = (0, false);
         while done < bytes.len() {
             let written = uninterrupted(|| self.disk.pwrite(&self.file, &bytes[done..], offset + done as u64))
-                .map_err(|errno| of_errno("write", &self.path, errno))?;
+                .map_err(|errno| self.failed("write", errno))?;
             // The rest of a direct write must be aligned again: what was written of a unit is written once more.
             let whole = written - written % self.alignment;
             if whole == 0 && (written == 0 || stalled) {
@@ -511,9 +571,8 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
 
     fn finish(&mut self) -> Result<()> {
         uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
-            .map_err(|errno| of_errno("ftruncate", &self.path, errno))?;
-        uninterrupted(|| self.disk.fdatasync(&self.file))
-            .map_err(|errno| of_errno("fdatasync", &self.path, errno).finally())?;
+            .map_err(|errno| self.failed("ftruncate", errno))?;
+        uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| self.failed("fdatasync", errno).finally())?;
         self.keep = true;
         Ok(())
     }
@@ -533,9 +592,18 @@ fn above(name: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(name::parent(name), |dir| name::parent(dir))
 }
 
+const TEMPORARY: &str = ".tmp-";
+
 fn temporary(dir: &Path) -> Result<PathBuf> {
     let random = getrandom::u64().map_err(|e| failed(Kind::Internal, "create", dir, e.to_string()))?;
-    Ok(dir.join(format!(".tmp-{random:016x}")))
+    Ok(dir.join(format!("{TEMPORARY}{random:016x}")))
+}
+
+/// Whether an entry's name is one under which this store prepares what it publishes or puts: left by a crash, if not
+/// by a call under way.
+pub fn is_temporary(name: &str) -> bool {
+    let digits = name.strip_prefix(TEMPORARY).unwrap_or_default();
+    digits.len() == 16 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Repeats a system call that a signal interrupted.
@@ -562,6 +630,30 @@ fn failed(kind: Kind, op: &'static str, path: &Path, message: impl Into<String>)
 
 fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
     Error::of_errno(op, path.to_string_lossy(), errno)
+}
+
+/// The error of a call that makes or fills a file of `bytes` bytes: where there is no room it says how much was needed,
+/// for this file, and how much there is.
+fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
+    let mut error = of_errno(op, path, errno);
+    if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
+        // The file may be gone by now, and directories above it may not be there yet.
+        let room = path.ancestors().find_map(|place| uninterrupted(|| disk.statvfs(place)).ok());
+        if bytes > 0 {
+            error.message += &format!(": expected room for {bytes} bytes");
+        }
+        match room {
+            Some(Room { files: Some(0), .. }) => error.message += ", found none for another file (inodes)",
+            Some(Room { bytes: free, .. }) if errno == Errno::NOSPC => {
+                error.message += &format!(", found {free} bytes free");
+            }
+            Some(Room { bytes: free, .. }) => {
+                error.message += &format!(" in the quota; the disk has {free} bytes free")
+            }
+            None => {}
+        }
+    }
+    error
 }
 
 fn ambiguous(target: &Path, errno: Errno) -> Error {

@@ -123,7 +123,7 @@ impl Store for MemoryStore {
                 _ => 0,
             };
             if entries.last().is_none_or(|last| last.name != name) {
-                entries.push(Entry { name: name.to_owned(), is_dir, bytes });
+                entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes });
             }
         }
         if entries.is_empty() {

@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use chance::Chance;
 
 use crate::Mapping;
-use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
+use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
 
 const SECTOR: usize = 512;
 const DIRECT_ALIGNMENT: usize = 4096;
@@ -585,6 +585,11 @@ impl Disk for SimDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         self.call("stat", path, None, |state, _| state.find(path).map(|inode| state.stat(inode)))
+    }
+
+    /// All that one more file may have: only [`SimDisk::refuse`] and [`SimDisk::inject`] fill this disk.
+    fn statvfs(&self, path: &Path) -> Sys<Room> {
+        self.call("statvfs", path, None, |_, _| Ok(Room { bytes: FILE_BYTES_MAX, files: None }))
     }
 }
 

@@ -84,6 +84,11 @@ fn an_error_of_any_call_is_reported_with_its_kind() {
                 assert_eq!(error.is_final, flushes && !last_sync, "{call:?}: {error}");
                 assert!(error.name.starts_with('/'), "{error}");
                 assert!(error.message.contains(&errno.to_string()), "{error} does not say {errno}");
+                let makes_room = ["create_new", "create_new_direct", "fallocate", "pwrite", "pwrite_direct", "mkdir"];
+                if errno == Errno::NOSPC && makes_room.contains(&call.name) && !is_temporary {
+                    let said = [" bytes free", "expected room for "].map(|said| error.message.contains(said));
+                    assert_eq!(said, [true, call.name != "mkdir"], "{call:?}: {error}");
+                }
             }
             Ok(()) => {
                 tolerated += 1;
@@ -162,10 +167,13 @@ fn a_full_disk_is_found_before_a_byte_is_written() {
     let store = mount(&disk).unwrap();
     let error = store.create("d/big", 1 << 20).err().unwrap();
     assert_eq!(error.kind, Kind::Exhausted);
-    assert_eq!(error.to_string(), "fallocate /mnt/runs/gpt/d/big: No space left on device (os error 28)");
+    let expected = "fallocate /mnt/runs/gpt/d/big: No space left on device (os error 28): expected room for 1048576 \
+                    bytes, found 1073741824 bytes free";
+    assert_eq!(error.to_string(), expected);
     let big = Path::new("/mnt/runs/gpt/d/big");
     let calls: Vec<&str> = disk.calls().iter().filter(|call| call.path == big).map(|call| call.name).collect();
-    assert_eq!(calls, ["create_new_direct", "fallocate", "unlink"]);
+    // What it was given is free again before it is said what is free.
+    assert_eq!(calls, ["create_new_direct", "fallocate", "unlink", "statvfs"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 
 use proptest::prelude::*;
-use shardfast_store::{Entry, Kind, open};
+use shardfast_store::{Entry, Kind, absolute, is_temporary, open};
 
 fn refusal(url: &str) -> (Kind, String) {
     let error = open(url).err().unwrap_or_else(|| panic!("{url:?} was opened"));
@@ -42,6 +42,36 @@ fn schemes() {
     let here = std::env::current_dir().unwrap();
     assert_eq!(open("run").unwrap().url(), format!("file://{}/run", here.display()));
     assert_eq!(open("./a://b").unwrap().url(), format!("file://{}/a:/b", here.display()), "a path");
+}
+
+#[test]
+fn paths_are_made_absolute_and_urls_are_that() {
+    let here = std::env::current_dir().unwrap();
+    for (given, expected) in [
+        ("run", format!("{}/run", here.display())),
+        ("./run//x/", format!("{}/run/x", here.display())),
+        (".", here.display().to_string()),
+        ("../x", format!("{}/../x", here.display())),
+        ("/a/b/", "/a/b".to_owned()),
+        ("/", "/".to_owned()),
+        ("file:///a/b", "file:///a/b".to_owned()),
+        ("memory://b/run", "memory://b/run".to_owned()),
+    ] {
+        assert_eq!(absolute(given).unwrap(), expected, "{given}");
+        let (one, other) = (open(given).unwrap(), open(&expected).unwrap());
+        assert_eq!(one.url(), other.url(), "{given}");
+    }
+    for (bad, kind) in [("", Kind::Invalid), ("memory:x", Kind::Invalid), ("ftp://host/run", Kind::Unsupported)] {
+        assert_eq!(absolute(bad).unwrap_err().kind, kind, "{bad}");
+    }
+}
+
+#[test]
+fn only_names_that_the_store_chose_are_temporary() {
+    assert!(is_temporary(".tmp-0123456789abcdef"));
+    for other in [".tmp-", ".tmp-0123456789abcdeF", ".tmp-0123456789abcdef0", "tmp-0123456789abcdef", ".tmp-mine"] {
+        assert!(!is_temporary(other), "{other}");
+    }
 }
 
 proptest! {
@@ -83,8 +113,11 @@ fn links_are_read_through_but_not_deleted_through() {
     symlink(path("archive/step-1"), path("run/step-2/link")).unwrap();
     symlink(path("nowhere"), path("run/dangling")).unwrap();
 
-    let entry = |name: &str| Entry { name: name.into(), is_dir: true, bytes: 0 };
-    assert_eq!(store.list("").unwrap(), [entry("step-1"), entry("step-2")]);
+    let entry = |name: &str, is_link| Entry { name: name.into(), is_dir: true, is_link, bytes: 0 };
+    assert_eq!(store.list("").unwrap(), [entry("step-1", true), entry("step-2", false)]);
+    assert!(store.list("step-2").unwrap().iter().all(|found| found.is_link == (found.name == "link")));
+    store.delete_all(&[], &["step-1"]).unwrap();
+    assert_eq!(store.list("").unwrap().len(), 2, "a link is no empty directory");
     assert_eq!(store.read("step-1/data", 100).unwrap(), b"kept");
     store.delete_tree("step-1").unwrap();
     store.delete_tree("step-2").unwrap();
@@ -102,10 +135,17 @@ fn strange_entries_do_no_harm() {
     }
     let pipe = dir.path().join("d/pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("d/socket")).unwrap();
+    symlink("/dev/zero", dir.path().join("d/zero")).unwrap();
+    std::fs::create_dir(dir.path().join("d/dir")).unwrap();
     // Opening a pipe would wait for a writer that never comes.
-    assert_eq!(store.open("d/pipe").err().unwrap().kind, Kind::NotFound);
+    for name in ["d/pipe", "d/socket", "d/zero", "d/dir"] {
+        let error = store.open(name).err().unwrap();
+        assert_eq!((error.kind, error.message.as_str()), (Kind::Corrupt, "expected a file, found something else"));
+        assert_eq!(store.size(name).unwrap_err().kind, Kind::Corrupt, "{name}");
+    }
     let names: Vec<String> = store.list("d").unwrap().into_iter().map(|entry| entry.name).collect();
-    assert_eq!(names, ["o", "pipe"]);
+    assert_eq!(names, ["dir", "o", "pipe", "socket", "zero"]);
     store.delete_tree("d").unwrap();
     assert!(!dir.path().join("d").exists());
 }

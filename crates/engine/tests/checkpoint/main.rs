@@ -12,6 +12,8 @@ mod layout;
 mod phases;
 mod planning;
 mod reshard;
+mod retention;
 mod runs;
 mod share;
+mod sweeps;
 mod transient;

@@ -154,7 +154,10 @@ fn a_save_that_failed_elsewhere_tries_nothing_any_more() {
     let (job, begun) = begun();
     let (clean, other) = (begun.crash(1), begun.crash(1));
     let place = |rank: u32| store(if rank == 0 { other.clone() } else { clean.clone() }, NEW);
-    alike(job.save_to(place, &truth(2), LONG)).unwrap();
+    // All is written, and rank 0 then looks for what rank 1 wrote on a disk that they do not share.
+    let error = alike(job.save_to(place, &truth(2), LONG)).unwrap_err();
+    assert!(error.kind == Kind::Corrupt && error.message.contains("do not share this storage"), "{error}");
+    assert_eq!((survey(&other), survey(&clean)), (Ok(false), Ok(false)));
     for name in ["fallocate", "pwrite_direct"] {
         let first = clean.calls().iter().position(|call| call.name == name && is_data(&call.path)).unwrap();
         let tries = || {

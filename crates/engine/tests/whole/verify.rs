@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use shardfast_engine::verify::{Finding, Problem};
-use shardfast_engine::{Engine, Kind, ValueRef, VerifyReport, verify, verify_in};
+use shardfast_engine::{Engine, Kind, ValueRef, VerifyReport, diff, export, summary, verify, verify_in};
 use shardfast_format::{
     BLOCK_BYTES, Commit, DType, Extent, FileEntry, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
     hugging_face_index, manifest_name, object as objects, sha256,
@@ -236,6 +236,43 @@ fn a_broken_commit_or_manifest_is_the_only_finding() {
     assert_eq!(verify(&Engine::solo(), url, &|_, _| ()).unwrap_err().kind, Kind::NotFound);
 }
 
+/// What cannot be read as a file is no missing commit: something was put there, and the checkpoint is damaged.
+#[test]
+fn a_commit_that_is_no_file_is_damage_and_does_not_block() {
+    let (dir, place) = saved(two_ranks());
+    let commit = place.join("COMMIT");
+    std::fs::remove_file(&commit).unwrap();
+    let run = dir.path().to_str().unwrap();
+    type Make = fn(&Path);
+    let makes: [(&str, Make); 4] = [
+        ("pipe", |path| {
+            let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+            rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, 0).unwrap();
+        }),
+        ("directory", |path| std::fs::create_dir(path).unwrap()),
+        ("device", |path| std::os::unix::fs::symlink("/dev/zero", path).unwrap()),
+        ("socket", |path| drop(std::os::unix::net::UnixListener::bind(path).unwrap())),
+    ];
+    for (what, make) in makes {
+        make(&commit);
+        let found = report(&place);
+        assert_eq!(only(&found).problem, Problem::Commit, "{what}");
+        assert!(only(&found).message.contains("expected a file"), "{what}: {}", only(&found).message);
+        let steps = shardfast_engine::runs::list(run).unwrap();
+        assert_eq!(steps[0].commit.as_ref().unwrap_err().kind, Kind::Corrupt, "{what}");
+        let listed = shardfast_engine::history(run).unwrap();
+        assert_eq!(listed.checkpoints[0].status, shardfast_engine::inspect::Status::Unreadable, "{what}");
+        let opened =
+            shardfast_engine::open(&Engine::solo(), place.to_str().unwrap(), std::time::Duration::from_secs(60));
+        assert_eq!(opened.err().unwrap().kind, Kind::Corrupt, "{what}");
+        std::fs::remove_file(&commit).or_else(|_| std::fs::remove_dir(&commit)).unwrap();
+    }
+    assert_eq!(
+        shardfast_engine::history(run).unwrap().checkpoints[0].status,
+        shardfast_engine::inspect::Status::Incomplete
+    );
+}
+
 #[test]
 fn an_index_that_lies_is_found() {
     let whole = Tensor::random(1, DType::F32, &[4, 4]);
@@ -279,6 +316,11 @@ fn values_that_mean_nothing_are_found() {
 /// Writes another manifest over the checkpoint's own, committed as if it were the right one.
 fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     forge_of(place, |_| (), builder);
+}
+
+/// [`forge`] with other sizes of the files.
+fn forge_sizes(place: &Path, size: impl Fn(u64) -> u64, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
+    forge_of(place, |files| files.iter_mut().for_each(|file| file.bytes = size(file.bytes)), builder);
 }
 
 /// [`forge`] with other files.
@@ -386,6 +428,56 @@ fn a_manifest_that_contradicts_the_files_is_found() {
     let coverage: Vec<_> = found.findings.iter().filter(|finding| finding.problem == Problem::Coverage).collect();
     assert_eq!(coverage.len(), 1);
     assert_eq!(names(coverage[0]), BTreeSet::from(["model/a".to_owned()]));
+}
+
+/// Sums of sizes of which nothing is known to be true, and blocks of a file that cannot have them.
+#[test]
+fn files_of_an_impossible_size_end_the_search_at_once() {
+    let engine = Engine::solo();
+    for size in [i64::MAX as u64, i64::MAX as u64 + 1, u64::MAX, 1 << 50] {
+        let (a, b) = (Tensor::random(1, DType::F32, &[4]), Tensor::random(2, DType::F32, &[4]));
+        let value = object("extra", "v", &text("a value"));
+        let (_dir, place) = saved(vec![vec![a.whole("model", "a"), b.whole("other", "b"), value]]);
+        let (_sound_dir, sound) = saved(vec![vec![a.whole("model", "a"), b.whole("other", "b")]]);
+        forge_sizes(
+            &place,
+            |_| size,
+            |manifest, forged| {
+                for leaf in 0..manifest.len() {
+                    let name = LeafName::new(manifest.leaf(leaf).key, manifest.leaf(leaf).name);
+                    match manifest.leaf(leaf).kind {
+                        LeafKind::Tensor { dtype, shape } => {
+                            forged.tensor(&name, dtype, shape, "", &manifest.regions(leaf).collect::<Vec<_>>());
+                        }
+                        _ => forged.object(&name, "", &manifest.values(leaf).collect::<Vec<_>>()),
+                    }
+                }
+            },
+        );
+        let found = report(&place);
+        assert_eq!(found.leaves_damaged, ["extra/v", "model/a", "other/b"]);
+        assert_eq!((found.findings.len(), found.blocks), (3, 0));
+        assert!(found.findings.iter().all(|finding| finding.problem == Problem::File), "{:#?}", found.findings);
+
+        // The other readers say it, too.
+        let (place, sound) = (place.to_str().unwrap(), sound.to_str().unwrap());
+        let (checkpoint, sound) = (opened(place), opened(sound));
+        assert!(summary(&checkpoint, None, true).unwrap().holds.bytes >= size);
+        assert_eq!(diff(&sound, &checkpoint, &|_, _| ()).unwrap_err().kind, Kind::Corrupt);
+        let out = tempfile::tempdir().unwrap();
+        let exported = export(&checkpoint, out.path().to_str().unwrap(), "model", 1 << 20);
+        assert_eq!(exported.unwrap_err().kind, Kind::Corrupt);
+        assert_eq!(loaded_values(&engine, place).unwrap_err().kind, Kind::Corrupt);
+    }
+}
+
+/// Loads every value of a checkpoint.
+fn loaded_values(engine: &Arc<Engine>, url: &str) -> shardfast_engine::Result<Vec<Vec<u8>>> {
+    let deadline = std::time::Duration::from_secs(60);
+    let checkpoint = shardfast_engine::open(engine, url, deadline)?;
+    let leaf = checkpoint.manifest().find(&LeafName::new("extra", "v")).unwrap();
+    checkpoint.forecast(&[], &[ValueRef { leaf, value: 0 }])?;
+    checkpoint.load(&[], &[ValueRef { leaf, value: 0 }], deadline)
 }
 
 #[test]

@@ -63,7 +63,8 @@ pub(super) fn sweep(
     pass.go_to((u32::MAX, u64::MAX), sets, set_of);
     let mut pairs: Vec<(u32, u32)> = pairs.into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect();
     pairs.sort_unstable();
-    Some(Swept { pairs, bytes_for_each: pass.for_each * BLOCK_BYTES, bytes_for_all: pass.for_all * BLOCK_BYTES })
+    let bytes = |blocks: u64| blocks.saturating_mul(BLOCK_BYTES);
+    Some(Swept { pairs, bytes_for_each: bytes(pass.for_each), bytes_for_all: bytes(pass.for_all) })
 }
 
 impl Swept {
@@ -99,8 +100,10 @@ impl Pass {
                 known.sort_unstable();
                 known.dedup();
                 let union = sets.union(&known);
-                self.for_each += (to - self.at) * sets.ranks(union).len() as u64;
-                self.for_all += to - self.at;
+                // The manifest's size of a file may be any number until the file was looked at.
+                let each = (to - self.at).saturating_mul(sets.ranks(union).len() as u64);
+                self.for_each = self.for_each.saturating_add(each);
+                self.for_all = self.for_all.saturating_add(to - self.at);
                 self.at = to;
             }
             if is_here && first > block {

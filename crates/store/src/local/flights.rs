@@ -95,7 +95,10 @@ fn advance<'a, D: Disk>(
     let LocalWriter { file, path, alignment, .. } = write.object;
     match taken {
         Err(Errno::INTR) => {}
-        Err(errno) => return Ok(Advanced::Failed(whole(write, flight), of_errno("write", path, errno))),
+        Err(errno) => {
+            let error = write.object.failed("write", errno);
+            return Ok(Advanced::Failed(whole(write, flight), error));
+        }
         Ok(taken) => {
             // The rest of a direct write must be aligned again: what was written of a unit is written once more.
             let units = taken - taken % alignment;

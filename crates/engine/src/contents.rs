@@ -1,0 +1,109 @@
+//! What lies in a checkpoint's directory, and what of it is Shardfast's own.
+//!
+//! Own are the files that the checkpoint's manifest names, and all that have the names which saves give, of whatever
+//! attempt: a crashed save leaves such files, and the next one goes to the same place. Everything else is foreign: it
+//! is never deleted, and a place that holds it is refused to a save.
+
+use std::collections::HashSet;
+
+use shardfast_format::{COMMIT, Manifest, is_own_path};
+use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
+
+use crate::error::{Error, Result, retry};
+
+/// Foreign names that are looked for.
+const FOREIGN_MAX: usize = 4;
+
+/// What lies in a directory, by paths relative to it.
+#[derive(Debug, Default)]
+pub(crate) struct Contents {
+    /// Own files.
+    pub(crate) own: Vec<String>,
+    /// Directories, all of them below the first one.
+    pub(crate) dirs: Vec<String>,
+    /// The first few of everything else.
+    pub(crate) foreign: Vec<String>,
+}
+
+/// What lies in the directory `dir` of a store (`""` is its root), down to so many levels below it. Stops early where
+/// it finds foreign things. `manifest` is that of the checkpoint there, if there is one.
+///
+/// # Errors
+/// What the store says. That there is no such directory is none.
+pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
+    let named: HashSet<&str> = manifest.into_iter().flat_map(Manifest::files).map(|file| file.path.as_str()).collect();
+    let mut contents = Contents::default();
+    let mut to_do = vec![(String::new(), levels)];
+    // Breadth first: files beside a `COMMIT` say more than those deep below it.
+    while let Some((below, levels)) = (!to_do.is_empty()).then(|| to_do.remove(0)) {
+        for Entry { name, is_dir, is_link, .. } in list(store, &join(dir, &below))? {
+            let path = join(&below, &name);
+            if is_dir && !is_link {
+                if levels > 0 {
+                    to_do.push((path.clone(), levels - 1));
+                }
+                contents.dirs.push(path);
+            } else if !is_dir && (named.contains(path.as_str()) || is_own_path(&path) || is_temporary(&name)) {
+                contents.own.push(path);
+            } else if !is_silly(&name) {
+                contents.foreign.push(path);
+            }
+            if contents.foreign.len() >= FOREIGN_MAX {
+                return Ok(contents);
+            }
+        }
+        if !contents.foreign.is_empty() {
+            return Ok(contents);
+        }
+    }
+    Ok(contents)
+}
+
+impl Contents {
+    /// The foreign things, in words; `None` where there are none.
+    pub(crate) fn foreign_names(&self) -> Option<String> {
+        let named = self.foreign.iter().take(FOREIGN_MAX - 1).cloned().collect::<Vec<_>>().join(", ");
+        match self.foreign.len() {
+            0 => None,
+            found if found < FOREIGN_MAX => Some(named),
+            _ => Some(format!("{named} and more")),
+        }
+    }
+}
+
+/// Refuses a place for a new checkpoint that holds anything but what saves leave there. With `levels` of 0 only what
+/// directly is in it is looked at.
+///
+/// # Errors
+/// `Invalid`, naming what was found; what the store says.
+pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize) -> Result<()> {
+    match survey(store, "", None, levels)?.foreign_names() {
+        None => Ok(()),
+        // Files beside a checkpoint are no hindrance; the checkpoint is, and is named when the save asks for leave.
+        Some(_) if store.size(COMMIT).is_ok() => Ok(()),
+        Some(found) => Err(Error::invalid(format!(
+            "save {url}: expected a new or empty directory, or what a save that was cut off left there, found {found}: \
+             save to a directory of its own"
+        ))),
+    }
+}
+
+fn list(store: &dyn Store, dir: &str) -> Result<Vec<Entry>> {
+    retry(|| match store.list(dir) {
+        Err(error) if error.kind == Stored::NotFound => Ok(Vec::new()),
+        entries => Ok(entries?),
+    })
+}
+
+fn join(dir: &str, name: &str) -> String {
+    match (dir, name) {
+        ("", name) => name.to_owned(),
+        (dir, "") => dir.to_owned(),
+        (dir, name) => format!("{dir}/{name}"),
+    }
+}
+
+/// Whether the name is one that an NFS client gives to a file that was removed while it was open.
+fn is_silly(name: &str) -> bool {
+    name.starts_with(".nfs")
+}

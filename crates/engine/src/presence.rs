@@ -1,0 +1,111 @@
+//! Whether files that were written are still there, under their names and with their sizes. Metadata only: no byte of a
+//! file is read.
+//!
+//! A save writes into a directory that has no `COMMIT` yet, and programs exist that remove such directories as rubbish.
+//! To write to a removed file succeeds, and so does its flush. So each rank looks before it reports its files, and rank
+//! 0 looks at all of them before it publishes.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use shardfast_store::Store;
+
+use crate::error::{Error, Kind, Result, retry_within};
+
+/// Files that one thread looks at before another thread is worth its start.
+const FILES_PER_THREAD: usize = 8;
+
+/// Looks in flight: each waits for a server where the storage has one.
+const THREADS_MAX: usize = 16;
+
+/// Files that a message names.
+const NAMES_MAX: usize = 3;
+
+/// Checks that each of these files exists and has its size, in bytes.
+///
+/// # Errors
+/// `Corrupt`, naming files that are missing or have another size; what the store says when it cannot tell, after tries
+/// for as long as `within`.
+pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+    let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let look = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some((name, bytes)) = files.get(at) else { return };
+            let flaw = retry_within(within, || None, || flaw(store, name, *bytes));
+            if let Some(flaw) = flaw.transpose() {
+                found.lock().unwrap_or_else(PoisonError::into_inner).push((at, flaw));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..files.len().div_ceil(FILES_PER_THREAD).min(THREADS_MAX) {
+            scope.spawn(look);
+        }
+        look();
+    });
+    let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    found.sort_by_key(|(at, _)| *at);
+    let flaws = found.into_iter().map(|(_, flaw)| flaw).collect::<Result<Vec<String>>>()?;
+    if flaws.is_empty() {
+        return Ok(());
+    }
+    let more = match flaws.len().saturating_sub(NAMES_MAX) {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    Err(Error::new(
+        Kind::Corrupt,
+        format!("{}: {}{more}", store.url(), flaws.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ")),
+    ))
+}
+
+/// How a file is not as it was written; `None` when it is.
+fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<String>> {
+    match store.size(name) {
+        Ok(found) if found == bytes => Ok(None),
+        Ok(found) => Ok(Some(format!("{name}: expected {bytes} bytes, found {found}"))),
+        Err(error) if error.kind == shardfast_store::Kind::NotFound => {
+            Ok(Some(format!("{name}: expected {bytes} bytes, found no such file")))
+        }
+        Err(error) if error.kind == shardfast_store::Kind::Corrupt => Ok(Some(format!("{name}: {}", error.message))),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_missing_cut_and_replaced_file_is_found_among_many() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = shardfast_store::open(dir.path().to_str().unwrap()).unwrap();
+        let files: Vec<(String, u64)> = (0..20).map(|i| (format!("d/{i:03}"), i)).collect();
+        for (name, bytes) in &files {
+            store.put(name, &vec![1; *bytes as usize]).unwrap();
+        }
+        let check = || expect(&*store, &files, Duration::ZERO);
+        assert_eq!(check(), Ok(()));
+        for (name, bytes) in &files {
+            let path = dir.path().join(name);
+            let said = |expected: &str| {
+                let error = check().unwrap_err();
+                assert_eq!(error.kind, Kind::Corrupt);
+                assert!(error.message.contains(&format!("{name}: expected {expected}")), "{error}");
+            };
+            std::fs::remove_file(&path).unwrap();
+            said(&format!("{bytes} bytes, found no such file"));
+            std::fs::create_dir(&path).unwrap();
+            said("a file, found something else");
+            std::fs::remove_dir(&path).unwrap();
+            store.put(name, &vec![1; *bytes as usize + 1]).unwrap();
+            said(&format!("{bytes} bytes, found {}", bytes + 1));
+            store.put(name, &vec![1; *bytes as usize]).unwrap();
+        }
+        std::fs::remove_dir_all(dir.path().join("d")).unwrap();
+        let error = check().unwrap_err();
+        assert!(error.message.contains("d/000") && error.message.ends_with("; and 17 more"), "{error}");
+    }
+}

@@ -1,0 +1,130 @@
+//! Which checkpoints of a run are kept, and how the others go.
+//!
+//! # Protocol
+//! 1. The newest committed checkpoint is proven to open: its manifest, and that all its files are there with their
+//!    sizes. If it does not, nothing is deleted: the older ones may be all that is left.
+//! 2. A checkpoint that no rule keeps is looked through. If anything in its directory is not Shardfast's own, the
+//!    checkpoint stays, whole.
+//! 3. Its `COMMIT` goes, durably: it stops existing before any of its data go.
+//! 4. Its own files go, and the directories that are empty then.
+
+use shardfast_format::{COMMIT, Manifest, step_dir};
+use shardfast_store::Store;
+
+use crate::commit;
+use crate::contents;
+use crate::error::{Error, Kind, Result, retry};
+use crate::presence;
+use crate::runs;
+
+/// Levels below a checkpoint's directory that are looked through: more than any checkpoint of ours has.
+const LEVELS_MAX: usize = 8;
+
+/// Which committed checkpoints of a run are kept: the union of the rules.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Keep {
+    /// The newest so many.
+    pub last: Option<u64>,
+    /// Those whose step is a multiple of this.
+    pub every: Option<u64>,
+}
+
+/// What became of the checkpoints that no rule keeps.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Retained {
+    /// The steps of those that were deleted, ascending.
+    pub deleted: Vec<u64>,
+    /// Those that stay because something that is not Shardfast's is in their directory, ascending.
+    pub spared: Vec<Spared>,
+}
+
+/// A checkpoint that no rule keeps, and that stays.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spared {
+    /// Its URL.
+    pub url: String,
+    /// Why it stays: what was found.
+    pub reason: String,
+}
+
+/// Deletes the committed checkpoints of a run that no rule keeps. The newest one is always kept, and without a rule
+/// everything is. What was never committed is left alone: it may belong to a save that runs now. A checkpoint in whose
+/// directory a file lies that is not Shardfast's own stays as it is, and so does a link to a directory elsewhere.
+///
+/// # Errors
+/// As [`runs::list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one cannot be opened: it
+/// might be the older ones that are still good. What was deleted before an error stays deleted.
+pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
+    let mut retained = Retained::default();
+    if keep.last.is_none() && keep.every.is_none() {
+        return Ok(retained);
+    }
+    let committed: Vec<u64> =
+        runs::list(url)?.into_iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect();
+    let last = keep.last.unwrap_or(0).max(1);
+    let is_kept = |newer: usize, step: u64| {
+        (newer as u64) < last || keep.every.is_some_and(|every| every > 0 && step.is_multiple_of(every))
+    };
+    let unkept = committed.iter().rev().enumerate().filter(|(newer, step)| !is_kept(*newer, **step));
+    let mut unkept: Vec<u64> = unkept.map(|(_, step)| *step).collect();
+    unkept.reverse();
+    let (Some(&newest), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
+    prove(&runs::step_url(url, newest))?;
+    let store = runs::store(url)?;
+    let entries = runs::entries(&*store)?;
+    for step in unkept {
+        let dir = step_dir(step);
+        let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
+        let reason = if is_link { Some("it is a link".to_owned()) } else { delete(&*store, url, step)? };
+        match reason {
+            Some(reason) => retained.spared.push(Spared { url: runs::step_url(url, step), reason }),
+            None => retained.deleted.push(step),
+        }
+    }
+    Ok(retained)
+}
+
+/// Step 1.
+fn prove(url: &str) -> Result<()> {
+    let opened = runs::store(url).and_then(|store| {
+        let manifest = Manifest::decode(&retry(|| commit::read_manifest(&*store))?)?;
+        presence::expect(&*store, &commit::files(&manifest).collect::<Vec<_>>(), std::time::Duration::MAX)
+    });
+    opened.map_err(|error| match error.kind {
+        Kind::Corrupt | Kind::Unsupported => Error::new(
+            error.kind,
+            format!(
+                "{}; {url} is the newest checkpoint and cannot be opened, so no older one was deleted",
+                error.message
+            ),
+        ),
+        _ => error,
+    })
+}
+
+/// Steps 2 to 4. Why it stays, if it does.
+fn delete(store: &dyn Store, url: &str, step: u64) -> Result<Option<String>> {
+    let dir = step_dir(step);
+    // Without it names alone say what is ours.
+    let manifest = runs::store(&runs::step_url(url, step))
+        .and_then(|store| retry(|| commit::read_manifest(&*store)))
+        .and_then(|bytes| Ok(Manifest::decode(&bytes)?));
+    let contents = match contents::survey(store, &dir, manifest.ok().as_ref(), LEVELS_MAX) {
+        // A directory of others, most likely: this process may not look into it.
+        Err(error) if error.kind == Kind::Invalid => return Ok(Some(error.message)),
+        contents => contents?,
+    };
+    if let Some(found) = contents.foreign_names() {
+        return Ok(Some(format!("it holds files that are not a checkpoint's: {found}")));
+    }
+    let below = |paths: &[String]| paths.iter().map(|path| format!("{dir}/{path}")).collect::<Vec<_>>();
+    let (own, mut dirs) = (below(&contents.own), below(&contents.dirs));
+    dirs.push(dir.clone());
+    store.delete(&format!("{dir}/{COMMIT}"))?;
+    store.delete_all(&texts(&own), &texts(&dirs))?;
+    Ok(None)
+}
+
+fn texts(paths: &[String]) -> Vec<&str> {
+    paths.iter().map(String::as_str).collect()
+}

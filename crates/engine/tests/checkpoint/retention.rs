@@ -1,0 +1,121 @@
+//! What retention deletes, and what it leaves alone: older checkpoints while the newest is not whole, others' files.
+
+use std::path::{Path, PathBuf};
+
+use shardfast_engine::retention::{Keep, Retained, retain};
+use shardfast_engine::runs::{list, step_url};
+use shardfast_engine::{Kind, Result};
+use shardfast_format::step_dir;
+
+use crate::job::{Job, Truth};
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+const LAST: Keep = Keep { last: Some(1), every: None };
+
+/// A run of three committed steps in a directory.
+fn run(dir: &Path) -> String {
+    let url = dir.to_str().unwrap().to_owned();
+    let job = Job::new(Layout::rows(2));
+    for step in 1..=3 {
+        job.save(&step_url(&url, step), &Truth::small(step, 50), &mut Dice(1)).unwrap();
+    }
+    url
+}
+
+fn steps(url: &str) -> Vec<u64> {
+    list(url).unwrap().iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect()
+}
+
+fn data_files(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(data_files(&path)),
+            false if path.extension().is_some_and(|extension| extension == "safetensors") => found.push(path),
+            false => {}
+        }
+    }
+    found
+}
+
+#[test]
+fn nothing_is_deleted_while_any_file_of_the_newest_is_missing_or_cut() {
+    let dir = scratch();
+    let url = run(dir.path());
+    let newest = data_files(&dir.path().join(step_dir(3)));
+    assert!(newest.len() > 3);
+    for path in newest {
+        let good = std::fs::read(&path).unwrap();
+        let refused = |what: &str| {
+            let error = retain(&url, LAST).unwrap_err();
+            assert_eq!(error.kind, Kind::Corrupt, "{what}: {error}");
+            let name = path.file_name().unwrap().to_str().unwrap();
+            assert!(error.message.contains(name) && error.message.contains("no older one was deleted"), "{error}");
+            assert_eq!(steps(&url), [1, 2, 3], "{what}");
+        };
+        std::fs::remove_file(&path).unwrap();
+        refused("missing");
+        std::fs::write(&path, &good[1..]).unwrap();
+        refused("cut");
+        std::fs::write(&path, good).unwrap();
+    }
+    assert_eq!(retain(&url, LAST).map(|retained| retained.deleted), Ok(vec![1, 2]));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+/// What is spared, each time the same.
+fn spared(url: &str) -> Result<Vec<(String, String)>> {
+    let once = retain(url, LAST)?;
+    assert_eq!(retain(url, LAST)?, Retained { deleted: Vec::new(), ..once.clone() });
+    Ok(once.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect())
+}
+
+#[test]
+fn a_file_of_others_keeps_its_checkpoint_whole_wherever_it_lies() {
+    for name in ["eval.json", "model/notes.txt", "model/deeper/00000-000-0123456789abcdef.safetensors", ".hidden/x"] {
+        let dir = scratch();
+        let url = run(dir.path());
+        let (step, file) = (dir.path().join(step_dir(1)), dir.path().join(step_dir(1)).join(name));
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, "mine").unwrap();
+        let before = data_files(&step);
+        let found = spared(&url).unwrap();
+        assert_eq!((found.len(), found[0].0.as_str()), (1, step_url(&url, 1).as_str()));
+        assert!(found[0].1.contains(name), "{found:?}");
+        assert_eq!((steps(&url), data_files(&step)), (vec![1, 3], before));
+        assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+    }
+}
+
+#[test]
+fn what_saves_leave_behind_goes_and_a_link_stays() {
+    let dir = scratch();
+    let url = run(dir.path());
+    let step = dir.path().join(step_dir(1));
+    std::fs::create_dir_all(step.join("empty/er")).unwrap();
+    for name in [
+        "manifest-0123456789abcdef",
+        ".tmp-0123456789abcdef",
+        "model/.tmp-0123456789abcdef",
+        "gone/00007-001-0123456789abcdef.safetensors",
+    ] {
+        std::fs::create_dir_all(step.join(name).parent().unwrap()).unwrap();
+        std::fs::write(step.join(name), "left").unwrap();
+    }
+    // A file that an NFS client keeps for those who have it open hinders only the removal of its directory.
+    std::fs::write(dir.path().join(step_dir(2)).join(".nfs0001"), "open").unwrap();
+    assert_eq!(retain(&url, LAST).unwrap(), Retained { deleted: vec![1, 2], spared: Vec::new() });
+    let left = std::fs::read_dir(dir.path().join(step_dir(2))).unwrap().count();
+    assert_eq!((step.exists(), left), (false, 1));
+
+    let (dir, archive) = (scratch(), scratch());
+    let url = run(dir.path());
+    let place = archive.path().join("best");
+    std::fs::rename(dir.path().join(step_dir(1)), &place).unwrap();
+    std::os::unix::fs::symlink(&place, dir.path().join(step_dir(1))).unwrap();
+    let found = spared(&url).unwrap();
+    assert!(found.len() == 1 && found[0].1.contains("link"), "{found:?}");
+    assert_eq!(steps(&url), [1, 3]);
+}

@@ -423,7 +423,10 @@ class _Known:
         leaves = self._rest(units, of_bundles, values, adapters, pickle)
         if leaves is None:
             return None
-        sources = [named.adapter.source(named.tensor) for named in leaves.named]
+        try:
+            sources = [named.adapter.source(named.tensor) for named in leaves.named]
+        except Refused:  # a new description names it
+            return None
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
         owner = ([one.hold for one in watched], [tensors[number] for number in self.soon], sources)

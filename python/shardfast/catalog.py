@@ -264,7 +264,8 @@ class Hold:
     """How a framework keeps the memory of tensors allocated, and how it tells what was done to it.
 
     Attributes:
-        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive.
+        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive. Can be referred to
+            weakly, and is one object for as long as the tensor lies in that memory.
         address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
         version: The name of a tensor's attribute that counts writes.
     """

@@ -27,8 +27,8 @@ class Checkpointer:
     """Saves and restores the checkpoints of one run, each called ``<url>/step-<step>``. Every rank of the job has one.
 
     Up to two saves are in flight: a third one first waits until the oldest is durable. A failure in the background is
-    raised by the next call of any method, once, and never keeps the next save from being made; where no call can raise it
-    any more, at the end of the process, it goes to the log.
+    raised by the next call of any method, once, and never keeps the next save from being made. Where no call can raise
+    it any more, at the end of the process, the log shows it.
 
     Example::
 

@@ -154,9 +154,32 @@ def begin(
         return Pending(place, begun, said.watched), begun
 
     pending, begun = prepared(session, prepare, timeout_s)
-    in_flight.add(pending)
-    begun.captured()
+    try:
+        in_flight.add(pending)
+    finally:
+        _until_captured(begun)
     return pending
+
+
+def _until_captured(begun: _native.Pending) -> None:
+    """Waits until everything is copied that the program may change after the call, whatever ends the call.
+
+    A program that goes on after Ctrl-C changes what the save still copies, and the save would commit that.
+    """
+    try:
+        begun.captured()
+    except Error:
+        raise
+    except BaseException:
+        while True:
+            try:
+                begun.captured()
+            except Error:  # it failed: nothing is committed
+                pass
+            except BaseException:  # once more Ctrl-C: the first one is raised
+                continue
+            break
+        raise
 
 
 def _streams(devices: Iterable[int]) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """Lazy capture: what is saved is what was there when the save was called, whatever is done as early as allowed."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -7,6 +8,7 @@ import os
 import pathlib
 import pickle
 import random
+import signal
 import threading
 import time
 import weakref
@@ -329,6 +331,35 @@ def test_inference_tensors_are_captured_in_the_call(tmp_path):
         model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not sf.save_async(tmp_path / "one", {"model": model, "optimizer": optimizer}).is_watched
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises, such as ``KeyboardInterrupt``."""
+
+
+@pytest.mark.parametrize("verb", [sf.save, sf.save_async], ids=["save", "save_async"])
+def test_a_save_whose_call_is_interrupted_holds_what_was_there(tmp_path, verb):
+    """The call copies what nobody announces changes of; after it the program may do with that what it likes."""
+
+    def interrupt(*args):
+        raise Interrupt
+
+    tensor = torch.ones(60_000_000)
+    sf.save(tmp_path / "before", {"ema": {"w": tensor[:9].clone()}})  # all is imported
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    try:
+        with contextlib.suppress(Interrupt):
+            verb(tmp_path / "one", {"ema": {"w": tensor}})
+        tensor.fill_(2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for pending in in_flight._running:
+        ended(pending)
+    loaded = {"w": torch.zeros_like(tensor)}
+    sf.load(tmp_path / "one", {"ema": loaded})
+    assert bool((loaded["w"] == 1).all())
 
 
 # Who breaks in

@@ -330,21 +330,21 @@ class Outline:
 
 @final
 class Hold:
-    """Keeps the memory of tensors allocated and notices what is done to it; keeps no tensor alive beyond that.
+    """Knows the memory of tensors, which it does not keep allocated, and notices what is done to it.
 
     The arguments are the fields of :class:`shardfast.catalog.Hold`.
     """
 
     def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
     def stamp(self, tensors: list[Any]) -> Stamp | None:
-        """How they are now; ``None`` if `changes` found that their memory had moved."""
+        """How they are now; ``None`` if their memory is gone, or `changes` found that it had moved."""
 
     def changes(self, tensors: list[Any], stamp: Stamp) -> list[tuple[int, str]]:
         """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
 
 @final
 class Stamp:
-    """How the tensors of a :class:`Hold` were at a moment."""
+    """How the tensors of a :class:`Hold` were at a moment. Keeps their memory allocated."""
 
 def save(
     session: Session,

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +39,10 @@ class Pending:
         self.url = url
         self._pending = pending
         self._watched = watched
-        self._broken: Invalid | None = None
+        self._broken: str | None = None
         self._lock = threading.Lock()
-        self._is_told = False
+        self._failure: str | None = None
+        self._is_raised = False
 
     def staged(self, timeout_s: float | None = None) -> None:
         """Waits until the state may change.
@@ -51,7 +53,7 @@ class Pending:
         try:
             self.mind(timeout_s)
         except Error:
-            self._is_told = self._pending.done() or self._broken is not None
+            self._is_raised = self._pending.done() or self._broken is not None
             raise
 
     def committed(self, timeout_s: float | None = None) -> None:
@@ -60,15 +62,11 @@ class Pending:
         Raises:
             Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
         """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        if self.is_watched:
-            self.staged(timeout_s)
         try:
-            self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
+            self.end(timeout_s)
         except Error:
-            self._is_told = self._pending.done()
+            self._is_raised = self._pending.done() or self._broken is not None
             raise
-        self._is_told = True
 
     def done(self) -> bool:
         """Whether the save has ended, well or badly."""
@@ -91,12 +89,11 @@ class Pending:
                 self._pending.vouch()
                 return
             more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
-            self._broken = Invalid(
+            self._broken = (
                 f"{self.url}: {', '.join(changed[:3])}{more} while it was being captured: wait for staged() of the "
                 "save before changing tensors in other ways than by a step of their optimizer or a load_state_dict"
             )
-            _log.error("%s", self._broken)
-            self._pending.vouch(Invalid.__name__, str(self._broken))
+            self._pending.vouch(Invalid.__name__, self._broken)
 
     def mind(self, timeout_s: float | None = None) -> None:
         """Does what :meth:`staged` does on behalf of somebody to whom a failure need not be told."""
@@ -108,7 +105,22 @@ class Pending:
             raise
         self._vouch()
         if self._broken is not None:
-            raise self._broken
+            raise Invalid(self._broken)
+
+    def end(self, timeout_s: float | None = None) -> None:
+        """Does what :meth:`committed` does, for a thread that no caller waits for."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self.is_watched:
+            self.mind(timeout_s)
+        self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
+
+    def fail(self, error: Exception) -> None:
+        """Notes what failed after the save, so that the log shows it if :meth:`raised` is not called."""
+        self._failure = str(error)
+
+    def raised(self) -> None:
+        """Notes that a caller has got the failure."""
+        self._is_raised = True
 
     @property
     def is_watched(self) -> bool:
@@ -116,13 +128,20 @@ class Pending:
         return bool(self._watched)
 
     def conclude(self) -> None:
-        """Waits until the save has ended; a failure that nobody has been told goes to the log."""
-        was_told = self._is_told
+        """Waits until the save has ended. A failure goes to the log, unless a caller has got it: none can any more."""
+        was_raised = self._is_raised
         try:
             self.committed()
         except Error as error:
-            if not was_told:
-                _log.error("the save of %s failed: %s", self.url, error)
+            self._failure = self._failure or str(error)
+        if self._failure is not None and not was_raised:
+            _log.error("the save of %s failed: %s", self.url, self._failure)
+        self._is_raised = True
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # also of a save that never began, or that is another process's
+            if not in_flight.is_over and not self._is_raised and self._pending.done():
+                self.conclude()
 
 
 class InFlight:
@@ -135,24 +154,24 @@ class InFlight:
         """Starts with none: a forked process has none of its parent's saves, nor the thread that minds them."""
         self._lock = threading.Lock()
         self._running: tuple[Pending, ...] = ()
+        self._alive: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._unstaged: tuple[Pending, ...] = ()
         self._watched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
-        self._is_over = False
+        self.is_over = False
 
     def add(self, pending: Pending) -> None:
         """Minds a save from now on: until it is staged, and at the end of the process."""
         with self._lock:
-            ended = [one for one in self._running if one.done()]
-            self._running = (*(one for one in self._running if one not in ended), pending)
+            before = self._running  # what no caller holds goes with this frame, not under the lock
+            self._running = (*(one for one in before if not one.done()), pending)
+            self._alive.add(pending)
             if pending.is_watched:
                 self._unstaged = (*self._unstaged, pending)
                 if self._watcher is None:
                     self._watcher = threading.Thread(target=self._watch, name="shardfast-watch", daemon=True)
                     self._watcher.start()
                 self._watched.put(pending)
-        for one in ended:
-            one.conclude()
 
     def staged(self) -> None:
         """Waits until no save copies any more what is about to change. What made one fail is told by that save."""
@@ -165,11 +184,11 @@ class InFlight:
     def conclude(self) -> None:
         """Waits until every save has ended. For the end of the process: no save is minded any more afterwards."""
         try:
-            for pending in self._running:
+            for pending in (*self._running, *self._alive):
                 pending.conclude()
         finally:
             # An interpreter that ends kills the threads that come back to it, which no Rust below them survives.
-            self._is_over = True
+            self.is_over = True
             self._watched.put(None)
             if self._watcher is not None:
                 self._watcher.join()
@@ -180,7 +199,7 @@ class InFlight:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (pending := self._watched.get()) is not None:
-            while not self._is_over:
+            while not self.is_over:
                 try:
                     pending.mind(GLANCE_S)
                 except Unavailable:

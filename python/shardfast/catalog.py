@@ -4,7 +4,9 @@ A *leaf* is one tensor or one value with a name below a key of the state. A tens
 global shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
 """
 
+import ctypes
 import functools
+import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +109,33 @@ def item_bytes(dtype: str) -> int:
     """Bytes of one element of a safetensors type (of a pair, for ``"F4"``)."""
     bits = re.search(r"[0-9]+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one address; never where each dimension steps over all that is inside of it."""
+    inside = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
+        if size > 1 and stride <= inside:
+            return True
+        inside += max(size - 1, 0) * stride
+    return False
+
+
+def is_writable(address: int) -> bool:
+    """Whether the byte at an address can be written, as the kernel says; it keeps its value.
+
+    A process that writes to memory which was mapped to be read ends by that. No framework tells such memory.
+    """
+    byte = (ctypes.c_char * 1).from_address(address)
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, byte)
+        return os.readv(reading, [byte]) == 1
+    except OSError:
+        return False
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 class Source(NamedTuple):
@@ -242,7 +271,8 @@ class Hold:
     """How a framework keeps the memory of tensors allocated, and how it tells what was done to it.
 
     Attributes:
-        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive.
+        memory: For each tensor what keeps its memory allocated, and keeps nothing else alive. Can be referred to
+            weakly, and is one object for as long as the tensor lies in that memory.
         address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
         version: The name of a tensor's attribute that counts writes.
     """

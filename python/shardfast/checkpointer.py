@@ -28,7 +28,8 @@ class Checkpointer:
     """Saves and restores the checkpoints of one run, each called ``<url>/step-<step>``. Every rank of the job has one.
 
     Up to two saves are in flight: a third one first waits until the oldest is durable. A failure in the background is
-    raised by the next call of any method, once, and never keeps the next save from being made.
+    raised by the next call of any method, once, and never keeps the next save from being made. Where no call can raise
+    it any more, at the end of the process, the log shows it.
 
     Example::
 
@@ -189,7 +190,7 @@ class Checkpointer:
     def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
         """In the background: waits for the commit, then lets go what no rule keeps."""
         try:
-            pending.committed()
+            pending.end()
             self.committed = max(step, self.committed or 0)
             if is_chief and self._keep is not None:
                 _, spared = _native.retain(self.url, last=self._keep.last, every=self._keep.every)
@@ -198,8 +199,7 @@ class Checkpointer:
                         self._spared.add(url)
                         _log.warning("%s is no longer to be kept, and stays: %s", url, reason)
         except Exception as error:
-            # Said at once, too: the next call that could raise it may be long in coming, or never come.
-            _log.error("the save of step %d failed: %s", step, error)
+            pending.fail(error)  # for the log, should no call of this object raise it any more
             raise
 
     def _settle(self, most: int | None) -> None:
@@ -214,10 +214,15 @@ class Checkpointer:
             del self._running[0]
             if isinstance(failure, Exception):
                 failures.append(failure)
-        if len(failures) > 1 and isinstance(failures[0], Error):
-            raise type(failures[0])("\n".join(map(str, failures)))
-        if failures:
-            raise failures[0]
+                pending.raised()
+            del failure, concluding, pending
+        try:
+            if len(failures) > 1 and isinstance(failures[0], Error):
+                raise type(failures[0])("\n".join(map(str, failures)))
+            if failures:
+                raise failures[0]
+        finally:  # an exception whose traceback leads to itself keeps all frames, and with them the state
+            del failures
 
     def wait(self) -> None:
         """Waits until every save is durable; raises what failed."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Paused:
     """No collection inside, for what makes many objects that are all still needed.
 
-    The collector runs whenever so many are there more than before, and looks at everything that the process holds: of
-    thousands of tensors each one described costs more for that than for all else. Neither does it look at what was made
-    once it goes on: that counts as old, like all that is young then.
+    The collector runs whenever so many are there more than before: of thousands of tensors each one described costs
+    more for that than for all else. Its generations are left as they are, with the program's own garbage in them.
     """
 
     def __enter__(self) -> None:
@@ -18,9 +23,16 @@ class Paused:
         gc.disable()
 
     def __exit__(self, *raised: object) -> None:
-        if not self._was_enabled:
-            return
-        if gc.get_freeze_count() == 0:  # a program that froze objects keeps them so
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+        if self._was_enabled:
+            gc.enable()
+
+
+def paused(function: Callable[P, T]) -> Callable[P, T]:
+    """No collection while ``function`` runs, after which all that it made but its result is gone again."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with Paused():
+            return function(*args, **kwargs)
+
+    return call

@@ -2,8 +2,7 @@
 
 Describing a state takes long beside copying it, and from save to save nothing but values changes. So what modules and
 optimizers hold is described once. Later saves look whether it is still so: the same objects in the same slots, tensors
-at the same places. Between saves the memory of what is captured lazily is held, as long as its modules and optimizers
-live, and nothing else.
+at the same places. Between saves nothing of the state is kept alive, its memory included.
 """
 
 from __future__ import annotations
@@ -370,14 +369,14 @@ class _Bundle:
 
 @dataclass(frozen=True)
 class _Lazy:
-    """Tensors that are captured lazily: their numbers among those of all bundles, their places, and their memory."""
+    """Tensors that are captured lazily: their memory, their numbers among those of all bundles, and their places."""
 
     hold: _native.Hold
     numbers: Sequence[int]
     places: Sequence[str]
 
     def watched(self, own: list[Any]) -> Watched | None:
-        """As they are now; ``None`` if their memory is not what is held."""
+        """As they are now, with their memory kept; ``None`` if that is another than it was."""
         stamp = self.hold.stamp(own)
         return None if stamp is None else Watched(self.hold, own, stamp, self.places)
 
@@ -427,10 +426,13 @@ class _Known:
         leaves = self._rest(units, of_bundles, values, adapters, pickle)
         if leaves is None:
             return None
-        sources = [named.adapter.source(named.tensor) for named in leaves.named]
+        try:
+            sources = [named.adapter.source(named.tensor) for named in leaves.named]
+        except Refused:  # a new description names it
+            return None
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
-        owner = ([one.hold for one in watched], [tensors[number] for number in self.soon], sources)
+        owner = ([one.stamp for one in watched], [tensors[number] for number in self.soon], sources)
         return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner)
 
     def _rest(
@@ -471,7 +473,7 @@ _UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
 
 
 def held(hold: Hold) -> _native.Hold:
-    """What an adapter holds, with what notices changes."""
+    """What an adapter says of tensors' memory, with what notices changes."""
     return _native.Hold(hold.memory, hold.address, hold.version)
 
 
@@ -496,7 +498,7 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
         own = [adapter.source(found.named[number].tensor).owner for number in of]
         lazy.append(_Lazy(held(adapter.hold(own)), of, places))
         watched += [one for one in [lazy[-1].watched(own)] if one is not None]
-    owner = ([one.hold for one in watched], [leaf.source.owner for leaf in tensors])
+    owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
     description = Description(native, values, watched, owner)
     if any(leaf.source.is_copy for leaf in tensors):

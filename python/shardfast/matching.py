@@ -22,7 +22,6 @@ from .catalog import (
     SavedTensor,
     item_bytes,
 )
-from .collection import Paused
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
@@ -257,13 +256,16 @@ class Matching:
             self._explain_tree(entry.key, entry.name)
             return
 
+        # Not self, which would then hold itself, and with it the state.
+        install, install_last = self._install, self._install_last
+
         def receive(value: object) -> None:
             if isinstance(entry.stateful, Stateful):
-                self._install_last.append(_checked(entry.stateful, value, entry.place))
+                install_last.append(_checked(entry.stateful, value, entry.place))
             elif entry.stateful is not None:
-                self._install.append(lambda: entry.stateful.load_state_dict(value))
+                install.append(lambda: entry.stateful.load_state_dict(value))
             else:
-                self._install.append(lambda: entry.put(value))
+                install.append(lambda: entry.put(value))
 
         saved = self._tensor_of(leaf)
         if saved is not None:
@@ -299,10 +301,11 @@ class Matching:
         adapter = self._adapters[0]
         try:
             tensor = adapter.allocate(saved.dtype, saved.shape)
+            destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{name}: {refused}")
             return None
-        self._want(saved, adapter, tensor, adapter.destination(tensor, saved.dtype), name)
+        self._want(saved, adapter, tensor, destination, name)
         return tensor
 
     def _value(self, leaf: SavedLeaf, place: str, receive: Put, current: object, merges: bool = False) -> None:
@@ -410,10 +413,17 @@ class Matching:
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
             return
         beside = self._layout_beside(entry, name)
-        tensor = entry.bundle.create(name, saved.dtype, saved.shape, layout=saved.layout, beside=beside, dry=self._dry)
-        adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+        try:
+            tensor = entry.bundle.create(
+                name, saved.dtype, saved.shape, layout=saved.layout, beside=beside, dry=self._dry
+            )
+            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+            destination = adapter.destination(tensor, saved.dtype)
+        except Refused as refused:
+            self.plan.problems.append(f"{full}: {refused}")
+            return
         bundle.created[name] = tensor
-        self._want(saved, adapter, tensor, adapter.destination(tensor, saved.dtype), full)
+        self._want(saved, adapter, tensor, destination, full)
 
     def _layout_beside(self, entry: BundleEntry, name: str) -> str:
         """In words, how the parameter was laid out whose state is called ``name``."""
@@ -438,10 +448,6 @@ class Matching:
 
     def bind(self) -> list[NativeWant]:
         """The wants with their memory, which this object keeps allocated."""
-        with Paused():
-            return self._bound()
-
-    def _bound(self) -> list[NativeWant]:
         out = []
         owners: dict[Adapter, list[object]] = {}
         for want in self._wants:

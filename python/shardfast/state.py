@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from . import adapters as frameworks
 from .catalog import Adapter, Bundle, Layout, Module, PerRank, Refused, item_bytes
 from .errors import Invalid
-from .values import Trail, dotted
+from .values import DEPTH_MAX, Trail, dotted
 
 VALUE = "value"
 """The name of the leaf of a key whose value is one value or one tensor."""
@@ -292,12 +292,12 @@ def _optimizer(unit: Unit, adapters: Sequence[Adapter], names: Mapping[int, str]
         raise Invalid(f"{unit.place}: {refused}") from refused
 
 
-def _tensors_of_tree(value: object, adapters: Sequence[Adapter]) -> bool:
+def _tensors_of_tree(value: object, adapters: Sequence[Adapter], depth: int = DEPTH_MAX) -> bool:
     """Whether ``value`` is a tensor, or dicts with string keys that hold tensors only, at least one."""
     if isinstance(value, dict):
-        if not value or not _is_walked(value):
-            return False
-        return all(_tensors_of_tree(item, adapters) for item in value.values())
+        if not value or not depth or not _is_walked(value):
+            return False  # a dict that contains itself, among others, is a value, and refused as one
+        return all(_tensors_of_tree(item, adapters, depth - 1) for item in value.values())
     return _owner(value, adapters) is not None
 
 

@@ -408,19 +408,21 @@ def _expect_short(integers: list[int], what: str) -> list[int]:
 
 def tensors_in(value: object, adapters: Sequence[Adapter]) -> Iterator[tuple[Trail, Adapter, Any]]:
     """The tensors inside plain containers, with their trails; what else there is, is passed over."""
-    pending: list[tuple[Trail, object]] = [((), value)]
+    pending: list[tuple[Trail, object, tuple[int, ...]]] = [((), value, ())]
     while pending:
-        trail, current = pending.pop()
+        trail, current, around = pending.pop()
         owner = next((adapter for adapter in adapters if adapter.is_tensor(current)), None)
         if owner is not None:
             yield trail, owner, current
-        elif len(trail) > DEPTH_MAX:
+        elif len(trail) > DEPTH_MAX or id(current) in around:  # what contains itself has no end
             continue
         elif isinstance(current, dict):
-            pending += [((*trail, key), item) for key, item in current.items()]
+            inside = (*around, id(current))
+            pending += [((*trail, key), item, inside) for key, item in current.items()]
         elif isinstance(current, (list, tuple)):
+            inside = (*around, id(current))
             names = getattr(current, "_fields", range(len(current)))
-            pending += [((*trail, name), item) for name, item in zip(names, current, strict=True)]
+            pending += [((*trail, name), item, inside) for name, item in zip(names, current, strict=True)]
 
 
 # From data to values

@@ -12,7 +12,7 @@ from . import _native
 from . import adapters as frameworks
 from .capture import Pending, in_flight
 from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
-from .collection import Paused
+from .collection import paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
 from .load_plan import LoadPlan, Options, Rename
@@ -160,9 +160,32 @@ def begin(
         return Pending(place, begun, said.watched), begun
 
     pending, begun = prepared(session, prepare, timeout_s)
-    in_flight.add(pending)
-    begun.captured()
+    try:
+        in_flight.add(pending)
+    finally:
+        _until_captured(begun)
     return pending
+
+
+def _until_captured(begun: _native.Pending) -> None:
+    """Waits until everything is copied that the program may change after the call, whatever ends the call.
+
+    A program that goes on after Ctrl-C changes what the save still copies, and the save would commit that.
+    """
+    try:
+        begun.captured()
+    except Error:
+        raise
+    except BaseException:
+        while True:
+            try:
+                begun.captured()
+            except Error:  # it failed: nothing is committed
+                pass
+            except BaseException:  # once more Ctrl-C: the first one is raised
+                continue
+            break
+        raise
 
 
 def _streams(devices: Iterable[int]) -> dict[int, int]:
@@ -230,6 +253,7 @@ def load(
     return fill(session, checkpoint, state, options, timeout_s)
 
 
+@paused
 def plan_load(
     url: Url,
     state: dict[str, Any],
@@ -257,6 +281,7 @@ def plan_load(
     return matching.plan
 
 
+@paused
 def fill(
     session: _native.Session,
     checkpoint: _native.Checkpoint,
@@ -323,17 +348,16 @@ def _matched(
     plan = LoadPlan(checkpoint.url, info["step"])
 
     def prepare() -> Matching:
-        with Paused():
-            return Matching(
-                walk(state),
-                [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
-                plan,
-                options,
-                rank=session.rank,
-                world=session.world,
-                saved_world=info["world"],
-                dry=dry,
-            )
+        return Matching(
+            walk(state),
+            [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
+            plan,
+            options,
+            rank=session.rank,
+            world=session.world,
+            saved_world=info["world"],
+            dry=dry,
+        )
 
     matching = prepared(session, prepare, timeout_s)
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
@@ -346,7 +370,13 @@ def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: floa
     try:
         return prepare()
     except Exception as error:
-        raise _refused(session, error, timeout_s) from error
+        agreed = _refused(session, error, timeout_s)
+        try:
+            if agreed is error:
+                raise
+            raise agreed from error
+        finally:  # an exception whose traceback leads to itself keeps all frames, and with them the state
+            del agreed
 
 
 def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:

@@ -155,6 +155,30 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
     assert f"the save of {tmp_path}/second failed: " in err
 
 
+ENDS_OF_A_RUN = {
+    "dies before a call raises it": ("raise RuntimeError('loss is nan')", "the save of {run}/step-00000007 failed: "),
+    "forgets the checkpointer": ("del ckpt", "the save of {run}/step-00000007 failed: "),
+    "closes it": ("ckpt.close()", "shardfast.Conflict: "),
+    "goes on": ("ckpt.step(8, state)", "shardfast.Conflict: "),
+}
+
+
+@pytest.mark.parametrize("how", ENDS_OF_A_RUN)
+def test_a_failure_in_the_background_is_reported_once_by_a_run_that(run, tmp_path, how):
+    end, report = ENDS_OF_A_RUN[how]
+    (tmp_path / "step-00000007/COMMIT").mkdir(parents=True)
+    body = f"""
+ckpt = sf.Checkpointer(run)
+ckpt.save(7, state)
+while not ckpt._running[0][1].done():
+    time.sleep(0.01)
+{end}
+"""
+    _, _, err = run(body)
+    assert err.count("the name is taken") == 1, err
+    assert report.format(run=tmp_path) in err
+
+
 def test_ctrl_c_at_the_end_leaves_the_save_and_ends(run, tmp_path):
     body = """
 pending = sf.save_async(run + "/second", state)

@@ -618,3 +618,23 @@ def test_a_plan_says_what_would_happen():
     wants = matching.forecast_wants()
     assert [(want[1:3], want[4]) for want in wants] == [(((0,), (2,)), (4,))]
     assert math.prod(state["model"]["a"].shape) == 2
+
+
+def containing_itself(kind):
+    value = kind()
+    for name in "ab":
+        value.append(value) if kind is list else value.update({name: value})
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("make", [lambda value: {"x": value}, lambda value: {"x": {"y": value}}])
+def test_what_contains_itself_is_refused_by_name_and_looked_at_once(kind, make):
+    """Twice, so that looking for its end would double at each of the levels that a value may have."""
+    with pytest.raises(sf.Invalid, match=r"x.*(contains itself|nested deeper)"):
+        sf.save("memory://state/itself", make(containing_itself(kind)))
+    sf.save(f"memory://state/{kind.__name__}-{id(make)}", make({"n": 1}) if kind is dict else make([1]))
+    state = make(containing_itself(kind))
+    if kind is list:
+        sf.load(f"memory://state/{kind.__name__}-{id(make)}", state)
+        assert state == make([1])

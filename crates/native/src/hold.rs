@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyList, PyString};
+use pyo3::types::{PyInt, PyList, PyString, PyWeakrefReference};
 
-/// Keeps the memory of tensors allocated and notices what is done to it; keeps no tensor alive beyond that.
+/// Knows the memory of tensors, which it does not keep allocated, and notices what is done to it.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Hold {
-    memory: Vec<Py<PyAny>>,
+    memory: Vec<Py<PyWeakrefReference>>,
     address: Py<PyAny>,
     version: Py<PyString>,
     addresses: Vec<u64>,
@@ -19,35 +19,41 @@ pub(crate) struct Hold {
     has_moved: AtomicBool,
 }
 
-/// How the tensors of a hold were at a moment.
+/// How the tensors of a hold were at a moment. Keeps their memory allocated, and no tensor alive beyond that.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Stamp {
+    memory: Vec<Py<PyAny>>,
     versions: Vec<i64>,
 }
 
 #[pymethods]
 impl Hold {
-    /// `memory` keeps what the tensors lie in, one for each, and `address` tells where that is now; `version` is the
-    /// name of the tensors' attribute that counts writes.
+    /// `memory` is what the tensors lie in, one for each, and `address` tells where that is now; `version` is the name
+    /// of the tensors' attribute that counts writes.
     #[new]
     fn new(memory: Vec<Py<PyAny>>, address: Py<PyAny>, version: Py<PyString>, py: Python<'_>) -> PyResult<Hold> {
-        let mut hold = Hold { memory, address, version, addresses: Vec::new(), has_moved: AtomicBool::new(false) };
-        hold.addresses = hold.now(py)?;
+        let weak = memory.iter().map(|memory| Ok(PyWeakrefReference::new(memory.bind(py))?.unbind()));
+        let weak = weak.collect::<PyResult<_>>()?;
+        let mut hold =
+            Hold { memory: weak, address, version, addresses: Vec::new(), has_moved: AtomicBool::new(false) };
+        hold.addresses = hold.now(py, &memory)?;
         Ok(hold)
     }
 
-    /// How the tensors, those of the hold, are now; `None` when what is held was found to have moved before. The
-    /// tensors lie where they lay: whether what is held does, too, is looked at by `changes`, which holds nobody up.
+    /// How the tensors, those of the hold, are now; `None` when their memory is gone or was found to have moved before.
+    /// The tensors lie where they lay: `changes` looks whether their memory does, too, which would take too long here.
     fn stamp(&self, tensors: &Bound<'_, PyList>) -> PyResult<Option<Stamp>> {
         if self.has_moved.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        Ok(Some(Stamp { versions: self.versions(tensors)? }))
+        let memory = self.memory.iter().map(|weak| Some(weak.bind(tensors.py()).upgrade()?.unbind()));
+        let Some(memory) = memory.collect::<Option<Vec<_>>>() else { return Ok(None) };
+        Ok(Some(Stamp { memory, versions: self.versions(tensors)? }))
     }
 
     /// What was done since the stamp was made: each tensor's number, and a word such as "written".
     fn changes(&self, tensors: &Bound<'_, PyList>, stamp: &Stamp) -> PyResult<Vec<(usize, &'static str)>> {
-        let (addresses, versions) = (self.now(tensors.py())?, self.versions(tensors)?);
+        let (addresses, versions) = (self.now(tensors.py(), &stamp.memory)?, self.versions(tensors)?);
         if addresses != self.addresses {
             self.has_moved.store(true, Ordering::Relaxed);
         }
@@ -64,7 +70,7 @@ impl Hold {
 
 impl Hold {
     /// Memory that is resized is elsewhere before the old is given back.
-    fn now(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+    fn now(&self, py: Python<'_>, memory: &[Py<PyAny>]) -> PyResult<Vec<u64>> {
         let end = std::ptr::null_mut::<ffi::PyObject>();
         let address = |memory: &Py<PyAny>| {
             // SAFETY: both are live objects, and the interpreter is attached; a new reference or an error comes back.
@@ -74,7 +80,7 @@ impl Hold {
             };
             found.cast_into::<PyInt>()?.extract()
         };
-        self.memory.iter().map(address).collect()
+        memory.iter().map(address).collect()
     }
 
     fn versions(&self, tensors: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {

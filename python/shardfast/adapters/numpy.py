@@ -23,6 +23,8 @@ from ..catalog import (
     Region,
     Source,
     Target,
+    is_writable,
+    may_overlap,
 )
 
 DTYPES: dict[str, str] = {
@@ -76,12 +78,7 @@ class NumpyAdapter:
         raise Refused("NumPy does not tell whether an array was written")
 
     def target(self, tensor: Array, dtype: str) -> Target:
-        if not tensor.flags.writeable:
-            raise Refused("a read-only array cannot be loaded into: copy() it")
-        if tensor.size and any(
-            stride == 0 < size - 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)
-        ):
-            raise Refused("a broadcast array, whose elements share memory, cannot be loaded into: copy() it")
+        _expect_writable(tensor)
         if DTYPES[tensor.dtype.name] == dtype and tensor.dtype.isnative:
             return Target(_memory(tensor), tensor)
         staging = self.allocate(dtype, tensor.shape)
@@ -91,6 +88,7 @@ class NumpyAdapter:
         return
 
     def destination(self, tensor: Array, dtype: str) -> Destination:
+        _expect_writable(tensor)
         return Destination(self.layout(tensor), self.identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> Array:
@@ -106,13 +104,12 @@ class NumpyAdapter:
     def fill(self, tensor: Array, value: object) -> None:
         if not isinstance(value, np.ndarray):
             raise Refused(f"the checkpoint holds a {type(value).__name__} where an array stands here")
-        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        if value.shape != tensor.shape or value.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("="):
             raise Refused(
                 f"the checkpoint holds an array of {value.dtype} {list(value.shape)} where one of {tensor.dtype} "
                 f"{list(tensor.shape)} stands here"
             )
-        if not tensor.flags.writeable:
-            raise Refused("a read-only array cannot be loaded into: copy() it")
+        _expect_writable(tensor)
         np.copyto(tensor, value)
 
     def identity(self, tensor: Array) -> Hashable:
@@ -154,6 +151,24 @@ class NumpyAdapter:
 
 def _memory(array: Array) -> tuple[Memory, ...]:
     return (Memory(array.ctypes.data, tuple(array.strides)),) if array.size else ()
+
+
+def _expect_writable(array: Array) -> None:
+    """Refuses an array that cannot be loaded into."""
+    if not array.size:
+        return
+    if not array.flags.writeable:
+        raise Refused("a read-only array cannot be loaded into: copy() it")
+    if may_overlap(array.shape, array.strides):
+        raise Refused("a broadcast array, or one whose elements share memory, cannot be loaded into: copy() it")
+    owner: object = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, np.ndarray):
+        return  # NumPy's own memory
+    low, high = np.lib.array_utils.byte_bounds(array)
+    if not is_writable(low) or not is_writable(high - 1):
+        raise Refused("an array over read-only memory cannot be loaded into: copy() it")
 
 
 def _type_string(dtype: np.dtype[Any]) -> str:

@@ -31,14 +31,18 @@ from .torch_memory import (
     ARRAY_DTYPES,
     DTYPES,
     OF_NAME,
+    ORDINARY,
     copy,
     expect_memory,
     expect_storable,
+    expect_writable,
     fill,
     identity,
     is_direct,
-    is_storable,
     memory,
+    named,
+    on_host,
+    ordinary_address,
 )
 from .torch_modules import Modules
 from .torch_optimizers import Optimizers
@@ -74,11 +78,14 @@ class TorchAdapter:
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
 
+    @named
     def layout(self, tensor: torch.Tensor) -> Layout:
         expect_understood_tensor(tensor)
         is_sharded = is_dtensor(tensor)
         local = local_of(tensor) if is_sharded else tensor
         expect_storable(local)
+        if not local.is_meta:  # of which a plan speaks, too
+            expect_memory(local)
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             hint = ": store torch.view_as_real() of it" if tensor.is_complex() else ""
@@ -93,12 +100,13 @@ class TorchAdapter:
         expect_shape(there, tensor, local)
         return _layout(there, dtype)
 
+    @named
     def source(self, tensor: torch.Tensor) -> Source:
         local = local_of(tensor)
         if is_direct(local):
             return Source(memory(tensor, local), local)
+        expect_memory(local)
         with torch.no_grad():
-            expect_memory(local)
             plain = local.resolve_conj().resolve_neg().cpu()
             return Source(memory(tensor, plain), plain, is_copy=plain is not local)
 
@@ -111,19 +119,16 @@ class TorchAdapter:
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
         return hold_of(tensors)
 
+    @named
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         local = local_of(tensor)
         wanted = OF_NAME[dtype]
-        if local.dtype is wanted and is_direct(local) and local.is_contiguous():
+        expect_memory(local)
+        expect_writable(local)
+        if local.dtype is wanted and is_direct(local):
             return Target(memory(tensor, local), local)
-        with torch.no_grad():
-            expect_memory(local)
-            if local.numel() and any(s == 0 < size - 1 for s, size in zip(local.stride(), local.shape, strict=True)):
-                raise Refused("an expanded tensor, whose elements share memory, cannot be loaded into: clone() it")
-            if local.dtype is wanted and is_direct(local):
-                return Target(memory(tensor, local), local)
-            staging = torch.empty(local.shape, dtype=wanted)
-            return Target(memory(tensor, staging), staging, lambda: copy(local, staging))
+        staging = on_host(local.shape, wanted)
+        return Target(memory(tensor, staging), staging, lambda: copy(local, staging))
 
     def wrote(self, owners: Sequence[torch.Tensor]) -> None:
         # A backward through what was loaded in between then raises, as after `copy_`.
@@ -132,28 +137,41 @@ class TorchAdapter:
     def destination(self, tensor: torch.Tensor, dtype: str) -> Destination:
         expect_understood_tensor(tensor)
         local = local_of(tensor)
-        kind = local.dtype
-        if kind is OF_NAME.get(dtype) and local.is_contiguous() and is_direct(local) and is_storable(local):
-            layout = _whole(dtype, tensor.shape) if local is tensor else _one_box(tensor, local, dtype)
-            if layout is not None and local.numel():
-                pointer, stride, item = local.data_ptr(), local.stride(), local.element_size()
-                device = local.device.index if local.is_cuda else None
-                memory = Memory(pointer, tuple([step * item for step in stride]), device)
-                identity = (local.device, pointer, layout.shape, local.shape, stride, kind)
-                return Destination(layout, identity, Target((memory,), local))
-        return Destination(self.layout(tensor), self.identity(tensor), None)
+        if type(local) in ORDINARY and local.layout is torch.strided and not local.is_nested:
+            kind = local.dtype
+            if kind is OF_NAME.get(dtype) and local.is_contiguous() and is_direct(local):
+                layout = _whole(dtype, tensor.shape) if local is tensor else _one_box(tensor, local, dtype)
+                pointer = ordinary_address(local) if layout is not None else None
+                if layout is not None and pointer is not None:
+                    stride, item = local.stride(), local.element_size()
+                    device = local.device.index if local.is_cuda else None
+                    memory = Memory(pointer, tuple([step * item for step in stride]), device)
+                    identity = (local.device, pointer, layout.shape, local.shape, stride, kind)
+                    return Destination(layout, identity, Target((memory,), local))
+        return self._destination(tensor)
+
+    @named
+    def _destination(self, tensor: torch.Tensor) -> Destination:
+        layout, local = self.layout(tensor), local_of(tensor)
+        if not local.is_meta:
+            expect_writable(local)
+        return Destination(layout, identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
-        return torch.empty(shape, dtype=OF_NAME[dtype])
+        return on_host(shape, OF_NAME[dtype])
 
     def view(self, dtype: str, shape: Ints, buffer: Any) -> torch.Tensor:
         if dtype not in OF_NAME:
             raise Refused(f"PyTorch has no type for {dtype}")
-        return torch.frombuffer(buffer, dtype=OF_NAME[dtype]).view(shape)
+        tensor = torch.frombuffer(buffer, dtype=OF_NAME[dtype]).view(shape)
+        expect_memory(tensor)
+        return tensor
 
+    @named
     def fill(self, tensor: torch.Tensor, value: object) -> None:
         fill(tensor, value)
 
+    @named
     def identity(self, tensor: torch.Tensor) -> Hashable:
         return identity(tensor)
 
@@ -185,6 +203,7 @@ class TorchAdapter:
             raise Refused("a torch.Generator cannot be stored: store its get_state()")
         return None
 
+    @named
     def _lower_tensor(self, tensor: torch.Tensor) -> list[object]:
         if is_dtensor(tensor):
             raise Refused(
@@ -199,6 +218,7 @@ class TorchAdapter:
             raise Refused(f"it has {size} bytes, and a value at most {VALUE_BYTES_MAX}: make it an entry of its own")
         with torch.no_grad():
             data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        expect_memory(data)
         size = data.numel() * data.element_size()
         return ["torch", name, list(data.shape), ctypes.string_at(data.data_ptr(), size) if size else b""]
 
@@ -222,7 +242,7 @@ class TorchAdapter:
             raise Refused(
                 f"a tensor of {dtype} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, has {len(data)}"
             )
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = on_host(shape, dtype)
         ctypes.memmove(tensor.data_ptr(), data, len(data))
         return tensor
 

@@ -149,7 +149,7 @@ def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
     if not hasattr(torch.Tensor, "_version"):
         raise Refused("this torch does not tell whether a tensor was written: it has no version counters")
     # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
     return Hold(storages, torch.UntypedStorage.data_ptr, "_version")
 
 

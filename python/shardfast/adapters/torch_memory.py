@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from ..catalog import Memory, Refused
-from .torch_capture import is_dtensor
+from ..catalog import Memory, Refused, is_writable, may_overlap
 from .torch_placement import local_of, parts, views
 
 DTYPES: dict[torch.dtype, str] = {
@@ -39,11 +39,39 @@ DTYPES: dict[torch.dtype, str] = {
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.complex128, torch.complex32)}
 
+ORDINARY = frozenset({torch.Tensor, nn.Parameter})
+"""The types of tensors that carry nothing beside their memory."""
+
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def named(
+    method: Callable[Concatenate[Any, torch.Tensor, P], T],
+) -> Callable[Concatenate[Any, torch.Tensor, P], T]:
+    """Refuses a tensor of which PyTorch raises something, so that the caller of the adapter names its leaf."""
+
+    @functools.wraps(method)
+    def refusing(self: Any, tensor: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, tensor, *args, **kwargs)
+        except (Refused, MemoryError):
+            raise
+        except Exception as error:  # also what the code of a tensor subclass or of a mode raises
+            what = str(error).strip().partition("\n")[0]
+            raise Refused(
+                f"PyTorch does not let a {type(tensor).__name__} be looked at: {type(error).__name__}: {what}"
+            ) from error
+
+    return refusing
 
 
 def memory(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Memory, ...]:
     """Where each region of ``tensor`` lies; ``local`` has the shape of its local tensor."""
+    expect_memory(local)
     out = []
     for view in parts(tensor, local):
         item, device = view.element_size(), view.device.index if view.is_cuda else None
@@ -60,44 +88,122 @@ def is_direct(local: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=64)
 def is_plain(kind: type) -> bool:
     """Whether tensors of that type are their memory and nothing else."""
-    return not issubclass(kind, _LAZY) and not hasattr(kind, "__tensor_flatten__")
+    if issubclass(kind, _LAZY) or hasattr(kind, "__tensor_flatten__"):
+        return False
+    return getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is of a kind that can be stored."""
-    return is_plain(type(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized
+    is_strided = is_plain(type(tensor)) and not tensor.is_nested and tensor.layout is torch.strided
+    return is_strided and not tensor.is_quantized
 
 
 def expect_storable(tensor: torch.Tensor) -> None:
     """Refuses a plain tensor of a kind that cannot be stored."""
     if is_storable(tensor):
         return
+    kind = type(tensor).__name__
     if isinstance(tensor, _LAZY):
-        raise Refused(f"a {type(tensor).__name__} has no shape yet: run the module once (a dry run) first")
+        raise Refused(f"a {kind} has no shape yet: run the module once (a dry run) first")
+    if tensor.is_nested:
+        raise Refused("a nested tensor cannot be stored: store its parts, those of unbind()")
     if tensor.layout is not torch.strided:
         raise Refused(f"a tensor of layout {tensor.layout} cannot be stored: store its parts, or its to_dense()")
-    if tensor.is_quantized:
+    if is_plain(type(tensor)):
         raise Refused("a quantized tensor cannot be stored: store its int_repr(), scale and zero point")
-    if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
-        raise Refused(f"a {type(tensor).__name__} wraps other tensors and cannot be stored: store what it wraps")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise Refused(f"a {kind} wraps other tensors and cannot be stored: store what it wraps")
+    raise Refused(
+        f"a {kind} is more than its memory, it defines __torch_dispatch__, and cannot be stored: store the plain "
+        "tensors that it is made of"
+    )
 
 
 def expect_memory(local: torch.Tensor) -> None:
-    """Refuses a tensor without memory."""
-    if local.device.type == "meta":
+    """Refuses a tensor that does not lie, all of it, in memory of its own storage."""
+    if local.is_meta:
         raise Refused("a tensor on the meta device has no memory: give it some first (to_empty)")
+    if not (local.is_cpu or local.is_cuda):  # of other devices a copy is made
+        return
+    if not is_plain(type(local)):  # what a mode made of a plain one
+        kind = type(local).__name__
+        raise Refused(f"a {kind} has no memory of its own: save and load outside of the mode that makes such tensors")
+    numel = local.numel()
+    if not numel:
+        return
+    try:
+        held_bytes, address = local.untyped_storage().nbytes(), local.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        held_bytes = address = 0
+        is_wrapped = True
+    else:
+        is_wrapped = not address and bool(held_bytes)
+    if is_wrapped:
+        raise Refused(
+            "a tensor inside of vmap, grad, functionalize or another transform has no memory of its own: save and "
+            "load outside of it"
+        )
+    if not local.is_contiguous():
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    needed_bytes = (local.storage_offset() + numel) * local.element_size()
+    if needed_bytes > held_bytes:
+        raise Refused(
+            f"a tensor whose storage has {held_bytes} bytes and needs {needed_bytes} has no memory: its storage was "
+            "freed or made smaller (FSDP frees parameters between their uses)"
+        )
+
+
+def ordinary_address(local: torch.Tensor) -> int | None:
+    """Where a contiguous tensor of a plain kind lies, if it does in memory of torch's own, all of it."""
+    try:
+        storage, address, numel = local.untyped_storage(), local.data_ptr(), local.numel()
+    except (RuntimeError, NotImplementedError):
+        return None
+    is_there = (local.storage_offset() + numel) * local.element_size() <= storage.nbytes()
+    return address if numel and address and is_there and storage.resizable() else None
+
+
+def expect_writable(local: torch.Tensor) -> None:
+    """Refuses a tensor that cannot be loaded into, of those in whose memory the bytes would be written."""
+    if not local.is_contiguous() and may_overlap(local.shape, local.stride()):
+        raise Refused("an expanded tensor, or one whose elements share memory, cannot be loaded into: clone() it")
+    # The memory of torch's own allocators is writable, and their storages can be resized.
+    if local.is_cpu and local.numel() and not local.untyped_storage().resizable():
+        first = local.data_ptr()
+        steps = ((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        if not is_writable(first) or not is_writable(first + sum(steps) * local.element_size()):
+            raise Refused(
+                "a tensor over read-only memory (a file that was mapped to be read, with mmap_mode='r') cannot be "
+                "loaded into: clone() it"
+            )
+
+
+def on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new ordinary tensor in the host's memory, whatever defaults and modes are in force."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    expect_memory(tensor)
+    return tensor
 
 
 def identity(tensor: torch.Tensor) -> Hashable:
     """Equal for two tensors exactly if they are the same elements in the same memory."""
     local = local_of(tensor)
-    if not is_plain(type(local)) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
+    if not is_storable(local) or local.is_meta or local.numel() == 0:
         return id(tensor)
-    return (local.device, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
+    try:
+        return (local.device, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
+    except (RuntimeError, NotImplementedError):  # it has no memory
+        return id(tensor)
 
 
 def expect_fill(tensor: torch.Tensor, value: object) -> None:
     """Refuses a value that :meth:`fill` could not copy."""
+    local = local_of(tensor)
+    expect_storable(local)
+    expect_memory(local)
+    expect_writable(local)
     if tensor.ndim == 0 and isinstance(value, (bool, int, float)):
         try:
             torch.tensor(value, dtype=tensor.dtype, device="cpu")
@@ -118,7 +224,7 @@ def fill(tensor: torch.Tensor, value: object) -> None:
     expect_fill(tensor, value)
     local = local_of(tensor)
     if not isinstance(value, torch.Tensor):
-        copy(local, torch.tensor(value, dtype=local.dtype))
+        copy(local, torch.tensor(value, dtype=local.dtype, device="cpu"))
         return
     with torch.no_grad():
         for region, view in views(tensor, local):

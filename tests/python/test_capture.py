@@ -359,7 +359,8 @@ def test_a_save_whose_call_is_interrupted_holds_what_was_there(tmp_path, verb):
         ended(pending)
     loaded = {"w": torch.zeros_like(tensor)}
     sf.load(tmp_path / "one", {"ema": loaded})
-    assert bool((loaded["w"] == 1).all())
+    is_whole = bool((loaded["w"] == 1).all())
+    assert is_whole
 
 
 # Who breaks in

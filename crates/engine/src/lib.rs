@@ -32,6 +32,7 @@ mod sharing;
 pub mod sink;
 pub mod staging;
 mod stream;
+mod sums;
 pub mod verify;
 mod writer;
 
@@ -46,6 +47,7 @@ pub use locate::{Located, locate, locate_all};
 pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
 pub use provider::{Fence, Fences, Memory, Provider, Strided};
+pub use replicas::{Compared, Prove};
 pub use save::{Destination, Pace, State, save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};
 pub use shared::Traffic;

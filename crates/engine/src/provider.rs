@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use shardfast_format::BLOCK_BYTES;
+use shardfast_format::{BLOCK_BYTES, Crc64, crc64};
 use smallvec::SmallVec;
 
 use crate::copy;
@@ -29,6 +29,15 @@ pub trait Provider: Send + Sync {
         self.fill(at, out, fences)
     }
 
+    /// The CRC-64 of `bytes` bytes from `at` on; the range lies inside the stream. `slot` is a slot of staging memory
+    /// through which they may pass.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill).
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        sum_through(self, at, bytes, slot)
+    }
+
     /// Whether the source may change before the save is staged: its bytes are captured first, and
     /// [`Pending::captured`](crate::Pending::captured) waits for them.
     fn is_urgent(&self) -> bool {
@@ -40,6 +49,20 @@ pub trait Provider: Send + Sync {
     fn is_settled(&self) -> bool {
         false
     }
+}
+
+/// [`Provider::sum`] of what is copied to `through` first, as much at a time as fits there.
+fn sum_through(of: &(impl Provider + ?Sized), at: u64, bytes: u64, through: &mut [u8]) -> Result<u64> {
+    let (mut crc, mut done) = (Crc64::new(), 0);
+    while done < bytes {
+        let piece = (bytes - done).min(through.len() as u64);
+        let (out, mut fences) = (&mut through[..piece as usize], Fences::default());
+        of.fill(at + done, out, &mut fences)?;
+        fences.wait()?;
+        crc.update(out);
+        done += piece;
+    }
+    Ok(crc.finish())
 }
 
 /// Copies that a device has been told to make.
@@ -111,6 +134,10 @@ impl Provider for Run {
 
     fn fill_blocks(&self, at: u64, out: &mut [u8], crcs: &mut [Option<u64>], fences: &mut Fences) -> Result<()> {
         self.of.fill_blocks(self.at + at, out, crcs, fences)
+    }
+
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        self.of.sum(self.at + at, bytes, slot)
     }
 
     fn is_urgent(&self) -> bool {
@@ -342,6 +369,21 @@ impl Provider for Memory {
         }
         copy::settle();
         Ok(())
+    }
+
+    /// What the kernel reads, or what is scattered, passes through memory that stays in the cache.
+    #[allow(unsafe_code)]
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        match self.block.run_at(at).filter(|run| !self.is_guarded && run.1 as u64 >= bytes) {
+            // SAFETY: the run lies inside the block, which `Memory::new`'s caller keeps readable and unchanged.
+            Some((address, _)) => {
+                Ok(crc64(unsafe { std::slice::from_raw_parts(address as *const u8, bytes as usize) }))
+            }
+            None => {
+                let near = slot.len().min(BLOCK_BYTES as usize);
+                sum_through(self, at, bytes, &mut slot[..near])
+            }
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
+    Compared, Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
 };
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
@@ -56,6 +56,10 @@ impl<P: Provider> Provider for Held<P> {
         fences: &mut Fences,
     ) -> shardfast_engine::Result<()> {
         self.memory.fill_blocks(at, out, crcs, fences)
+    }
+
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> shardfast_engine::Result<u64> {
+        self.memory.sum(at, bytes, slot)
     }
 
     fn is_urgent(&self) -> bool {
@@ -134,6 +138,8 @@ pub(crate) struct Described {
     catalog: Arc<Catalog>,
     /// When the holders of all tensors are known.
     replicas: Option<Arc<Replicas>>,
+    /// When the replicas of each leaf are compared.
+    compared: Arc<Vec<Compared>>,
     /// In the catalog's order.
     bodies: Arc<Vec<Body>>,
     is_lazy: bool,
@@ -222,24 +228,26 @@ enum Body {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders)` with parts `(offsets, lengths,
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders, compared)` with parts `(offsets, lengths,
     /// pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the
     /// memory is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the
-    /// same parts or `None`;
+    /// same parts or `None`, `compared` when their copies are compared, one of "first save", "on request", "every save"
+    /// and "never";
     /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
-        let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>), Body)>::new(), 0);
+        let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>, Compared), Body)>::new(), 0);
         let mut groups = Groups::default();
         for leaf in leaves.try_iter()? {
             let leaf = leaf?.cast_into::<PyTuple>()?;
             let (kind, key, name, layout): (String, String, String, String) = leaf.get_slice(0, 4).extract()?;
             let name = LeafName::new(key, name);
             let rest = leaf.get_slice(4, leaf.len());
-            let mut group = None;
+            let (mut group, mut compared) = (None, Compared::default());
             let (body, from) = match kind.as_str() {
                 "tensor" => {
                     group = groups.of(&rest.get_item(4)?)?;
+                    compared = when_compared(rest.get_item(5)?.extract()?, &name)?;
                     tensor(&rest.get_slice(0, 4), &name)?
                 }
                 "object" => {
@@ -253,11 +261,12 @@ impl Described {
                 }
                 other => return Err(invalid(format!("expected a tensor, object or alias, found {other:?}"))),
             };
-            out.push(((Leaf { name, body, layout }, group), from));
+            out.push(((Leaf { name, body, layout }, group, compared), from));
         }
         out.sort_by(|a, b| a.0.0.name.cmp(&b.0.0.name));
         let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
-        let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().unzip();
+        let compared = Arc::new(leaves.iter().map(|(_, _, compared)| *compared).collect());
+        let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().map(|(leaf, group, _)| (leaf, group)).unzip();
         let any = |when: Capture| bodies.iter().any(|body| matches!(body, Body::Tensor(one, _) if *one == when));
         let (is_lazy, is_urgent) = (any(Capture::Lazily), any(Capture::Soon));
         // One tensor of unknown holders makes ranks ask, and then they ask about all.
@@ -266,7 +275,7 @@ impl Described {
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, bodies, is_lazy, is_urgent })
+        Ok(Described { catalog, replicas, compared, bodies, is_lazy, is_urgent })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -306,8 +315,11 @@ impl Described {
             is_waited_for,
         };
         let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));
-        let is_vouched_for = self.is_lazy;
-        Ok(move || State { catalog, providers: now.providers(&bodies), replicas, is_vouched_for, is_waited_for })
+        let (compared, is_vouched_for) = (Arc::clone(&self.compared), self.is_lazy);
+        Ok(move || {
+            let providers = now.providers(&bodies);
+            State { catalog, providers, replicas, compared, is_vouched_for, is_waited_for }
+        })
     }
 
     /// Of a save of what is described. `is_waited_for`: nothing else goes on meanwhile.
@@ -351,6 +363,16 @@ fn device_memory(copies: &Arc<CopyStream>, block: &Strided) -> DeviceMemory {
     #[allow(unsafe_code)]
     unsafe {
         DeviceMemory::new(copies, block.clone())
+    }
+}
+
+fn when_compared(word: &str, name: &LeafName) -> PyResult<Compared> {
+    match word {
+        "first save" => Ok(Compared::FirstSave),
+        "on request" => Ok(Compared::OnRequest),
+        "every save" => Ok(Compared::EverySave),
+        "never" => Ok(Compared::Never),
+        other => Err(invalid(format!("leaf {name}: compared at an unknown time, {other:?}"))),
     }
 }
 

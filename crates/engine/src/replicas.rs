@@ -61,11 +61,16 @@ pub(crate) struct Scope {
     /// The others that the first save of a plan compares; ascending.
     first: Vec<u32>,
     prove: Prove,
+    /// The plan whose replicas this rank trusts to be equal, and does not read beside.
+    trusted: Option<PlanId>,
+    /// The last plan whose replicas were equal, and what this rank held then.
+    before: Option<(PlanId, Arc<Catalog>)>,
 }
 
 impl Scope {
     pub(crate) fn of(state: &State, prove: Prove, world: u32) -> Scope {
-        let mut scope = Scope { rules: Arc::default(), first: Vec::new(), prove };
+        let (trusted, before) = (None, None);
+        let mut scope = Scope { rules: Arc::default(), first: Vec::new(), prove, trusted, before };
         if world == 1 {
             return scope;
         }
@@ -103,15 +108,16 @@ impl Scope {
         }
     }
 
-    /// Whether a rank that begins with a plan whose replicas were equal may leave the others unread.
-    pub(crate) fn trusts(&self, proven: Option<PlanId>) -> Option<PlanId> {
-        proven.filter(|_| self.prove != Prove::EverySave)
+    /// Notes the last plan whose replicas were equal, with what this rank held then, and whether it begins with that plan.
+    pub(crate) fn remember(&mut self, before: Option<(PlanId, Arc<Catalog>)>, begins_with: Option<PlanId>) {
+        self.before = before;
+        self.trusted = begins_with.filter(|_| self.prove != Prove::EverySave);
     }
 
     /// What this rank has to read beside what it writes: all else that it holds of the leaves that are compared, or of
-    /// those that every save compares if it `trusts` that the others are equal.
-    pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write], trusts: bool) -> Vec<Range> {
-        let first = if trusts { &[][..] } else { &self.first };
+    /// those that every save compares if it trusts that the others are equal.
+    pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write]) -> Vec<Range> {
+        let first = if self.trusted.is_some() { &[][..] } else { &self.first };
         let mut read = Vec::new();
         for &leaf in self.rules.always.iter().chain(first) {
             let LeafBody::Tensor { dtype, parts, .. } = &catalog.leaves[leaf as usize].body else { continue };
@@ -148,10 +154,6 @@ pub(crate) struct Copies<'a> {
     catalog: &'a Catalog,
     scope: &'a Scope,
     by_part: HashMap<(u32, u32), Part>,
-    /// The plan whose replicas this rank trusts to be equal.
-    trusted: Option<PlanId>,
-    /// The last plan whose replicas were equal, and what this rank held then.
-    before: Option<(PlanId, Arc<Catalog>)>,
 }
 
 impl<'a> Copies<'a> {
@@ -160,15 +162,13 @@ impl<'a> Copies<'a> {
         catalog: &'a Catalog,
         scope: &'a Scope,
         ranges: impl IntoIterator<Item = (Range, u64)>,
-        trusted: Option<PlanId>,
-        before: Option<(PlanId, Arc<Catalog>)>,
     ) -> Copies<'a> {
         let mut parts: HashMap<(u32, u32), Vec<Part>> = HashMap::new();
         for (Range { leaf, part, at, bytes }, crc) in ranges {
             parts.entry((leaf, part)).or_default().push(Part { at, bytes, crc });
         }
         let by_part = parts.into_iter().map(|(part, parts)| (part, sums::joined(parts))).collect();
-        Copies { catalog, scope, by_part, trusted, before }
+        Copies { catalog, scope, by_part }
     }
 
     fn crc(&self, leaf: u32, part: u32, bytes: u64) -> Option<u64> {
@@ -204,7 +204,7 @@ impl<'a> Copies<'a> {
         let of = |(group, ranks): (u32, &RankSet)| Digests {
             ranks: ranks.clone(),
             always: digest(&self.scope.rules.always, group),
-            first: digest(&self.scope.first, group).filter(|_| self.trusted.is_none()),
+            first: digest(&self.scope.first, group).filter(|_| self.scope.trusted.is_none()),
         };
         Said::Digests(sets.map(of).collect())
     }
@@ -212,7 +212,7 @@ impl<'a> Copies<'a> {
     /// All of it.
     fn held(&self) -> Said {
         let before: HashSet<(&LeafName, &Region)> =
-            self.before.iter().flat_map(|(_, catalog)| regions(catalog)).collect();
+            self.scope.before.iter().flat_map(|(_, catalog)| regions(catalog)).collect();
         let of = |&leaf: &u32| {
             let name = &self.catalog.leaves[leaf as usize].name;
             let copy = |(region, crc): (&Region, Option<u64>)| Copy {
@@ -224,8 +224,8 @@ impl<'a> Copies<'a> {
         };
         let leaves = self.scope.rules.always.iter().chain(&self.scope.first);
         Said::Held {
-            trusted: self.trusted,
-            before: self.before.as_ref().map(|(id, _)| *id),
+            trusted: self.scope.trusted,
+            before: self.scope.before.as_ref().map(|(id, _)| *id),
             held: leaves.map(of).collect(),
         }
     }
@@ -392,7 +392,7 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
     if is_different {
         problems.push(
             "ranks that hold different data must not hold it under one name and region: name it apart, say how it is \
-             sharded, or except it from the proof, which saves the copy of the lowest rank"
+             sharded, or except it from the comparison (prove_except), which saves the copy of the lowest rank"
                 .to_owned(),
         );
     }

@@ -146,13 +146,13 @@ fn run(
         let store = store.as_ref().map_err(Error::clone)?;
         retry_within(operation.deadline(), || None, || commit::refuse_taken(&**store, destination))
     };
-    let scope = Scope::of(&state, destination.prove, operation.engine.world());
+    let mut scope = Scope::of(&state, destination.prove, operation.engine.world());
     let rules = Arc::clone(&scope.rules);
     let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref(), rules };
-    let proven_before = planning.last_proven();
+    let before = planning.last_proven();
     let draft = ready.and_then(|()| planning.draft());
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
-    let trusted = draft.as_ref().ok().and_then(|draft| scope.trusts(draft.as_ref()?.proven));
+    scope.remember(before, draft.as_ref().ok().and_then(|draft| draft.as_ref()?.proven));
     if drafted.is_some() {
         progress.mark("planned");
     }
@@ -181,7 +181,7 @@ fn run(
                 std::thread::yield_now();
             }
             let store = store.as_deref().map_err(Error::clone)?;
-            let unwritten = scope.unwritten(&state.catalog, &writes, trusted.is_some());
+            let unwritten = scope.unwritten(&state.catalog, &writes);
             let copied = ahead.map(|ahead| ahead.over(&state, &[state.ranges(&writes), unwritten.clone()].concat()));
             let source = copied.as_ref().unwrap_or(&state);
             let batch = Batch::bind(operation, source, &writes, &[]).summing(replicas::summed(source, &unwritten));
@@ -199,21 +199,8 @@ fn run(
     })?;
     let store = store?;
     let (mut written, unwritten) = written?;
-    // Of a save that has failed already nobody says anything: it was never staged.
-    if state.is_vouched_for && written.failure.is_none() {
-        // Half the time: the other ranks are waiting for this one to say how it went.
-        written.fail_unless(progress.vouched(operation.deadline() / 2));
-    }
-    progress.compared(scope.outcome(&orders));
-    if scope.compares(&orders) {
-        let copies = written
-            .ranges(&state, &unwritten)
-            .map(|ranges| Copies::new(&state.catalog, &scope, ranges, trusted, proven_before));
-        let copies = copies.map_err(|error| progress.told(error));
-        replicas::prove(operation, &orders, state.replicas.as_deref(), copies)
-            .inspect_err(|_| written.discard(&*store))?;
-        progress.mark("compared");
-    }
+    let confirmed = confirm(operation, &state, &scope, &orders, &mut written, &unwritten, progress);
+    confirmed.inspect_err(|_| written.discard(&*store))?;
     let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
     let values_written = Batch::bind(operation, &state, &mine, &written.shapes).write(
         operation,
@@ -236,6 +223,34 @@ fn run(
     })?;
     planning::committed(operation, &orders);
     progress.mark("committed");
+    Ok(())
+}
+
+/// Waits until the caller says that the memory was left alone, then compares replicas where these orders ask for it.
+///
+/// # Errors
+/// As [`replicas::prove`]. What the caller says becomes the failure of what was `written`.
+fn confirm(
+    operation: &Operation,
+    state: &State,
+    scope: &Scope,
+    orders: &Orders,
+    written: &mut Writing,
+    unwritten: &[Range],
+    progress: &Progress,
+) -> Result<()> {
+    // Of a save that has failed already nobody says anything: it was never staged.
+    if state.is_vouched_for && written.failure.is_none() {
+        // Half the time: the other ranks are waiting for this one to say how it went.
+        written.fail_unless(progress.vouched(operation.deadline() / 2));
+    }
+    progress.compared(scope.outcome(orders));
+    if !scope.compares(orders) {
+        return Ok(());
+    }
+    let copies = written.copies(state, scope, unwritten).map_err(|error| progress.told(error));
+    replicas::prove(operation, orders, state.replicas.as_deref(), copies)?;
+    progress.mark("compared");
     Ok(())
 }
 
@@ -371,11 +386,11 @@ impl Writing {
         }
     }
 
-    /// The ranges that were written or read beside, with their checksums.
+    /// The checksums of what was written and of what was read beside.
     ///
     /// # Errors
-    /// What kept this rank from that.
-    fn ranges(&self, state: &State, unwritten: &[Range]) -> Result<Vec<(Range, u64)>> {
+    /// What kept this rank from having them.
+    fn copies<'a>(&self, state: &'a State, scope: &'a Scope, unwritten: &[Range]) -> Result<Copies<'a>> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
@@ -383,7 +398,8 @@ impl Writing {
         // Parts were placed file by file, in the order of the entries.
         let writes: Vec<Write> = self.placed.iter().map(|placed| placed.write).collect();
         let crcs = entry_crcs.iter().flatten().chain(sums).copied();
-        Ok(state.ranges(&writes).into_iter().chain(unwritten.iter().copied()).zip(crcs).collect())
+        let ranges = state.ranges(&writes).into_iter().chain(unwritten.iter().copied()).zip(crcs);
+        Ok(Copies::new(&state.catalog, scope, ranges))
     }
 
     fn discard(&self, store: &dyn Store) {

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..catalog import (
+    Compared,
     Destination,
     Hold,
     Ints,
@@ -241,6 +242,10 @@ class _Modules:
             if name in self._tensors and any(wrapper.covers(original) for wrapper in self._replicated[id(module)])
         }
 
+    def compared(self) -> Mapping[str, Compared]:
+        # Statistics of normalisation layers drift apart in sound programs.
+        return {name: "on request" for name in self._tensors if name not in self.parameters}
+
     def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
@@ -359,6 +364,17 @@ class _Optimizers:
                 # What is not sharded with its parameter (a step counter) is the same wherever the parameter is.
                 known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
         return known
+
+    def compared(self) -> Mapping[str, Compared]:
+        # What is made of a shard alone may be equal while it is zero. A step counter is what it is of any shard.
+        return {
+            f"state.{fqn}.{name}": "every save"
+            for fqn, (state, parameter, _) in self._owned.items()
+            if is_dtensor(parameter)
+            for name, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and not is_dtensor(value)
+            if name != "step" and value.shape != parameter.shape
+        }
 
     def outline(self) -> Outline | None:
         tensors: dict[Place, torch.Tensor] = {}

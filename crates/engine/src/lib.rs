@@ -46,7 +46,7 @@ pub use load::{Forecast, Loaded, ValueRef, Way};
 pub use locate::{Located, locate, locate_all};
 pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
-pub use provider::{Fence, Fences, Memory, Provider, Strided};
+pub use provider::{Fence, Fences, Memory, Provider, SAMPLE_BYTES, Sample, Strided};
 pub use replicas::{Compared, Prove};
 pub use save::{Destination, Pace, State, save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};

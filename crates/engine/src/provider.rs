@@ -1,6 +1,7 @@
 //! Where a save's bytes come from. The data path never asks what they mean.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use shardfast_format::{BLOCK_BYTES, Crc64, crc64};
 use smallvec::SmallVec;
@@ -41,6 +42,11 @@ pub trait Provider: Send + Sync {
     /// Whether the source may change before the save is staged: its bytes are captured first, and
     /// [`Pending::captured`](crate::Pending::captured) waits for them.
     fn is_urgent(&self) -> bool {
+        false
+    }
+
+    /// Whether what was copied was found not to be what was there when the save was begun.
+    fn is_torn(&self) -> bool {
         false
     }
 
@@ -144,6 +150,10 @@ impl Provider for Run {
         self.of.is_urgent()
     }
 
+    fn is_torn(&self) -> bool {
+        self.of.is_torn()
+    }
+
     fn is_settled(&self) -> bool {
         self.of.is_settled()
     }
@@ -207,7 +217,7 @@ impl Strided {
     }
 
     /// Where the byte `at` of the row-major bytes lies, and how many follow it there in one run.
-    fn run_at(&self, at: u64) -> Option<(usize, usize)> {
+    pub fn run_at(&self, at: u64) -> Option<(usize, usize)> {
         let mut found = None;
         let left = self.total_bytes().checked_sub(at)?;
         self.for_each_run(at, self.runs().0.min(left), |address, _, bytes| _ = found.get_or_insert((address, bytes)));
@@ -260,7 +270,21 @@ const RUNS_MAX: usize = 512;
 pub struct Memory {
     block: Strided,
     is_guarded: bool,
+    samples: Vec<Sample>,
+    is_torn: AtomicBool,
 }
+
+/// Eight bytes of a block as they were when a save was begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sample {
+    /// Where they begin in the block's row-major bytes.
+    pub at: u64,
+    /// They themselves.
+    pub bytes: [u8; SAMPLE_BYTES],
+}
+
+/// Bytes of a [`Sample`].
+pub const SAMPLE_BYTES: usize = 8;
 
 impl Memory {
     /// The block as a provider.
@@ -270,7 +294,7 @@ impl Memory {
     /// was given this provider is staged or has failed.
     #[allow(unsafe_code)] // the one way in for foreign memory to be read
     pub unsafe fn new(block: Strided) -> Memory {
-        Memory { block, is_guarded: false }
+        Memory { block, is_guarded: false, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
     /// The block as a provider that the save reads while the program goes on. It is read by the kernel, which costs a
@@ -282,7 +306,24 @@ impl Memory {
     /// [`State::is_vouched_for`](crate::State)), so that what was read is never used.
     #[allow(unsafe_code)]
     pub unsafe fn guarded(block: Strided) -> Memory {
-        Memory { block, is_guarded: true }
+        Memory { block, is_guarded: true, samples: Vec::new(), is_torn: AtomicBool::new(false) }
+    }
+
+    /// The same, and whether what is read agrees with these samples tells whether it [is torn](Provider::is_torn).
+    #[must_use]
+    pub fn sampled(self, samples: Vec<Sample>) -> Memory {
+        Memory { samples, ..self }
+    }
+
+    /// Looks whether `out`, the bytes from `at` on, agrees with the samples that it holds all of.
+    fn compare(&self, at: u64, out: &[u8]) {
+        for sample in &self.samples {
+            let from = sample.at.checked_sub(at).map(|from| from as usize);
+            let found = from.and_then(|from| out.get(from..from.checked_add(SAMPLE_BYTES)?));
+            if found.is_some_and(|found| *found != sample.bytes) {
+                self.is_torn.store(true, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Fills through `process_vm_readv(2)` of this process itself; whether the kernel offers that.
@@ -333,6 +374,7 @@ impl Provider for Memory {
     #[allow(unsafe_code)]
     fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         if self.is_guarded && self.fill_guarded(at, out)? {
+            self.compare(at, out);
             return Ok(());
         }
         self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
@@ -342,6 +384,7 @@ impl Provider for Memory {
                 std::ptr::copy_nonoverlapping(address as *const u8, out[position..position + bytes].as_mut_ptr(), bytes)
             }
         });
+        self.compare(at, out);
         Ok(())
     }
 
@@ -369,6 +412,10 @@ impl Provider for Memory {
         }
         copy::settle();
         Ok(())
+    }
+
+    fn is_torn(&self) -> bool {
+        self.is_torn.load(Ordering::Relaxed)
     }
 
     /// What the kernel reads, or what is scattered, passes through memory that stays in the cache.
@@ -454,6 +501,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn samples_tell_whether_memory_was_written_since() {
+        let mut data: Vec<u32> = (0..100_000).collect();
+        let view = Strided::new(data.as_ptr() as usize, &[100_000], &[4], 4);
+        let sample =
+            |at: u64| Sample { at, bytes: std::array::from_fn(|i| data[(at as usize + i) / 4].to_le_bytes()[i % 4]) };
+        let samples = vec![sample(8), sample(200_000)];
+        // SAFETY: `data` outlives the provider; it is written while nothing reads.
+        let memory = |samples| unsafe { Memory::guarded(view.clone()) }.sampled(samples);
+        let unchanged = memory(samples.clone());
+        assert_eq!(stream(&unchanged).len(), 400_000);
+        unchanged.sum(3, 399_990, &mut vec![0; 1 << 20]).unwrap();
+        assert!(!unchanged.is_torn());
+        data[50_001] += 1;
+        let [blocks, sums, elsewhere] = std::array::from_fn(|_| memory(samples.clone()));
+        blocks.fill_blocks(0, &mut vec![0; 400_000], &mut [None; 7], &mut Fences::default()).unwrap();
+        sums.sum(131_072, 131_072, &mut vec![0; 1 << 20]).unwrap();
+        elsewhere.fill(0, &mut vec![0; 200_004], &mut Fences::default()).unwrap();
+        assert_eq!([blocks.is_torn(), sums.is_torn(), elsewhere.is_torn()], [true, true, false]);
     }
 
     #[test]

@@ -242,7 +242,7 @@ fn confirm(
     // Of a save that has failed already nobody says anything: it was never staged.
     if state.is_vouched_for && written.failure.is_none() {
         // Half the time: the other ranks are waiting for this one to say how it went.
-        written.fail_unless(progress.vouched(operation.deadline() / 2));
+        written.fail_unless(progress.vouched(operation.deadline() / 2).and_then(|()| state.expect_whole()));
     }
     progress.compared(scope.outcome(orders));
     if !scope.compares(orders) {
@@ -596,6 +596,20 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// That what was copied is what was there when the save was begun, as far as samples tell.
+    fn expect_whole(&self) -> Result<()> {
+        let torn = self.catalog.leaves.iter().zip(&self.providers);
+        let mut torn = torn.filter(|(_, providers)| providers.iter().any(|provider| provider.is_torn()));
+        let Some((first, _)) = torn.next() else { return Ok(()) };
+        let more = torn.count();
+        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        Err(Error::invalid(format!(
+            "{}{more} was written while it was being captured, by a way that is not announced: wait for staged() of the \
+             save before changing tensors in other ways than by a step of their optimizer",
+            first.name
+        )))
     }
 
     /// SHA-256 of every encoded value, in the catalog's order.

@@ -8,12 +8,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Compared, Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
+    Compared, Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sample, Sink, State, Strided, Want,
+    row_major_strides,
 };
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
 use crate::errors::{invalid, raise};
+use crate::spots::Spots;
 use crate::values::{Encoded, Value};
 
 /// When a tensor's bytes are copied.
@@ -65,6 +67,10 @@ impl<P: Provider> Provider for Held<P> {
     fn is_urgent(&self) -> bool {
         self.is_urgent
     }
+
+    fn is_torn(&self) -> bool {
+        self.memory.is_torn()
+    }
 }
 
 /// Bytes that were copied in the call.
@@ -98,6 +104,8 @@ struct Block {
 struct Part {
     block: Strided,
     device: Option<u32>,
+    /// Where it is looked at when a save begins.
+    spots: Range<usize>,
 }
 
 /// The streams on which the program works, by the number of the device.
@@ -142,6 +150,8 @@ pub(crate) struct Described {
     compared: Arc<Vec<Compared>>,
     /// In the catalog's order.
     bodies: Arc<Vec<Body>>,
+    /// What is looked at when a save begins.
+    spots: Spots,
     is_lazy: bool,
     is_urgent: bool,
 }
@@ -151,6 +161,8 @@ struct Now {
     values: Vec<Arc<Encoded>>,
     copied: Arc<Vec<u8>>,
     copies: BTreeMap<u32, Arc<CopyStream>>,
+    /// Of each spot, if this save looks at them.
+    samples: Vec<Sample>,
     owner: Arc<Py<PyAny>>,
     is_waited_for: bool,
 }
@@ -184,6 +196,7 @@ impl Now {
             }
             None => {
                 let memory = memory(&part.block, when == Capture::Lazily && !self.is_waited_for);
+                let memory = memory.sampled(self.samples.get(part.spots.clone()).unwrap_or_default().to_vec());
                 Arc::new(Held { memory, is_urgent, _owner })
             }
         }
@@ -264,7 +277,14 @@ impl Described {
             out.push(((Leaf { name, body, layout }, group, compared), from));
         }
         out.sort_by(|a, b| a.0.0.name.cmp(&b.0.0.name));
-        let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
+        let (leaves, mut bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
+        let mut spots = Spots::default();
+        for body in &mut bodies {
+            if let Body::Tensor(Capture::Lazily, parts) = body {
+                let on_host = parts.iter_mut().filter(|part| part.device.is_none());
+                on_host.for_each(|part| part.spots = spots.add(&part.block));
+            }
+        }
         let compared = Arc::new(leaves.iter().map(|(_, _, compared)| *compared).collect());
         let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().map(|(leaf, group, _)| (leaf, group)).unzip();
         let any = |when: Capture| bodies.iter().any(|body| matches!(body, Body::Tensor(one, _) if *one == when));
@@ -275,7 +295,7 @@ impl Described {
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, compared, bodies, is_lazy, is_urgent })
+        Ok(Described { catalog, replicas, compared, bodies, spots, is_lazy, is_urgent })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -311,6 +331,7 @@ impl Described {
             values: values.iter().map(|value| Arc::clone(&value.encoded)).collect(),
             copied: self.copied_now()?,
             copies: copies.made,
+            samples: if is_waited_for { Vec::new() } else { self.spots.look() },
             owner: Arc::new(owner),
             is_waited_for,
         };
@@ -398,7 +419,7 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
                 Capture::Lazily if block.device.is_none() && !is_quick(&strided) => Capture::Soon,
                 when => when,
             };
-            memory.push(Part { block: strided, device: block.device });
+            memory.push(Part { block: strided, device: block.device, spots: 0..0 });
             parts.push(block.region);
         }
     }

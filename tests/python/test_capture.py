@@ -359,7 +359,9 @@ def test_a_write_that_no_counter_counts_fails_the_save(tmp_path, caplog):
     for parameter in model.parameters():
         parameter.data.add_(1)
     assert versions == [parameter._version for parameter in model.parameters()]
-    with pytest.raises(sf.Invalid, match=r"model/layers.*was written while it was being captured, by a way that is not"):
+    with pytest.raises(
+        sf.Invalid, match=r"model/layers.*was written while it was being captured, by a way that is not"
+    ):
         pending.committed()
     with pytest.raises(sf.NotFound):
         sf.load(tmp_path / "second", state)

@@ -262,6 +262,10 @@ impl Strided {
     }
 }
 
+/// What passes through the cache to be summed: a request to the kernel costs little by then (0.08 s per GB; 0.09 with
+/// 64 KiB), and it is still in the cache when it is summed.
+const NEAR_BYTES: usize = 256 << 10;
+
 /// Runs that one request to the kernel reads: below `IOV_MAX`.
 const RUNS_MAX: usize = 512;
 
@@ -326,7 +330,9 @@ impl Memory {
         }
     }
 
-    /// Fills through `process_vm_readv(2)` of this process itself; whether the kernel offers that.
+    /// Fills through `process_vm_writev(2)` of this process to itself; whether the kernel offers that. It pins the pages
+    /// of the side that is called remote, which costs more than the copy: here those are of `out`, which the cache holds,
+    /// and not of the tensor (0.08 s per GB instead of 0.13 with `process_vm_readv`).
     #[allow(unsafe_code)]
     fn fill_guarded(&self, at: u64, out: &mut [u8]) -> Result<bool> {
         let mut runs: Vec<libc::iovec> = Vec::new();
@@ -337,7 +343,7 @@ impl Memory {
             let to = libc::iovec { iov_base: out[done..done + bytes].as_mut_ptr().cast(), iov_len: bytes };
             done += bytes;
             // SAFETY: the kernel writes `to`, which is ours alone, and checks every address that it reads.
-            let read = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, runs.as_ptr(), runs.len() as u64, 0) };
+            let read = unsafe { libc::process_vm_writev(libc::getpid(), runs.as_ptr(), runs.len() as u64, &to, 1, 0) };
             if read != bytes as isize {
                 let reason = if read < 0 {
                     std::io::Error::last_os_error()
@@ -427,7 +433,7 @@ impl Provider for Memory {
                 Ok(crc64(unsafe { std::slice::from_raw_parts(address as *const u8, bytes as usize) }))
             }
             None => {
-                let near = slot.len().min(BLOCK_BYTES as usize);
+                let near = slot.len().min(NEAR_BYTES);
                 sum_through(self, at, bytes, &mut slot[..near])
             }
         }

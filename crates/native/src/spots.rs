@@ -38,7 +38,7 @@ impl Spots {
         let look = |&(address, at): &(usize, u64)| {
             // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was
             // begun in the same call; the spot lies inside. What a thread writes meanwhile is found to be written.
-            let bytes = unsafe { std::ptr::read_volatile(address as *const [u8; SAMPLE_BYTES]) };
+            let bytes = unsafe { std::ptr::read(address as *const [u8; SAMPLE_BYTES]) };
             Sample { at, bytes }
         };
         self.0.iter().map(look).collect()

@@ -93,8 +93,8 @@ impl Ahead {
         Ahead { starts: stream.starts, slots }
     }
 
-    /// The state for who asks for exactly these ranges of it, each once: what was copied stands in for what it was copied
-    /// from. What else was copied goes back to the arena.
+    /// The state for who asks for exactly these ranges of it, each once: what was copied stands in for what it was
+    /// copied from. What else was copied goes back to the arena.
     pub(crate) fn over(self, state: &State, ranges: &[Range]) -> State {
         let Ahead { starts, slots } = self;
         for &Range { leaf, part, at, bytes } in ranges {

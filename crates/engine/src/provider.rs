@@ -330,9 +330,9 @@ impl Memory {
         }
     }
 
-    /// Fills through `process_vm_writev(2)` of this process to itself; whether the kernel offers that. It pins the pages
-    /// of the side that is called remote, which costs more than the copy: here those are of `out`, which the cache holds,
-    /// and not of the tensor (0.08 s per GB instead of 0.13 with `process_vm_readv`).
+    /// Fills through `process_vm_writev(2)` of this process to itself; whether the kernel offers that. It pins the
+    /// pages of the side that is called remote, which costs more than the copy: here those are of `out`, which the
+    /// cache holds, and not of the tensor (0.08 s per GB instead of 0.13 with `process_vm_readv`).
     #[allow(unsafe_code)]
     fn fill_guarded(&self, at: u64, out: &mut [u8]) -> Result<bool> {
         let mut runs: Vec<libc::iovec> = Vec::new();

@@ -1,14 +1,14 @@
 //! Whether what ranks hold in common is the same.
 //!
 //! Ranks that hold the same region of a tensor are taken for replicas, and share its writing. A state that is not what
-//! its names say (experts that every rank calls alike, pipeline stages that begin at `0` each) would lose all copies but
-//! one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of each copy that it
-//! holds, from what it writes and from what it [only reads](crate::sums), and rank 0 compares.
+//! its names say (experts that every rank calls alike, pipeline stages that begin at `0` each) would lose all copies
+//! but one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of each copy
+//! that it holds, from what it writes and from what it [only reads](crate::sums), and rank 0 compares.
 //!
 //! Ranks that know who holds what say one digest for each set of ranks; the others say everything, and so does everyone
-//! when digests differ, for the message. A rank that remembers the plan, and that its replicas were equal, reads nothing
-//! beside. When another rank's plan has changed meanwhile, what is new there is compared with what the first one wrote;
-//! where that is only a share of the region, the save fails, and the next one compares anew.
+//! when digests differ, for the message. A rank that remembers the plan, and that its replicas were equal, reads
+//! nothing beside. When another rank's plan has changed meanwhile, what is new there is compared with what the first
+//! one wrote; where that is only a share of the region, the save fails, and the next one compares anew.
 //!
 //! Copies that are not compared may differ: each region of theirs comes from one rank, the lowest that holds it.
 
@@ -108,7 +108,8 @@ impl Scope {
         }
     }
 
-    /// Notes the last plan whose replicas were equal, with what this rank held then, and whether it begins with that plan.
+    /// Notes the last plan whose replicas were equal, with what this rank held then, and whether it begins with that
+    /// plan.
     pub(crate) fn remember(&mut self, before: Option<(PlanId, Arc<Catalog>)>, begins_with: Option<PlanId>) {
         self.before = before;
         self.trusted = begins_with.filter(|_| self.prove != Prove::EverySave);
@@ -279,8 +280,8 @@ enum Verdict {
 /// Compares the copies of all ranks, and remembers with the plan that they are equal.
 ///
 /// # Errors
-/// The same on every rank: `Invalid` naming the regions whose copies differ, and who holds what; what kept any rank from
-/// having checksums.
+/// The same on every rank: `Invalid` naming the regions whose copies differ, and who holds what; what kept any rank
+/// from having checksums.
 pub(crate) fn prove(
     operation: &Operation,
     orders: &Orders,
@@ -319,8 +320,8 @@ fn decide(said: Vec<Said>) -> Result<Verdict> {
     Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::Tell })
 }
 
-/// Whether all members of each set have said the same of it. A set of which one trusts that all was equal is what it was
-/// then: ranks have agreed on their plans by what their sets hold.
+/// Whether all members of each set have said the same of it. A set of which one trusts that all was equal is what it
+/// was then: ranks have agreed on their plans by what their sets hold.
 fn are_equal(said: &[Vec<Digests>]) -> bool {
     let mut by_set: HashMap<&RankSet, Vec<&Digests>> = HashMap::new();
     for digests in said.iter().flatten() {
@@ -376,8 +377,8 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
         {
             let (new, trusting) = (RankSet::new(new), RankSet::new(trusting));
             problems.push(format!(
-                "{name}: {region} is new on {new}, and {trusting}, which had begun to save, did not compare it; the next \
-                 save compares it"
+                "{name}: {region} is new on {new}, and {trusting}, which had begun to save, did not compare it; the \
+                 next save compares it"
             ));
         }
     }

@@ -1,9 +1,9 @@
 //! Where the memory of tensors is looked at when a save begins: eight bytes here and there.
 //!
-//! What is captured lazily is copied after the call, and PyTorch's counters do not count every write. A write to all of a
-//! tensor changes these bytes, too: when they are copied, the save finds that they are no longer what they were. In the
-//! call each look waits for memory, many at a time, so there are few: one for a small tensor, one every 4 MiB of a large
-//! one, which is written from its front to its end while it may be copied in any order.
+//! What is captured lazily is copied after the call, and a framework's counters do not count every write. A write to
+//! all of a tensor changes these bytes, too: when they are copied, the save finds that they are no longer what they
+//! were. In the call each look waits for memory, many at a time, so there are few: one for a small tensor, one every 4
+//! MiB of a large one, which is written from its front to its end while it may be copied in any order.
 
 use shardfast_engine::{SAMPLE_BYTES, Sample, Strided};
 

@@ -5,8 +5,8 @@
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
 //! - [`amend`]: the same around writes that have begun.
-//! - [`save_unshared`], [`amend_unshared`], [`local_unshared`]: the same where copies of some leaves may differ, so that
-//!   each region of theirs comes from one rank.
+//! - [`save_unshared`], [`amend_unshared`], [`local_unshared`]: the same where copies of some leaves may differ, so
+//!   that each region of theirs comes from one rank.
 //! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether
 //!   such plans fit together.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.

@@ -161,8 +161,8 @@ fn what_becomes_a_replica_on_another_rank_is_compared() {
             let last = first.pop().unwrap();
             first.push(without(last, late));
             save_as(&job, &url("one"), Prove::FirstSave, first).unwrap();
-            // Now rank 2 holds it, too. Ranks 0 and 1 have each written a share of what is large, and one of them all of
-            // what is small.
+            // Now rank 2 holds it, too. Ranks 0 and 1 have each written a share of what is large, and one of them all
+            // of what is small.
             let all = save_as(&job, &url("two"), Prove::FirstSave, states(&layout, odd, &[])).map(drop);
             if late == "small" && odd.is_none() {
                 all.unwrap();

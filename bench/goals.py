@@ -17,6 +17,7 @@ def show(results: dict[str, Any]) -> None:
     """Prints the goals of the measures that were run."""
     readers: dict[str, Callable[[dict[str, Any]], list[Row]]] = {
         "stall": _stall,
+        "replicas": _replicas,
         "training": _training,
         "transfer": _transfer,
         "resharding": _resharding,
@@ -38,6 +39,14 @@ def _stall(found: dict[str, Any]) -> list[Row]:
             reached = calls["median"] <= 1 and calls["max"] <= 5
             text = f"{calls['median']:.2f} ms, worst {calls['max']:.2f} ms of {len(calls['values'])}"
             rows.append((f"stall, {name}", "median 1 ms, worst 5 ms", text, reached))
+    return rows
+
+
+def _replicas(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for world, of_world in found.items():
+        price = of_world["cpu_s_per_gb"]["median"]
+        rows.append((f"proof of replicas, {world} processes", "0.15 s per GB", f"{price:.3f} s per GB", price <= 0.15))
     return rows
 
 

@@ -21,6 +21,7 @@ import footprint
 import goals
 import machine
 import planning
+import replicas
 import resharding
 import sharing
 import small
@@ -36,6 +37,7 @@ MEASURES = {
     "sharing": (sharing.measure, "ranks that read for each other, beside each for itself"),
     "small": (small.measure, "5,000 tensors of 1 KiB"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
+    "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),

@@ -298,10 +298,11 @@ class Value:
 class Described:
     """What a state holds and where its tensors lie, for all the saves during which both stay the same.
 
-    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when, holders)`` with parts ``(offsets, lengths,
-    pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if the
-    memory is one's, ``when`` as :data:`shardfast.catalog.When`, ``holders`` a tuple of ranks or ``None``;
-    ``("object", key, name, layout, per_rank)``; or ``("alias", key, name, layout, of_key, of_name)``.
+    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when, holders, compared)`` with parts ``(offsets,
+    lengths, pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if
+    the memory is one's, ``when`` as :data:`shardfast.catalog.When`, ``holders`` a tuple of ranks or ``None``, and
+    ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, per_rank)``; or ``("alias", key,
+    name, layout, of_key, of_name)``.
     """
 
     def __new__(cls, leaves: Sequence[tuple[Any, ...]]) -> Self: ...
@@ -358,7 +359,7 @@ def save(
     timeout_s: float,
     streams: Mapping[int, int] = ...,
     is_waited_for: bool = False,
-    prove: bool = False,
+    prove: bool | None = None,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 

@@ -185,6 +185,11 @@ When = Literal["now", "soon", "lazily", "whenever"]
 change, which is announced; or at any time, since it is a copy already."""
 
 
+Compared = Literal["first save", "on request", "every save", "never"]
+"""Which saves compare the copies of a tensor: the first one of each layout; those with ``prove=True``; each one, since
+that copies were equal once tells nothing of later; or none, as the user says."""
+
+
 class TensorLeaf(NamedTuple):
     """A tensor as this rank gives it to a save."""
 
@@ -193,6 +198,7 @@ class TensorLeaf(NamedTuple):
     layout: Layout
     source: Source
     when: When
+    compared: Compared = "first save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +374,10 @@ class Bundle(Protocol):
         Args:
             of: Those of parameters of the state's modules, by ``id``.
         """
+        ...
+
+    def compared(self) -> Mapping[str, Compared]:
+        """When the ranks' copies of its tensors are compared, by leaf name, where that is not at the first save."""
         ...
 
     def outline(self) -> Outline | None:

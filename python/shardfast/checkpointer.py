@@ -49,6 +49,7 @@ class Checkpointer:
             log says so once.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
+        prove_except: As in :func:`shardfast.save`.
         timeout_s: How long ranks wait for each other.
 
     Attributes:
@@ -65,7 +66,8 @@ class Checkpointer:
         every: Steps | None = None,
         keep: Keep | None = None,
         pickle: bool = False,
-        prove: bool = False,
+        prove: bool | None = None,
+        prove_except: str | Sequence[str] = (),
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if every is not None and not isinstance(every, Steps):
@@ -82,6 +84,7 @@ class Checkpointer:
         self._keep = keep
         self._pickle = pickle
         self._prove = prove
+        self._prove_except = prove_except
         self._timeout_s = timeout_s
         self._closed = False
         self._describer = Describer(in_flight.staged)
@@ -181,6 +184,7 @@ class Checkpointer:
             step=step,
             pickle=self._pickle,
             prove=self._prove,
+            prove_except=self._prove_except,
             timeout_s=self._timeout_s,
         )
         self.newest = step

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from . import _native
@@ -18,6 +19,7 @@ from . import adapters as frameworks
 from .catalog import (
     Adapter,
     AliasLeaf,
+    Compared,
     Flat,
     Hold,
     Ints,
@@ -59,7 +61,12 @@ SMALL_BYTES_MAX = 1 << 10
 EAGER_BYTES_MAX = 4 << 20
 """What nobody announces changes of is copied in the call up to this size in all."""
 
+COMPARED: Sequence[Compared] = ("never", "every save", "first save", "on request")
+"""Which one counts of a tensor that has several names: the first."""
+
 Notice = Callable[[], None]
+Patterns = tuple[str, ...]
+"""Of keys, or of leaves where they hold a slash, as in ``only`` of a load."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,8 @@ class Describer:
 
         self._forget = forget
 
-    def describe(self, state: object, *, pickle: bool) -> Description:
-        """The state as it is now.
+    def describe(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description:
+        """The state as it is now. Copies of leaves that ``excepted`` selects are never compared between ranks.
 
         Raises:
             Invalid: Naming what cannot be stored, or two things of one name.
@@ -137,11 +144,13 @@ class Describer:
         known, adapters = self._known, frameworks.active()
         with Paused():
             units = list(units_of(state))
-            description = known.again(units, adapters, pickle) if known is not None else None
+            description = None
+            if known is not None and known.excepted == excepted:
+                description = known.again(units, adapters, pickle)
         if description is None:
             with Paused():
-                found = _Found.of(units, adapters, pickle, self._notice)
-                description, self._known = _described(found, self._forget)
+                found = _Found.of(units, adapters, pickle, self._notice, excepted)
+                description, self._known = _described(found, self._forget, excepted)
         return description
 
 
@@ -158,26 +167,30 @@ class _Named(NamedTuple):
     tensor: Any
     place: str
     identity: Hashable
+    compared: Compared
 
 
 class _Leaves:
     """Collects tensors and values under their names."""
 
-    def __init__(self, adapters: Sequence[Adapter], pickle: bool) -> None:
+    def __init__(self, adapters: Sequence[Adapter], pickle: bool, excepted: Patterns) -> None:
         self.objects: list[ObjectLeaf] = []
         self.named: list[_Named] = []
         self._adapters = adapters
         self._pickle = pickle
+        self._excepted = excepted
         self._places: dict[tuple[str, str], str] = {}
 
     def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
+        compared = entry.bundle.compared()
         for name, tensor in entry.bundle.tensors().items():
             adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
             place = f"{entry.place}.{name}"
             layout = _layout(adapter, tensor, place)
             if layout.holders is None and name in holders and _is_whole(layout):
                 layout = layout._replace(holders=holders[name])
-            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, layout)
+            when = compared.get(name, "first save")
+            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, layout, when)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -211,9 +224,20 @@ class _Leaves:
     def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
         self._laid_out(key, name, adapter, tensor, place, _layout(adapter, tensor, place))
 
-    def _laid_out(self, key: str, name: str, adapter: Adapter, tensor: object, place: str, layout: Layout) -> None:
+    def _laid_out(
+        self,
+        key: str,
+        name: str,
+        adapter: Adapter,
+        tensor: object,
+        place: str,
+        layout: Layout,
+        compared: Compared = "first save",
+    ) -> None:
         self._claim(key, name, place)
-        self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor)))
+        if any(fnmatchcase(f"{key}/{name}" if "/" in pattern else key, pattern) for pattern in self._excepted):
+            compared = "never"
+        self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor), compared))
 
     def _value(
         self,
@@ -270,9 +294,11 @@ class _Found:
     """The tensors of which a bundle announces changes, by ``id``."""
 
     @staticmethod
-    def of(units: Sequence[Unit], adapters: list[Adapter], pickle: bool, notice: Notice | None) -> _Found:
+    def of(
+        units: Sequence[Unit], adapters: list[Adapter], pickle: bool, notice: Notice | None, excepted: Patterns = ()
+    ) -> _Found:
         walked = walk_units(units, adapters)
-        leaves = _Leaves(walked.adapters, pickle)
+        leaves = _Leaves(walked.adapters, pickle, excepted)
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         announced: dict[int, Any] = {}
         holders = [entry.bundle.holders({}) for entry in bundles]
@@ -322,7 +348,8 @@ class _Found:
             elif is_small and now + size <= EAGER_BYTES_MAX:
                 when = "now"
                 now += size
-            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, when))
+            compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)
+            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, when, compared))
             numbers_of[first.key, first.name] = numbers
         return leaves, numbers_of
 
@@ -398,6 +425,7 @@ class _Known:
     lazy: Sequence[_Lazy]
     soon: Sequence[int]
     extras: Extras
+    excepted: Patterns
 
     def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
         """The state as it is now, if it is another only in its values."""
@@ -447,7 +475,7 @@ class _Known:
         entries = rest_of(units, of_bundles, adapters)
         if entries is None:
             return None
-        leaves = _Leaves(adapters, pickle)
+        leaves = _Leaves(adapters, pickle, self.excepted)
         for bundle, of in zip(self.bundles, values, strict=True):
             prefix = f"{bundle.name}." if bundle.name is not None else ""
             leaves.values_of(bundle.key, prefix, bundle.place, of)
@@ -477,7 +505,9 @@ def held(hold: Hold) -> _native.Hold:
     return _native.Hold(hold.memory, hold.address, hold.version)
 
 
-def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Description, _Known | None]:
+def _described(
+    found: _Found, forget: Callable[[object], None], excepted: Patterns
+) -> tuple[Description, _Known | None]:
     """A description of what was found, and what serves for the next one."""
     leaves, numbers = found.leaves()
     native = _native.Described([native_leaf(leaf) for leaf in leaves])
@@ -513,7 +543,7 @@ def _described(found: _Found, forget: Callable[[object], None]) -> tuple[Descrip
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, bundles, outline, lazy, soon, extras)
+    return description, _Known(native, kinds, bundles, outline, lazy, soon, extras, excepted)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
@@ -539,4 +569,5 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
         parts,
         leaf.when,
         layout.holders,
+        leaf.compared,
     )

@@ -31,7 +31,8 @@ def save(
     step: int | None = None,
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
-    prove: bool = False,
+    prove: bool | None = None,
+    prove_except: str | Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
@@ -51,9 +52,15 @@ def save(
         user: Anything else to be noted, shown by ``shardfast inspect``.
         pickle: Pickle Python values that cannot be said as data. Such a checkpoint runs code when it is loaded, and
             loads only with ``pickle=True``.
-        prove: Compare what ranks hold in common. Ranks that hold the same part of a tensor are taken for replicas, and
-            one of them writes it; with ``prove`` each checksums its copy, and a save of copies that differ fails and
-            names them. It costs one more pass over the state's memory, before it is staged.
+        prove: When ranks compare what they hold in common. Ranks that hold the same part of a tensor are taken for
+            replicas, and share its writing. By default the first save of each layout in a process compares checksums of
+            all copies but those of modules' buffers; copies that differ fail that save, which names them and the ranks.
+            It reads what a rank holds and does not write once more, before the save is staged. ``True`` compares
+            everything, in every save. ``False`` compares nothing. What is not compared is saved as the lowest rank
+            holds it; :attr:`Pending.report` says so under ``"replicas"``. Optimizer state of another shape than its
+            sharded parameter is compared by every save.
+        prove_except: Leaves whose copies may differ: patterns of keys (``"ema"``) or of leaves
+            (``"model/*.running_*"``). They are saved as the lowest rank holds them.
         timeout_s: How long ranks wait for each other.
 
     Raises:
@@ -74,6 +81,7 @@ def save(
         user=user,
         pickle=pickle,
         prove=prove,
+        prove_except=prove_except,
         timeout_s=timeout_s,
         is_waited_for=True,
     )
@@ -87,7 +95,8 @@ def save_async(
     step: int | None = None,
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
-    prove: bool = False,
+    prove: bool | None = None,
+    prove_except: str | Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Begins to save ``state`` and returns. Every rank of the job calls it.
@@ -103,7 +112,18 @@ def save_async(
     everything else by the :class:`Pending`.
     """
     session, describer = _describer(timeout_s)
-    return begin(session, describer, url, state, step=step, user=user, pickle=pickle, prove=prove, timeout_s=timeout_s)
+    return begin(
+        session,
+        describer,
+        url,
+        state,
+        step=step,
+        user=user,
+        pickle=pickle,
+        prove=prove,
+        prove_except=prove_except,
+        timeout_s=timeout_s,
+    )
 
 
 # Each session's last state, as it was described for the plain verbs.
@@ -127,7 +147,8 @@ def begin(
     step: int | None,
     user: Mapping[str, str] | None = None,
     pickle: bool,
-    prove: bool,
+    prove: bool | None,
+    prove_except: str | Sequence[str] = (),
     timeout_s: float,
     is_waited_for: bool = False,
 ) -> Pending:
@@ -140,10 +161,12 @@ def begin(
         for name, note in notes.items():
             if not isinstance(name, str) or not isinstance(note, str):
                 raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
+        if not (prove is None or isinstance(prove, bool)):
+            raise Invalid(f"prove={prove!r}: expected None, True or False; leaves are excepted by prove_except=")
         if pickle:
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
-        said = describer.describe(state, pickle=pickle)
+        said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
         begun = _native.save(
             session,
             place,

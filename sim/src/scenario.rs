@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use shardfast_coord::Topology;
+use shardfast_engine::Prove;
 use shardfast_store::disk::Errno;
 
 use crate::dice::Dice;
@@ -52,7 +53,7 @@ pub(crate) struct Save {
     pub(crate) place: String,
     pub(crate) truth: Truth,
     pub(crate) deadline: Duration,
-    pub(crate) prove: bool,
+    pub(crate) prove: Prove,
     pub(crate) mischief: Option<(u32, Mischief)>,
     /// Whether ranks say afterwards that the state was left alone while it was copied.
     pub(crate) is_vouched_for: bool,
@@ -198,7 +199,7 @@ impl Scenario {
             let again = scenario.saves.last().filter(|_| !overlaps && dice.once_in(3));
             let place = again.map_or_else(|| format!("{run}/step-{number:08}"), |last| last.place.clone());
             let deadline = Duration::from_secs(8 + dice.below(10));
-            let prove = dice.once_in(6);
+            let prove = if dice.once_in(6) { Prove::EverySave } else { Prove::FirstSave };
             let (truth, is_vouched_for) = (truth.clone(), dice.once_in(3));
             scenario.saves.push(Save { place, truth, deadline, prove, mischief: None, is_vouched_for, overlaps });
         }
@@ -212,7 +213,9 @@ impl Save {
         let mischief = dice.pick(&allowed.collect::<Vec<_>>());
         self.mischief = self.truth.culprit(mischief, dice).map(|rank| (rank, mischief));
         // Whoever does not write its replica reads it only to prove it.
-        self.prove |= matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable);
+        if matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable) {
+            self.prove = Prove::EverySave;
+        }
         self.is_vouched_for |= mischief == Mischief::Touched;
     }
 }

@@ -220,7 +220,8 @@ impl Truth {
         }
         let (leaves, providers) = leaves.into_iter().map(|(leaf, providers, _)| (leaf, providers)).unzip();
         let replicas = self.knowing[rank as usize].then(|| Arc::new(replicas));
-        State { catalog: Arc::new(Catalog { leaves }), providers, replicas, is_vouched_for: false, is_waited_for: true }
+        let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
+        State { catalog, providers, replicas, compared, is_vouched_for: false, is_waited_for: true }
     }
 
     fn held(&self, tensor: &Tensor, rank: u32, mischief: Option<Mischief>) -> Held {

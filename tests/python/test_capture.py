@@ -381,6 +381,30 @@ def test_a_write_past_the_hooks_fails_the_save_loudly(tmp_path, caplog):
     sf.save(tmp_path / "third", {"model": model, "optimizer": optimizer})
 
 
+def test_a_write_that_no_counter_counts_fails_the_save(tmp_path, caplog):
+    """Through ``.data`` the version counters stay as they are; the bytes do not."""
+    model, optimizer = make(width=2048)
+    state = {"model": model, "optimizer": optimizer}
+    sf.save(tmp_path / "first", state)
+    pending = sf.save_async(tmp_path / "second", state)
+    versions = [parameter._version for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    assert versions == [parameter._version for parameter in model.parameters()]
+    with pytest.raises(
+        sf.Invalid, match=r"model/layers.*was written while it was being captured, by a way that is not"
+    ):
+        pending.committed()
+    with pytest.raises(sf.NotFound):
+        sf.load(tmp_path / "second", state)
+    # What is written when all is copied does no harm.
+    pending = sf.save_async(tmp_path / "third", state)
+    pending.staged()
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    pending.committed()
+
+
 def test_a_write_is_raised_by_the_next_call_of_a_checkpointer_and_not_by_the_step(tmp_path):
     model, optimizer = make()
     state = {"model": model, "optimizer": optimizer}

@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use shardfast_format::LeafBody;
-use shardfast_plan::Write;
 
 use crate::error::{Error, Result};
 use crate::pending::Progress;
@@ -31,6 +30,15 @@ pub(crate) struct Ahead {
     /// For each leaf of the catalog, where each of its parts begins in the stream.
     starts: Vec<Vec<u64>>,
     slots: Slots,
+}
+
+/// A range of a part's bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Range {
+    pub(crate) leaf: u32,
+    pub(crate) part: u32,
+    pub(crate) at: u64,
+    pub(crate) bytes: u64,
 }
 
 /// The stream's slots, in order.
@@ -85,14 +93,14 @@ impl Ahead {
         Ahead { starts: stream.starts, slots }
     }
 
-    /// The state for a writer of exactly these parts of it: what was copied stands in for what it was copied from.
-    /// What else was copied goes back to the arena.
-    pub(crate) fn over(self, state: &State, writes: &[Write]) -> State {
+    /// The state for who asks for exactly these ranges of it, each once: what was copied stands in for what it was
+    /// copied from. What else was copied goes back to the arena.
+    pub(crate) fn over(self, state: &State, ranges: &[Range]) -> State {
         let Ahead { starts, slots } = self;
-        for write in writes {
-            let start = starts.get(write.leaf as usize).and_then(|starts| starts.get(write.part as usize));
+        for &Range { leaf, part, at, bytes } in ranges {
+            let start = starts.get(leaf as usize).and_then(|starts| starts.get(part as usize));
             // Orders that make no sense are found when they are carried out.
-            let (Some(start), Ok((at, bytes))) = (start, state.extent(write)) else { continue };
+            let Some(start) = start else { continue };
             for (index, _, bytes) in pieces(start + at, bytes) {
                 if let Place::Here { wanted, .. } = &mut *locked(&slots.0[index]) {
                     *wanted += bytes as u64;
@@ -119,6 +127,7 @@ impl Ahead {
             catalog: Arc::clone(&state.catalog),
             providers: state.providers.iter().zip(starts).map(leaf).collect(),
             replicas: state.replicas.clone(),
+            compared: Arc::clone(&state.compared),
             ..*state
         }
     }
@@ -285,6 +294,7 @@ mod tests {
             catalog: Arc::new(Catalog { leaves: vec![leaf("a"), leaf("b")] }),
             providers: vec![provider(1), provider(2)],
             replicas: None,
+            compared: Arc::default(),
             is_vouched_for: false,
             is_waited_for: false,
         }
@@ -306,7 +316,8 @@ mod tests {
         let ahead = stage(&state, &staging, false);
         assert_eq!(kept(&staging), 3);
         // `b` is another rank's to write.
-        let copied = ahead.over(&state, &[Write::whole(0, 0)]);
+        let whole = |leaf: u32| Range { leaf, part: 0, at: 0, bytes: 3 * SLOT_BYTES as u64 / 2 };
+        let copied = ahead.over(&state, &[whole(0)]);
         assert_eq!(kept(&staging), 2);
         let part = &copied.providers[0][0];
         assert!(part.is_settled());
@@ -323,13 +334,13 @@ mod tests {
     #[test]
     fn what_is_not_ahead_is_read_where_it_is() {
         let (state, staging) = (state(), Staging::new(STAGING_BYTES_MIN).unwrap());
-        let writes = [Write::whole(0, 0), Write::whole(1, 0)];
+        let ranges = [0, 1].map(|leaf| Range { leaf, part: 0, at: 0, bytes: 3 * SLOT_BYTES as u64 / 2 });
         for is_heard in [true, false] {
             // Slots for two of three, which only the orders' arrival ends the wait for.
             let looks = AtomicUsize::new(0);
             let heard = |pause: Duration| is_heard || (!pause.is_zero() && looks.fetch_add(1, Ordering::Relaxed) > 0);
             let ahead = Ahead::stage(&state, &staging, &Progress::unheard(), &heard);
-            let copied = ahead.over(&state, &writes);
+            let copied = ahead.over(&state, &ranges);
             let settled: Vec<bool> = copied.providers.iter().flatten().map(|part| part.is_settled()).collect();
             assert_eq!(settled, [!is_heard, false]);
             for (part, content) in copied.providers.iter().flatten().zip([1, 2]) {

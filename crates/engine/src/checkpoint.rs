@@ -153,7 +153,7 @@ mod tests {
     use shardfast_format::Catalog;
 
     use super::*;
-    use crate::{Destination, State, save};
+    use crate::{Destination, Prove, State, save};
 
     #[test]
     fn what_loads_find_out_about_the_storage_is_kept_for_the_next_one() {
@@ -164,10 +164,11 @@ mod tests {
             catalog: Arc::new(Catalog { leaves: Vec::new() }),
             providers: Vec::new(),
             replicas: None,
+            compared: Arc::default(),
             is_vouched_for: false,
             is_waited_for: true,
         };
-        let destination = Destination { url: url.clone(), step: None, user: BTreeMap::new(), prove: false };
+        let destination = Destination { url: url.clone(), step: None, user: BTreeMap::new(), prove: Prove::default() };
         save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
 
         let engine = Engine::solo();

@@ -237,6 +237,7 @@ fn job(source: &Arc<Checkpoint>, path: String, shard: &[Tensor]) -> Result<FileJ
         Arc::new(Stored { source: Arc::clone(source), leaf, bytes, item_bytes })
     };
     Ok(FileJob {
+        is_summed: false,
         path,
         layout: FileLayout::new(&entries, &BTreeMap::new())?,
         providers: shard.iter().map(provider).collect(),
@@ -251,7 +252,7 @@ fn write(
     index: Option<&str>,
     shards: &[Vec<Tensor>],
 ) -> Result<()> {
-    writer::run(store, jobs, staging, &Progress::unheard(), true, Duration::ZERO)?;
+    writer::run(store, jobs, &[], staging, &Progress::unheard(), true, Duration::ZERO)?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     let Some(index) = index else { return Ok(()) };

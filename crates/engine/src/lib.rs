@@ -36,6 +36,7 @@ mod sharing;
 pub mod sink;
 pub mod staging;
 mod stream;
+mod sums;
 pub mod verify;
 mod writer;
 
@@ -49,7 +50,8 @@ pub use load::{Forecast, Loaded, ValueRef, Way};
 pub use locate::{Located, absolute_url, locate, locate_all};
 pub use mapped::{Mapped, View};
 pub use pending::{Pending, Report};
-pub use provider::{Fence, Fences, Memory, Provider, Strided};
+pub use provider::{Fence, Fences, Memory, Provider, SAMPLE_BYTES, Sample, Strided};
+pub use replicas::{Compared, Prove};
 pub use save::{Destination, Pace, State, save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};
 pub use shared::Traffic;

@@ -28,6 +28,8 @@ pub struct Report {
     pub bytes_written: u64,
     /// Data files that this rank wrote.
     pub files_written: u64,
+    /// Whether what several ranks hold was compared; empty before that is known.
+    pub replicas: &'static str,
     /// Why staging memory that was to be page-locked for a device is not: copies from it are slower then.
     pub page_lock_failure: Option<String>,
 }
@@ -213,6 +215,11 @@ impl Progress {
     pub(crate) fn staged_in(&self, staging: &Staging) {
         let failure = staging.page_lock_failure();
         self.shared.lock().report.page_lock_failure = failure;
+    }
+
+    /// Whether what several ranks hold is compared.
+    pub(crate) fn compared(&self, outcome: &'static str) {
+        self.shared.lock().report.replicas = outcome;
     }
 
     /// This rank wrote these data files.

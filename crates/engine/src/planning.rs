@@ -13,6 +13,7 @@ mod values;
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
@@ -20,10 +21,10 @@ use crate::agree::Operation;
 use crate::commit::ValueFiles;
 use crate::error::{Error, Kind, Result};
 
-pub(crate) use opening::{KnownFiles, PlannedAll};
+pub(crate) use opening::{KnownFiles, PlannedAll, Standing};
 pub(crate) use values::{Value, ValueOrders, agree_values};
 
-use opening::{Answer, Opening, Told};
+use opening::{Answer, Holdings, Opening, Told};
 
 /// Names a plan of all ranks, or what rank 0 found of their values: the number of the operation that it was made in,
 /// which makes one at most. So all ranks say it in the same few bytes.
@@ -48,7 +49,10 @@ struct Planned {
     id: PlanId,
     catalog: Arc<Catalog>,
     replicas: Option<Arc<Replicas>>,
+    rules: Arc<Rules>,
     writes: Arc<Vec<Write>>,
+    /// Whether a save of it has found the ranks' replicas equal.
+    is_proven: bool,
     /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
     is_known: bool,
     values: Option<Arc<values::Remembered>>,
@@ -62,6 +66,8 @@ pub(crate) struct Orders {
     pub(crate) id: PlanId,
     /// The parts to write, of the rank's catalog.
     pub(crate) writes: Arc<Vec<Write>>,
+    /// What is known of its replicas.
+    pub(crate) standing: Standing,
     /// Whether rank 0 remembers how this plan's files look.
     pub(crate) is_known: bool,
     values: Option<Arc<values::Remembered>>,
@@ -72,6 +78,8 @@ pub(crate) struct Orders {
 /// The writes that a rank begins with, and what they rest on.
 pub(crate) struct Draft {
     pub(crate) writes: Arc<Vec<Write>>,
+    /// The remembered plan that it is, if a save of that has found the ranks' replicas equal.
+    pub(crate) proven: Option<PlanId>,
     opening: Opening,
 }
 
@@ -82,6 +90,22 @@ pub(crate) struct Planning<'a> {
     pub(crate) catalog: &'a Arc<Catalog>,
     /// Who else does, where that is known.
     pub(crate) replicas: Option<&'a Arc<Replicas>>,
+    pub(crate) rules: Arc<Rules>,
+}
+
+/// What a save does with the replicas of a rank's leaves. Indices of its catalog, ascending.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Rules {
+    /// The leaves whose copies may differ: ranks do not share the writing of a region.
+    pub(crate) unshared: Vec<u32>,
+    /// The leaves whose copies every save compares.
+    pub(crate) always: Vec<u32>,
+}
+
+impl Rules {
+    pub(crate) fn compares_always(&self) -> bool {
+        !self.always.is_empty()
+    }
 }
 
 impl Planning<'_> {
@@ -91,23 +115,36 @@ impl Planning<'_> {
     /// # Errors
     /// `Invalid` when the replicas contradict themselves or the catalog.
     pub(crate) fn draft(&self) -> Result<Option<Draft>> {
-        let Planning { operation, catalog, replicas } = *self;
+        let Planning { operation, catalog, replicas, ref rules } = *self;
         if let Some(planned) = operation.memory().mine.clone()
-            && planned.is_of(catalog, replicas)
+            && planned.is_of(catalog, replicas, rules)
         {
-            return Ok(Some(Draft { writes: planned.writes, opening: Opening::Same { id: planned.id } }));
+            let (proven, opening) = (planned.is_proven.then_some(planned.id), Opening::Same { id: planned.id });
+            return Ok(Some(Draft { writes: planned.writes, proven, opening }));
         }
         let (rank, world) = (operation.engine.rank(), operation.engine.world());
         let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
         let local = match replicas {
-            _ if world == 1 => shardfast_plan::local(catalog, &alone(), rank, world)?,
+            _ if world == 1 => shardfast_plan::local_unshared(catalog, &rules.unshared, &alone(), rank, world)?,
             Some(replicas) if operation.memory().disproved.as_ref() != Some(replicas) => {
-                shardfast_plan::local(catalog, replicas, rank, world)?
+                shardfast_plan::local_unshared(catalog, &rules.unshared, replicas, rank, world)?
             }
             _ => None,
         };
-        Ok(local
-            .map(|local| Draft { writes: Arc::new(local.writes), opening: Opening::Local { claims: local.claims } }))
+        Ok(local.map(|local| {
+            let opening = Opening::Local { claims: local.claims, compares_always: rules.compares_always() };
+            Draft { writes: Arc::new(local.writes), proven: None, opening }
+        }))
+    }
+
+    /// The last plan of which a save has found the ranks' replicas equal, and what this rank held then.
+    pub(crate) fn last_proven(&self) -> Option<(PlanId, Arc<Catalog>)> {
+        let mine = self.operation.memory().mine.clone();
+        mine.filter(|planned| planned.is_proven).map(|planned| (planned.id, planned.catalog))
+    }
+
+    fn holdings(&self) -> Holdings {
+        Holdings { catalog: (**self.catalog).clone(), rules: (*self.rules).clone() }
     }
 
     /// Agrees with all ranks on who writes which parts. `draft` is what this rank begins with, or its failure; `admit`
@@ -119,16 +156,16 @@ impl Planning<'_> {
     pub(crate) fn agree(&self, draft: Result<Option<Draft>>, admit: impl FnOnce() -> Result<()>) -> Result<Orders> {
         let (mut drafted, mut is_local) = (None, false);
         let first = draft.map(|draft| match draft {
-            Some(Draft { writes, opening }) => {
+            Some(Draft { writes, opening, .. }) => {
                 is_local = matches!(opening, Opening::Local { .. });
                 drafted = Some(writes);
                 opening
             }
-            None => Opening::Ask { catalog: (**self.catalog).clone() },
+            None => Opening::Ask(self.holdings()),
         });
         let mut all = None;
         let agreed = self.open(first, drafted.as_ref(), admit, &mut all);
-        let (id, writes) = agreed.inspect_err(|error| {
+        let (id, writes, standing) = agreed.inspect_err(|error| {
             // What was no plan of all ranks once is none the next time either.
             let mut memory = self.operation.memory();
             memory.mine = None;
@@ -136,7 +173,7 @@ impl Planning<'_> {
                 memory.disproved = self.replicas.cloned();
             }
         })?;
-        Ok(self.remembered(id, writes, all))
+        Ok(self.remembered(id, writes, standing, all))
     }
 
     /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan
@@ -147,19 +184,19 @@ impl Planning<'_> {
         drafted: Option<&Arc<Vec<Write>>>,
         admit: impl FnOnce() -> Result<()>,
         all: &mut Option<Arc<PlannedAll>>,
-    ) -> Result<(PlanId, Arc<Vec<Write>>)> {
+    ) -> Result<(PlanId, Arc<Vec<Write>>, Standing)> {
         let mut admit = Some(admit);
         let mut answer = self.operation.agree("open", first, |openings| {
             admit.take().map_or(Ok(()), |admit| admit())?;
             opening::decide(self.operation, &openings, all)
         })?;
         if let Answer::Tell = answer {
-            let told = Told { catalog: (**self.catalog).clone(), writes: drafted.map(|writes| (**writes).clone()) };
+            let told = Told { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
             answer = self
                 .operation
                 .agree("plan", Ok(told), |told| opening::decide_told(self.operation.number(), told, all))?;
         }
-        let Answer::Go { id, writes } = answer else {
+        let Answer::Go { id, writes, standing } = answer else {
             return Err(Error::internal("rank 0 asked twice for the same catalogs"));
         };
         let writes = match (writes.map(Arc::new), drafted) {
@@ -168,11 +205,17 @@ impl Planning<'_> {
             (Some(writes), Some(drafted)) if writes == *drafted => writes,
             _ => return Err(Error::internal("rank 0 orders something else than this rank has drafted, or nothing")),
         };
-        Ok((id, writes))
+        Ok((id, writes, standing))
     }
 
     /// The orders of that plan, with what is remembered of it already.
-    fn remembered(&self, id: PlanId, writes: Arc<Vec<Write>>, all: Option<Arc<PlannedAll>>) -> Orders {
+    fn remembered(
+        &self,
+        id: PlanId,
+        writes: Arc<Vec<Write>>,
+        standing: Standing,
+        all: Option<Arc<PlannedAll>>,
+    ) -> Orders {
         let mut memory = self.operation.memory();
         if let Some(all) = &all {
             memory.all.retain(|known| known.id != all.id);
@@ -186,14 +229,17 @@ impl Planning<'_> {
                 id,
                 catalog: Arc::clone(self.catalog),
                 replicas: self.replicas.cloned(),
+                rules: Arc::clone(&self.rules),
                 writes: Arc::clone(&writes),
+                is_proven: false,
                 is_known: false,
                 values: None,
                 value_files: Vec::new(),
             },
         };
         let planned = memory.mine.insert(planned);
-        Orders { id, writes, is_known: planned.is_known, values: planned.values.clone(), all }
+        planned.is_proven = standing.is_proven;
+        Orders { id, writes, standing, is_known: planned.is_known, values: planned.values.clone(), all }
     }
 }
 
@@ -216,9 +262,15 @@ pub(crate) fn committed(operation: &Operation, orders: &Orders) {
     operation.remember(orders.id, |planned| planned.is_known = true);
 }
 
+/// Remembers that the ranks' replicas were equal in a save of these orders: rank 0 does, too.
+pub(crate) fn proven(operation: &Operation, orders: &Orders) {
+    operation.remember(orders.id, |planned| planned.is_proven = true);
+}
+
 impl Planned {
-    fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>) -> bool {
-        (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
+    fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>, rules: &Rules) -> bool {
+        *self.rules == *rules
+            && (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
             && self.replicas.as_ref() == replicas
     }
 }

@@ -1,8 +1,9 @@
 //! Where a save's bytes come from. The data path never asks what they mean.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use shardfast_format::BLOCK_BYTES;
+use shardfast_format::{BLOCK_BYTES, Crc64, crc64};
 use smallvec::SmallVec;
 
 use crate::copy;
@@ -29,9 +30,23 @@ pub trait Provider: Send + Sync {
         self.fill(at, out, fences)
     }
 
+    /// The CRC-64 of `bytes` bytes from `at` on; the range lies inside the stream. `slot` is a slot of staging memory
+    /// through which they may pass.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill).
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        sum_through(self, at, bytes, slot)
+    }
+
     /// Whether the source may change before the save is staged: its bytes are captured first, and
     /// [`Pending::captured`](crate::Pending::captured) waits for them.
     fn is_urgent(&self) -> bool {
+        false
+    }
+
+    /// Whether what was copied was found not to be what was there when the save was begun.
+    fn is_torn(&self) -> bool {
         false
     }
 
@@ -40,6 +55,20 @@ pub trait Provider: Send + Sync {
     fn is_settled(&self) -> bool {
         false
     }
+}
+
+/// [`Provider::sum`] of what is copied to `through` first, as much at a time as fits there.
+fn sum_through(of: &(impl Provider + ?Sized), at: u64, bytes: u64, through: &mut [u8]) -> Result<u64> {
+    let (mut crc, mut done) = (Crc64::new(), 0);
+    while done < bytes {
+        let piece = (bytes - done).min(through.len() as u64);
+        let (out, mut fences) = (&mut through[..piece as usize], Fences::default());
+        of.fill(at + done, out, &mut fences)?;
+        fences.wait()?;
+        crc.update(out);
+        done += piece;
+    }
+    Ok(crc.finish())
 }
 
 /// Copies that a device has been told to make.
@@ -113,8 +142,16 @@ impl Provider for Run {
         self.of.fill_blocks(self.at + at, out, crcs, fences)
     }
 
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        self.of.sum(self.at + at, bytes, slot)
+    }
+
     fn is_urgent(&self) -> bool {
         self.of.is_urgent()
+    }
+
+    fn is_torn(&self) -> bool {
+        self.of.is_torn()
     }
 
     fn is_settled(&self) -> bool {
@@ -180,7 +217,7 @@ impl Strided {
     }
 
     /// Where the byte `at` of the row-major bytes lies, and how many follow it there in one run.
-    fn run_at(&self, at: u64) -> Option<(usize, usize)> {
+    pub fn run_at(&self, at: u64) -> Option<(usize, usize)> {
         let mut found = None;
         let left = self.total_bytes().checked_sub(at)?;
         self.for_each_run(at, self.runs().0.min(left), |address, _, bytes| _ = found.get_or_insert((address, bytes)));
@@ -225,6 +262,10 @@ impl Strided {
     }
 }
 
+/// What passes through the cache to be summed: a request to the kernel costs little by then (0.08 s per GB; 0.09 with
+/// 64 KiB), and it is still in the cache when it is summed.
+const NEAR_BYTES: usize = 256 << 10;
+
 /// Runs that one request to the kernel reads: below `IOV_MAX`.
 const RUNS_MAX: usize = 512;
 
@@ -233,7 +274,21 @@ const RUNS_MAX: usize = 512;
 pub struct Memory {
     block: Strided,
     is_guarded: bool,
+    samples: Vec<Sample>,
+    is_torn: AtomicBool,
 }
+
+/// Eight bytes of a block as they were when a save was begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sample {
+    /// Where they begin in the block's row-major bytes.
+    pub at: u64,
+    /// They themselves.
+    pub bytes: [u8; SAMPLE_BYTES],
+}
+
+/// Bytes of a [`Sample`].
+pub const SAMPLE_BYTES: usize = 8;
 
 impl Memory {
     /// The block as a provider.
@@ -243,7 +298,7 @@ impl Memory {
     /// was given this provider is staged or has failed.
     #[allow(unsafe_code)] // the one way in for foreign memory to be read
     pub unsafe fn new(block: Strided) -> Memory {
-        Memory { block, is_guarded: false }
+        Memory { block, is_guarded: false, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
     /// The block as a provider that the save reads while the program goes on. It is read by the kernel, which costs a
@@ -255,10 +310,29 @@ impl Memory {
     /// [`State::is_vouched_for`](crate::State)), so that what was read is never used.
     #[allow(unsafe_code)]
     pub unsafe fn guarded(block: Strided) -> Memory {
-        Memory { block, is_guarded: true }
+        Memory { block, is_guarded: true, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
-    /// Fills through `process_vm_readv(2)` of this process itself; whether the kernel offers that.
+    /// The same, and whether what is read agrees with these samples tells whether it [is torn](Provider::is_torn).
+    #[must_use]
+    pub fn sampled(self, samples: Vec<Sample>) -> Memory {
+        Memory { samples, ..self }
+    }
+
+    /// Looks whether `out`, the bytes from `at` on, agrees with the samples that it holds all of.
+    fn compare(&self, at: u64, out: &[u8]) {
+        for sample in &self.samples {
+            let from = sample.at.checked_sub(at).map(|from| from as usize);
+            let found = from.and_then(|from| out.get(from..from.checked_add(SAMPLE_BYTES)?));
+            if found.is_some_and(|found| *found != sample.bytes) {
+                self.is_torn.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Fills through `process_vm_writev(2)` of this process to itself; whether the kernel offers that. It pins the
+    /// pages of the side that is called remote, which costs more than the copy: here those are of `out`, which the
+    /// cache holds, and not of the tensor (0.08 s per GB instead of 0.13 with `process_vm_readv`).
     #[allow(unsafe_code)]
     fn fill_guarded(&self, at: u64, out: &mut [u8]) -> Result<bool> {
         let mut runs: Vec<libc::iovec> = Vec::new();
@@ -269,7 +343,7 @@ impl Memory {
             let to = libc::iovec { iov_base: out[done..done + bytes].as_mut_ptr().cast(), iov_len: bytes };
             done += bytes;
             // SAFETY: the kernel writes `to`, which is ours alone, and checks every address that it reads.
-            let read = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, runs.as_ptr(), runs.len() as u64, 0) };
+            let read = unsafe { libc::process_vm_writev(libc::getpid(), runs.as_ptr(), runs.len() as u64, &to, 1, 0) };
             if read != bytes as isize {
                 let reason = if read < 0 {
                     std::io::Error::last_os_error()
@@ -306,6 +380,7 @@ impl Provider for Memory {
     #[allow(unsafe_code)]
     fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         if self.is_guarded && self.fill_guarded(at, out)? {
+            self.compare(at, out);
             return Ok(());
         }
         self.block.for_each_run(at, out.len() as u64, |address, position, bytes| {
@@ -315,6 +390,7 @@ impl Provider for Memory {
                 std::ptr::copy_nonoverlapping(address as *const u8, out[position..position + bytes].as_mut_ptr(), bytes)
             }
         });
+        self.compare(at, out);
         Ok(())
     }
 
@@ -342,6 +418,25 @@ impl Provider for Memory {
         }
         copy::settle();
         Ok(())
+    }
+
+    fn is_torn(&self) -> bool {
+        self.is_torn.load(Ordering::Relaxed)
+    }
+
+    /// What the kernel reads, or what is scattered, passes through memory that stays in the cache.
+    #[allow(unsafe_code)]
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        match self.block.run_at(at).filter(|run| !self.is_guarded && run.1 as u64 >= bytes) {
+            // SAFETY: the run lies inside the block, which `Memory::new`'s caller keeps readable and unchanged.
+            Some((address, _)) => {
+                Ok(crc64(unsafe { std::slice::from_raw_parts(address as *const u8, bytes as usize) }))
+            }
+            None => {
+                let near = slot.len().min(NEAR_BYTES);
+                sum_through(self, at, bytes, &mut slot[..near])
+            }
+        }
     }
 }
 
@@ -412,6 +507,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn samples_tell_whether_memory_was_written_since() {
+        let mut data: Vec<u32> = (0..100_000).collect();
+        let view = Strided::new(data.as_ptr() as usize, &[100_000], &[4], 4);
+        let sample =
+            |at: u64| Sample { at, bytes: std::array::from_fn(|i| data[(at as usize + i) / 4].to_le_bytes()[i % 4]) };
+        let samples = vec![sample(8), sample(200_000)];
+        // SAFETY: `data` outlives the provider; it is written while nothing reads.
+        let memory = |samples| unsafe { Memory::guarded(view.clone()) }.sampled(samples);
+        let unchanged = memory(samples.clone());
+        assert_eq!(stream(&unchanged).len(), 400_000);
+        unchanged.sum(3, 399_990, &mut vec![0; 1 << 20]).unwrap();
+        assert!(!unchanged.is_torn());
+        data[50_001] += 1;
+        let [blocks, sums, elsewhere] = std::array::from_fn(|_| memory(samples.clone()));
+        blocks.fill_blocks(0, &mut vec![0; 400_000], &mut [None; 7], &mut Fences::default()).unwrap();
+        sums.sum(131_072, 131_072, &mut vec![0; 1 << 20]).unwrap();
+        elsewhere.fill(0, &mut vec![0; 200_004], &mut Fences::default()).unwrap();
+        assert_eq!([blocks.is_torn(), sums.is_torn(), elsewhere.is_torn()], [true, true, false]);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use smallvec::smallvec;
 
 use crate::ablation;
 use crate::agree::{Engine, Operation};
-use crate::ahead::Ahead;
+use crate::ahead::{Ahead, Range};
 use crate::background;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::contents;
@@ -32,8 +32,9 @@ use crate::error::{Error, Result, retry_within};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
-use crate::replicas;
-use crate::writer::{self, FileJob};
+use crate::replicas::{self, Compared, Copies, Prove, Scope};
+use crate::sums::Summed;
+use crate::writer::{self, FileJob, Written};
 
 /// What one rank gives to a save.
 pub struct State {
@@ -43,6 +44,8 @@ pub struct State {
     pub providers: Vec<Vec<Arc<dyn Provider>>>,
     /// Which ranks hold the same parts of each leaf; `None` when that is not known.
     pub replicas: Option<Arc<Replicas>>,
+    /// For each leaf when the ranks' replicas of it are compared; of leaves beyond its end at the first save.
+    pub compared: Arc<Vec<Compared>>,
     /// Whether the caller lets the providers' memory be written only after the save is staged, and looks afterwards
     /// whether everybody kept to it: the save commits only after it has said so with [`Pending::vouch`].
     pub is_vouched_for: bool,
@@ -68,8 +71,8 @@ pub struct Destination {
     pub step: Option<u64>,
     /// Whatever the user wants noted.
     pub user: BTreeMap<String, String>,
-    /// Whether replicas are compared: ranks that hold the same region with different bytes fail the save.
-    pub prove: bool,
+    /// Which replicas are compared: ranks that hold the same region with different bytes fail the save.
+    pub prove: Prove,
 }
 
 /// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
@@ -116,7 +119,11 @@ fn begin(
     state: impl FnOnce() -> State + Send + 'static,
     deadline: Duration,
 ) -> Pending {
-    let how = if destination.prove { ", replicas proven" } else { "" };
+    let how = match destination.prove {
+        Prove::Nothing => ", replicas not compared",
+        Prove::FirstSave => "",
+        Prove::EverySave => ", all replicas compared",
+    };
     let operation = engine.begin(format!("save {}{how}", destination.url), deadline);
     // While the caller waits for what is urgent, nothing has to go first.
     let background = (pace.gives_way && !pace.is_urgent).then_some(&engine.background);
@@ -144,17 +151,21 @@ fn run(
         let store = store.as_ref().map_err(Error::clone)?;
         retry_within(operation.deadline(), || None, || commit::admit(&**store, destination))
     };
-    let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref() };
+    let mut scope = Scope::of(&state, destination.prove, operation.engine.world());
+    let rules = Arc::clone(&scope.rules);
+    let planning = Planning { operation, catalog: &state.catalog, replicas: state.replicas.as_ref(), rules };
+    let before = planning.last_proven();
     let draft = ready.and_then(|()| planning.draft());
     let drafted = draft.as_ref().ok().and_then(|draft| draft.as_ref().map(|draft| Arc::clone(&draft.writes)));
+    scope.remember(before, draft.as_ref().ok().and_then(|draft| draft.as_ref()?.proven));
     if drafted.is_some() {
         progress.mark("planned");
     }
     let is_sound = draft.is_ok();
 
-    let (agreed, written) = std::thread::scope(|scope| {
+    let (agreed, written) = std::thread::scope(|threads| {
         let (orders, planned) = bounded(1);
-        let agreement = scope.spawn(|| {
+        let agreement = threads.spawn(|| {
             let agreed = planning.agree(draft, admit);
             let _ = orders.send(agreed.as_ref().map(|orders| Arc::clone(&orders.writes)).map_err(Error::clone));
             drop(orders);
@@ -165,7 +176,6 @@ fn run(
             agreed.inspect_err(|error| progress.cancel(error))
         });
         let staging = &operation.engine.staging;
-        let checksums = (is_sound && destination.prove).then(|| replicas::checksums(&state, staging, progress));
         // Without a draft nothing can be written before the others were heard; but copied.
         let ahead = (is_sound && drafted.is_none() && !state.is_waited_for)
             .then(|| Ahead::stage(&state, staging, progress, &|pause| is_heard(&planned, pause)));
@@ -176,12 +186,13 @@ fn run(
                 std::thread::yield_now();
             }
             let store = store.as_deref().map_err(Error::clone)?;
-            let copied = ahead.map(|ahead| ahead.over(&state, &writes));
+            let unwritten = scope.unwritten(&state.catalog, &writes);
+            let copied = ahead.map(|ahead| ahead.over(&state, &[state.ranges(&writes), unwritten.clone()].concat()));
             let source = copied.as_ref().unwrap_or(&state);
-            let written =
-                Batch::bind(operation, source, &writes, &[]).write(operation, store, progress, state.is_waited_for);
+            let batch = Batch::bind(operation, source, &writes, &[]).summing(replicas::summed(source, &unwritten));
+            let written = batch.write(operation, store, progress, state.is_waited_for);
             progress.mark("written");
-            Ok((written, checksums))
+            Ok((written, unwritten))
         });
         (agreement.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
     });
@@ -192,10 +203,9 @@ fn run(
         }
     })?;
     let store = store?;
-    let (mut written, checksums) = written?;
-    if let Some(checksums) = checksums {
-        replicas::prove(operation, &state.catalog, checksums).inspect_err(|_| written.discard(&*store))?;
-    }
+    let (mut written, unwritten) = written?;
+    let confirmed = confirm(operation, &state, &scope, &orders, &mut written, &unwritten, progress);
+    confirmed.inspect_err(|_| written.discard(&*store))?;
     let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
     let values_written = Batch::bind(operation, &state, &mine, &written.shapes).write(
         operation,
@@ -203,11 +213,6 @@ fn run(
         &Progress::unheard(),
         state.is_waited_for,
     );
-    // Of a save that has failed already nobody says anything: it was never staged.
-    if state.is_vouched_for && written.failure.is_none() {
-        // Half the time: the other ranks are waiting for this one to say how it went.
-        written.fail_unless(progress.vouched(operation.deadline() / 2));
-    }
     progress.mark("durable");
     progress.wrote(&written.shapes);
     progress.wrote(&values_written.shapes);
@@ -226,6 +231,34 @@ fn run(
     Ok(())
 }
 
+/// Waits until the caller says that the memory was left alone, then compares replicas where these orders ask for it.
+///
+/// # Errors
+/// As [`replicas::prove`]. What the caller says becomes the failure of what was `written`.
+fn confirm(
+    operation: &Operation,
+    state: &State,
+    scope: &Scope,
+    orders: &Orders,
+    written: &mut Writing,
+    unwritten: &[Range],
+    progress: &Progress,
+) -> Result<()> {
+    // Of a save that has failed already nobody says anything: it was never staged.
+    if state.is_vouched_for && written.failure.is_none() {
+        // Half the time: the other ranks are waiting for this one to say how it went.
+        written.fail_unless(progress.vouched(operation.deadline() / 2).and_then(|()| state.expect_whole()));
+    }
+    progress.compared(scope.outcome(orders));
+    if !scope.compares(orders) {
+        return Ok(());
+    }
+    let copies = written.copies(state, scope, unwritten).map_err(|error| progress.told(error));
+    replicas::prove(operation, orders, state.replicas.as_deref(), copies)?;
+    progress.mark("compared");
+    Ok(())
+}
+
 /// Whether the orders are there, or will never be, within that time.
 fn is_heard<T>(orders: &Receiver<T>, within: Duration) -> bool {
     let mut arrival = Select::new();
@@ -240,6 +273,8 @@ fn unheard() -> Error {
 /// Files of this rank that are written together.
 struct Batch {
     jobs: Result<Vec<FileJob>>,
+    /// What is read beside, to be summed.
+    summed: Option<Vec<Summed>>,
     shapes: Vec<FileShape>,
     placed: Vec<Placed>,
 }
@@ -258,9 +293,21 @@ impl Batch {
     /// Lays out the files for these parts and values, one for each key of the state, and says where each will lie.
     /// `earlier` are this rank's files before these.
     fn bind(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Batch {
-        let mut batch = Batch { jobs: Ok(Vec::new()), shapes: Vec::new(), placed: Vec::with_capacity(writes.len()) };
+        let placed = Vec::with_capacity(writes.len());
+        let mut batch = Batch { jobs: Ok(Vec::new()), summed: None, shapes: Vec::new(), placed };
         batch.jobs = batch.laid_out(operation, state, writes, earlier);
         batch
+    }
+
+    /// Sums what is written, and this, while it is written.
+    fn summing(mut self, summed: Result<Vec<Summed>>) -> Batch {
+        let (jobs, summed) = match (self.jobs, summed) {
+            (Ok(jobs), Ok(summed)) => (Ok(jobs), Some(summed)),
+            (Err(error), _) | (_, Err(error)) => (Err(error), None),
+        };
+        let jobs = jobs.map(|jobs| jobs.into_iter().map(|job| FileJob { is_summed: true, ..job }).collect());
+        (self.jobs, self.summed) = (jobs, summed);
+        self
     }
 
     fn laid_out(
@@ -297,7 +344,7 @@ impl Batch {
                 self.shapes.push(FileShape { key: key.to_owned(), index, bytes, data_start });
                 let path = data_file(key, &attempt, rank, index)?;
                 let names = writes.iter().map(|write| leaves[write.leaf as usize].name.to_string()).collect();
-                jobs.push(FileJob { path, layout, providers, names });
+                jobs.push(FileJob { path, layout, providers, names, is_summed: false });
             }
         }
         Ok(jobs)
@@ -306,28 +353,24 @@ impl Batch {
     /// Writes the files and makes them durable, contents first, then names.
     fn write(self, operation: &Operation, store: &dyn Store, progress: &Progress, is_waited_for: bool) -> Writing {
         let paths = self.jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
-        let header_crcs = self.jobs.and_then(|jobs| {
+        let summed = self.summed.unwrap_or_default();
+        let written = self.jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
-                let header_crcs = writer::run(
-                    store,
-                    &jobs,
-                    &operation.engine.staging,
-                    progress,
-                    is_waited_for,
-                    operation.deadline(),
-                )?;
+                let staging = &operation.engine.staging;
+                let written =
+                    writer::run(store, &jobs, &summed, staging, progress, is_waited_for, operation.deadline())?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
-                Ok(header_crcs)
+                Ok(written)
             }));
             files.unwrap_or_else(|panic| Err(panicked(&*panic)))
         });
-        let (header_crcs, failure) = match header_crcs {
-            Ok(header_crcs) => (header_crcs, None),
-            Err(error) => (Vec::new(), Some(error)),
+        let (written, failure) = match written {
+            Ok(written) => (written, None),
+            Err(error) => (Written::default(), Some(error)),
         };
-        Writing { shapes: self.shapes, placed: self.placed, header_crcs, failure, paths }
+        Writing { shapes: self.shapes, placed: self.placed, written, failure, paths }
     }
 }
 
@@ -335,7 +378,7 @@ impl Batch {
 struct Writing {
     shapes: Vec<FileShape>,
     placed: Vec<Placed>,
-    header_crcs: Vec<u64>,
+    written: Written,
     failure: Option<Error>,
     /// Files that may be there.
     paths: Vec<String>,
@@ -351,6 +394,22 @@ impl Writing {
     /// The files with their sizes; both are in the order in which the files were laid out.
     fn files(&self) -> Vec<(String, u64)> {
         self.paths.iter().cloned().zip(self.shapes.iter().map(|file| file.bytes)).collect()
+    }
+
+    /// The checksums of what was written and of what was read beside.
+    ///
+    /// # Errors
+    /// What kept this rank from having them.
+    fn copies<'a>(&self, state: &'a State, scope: &'a Scope, unwritten: &[Range]) -> Result<Copies<'a>> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let Written { entry_crcs, sums, .. } = &self.written;
+        // Parts were placed file by file, in the order of the entries.
+        let writes: Vec<Write> = self.placed.iter().map(|placed| placed.write).collect();
+        let crcs = entry_crcs.iter().flatten().chain(sums).copied();
+        let ranges = state.ranges(&writes).into_iter().chain(unwritten.iter().copied()).zip(crcs);
+        Ok(Copies::new(&state.catalog, scope, ranges))
     }
 
     fn discard(&self, store: &dyn Store) {
@@ -373,7 +432,8 @@ fn receipt(
         return Err(error);
     }
     commit::still_there(store, &files, operation.deadline())?;
-    let header_crcs = tensors.header_crcs.iter().chain(&values.header_crcs).map(|crc| crc.to_le_bytes()).collect();
+    let header_crcs =
+        tensors.written.header_crcs.iter().chain(&values.written.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
     placed.sort_by_key(|placed| placed.write);
     let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
@@ -492,8 +552,23 @@ impl State {
         }
     }
 
+    /// The bytes of a range of a part.
+    pub(crate) fn range(&self, range: &Range) -> Result<Arc<dyn Provider>> {
+        let of = self.provider(&Write::whole(range.leaf, range.part))?;
+        Ok(Arc::new(Run::new(of, range.at, range.bytes)))
+    }
+
+    /// Where that lies which is to be written, as far as the orders make sense.
+    fn ranges(&self, writes: &[Write]) -> Vec<Range> {
+        let of = |write: &Write| {
+            let (at, bytes) = self.extent(write).ok()?;
+            Some(Range { leaf: write.leaf, part: write.part, at, bytes })
+        };
+        writes.iter().filter_map(of).collect()
+    }
+
     /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
-    pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
+    fn extent(&self, write: &Write) -> Result<(u64, u64)> {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         match &leaf.body {
             LeafBody::Tensor { dtype, parts, .. } => {
@@ -534,6 +609,20 @@ impl State {
             }
         }
         Ok(())
+    }
+
+    /// That what was copied is what was there when the save was begun, as far as samples tell.
+    fn expect_whole(&self) -> Result<()> {
+        let torn = self.catalog.leaves.iter().zip(&self.providers);
+        let mut torn = torn.filter(|(_, providers)| providers.iter().any(|provider| provider.is_torn()));
+        let Some((first, _)) = torn.next() else { return Ok(()) };
+        let more = torn.count();
+        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        Err(Error::invalid(format!(
+            "{}{more} was written while it was being captured, by a way that is not announced: wait for staged() of \
+             the save before changing tensors in other ways than by a step of their optimizer",
+            first.name
+        )))
     }
 
     /// SHA-256 of every encoded value, in the catalog's order.

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded, unbounded};
-use shardfast_format::{BLOCK_BYTES, FileLayout, crc64};
+use shardfast_format::{BLOCK_BYTES, FileLayout, crc64, crc64_joined};
 use shardfast_store::{Kind as StoreKind, Next, ObjectWriter, Store, Write, Writes};
 use smallvec::SmallVec;
 
@@ -25,6 +25,7 @@ use crate::error::{Error, GLANCE, Result, Tries, retry_within};
 use crate::pending::Progress;
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
+use crate::sums::{self, Part, Piece, Summed, Sums};
 
 /// Filled slots that wait for the store while somebody waits for the save: running further ahead brings its end no
 /// nearer, and touches memory that is in no cache or was never used.
@@ -40,25 +41,40 @@ pub(crate) struct FileJob {
     pub(crate) providers: Vec<Arc<dyn Provider>>,
     /// What messages call them.
     pub(crate) names: Vec<String>,
+    /// Whether the CRC-64 of each entry is wanted, too.
+    pub(crate) is_summed: bool,
+}
+
+/// What writing gave.
+#[derive(Default)]
+pub(crate) struct Written {
+    /// The checksum of each file's header.
+    pub(crate) header_crcs: Vec<u64>,
+    /// Of each file that is summed, the checksum of each entry.
+    pub(crate) entry_crcs: Vec<Vec<u64>>,
+    /// The checksums of what was to be summed beside.
+    pub(crate) sums: Vec<u64>,
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
 /// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it
 /// copies as fast as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as
-/// the store. Nothing is tried again for longer than `patience`. Gives the checksum of each file's header.
+/// the store. Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what
+/// is copied does.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
 pub(crate) fn run(
     store: &dyn Store,
     jobs: &[FileJob],
+    summed: &[Summed],
     staging: &Arc<Staging>,
     progress: &Progress,
     is_waited_for: bool,
     patience: Duration,
-) -> Result<Vec<u64>> {
+) -> Result<Written> {
     let again = Again { progress, patience };
-    let mut files = Vec::with_capacity(jobs.len());
+    let mut files: Vec<File<'_>> = Vec::with_capacity(jobs.len());
     for job in jobs {
         let mut was_tried = false;
         let object = again.retry(|| create(store, job, std::mem::replace(&mut was_tried, true)))?;
@@ -70,13 +86,16 @@ pub(crate) fn run(
             )));
         }
         let crcs = (0..job.layout.blocks).map(|_| AtomicU64::new(0)).collect();
-        files.push(File { job, object, crcs });
+        files.push(File { job, object, crcs, parts: Mutex::default() });
     }
-    let run = Run { files: &files, chunks: chunks(jobs), next: AtomicUsize::new(0), failure: Failure::default() };
+    let (next, sums) = (AtomicUsize::new(0), Sums::new(summed));
+    let run = Run { files: &files, chunks: chunks(jobs), sums, next, failure: Failure::default() };
     fill_and_write(store, &run, staging, again, is_waited_for);
     progress.staged_in(staging);
     run.failure.into_result()?;
-    finish(files, staging, again)
+    let sums = run.sums.into_crcs();
+    let entry_crcs = files.iter_mut().filter(|file| file.job.is_summed).map(File::entry_crcs).collect();
+    Ok(Written { header_crcs: finish(files, staging, again)?, entry_crcs, sums })
 }
 
 /// Creates a file. Who is patient gives it a name that nobody else has: where it `was_tried` and the name is taken,
@@ -109,6 +128,18 @@ struct File<'a> {
     job: &'a FileJob,
     object: Box<dyn ObjectWriter>,
     crcs: Vec<AtomicU64>,
+    /// Of each piece of an entry that was filled, if entries are summed: the entry, and which part of it this is.
+    parts: Mutex<Vec<(usize, Part)>>,
+}
+
+impl File<'_> {
+    fn entry_crcs(&mut self) -> Vec<u64> {
+        let mut of: Vec<Vec<Part>> = self.job.providers.iter().map(|_| Vec::new()).collect();
+        for (entry, part) in std::mem::take(self.parts.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+            of[entry].push(part);
+        }
+        of.into_iter().map(|parts| sums::joined(parts).crc).collect()
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -126,6 +157,7 @@ struct Chunk {
 struct Run<'a> {
     files: &'a [File<'a>],
     chunks: Vec<Chunk>,
+    sums: Sums<'a>,
     next: AtomicUsize,
     failure: Failure,
 }
@@ -207,18 +239,36 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
     let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
     let (sender, receiver) = if is_waited_for { bounded::<(usize, Slot)>(AHEAD) } else { unbounded() };
-    let urgent = run.chunks.iter().filter(|chunk| chunk.is_urgent).count();
-    let captured = Countdown::new(urgent, || progress.captured());
-    let unsettled = run.chunks.iter().filter(|chunk| !chunk.is_settled).count();
-    let staged = Countdown::new(unsettled, || progress.staged());
+    let pieces = run.sums.pieces();
+    let all = || run.chunks.iter().map(|chunk| (chunk.is_urgent, chunk.is_settled));
+    let all = || all().chain(pieces.iter().map(|piece| (piece.is_urgent, piece.is_settled)));
+    let captured = Countdown::new(all().filter(|(is_urgent, _)| *is_urgent).count(), || progress.captured());
+    let staged = Countdown::new(all().filter(|(_, is_settled)| !is_settled).count(), || progress.staged());
+    let passed = |is_urgent: bool, is_settled: bool| {
+        if is_urgent {
+            captured.one();
+        }
+        if !is_settled {
+            staged.one();
+        }
+    };
+    let sum = || {
+        let done = |piece: &Piece| passed(piece.is_urgent, piece.is_settled);
+        if let Err(error) = run.sums.work(staging, progress, &run.failure, done) {
+            run.failure.set(error);
+        }
+    };
     std::thread::scope(|scope| {
+        if !pieces.is_empty() {
+            scope.spawn(sum);
+        }
         for _ in 0..fillers {
             let sender = sender.clone();
             scope.spawn(|| {
                 let sender = sender;
                 loop {
                     let number = run.next.fetch_add(1, Ordering::Relaxed);
-                    let Some(&chunk) = run.chunks.get(number) else { return };
+                    let Some(&chunk) = run.chunks.get(number) else { break };
                     if run.failure.is_set() {
                         return;
                     }
@@ -231,18 +281,15 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     });
                     match filled {
                         Ok(slot) => {
-                            if chunk.is_urgent {
-                                captured.one();
-                            }
-                            if !chunk.is_settled {
-                                staged.one();
-                            }
+                            passed(chunk.is_urgent, chunk.is_settled);
                             // The receiver lives until the last sender is gone.
                             let _ = sender.send((number, slot));
                         }
                         Err(error) => return run.failure.set(error),
                     }
                 }
+                drop(sender);
+                sum();
             });
         }
         drop(sender);
@@ -365,6 +412,7 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
     let layout = &file.job.layout;
     let end = chunk.offset + chunk.bytes as u64;
     let mut crcs = Crcs::from_elem(None, chunk.bytes.div_ceil(BLOCK));
+    let mut parts = Vec::new();
     let mut fences = Fences::default();
     for entry in file.job.entries_in(chunk.offset..end) {
         let (start, provider) = (layout.offsets[entry], &file.job.providers[entry]);
@@ -390,13 +438,37 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
                 .into_iter()
                 .try_for_each(|range| fill(slot, &mut crcs, range, &mut fences))
                 .map_err(|error| error.within(&file.job.names[entry]))?;
+            if file.job.is_summed {
+                parts.push((entry, from - start, [first..blocks, blocks..rest, rest..last]));
+            }
         }
     }
     fences.wait()?;
+    if file.job.is_summed {
+        let parts = parts.into_iter().map(|(entry, at, ranges)| (entry, summed(at, ranges, slot, &crcs)));
+        file.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
+    }
     if !ablation::is_off("checksum-overlap") {
         note_checksums(file, chunk, slot, &crcs);
     }
     Ok(())
+}
+
+/// The checksum of a piece of an entry that begins `at` there and lies in these ranges of the slot, one behind the
+/// other: the one in the middle begins with a block, and what is known of its blocks is in `known`.
+fn summed(at: u64, ranges: [Range<usize>; 3], slot: &[u8], known: &Crcs) -> Part {
+    const BLOCK: usize = BLOCK_BYTES as usize;
+    let mut whole = Part { at, ..Part::default() };
+    for (number, range) in ranges.into_iter().enumerate() {
+        for start in range.clone().step_by(BLOCK) {
+            let piece = start..range.end.min(start + BLOCK);
+            let known = (number == 1).then(|| known[start / BLOCK]).flatten();
+            let crc = known.unwrap_or_else(|| crc64(&slot[piece.clone()]));
+            whole.crc = crc64_joined(whole.crc, crc, piece.len() as u64);
+            whole.bytes += piece.len() as u64;
+        }
+    }
+    whole
 }
 
 /// The checksums of a slot's blocks, as far as they are known.

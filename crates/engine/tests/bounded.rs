@@ -51,10 +51,12 @@ fn memory_is_bounded_by_the_budget() {
         catalog: Arc::new(Catalog { leaves: vec![leaf] }),
         providers: vec![vec![Arc::new(Made)]],
         replicas: None,
+        compared: Arc::default(),
         is_vouched_for: false,
         is_waited_for: false,
     };
-    let destination = Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: false };
+    let destination =
+        Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: shardfast_engine::Prove::default() };
     // What a load fills is the program's own memory.
     let mut loaded = vec![1u8; TENSOR_BYTES as usize];
     let before = peak_bytes();

@@ -15,6 +15,40 @@ pub fn crc64(bytes: &[u8]) -> u64 {
     crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)
 }
 
+/// CRC-64/NVME of two pieces one behind the other, from those of each: `first`, then `second` of `second_bytes` bytes.
+pub fn crc64_joined(first: u64, second: u64, second_bytes: u64) -> u64 {
+    const BLOCK: u64 = power_of_x(BLOCK_BYTES);
+    let shift = if second_bytes == BLOCK_BYTES { BLOCK } else { power_of_x(second_bytes) };
+    product(shift, first) ^ second
+}
+
+/// The polynomial without its highest power, reflected: the highest bit is the coefficient of 1.
+const POLYNOMIAL: u64 = 0xad93_d235_94c9_3659_u64.reverse_bits();
+
+/// The product of two polynomials, modulo [`POLYNOMIAL`].
+const fn product(a: u64, mut b: u64) -> u64 {
+    let (mut product, mut bit) = (0, 64);
+    while bit > 0 {
+        bit -= 1;
+        product ^= b & (a >> bit & 1).wrapping_neg();
+        b = (b >> 1) ^ (POLYNOMIAL & (b & 1).wrapping_neg());
+    }
+    product
+}
+
+/// `x` to the power of the bits of so many bytes.
+const fn power_of_x(mut bytes: u64) -> u64 {
+    let (mut power, mut square) = (1 << 63, 1 << (63 - 8));
+    while bytes > 0 {
+        if bytes & 1 == 1 {
+            power = product(square, power);
+        }
+        square = product(square, square);
+        bytes >>= 1;
+    }
+    power
+}
+
 /// CRC-64/NVME of bytes that come in pieces.
 #[derive(Debug, Clone)]
 pub struct Crc64(CrcDigest);
@@ -66,6 +100,16 @@ mod tests {
             crc.update(&bytes[..cut]);
             crc.update(&bytes[cut..]);
             assert_eq!(crc.finish(), crc64(&bytes), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn crc64_of_two_pieces_is_joined_from_those_of_each() {
+        let bytes: Vec<u8> = (0..200_000u32).map(|i| (i * 31) as u8).collect();
+        let ends = [0, 1, 7, 64, 4096, BLOCK_BYTES as usize, BLOCK_BYTES as usize + 1, bytes.len()];
+        for (first, end) in ends.into_iter().flat_map(|first| ends.map(|end| (first, end))).filter(|(a, b)| a <= b) {
+            let joined = crc64_joined(crc64(&bytes[..first]), crc64(&bytes[first..end]), (end - first) as u64);
+            assert_eq!(joined, crc64(&bytes[..end]), "cut at {first} of {end}");
         }
     }
 

@@ -19,7 +19,7 @@ pub mod region;
 mod version;
 
 pub use catalog::{Catalog, Leaf, LeafBody, LeafName};
-pub use checksum::{BLOCK_BYTES, Crc64, crc64, sha256};
+pub use checksum::{BLOCK_BYTES, Crc64, crc64, crc64_joined, sha256};
 pub use commit::Commit;
 pub use container::NDIM_MAX;
 pub use dtype::DType;

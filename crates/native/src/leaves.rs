@@ -8,12 +8,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sink, State, Strided, Want, row_major_strides,
+    Compared, Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sample, Sink, State, Strided, Want,
+    row_major_strides,
 };
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
 
 use crate::errors::{invalid, raise};
+use crate::spots::Spots;
 use crate::values::{Encoded, Value};
 
 /// When a tensor's bytes are copied.
@@ -58,8 +60,16 @@ impl<P: Provider> Provider for Held<P> {
         self.memory.fill_blocks(at, out, crcs, fences)
     }
 
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> shardfast_engine::Result<u64> {
+        self.memory.sum(at, bytes, slot)
+    }
+
     fn is_urgent(&self) -> bool {
         self.is_urgent
+    }
+
+    fn is_torn(&self) -> bool {
+        self.memory.is_torn()
     }
 }
 
@@ -94,6 +104,8 @@ struct Block {
 struct Part {
     block: Strided,
     device: Option<u32>,
+    /// Where it is looked at when a save begins.
+    spots: Range<usize>,
 }
 
 /// The streams on which the program works, by the number of the device.
@@ -134,8 +146,12 @@ pub(crate) struct Described {
     catalog: Arc<Catalog>,
     /// When the holders of all tensors are known.
     replicas: Option<Arc<Replicas>>,
+    /// When the replicas of each leaf are compared.
+    compared: Arc<Vec<Compared>>,
     /// In the catalog's order.
     bodies: Arc<Vec<Body>>,
+    /// What is looked at when a save begins.
+    spots: Spots,
     is_lazy: bool,
     is_urgent: bool,
 }
@@ -145,6 +161,8 @@ struct Now {
     values: Vec<Arc<Encoded>>,
     copied: Arc<Vec<u8>>,
     copies: BTreeMap<u32, Arc<CopyStream>>,
+    /// Of each spot, if this save looks at them.
+    samples: Vec<Sample>,
     owner: Arc<Py<PyAny>>,
     is_waited_for: bool,
 }
@@ -178,6 +196,7 @@ impl Now {
             }
             None => {
                 let memory = memory(&part.block, when == Capture::Lazily && !self.is_waited_for);
+                let memory = memory.sampled(self.samples.get(part.spots.clone()).unwrap_or_default().to_vec());
                 Arc::new(Held { memory, is_urgent, _owner })
             }
         }
@@ -222,24 +241,25 @@ enum Body {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders)` with parts `(offsets, lengths,
-    /// pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if the
-    /// memory is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the
-    /// same parts or `None`;
-    /// `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders, compared)` with parts `(offsets,
+    /// lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if
+    /// the memory is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the
+    /// same parts or `None`, `compared` when their copies are compared, one of "first save", "on request", "every save"
+    /// and "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
-        let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>), Body)>::new(), 0);
+        let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>, Compared), Body)>::new(), 0);
         let mut groups = Groups::default();
         for leaf in leaves.try_iter()? {
             let leaf = leaf?.cast_into::<PyTuple>()?;
             let (kind, key, name, layout): (String, String, String, String) = leaf.get_slice(0, 4).extract()?;
             let name = LeafName::new(key, name);
             let rest = leaf.get_slice(4, leaf.len());
-            let mut group = None;
+            let (mut group, mut compared) = (None, Compared::default());
             let (body, from) = match kind.as_str() {
                 "tensor" => {
                     group = groups.of(&rest.get_item(4)?)?;
+                    compared = when_compared(rest.get_item(5)?.extract()?, &name)?;
                     tensor(&rest.get_slice(0, 4), &name)?
                 }
                 "object" => {
@@ -253,11 +273,19 @@ impl Described {
                 }
                 other => return Err(invalid(format!("expected a tensor, object or alias, found {other:?}"))),
             };
-            out.push(((Leaf { name, body, layout }, group), from));
+            out.push(((Leaf { name, body, layout }, group, compared), from));
         }
         out.sort_by(|a, b| a.0.0.name.cmp(&b.0.0.name));
-        let (leaves, bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
-        let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().unzip();
+        let (leaves, mut bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
+        let mut spots = Spots::default();
+        for body in &mut bodies {
+            if let Body::Tensor(Capture::Lazily, parts) = body {
+                let on_host = parts.iter_mut().filter(|part| part.device.is_none());
+                on_host.for_each(|part| part.spots = spots.add(&part.block));
+            }
+        }
+        let compared = Arc::new(leaves.iter().map(|(_, _, compared)| *compared).collect());
+        let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().map(|(leaf, group, _)| (leaf, group)).unzip();
         let any = |when: Capture| bodies.iter().any(|body| matches!(body, Body::Tensor(one, _) if *one == when));
         let (is_lazy, is_urgent) = (any(Capture::Lazily), any(Capture::Soon));
         // One tensor of unknown holders makes ranks ask, and then they ask about all.
@@ -266,7 +294,7 @@ impl Described {
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, bodies, is_lazy, is_urgent })
+        Ok(Described { catalog, replicas, compared, bodies, spots, is_lazy, is_urgent })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -302,12 +330,16 @@ impl Described {
             values: values.iter().map(|value| Arc::clone(&value.encoded)).collect(),
             copied: self.copied_now()?,
             copies: copies.made,
+            samples: if is_waited_for { Vec::new() } else { self.spots.look() },
             owner: Arc::new(owner),
             is_waited_for,
         };
         let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));
-        let is_vouched_for = self.is_lazy;
-        Ok(move || State { catalog, providers: now.providers(&bodies), replicas, is_vouched_for, is_waited_for })
+        let (compared, is_vouched_for) = (Arc::clone(&self.compared), self.is_lazy);
+        Ok(move || {
+            let providers = now.providers(&bodies);
+            State { catalog, providers, replicas, compared, is_vouched_for, is_waited_for }
+        })
     }
 
     /// Of a save of what is described. `is_waited_for`: nothing else goes on meanwhile.
@@ -354,6 +386,16 @@ fn device_memory(copies: &Arc<CopyStream>, block: &Strided) -> DeviceMemory {
     }
 }
 
+fn when_compared(word: &str, name: &LeafName) -> PyResult<Compared> {
+    match word {
+        "first save" => Ok(Compared::FirstSave),
+        "on request" => Ok(Compared::OnRequest),
+        "every save" => Ok(Compared::EverySave),
+        "never" => Ok(Compared::Never),
+        other => Err(invalid(format!("leaf {name}: compared at an unknown time, {other:?}"))),
+    }
+}
+
 fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Body)> {
     let (dtype, shape, given, when): (String, Vec<u64>, Vec<Bound<'_, PyTuple>>, String) = leaf.extract()?;
     let dtype = DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
@@ -376,7 +418,7 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
                 Capture::Lazily if block.device.is_none() && !is_quick(&strided) => Capture::Soon,
                 when => when,
             };
-            memory.push(Part { block: strided, device: block.device });
+            memory.push(Part { block: strided, device: block.device, spots: 0..0 });
             parts.push(block.region);
         }
     }

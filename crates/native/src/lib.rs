@@ -13,6 +13,7 @@ mod outline;
 mod pending;
 mod process;
 mod session;
+mod spots;
 mod values;
 
 use pyo3::prelude::*;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use shardfast_engine::{Destination, Error};
+use shardfast_engine::{Destination, Error, Prove};
 
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::{Described, Streams};
@@ -24,10 +24,11 @@ pub(crate) struct Pending {
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
 /// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams`
 /// are those on which the program works now, by device: copies begin behind what they were given. `is_waited_for`: the
-/// caller does nothing else until the save has ended. `prove`: replicas are compared.
+/// caller does nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves
+/// that the first save of a plan compares.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   is_waited_for=false, prove=false))]
+                   is_waited_for=false, prove=None))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -40,10 +41,15 @@ pub(crate) fn save(
     timeout_s: f64,
     streams: Streams,
     is_waited_for: bool,
-    prove: bool,
+    prove: Option<bool>,
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
+    let prove = match prove {
+        None => Prove::FirstSave,
+        Some(true) => Prove::EverySave,
+        Some(false) => Prove::Nothing,
+    };
     let destination = Destination { url, step, user, prove };
     let timeout = seconds(timeout_s)?;
     let pending = shardfast_engine::save_deferred(engine, destination, described.pace(is_waited_for), state, timeout);

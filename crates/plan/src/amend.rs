@@ -6,7 +6,7 @@ use shardfast_format::{Catalog, LeafBody, LeafName, Region};
 
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
-use crate::save::save;
+use crate::save::{is_unshared, save_unshared};
 use crate::write::{Rows, Write, row_dim};
 
 /// Plans a save of the catalogs of all ranks around what some of them have begun: `drafted` has, per rank, the writes
@@ -17,7 +17,20 @@ use crate::write::{Rows, Write, row_dim};
 /// As [`save`]; and [`Error::Invalid`] naming every region that two ranks have begun, and every region that nobody has
 /// and nobody who could is free to.
 pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec<Vec<Write>>, Error> {
-    save(catalogs)?;
+    amend_unshared(catalogs, &[], drafted)
+}
+
+/// [`amend`] in which some leaves are [not shared](save_unshared): what nobody has begun of them goes to the lowest
+/// rank that is free to write it.
+///
+/// # Errors
+/// As [`amend`].
+pub fn amend_unshared(
+    catalogs: &[Catalog],
+    unshared: &[Vec<u32>],
+    drafted: &[Option<Vec<Write>>],
+) -> Result<Vec<Vec<Write>>, Error> {
+    save_unshared(catalogs, unshared)?;
     let mut problems = Vec::new();
     let mut loads = vec![0u64; catalogs.len()];
     let mut writes: Vec<Vec<Write>> = vec![Vec::new(); catalogs.len()];
@@ -31,6 +44,7 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
                     bytes: region.numel().saturating_mul(dtype.size_bytes()),
                     ..Holders::default()
                 });
+                holders.is_unshared |= is_unshared(unshared, rank as u32, index);
                 match drafted {
                     None => holders.free.push((rank, Write::whole(index, part))),
                     Some(drafted) => {
@@ -55,7 +69,7 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
                 problems.push(format!("{name}: {} write the same of {region}", RankSet::new(ranks)));
             }
             Ok(gaps) if gaps.is_empty() => {}
-            Ok(gaps) => match holders.free.iter().min_by_key(|(rank, _)| loads[*rank]) {
+            Ok(gaps) => match holders.free.iter().min_by_key(|(rank, _)| holders.preference(loads[*rank])) {
                 Some(&(rank, write)) => {
                     loads[rank] = loads[rank].saturating_add(holders.bytes);
                     writes[rank].extend(gaps.into_iter().map(|rows| Write { rows, ..write }));
@@ -78,11 +92,17 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
 #[derive(Default)]
 struct Holders {
     bytes: u64,
+    is_unshared: bool,
     begun: Vec<(usize, Write)>,
     free: Vec<(usize, Write)>,
 }
 
 impl Holders {
+    /// The smaller, the rather a rank with that load writes; of equals the lower rank does.
+    fn preference(&self, load: u64) -> u64 {
+        if self.is_unshared { 0 } else { load }
+    }
+
     /// The rows that nobody has begun, `None` for all of the region; or two ranks that have begun the same.
     fn gaps(&mut self, region: &Region) -> Result<Vec<Option<Rows>>, (usize, usize)> {
         if self.begun.is_empty() {

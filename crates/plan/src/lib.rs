@@ -5,6 +5,8 @@
 //!
 //! - [`save`]: what each rank's catalog holds → which rank writes which part.
 //! - [`amend`]: the same around writes that have begun.
+//! - [`save_unshared`], [`amend_unshared`], [`local_unshared`]: the same where copies of some leaves may differ, so
+//!   that each region of theirs comes from one rank.
 //! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether
 //!   such plans fit together.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
@@ -27,13 +29,13 @@ mod share;
 mod together;
 mod write;
 
-pub use amend::amend;
+pub use amend::{amend, amend_unshared};
 pub use assembly::Assembly;
 pub use coverage::{Flaw, tiles};
 pub use error::{Error, Problems};
 pub use load::{Limits, Piece, Read, Reads, Want, load};
-pub use local::{Claim, Local, Replicas, local, prove};
+pub use local::{Claim, Local, Replicas, local, local_unshared, prove};
 pub use ranks::{RankSet, ranges};
-pub use save::save;
+pub use save::{save, save_unshared};
 pub use share::{CHUNK_BLOCKS_MAX, Chunk, Chunks, Common, Matching, Sharing, Wanted, share};
 pub use write::{Rows, Write};

@@ -11,7 +11,7 @@
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
-use shardfast_format::{Catalog, Leaf, LeafBody};
+use shardfast_format::{Catalog, Leaf, LeafBody, sha256};
 
 use crate::balance::{Item, Spared};
 use crate::error::{Error, Problems};
@@ -44,7 +44,8 @@ pub struct Local {
 pub struct Claim {
     /// All ranks that hold it.
     pub ranks: RankSet,
-    /// The first half of the fingerprint of the class's leaves: names, dtypes, shapes and parts, in order.
+    /// The first half of a digest of the class's leaves: names, dtypes, shapes and parts, in order, and which of them
+    /// are not shared.
     pub digest: [u8; 16],
 }
 
@@ -58,6 +59,21 @@ pub struct Claim {
 /// [`Error::Invalid`] naming each leaf of which `replicas` says what cannot be: a set that there is not, without this
 /// rank, or with ranks beyond the world.
 pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Result<Option<Local>, Error> {
+    local_unshared(catalog, &[], replicas, rank, world)
+}
+
+/// [`local`] in which the leaves `unshared`, indices of the catalog, ascending, are [not shared](crate::save_unshared).
+/// They are part of what ranks claim.
+///
+/// # Errors
+/// As [`local`].
+pub fn local_unshared(
+    catalog: &Catalog,
+    unshared: &[u32],
+    replicas: &Replicas,
+    rank: u32,
+    world: u32,
+) -> Result<Option<Local>, Error> {
     let Some(classes) = classes(catalog, replicas, rank, world)? else { return Ok(None) };
     let mut local = Local::default();
     for (group, leaves) in classes.into_iter().enumerate().filter(|(_, leaves)| !leaves.is_empty()) {
@@ -65,8 +81,10 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
         let members: Vec<u32> = ranks.iter().collect();
         if ranks.len() > 1 {
             let class = Catalog { leaves: leaves.iter().map(|&leaf| catalog.leaves[leaf as usize].clone()).collect() };
+            let alone = (0u32..).zip(&leaves).filter(|(_, leaf)| unshared.binary_search(leaf).is_ok());
+            let alone: Vec<u8> = alone.flat_map(|(place, _)| place.to_le_bytes()).collect();
             let mut digest = [0; 16];
-            digest.copy_from_slice(&class.fingerprint()[..16]);
+            digest.copy_from_slice(&sha256(&[&class.fingerprint()[..], &alone].concat())[..16]);
             local.claims.push(Claim { ranks: ranks.clone(), digest });
         }
         let held = |&leaf: &u32| &catalog.leaves[leaf as usize];
@@ -74,14 +92,19 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
         let (mut items, mut names, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for leaf in leaves {
             let Leaf { name, body: LeafBody::Tensor { dtype, parts: regions, .. }, .. } = held(&leaf) else { continue };
+            let class = usize::from(unshared.binary_search(&leaf).is_ok());
             for (part, region) in (0u32..).zip(regions) {
-                items.push(Item::new(region, *dtype, spared.of(&name.key), 0));
+                items.push(Item::new(region, *dtype, spared.of(&name.key), class));
                 names.push(name);
                 parts.push(Write::whole(leaf, part));
             }
         }
         let mine = members.binary_search(&rank).unwrap_or_default() as u32;
-        let shares = divide_together(members.len(), &[(0..members.len() as u32).collect()], &items, &names);
+        // What is not shared is the lowest one's, and the others take more of the rest.
+        let classes = [(0..members.len() as u32).collect(), vec![0]];
+        let classes = if members.len() > 1 { &classes[..] } else { &classes[1..] };
+        items.iter_mut().for_each(|item| item.class = item.class.min(classes.len() - 1));
+        let shares = divide_together(members.len(), classes, &items, &names);
         let shares = shares.into_iter().filter(|share| share.rank == mine);
         local.writes.extend(shares.map(|share| Write { rows: share.rows, ..parts[share.item] }));
     }

@@ -27,6 +27,16 @@ use crate::write::Write;
 /// elements out; an alias of what is no tensor. A zero-size tensor needs no part, and its only possible part is the
 /// whole.
 pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
+    save_unshared(catalogs, &[])
+}
+
+/// [`save`] in which some leaves are not shared: every region of theirs is written whole, by the lowest rank that holds
+/// it. Copies that may differ would be mixed otherwise. `unshared` has, per rank, the indices of these leaves in its
+/// catalog, ascending; what one rank names so is so on all.
+///
+/// # Errors
+/// As [`save`].
+pub fn save_unshared(catalogs: &[Catalog], unshared: &[Vec<u32>]) -> Result<Vec<Vec<Write>>, Error> {
     let mut problems = Vec::new();
     let by_name = merge(catalogs, &mut problems);
     let mut share = Replicated::default();
@@ -34,7 +44,8 @@ pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
     for (name, holders) in &by_name {
         match agreed(name, holders) {
             Ok(Kind::Tensor { dtype, shape }) => {
-                let parts = share.tensor(name, dtype, shape, holders, &mut problems);
+                let is_shared = !holders.iter().any(|holder| is_unshared(unshared, holder.rank, holder.index));
+                let parts = share.tensor(name, (dtype, shape), holders, is_shared, &mut problems);
                 let body = LeafBody::Tensor { dtype, shape: Dims::from_slice(shape), parts };
                 tensors.push(Leaf { name: (*name).clone(), body, layout: String::new() });
             }
@@ -59,6 +70,11 @@ pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
     }
     writes.iter_mut().for_each(|parts| parts.sort_unstable());
     Ok(writes)
+}
+
+/// Whether that leaf of the rank's catalog is one of those that are not shared.
+pub(crate) fn is_unshared(unshared: &[Vec<u32>], rank: u32, leaf: u32) -> bool {
+    unshared.get(rank as usize).is_some_and(|leaves| leaves.binary_search(&leaf).is_ok())
 }
 
 /// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.
@@ -169,13 +185,14 @@ impl<'a> Replicated<'a> {
         class
     }
 
-    /// Adds a tensor's parts, and returns its distinct regions, sorted.
+    /// Adds a tensor's parts, each to be written by any of its holders if it `is_shared`, else by the lowest of them.
+    /// Returns its distinct regions, sorted.
     fn tensor(
         &mut self,
         name: &'a LeafName,
-        dtype: DType,
-        shape: &[u64],
+        (dtype, shape): (DType, &[u64]),
         holders: &[Holder],
+        is_shared: bool,
         problems: &mut Vec<String>,
     ) -> Vec<Region> {
         let sound = problems.len();
@@ -205,7 +222,8 @@ impl<'a> Replicated<'a> {
             for twice in replicas.windows(2).filter(|pair| pair[0].1 == pair[1].1) {
                 problems.push(format!("{name}: rank {} holds {region} twice", twice[0].1));
             }
-            let class = self.class(replicas.iter().map(|&(_, rank, _)| rank).collect());
+            let writers = if is_shared { replicas } else { &replicas[..1] };
+            let class = self.class(writers.iter().map(|&(_, rank, _)| rank).collect());
             self.items.push(Item::new(region, dtype, 0, class));
             self.leaves.push(name);
             self.first.push(self.copies.len());

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Ints, Outline, Refused, Restored
+from ..catalog import Compared, Ints, Outline, Refused, Restored
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
     expect_same,
@@ -112,6 +112,17 @@ class Optimizers:
                 # What is not sharded with its parameter (a step counter) is the same wherever the parameter is.
                 known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
         return known
+
+    def compared(self) -> Mapping[str, Compared]:
+        # What is made of a shard alone may be equal while it is zero. A step counter is what it is of any shard.
+        return {
+            f"state.{fqn}.{name}": "every save"
+            for fqn, (state, parameter, _) in self._owned.items()
+            if is_dtensor(parameter)
+            for name, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and not is_dtensor(value)
+            if name != "step" and value.shape != parameter.shape
+        }
 
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held):

@@ -272,6 +272,7 @@ fn state(leaves: Vec<Leaf>) -> State {
         catalog: Arc::new(Catalog { leaves }),
         providers,
         replicas: None,
+        compared: Arc::default(),
         is_vouched_for: false,
         is_waited_for: false,
     }
@@ -686,6 +687,7 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                     catalog: Arc::new(Catalog { leaves: vec![leaf] }),
                     providers: vec![vec![provider]],
                     replicas: None,
+                    compared: Arc::default(),
                     is_vouched_for: false,
                     is_waited_for: false,
                 };

@@ -64,7 +64,8 @@ fn tensor(name: &str, bytes: u64) -> Leaf {
 
 fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>, is_vouched_for: bool) -> State {
     let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
-    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, is_vouched_for, is_waited_for: false }
+    let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
+    State { catalog, providers, replicas: None, compared, is_vouched_for, is_waited_for: false }
 }
 
 #[test]

@@ -178,7 +178,7 @@ impl Truth {
             }
         }
         let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
-        State { catalog, providers, replicas, is_vouched_for: false, is_waited_for: false }
+        State { catalog, providers, replicas, compared: Arc::default(), is_vouched_for: false, is_waited_for: false }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
@@ -426,7 +426,7 @@ pub(crate) fn destination(url: &str) -> Destination {
         url: url.to_owned(),
         step: Some(7),
         user: BTreeMap::from([("note".to_owned(), "test".to_owned())]),
-        prove: false,
+        prove: shardfast_engine::Prove::default(),
     }
 }
 

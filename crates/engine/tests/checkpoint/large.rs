@@ -200,6 +200,7 @@ fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -
         catalog: Arc::new(Catalog { leaves: vec![leaf] }),
         providers: vec![vec![provider]],
         replicas: None,
+        compared: Arc::default(),
         is_vouched_for: false,
         is_waited_for: false,
     }

@@ -11,6 +11,7 @@ mod large;
 mod layout;
 mod phases;
 mod planning;
+mod replicas;
 mod reshard;
 mod retention;
 mod runs;

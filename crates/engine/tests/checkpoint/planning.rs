@@ -122,7 +122,7 @@ fn ranks_that_know_who_holds_what_say_little_and_then_less() {
         let (job, said, _) = counted(layout, false);
         save_and_compare(&job, &url(&format!("{name} 1")), &truth);
         let first = most(&said);
-        assert_eq!(stages(&first), ["commit", "open", "values"], "{name}");
+        assert_eq!(stages(&first), ["commit", "open", "replicas", "values"], "{name}");
         assert!(first["open"] <= first_open, "{name}: {first:?}");
 
         save_and_compare(&job, &url(&format!("{name} 2")), &truth);
@@ -267,7 +267,8 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     // Rank 2 alone has something new; ranks 0 and 1 have begun with what they remember.
     let states = vec![state(&small, &layout, 0), state(&small, &layout, 1), state(&large, &layout, 2)];
     save_states(&job, &url("one"), states).unwrap();
-    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    // What is new on rank 2 is compared with what others hold; what all held before was.
+    assert_eq!(stages(&most(&said)), ["commit", "open", "replicas", "values"]);
     let loading = Job::new(Layout::rows(2));
     let flaw = loading.compare(|engine| checkpoint::open(engine, &url("one"), LONG), &large, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
@@ -290,6 +291,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
         catalog: without.catalog,
         providers: without.providers,
         replicas: None,
+        compared: Arc::default(),
         is_vouched_for: false,
         is_waited_for: false,
     };
@@ -311,7 +313,9 @@ fn what_is_held_alone_is_planned_anew_when_it_changes() {
         for (number, truth) in [0, 1, 0, 0].into_iter().enumerate() {
             save_and_compare(&job, &url(&format!("{} {number}", job.layout.world())), &truths[truth]);
         }
-        assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+        // A tensor that is smaller than the number of ranks has replicas.
+        let expected = [&["commit", "open"][..], &["replicas"][usize::from(job.layout.world() == 1)..], &["values"]];
+        assert_eq!(stages(&most(&said)), expected.concat());
     }
 }
 
@@ -324,7 +328,7 @@ fn a_rank_that_does_not_know_makes_all_tell() {
     let (job, said, _) = counted(layout.clone(), false);
     let states = vec![state(&truth, &knowing, 0), state(&truth, &layout, 1), state(&truth, &knowing, 2)];
     save_states(&job, url.to_str().unwrap(), states).unwrap();
-    assert_eq!(stages(&most(&said)), ["commit", "open", "plan", "values"]);
+    assert_eq!(stages(&most(&said)), ["commit", "open", "plan", "replicas", "replicas told", "values"]);
     let loading = Job::new(Layout::rows(2));
     let flaw = loading.compare(|engine| checkpoint::open(engine, url.to_str().unwrap(), LONG), &truth, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
@@ -344,6 +348,7 @@ fn ranks_that_believe_different_things_are_told_who_and_what() {
         catalog: Arc::clone(&state.catalog),
         providers: state.providers.clone(),
         replicas: state.replicas.clone(),
+        compared: Arc::default(),
         ..*state
     };
     let url = place.path().join("a");
@@ -379,7 +384,7 @@ fn values_that_differ_from_now_on_are_written_by_each_from_now_on() {
     };
     let (job, said, _) = counted(Layout::replicas(2), false);
     save_and_compare(&job, &url("equal"), &with(vec![vec![1; 20]]));
-    assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
+    assert_eq!(stages(&most(&said)), ["commit", "open", "replicas", "values"]);
     save_and_compare(&job, &url("apart"), &with(vec![vec![2; 20], vec![3; 30]]));
     assert_eq!(stages(&most(&said)), ["commit", "open", "values", "values told"]);
     save_and_compare(&job, &url("still apart"), &with(vec![vec![4; 10], vec![5; 40]]));
@@ -413,35 +418,4 @@ fn replicas_are_written_in_even_shares() {
         let flaw = loading.compare(|engine| checkpoint::open(engine, url, LONG), &truth, &mut Dice(2));
         assert_eq!(flaw, Ok(None));
     }
-}
-
-#[test]
-fn replicas_are_compared_when_that_is_asked_for() {
-    let place = scratch();
-    let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
-    let (truth, other) = (Truth::small(1, 7), Truth::small(2, 7));
-    let layout = Layout::replicas(3);
-    let states = |odd: bool| {
-        let state = |rank| state(if odd && rank == 2 { &other } else { &truth }, &layout, rank);
-        (0..3).map(state).collect::<Vec<State>>()
-    };
-    let proven = |job: &Job, url: String, states: Vec<State>| {
-        let mut destination = destination(&url);
-        destination.prove = true;
-        let begun =
-            job.engines.iter().zip(states).map(|(engine, state)| save(engine, destination.clone(), state, LONG));
-        alike(outcomes(begun.collect())).map(drop)
-    };
-    let job = Job::new(layout.clone());
-    proven(&job, url("alike"), states(false)).unwrap();
-    // Unasked nobody looks.
-    save_states(&job, &url("unasked"), states(true)).unwrap();
-    let error = proven(&job, url("odd"), states(true)).unwrap_err();
-    assert_eq!(error.kind, Kind::Invalid);
-    for part in ["model/weight: its replicas of [0:6, 0:9] differ", "on ranks 0-1", "on rank 2"] {
-        assert!(error.message.contains(part), "{error}");
-    }
-    assert!(!place.path().join("odd/COMMIT").exists());
-    let left = |key: &str| std::fs::read_dir(place.path().join("odd").join(key)).map_or(0, Iterator::count);
-    assert_eq!((left("model"), left("optimizer")), (0, 0));
 }

@@ -84,6 +84,7 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
         catalog: Arc::new(Catalog { leaves: tensors.iter().enumerate().map(leaf).collect() }),
         providers: tensors.iter().map(provider).collect(),
         replicas: None,
+        compared: Arc::default(),
         is_vouched_for: false,
         is_waited_for: false,
     }
@@ -91,7 +92,12 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
 
 fn begin(engine: &Arc<Engine>, place: &Path, state: State) -> Pending {
     let url = place.to_str().unwrap().to_owned();
-    save(engine, Destination { url, step: None, user: BTreeMap::new(), prove: false }, state, LONG)
+    save(
+        engine,
+        Destination { url, step: None, user: BTreeMap::new(), prove: shardfast_engine::Prove::default() },
+        state,
+        LONG,
+    )
 }
 
 /// A tensor's bytes as the checkpoint has them.
@@ -239,6 +245,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
             catalog: Arc::new(Catalog { leaves: vec![leaf] }),
             providers: host,
             replicas: None,
+            compared: Arc::default(),
             is_vouched_for: false,
             is_waited_for: false,
         };

@@ -14,3 +14,4 @@ mod reshard;
 mod save;
 mod share;
 mod spread;
+mod unshared;

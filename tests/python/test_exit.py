@@ -158,8 +158,8 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
 ENDS_OF_A_RUN = {
     "dies before a call raises it": ("raise RuntimeError('loss is nan')", "the save of {run}/step-00000007 failed: "),
     "forgets the checkpointer": ("del ckpt", "the save of {run}/step-00000007 failed: "),
-    "closes it": ("ckpt.close()", "shardfast.Conflict: "),
-    "goes on": ("ckpt.step(8, state)", "shardfast.Conflict: "),
+    "closes it": ("ckpt.close()", "shardfast.Corrupt: "),
+    "goes on": ("ckpt.step(8, state)", "shardfast.Corrupt: "),
 }
 
 
@@ -175,7 +175,7 @@ while not ckpt._running[0][1].done():
 {end}
 """
     _, _, err = run(body)
-    assert err.count("the name is taken") == 1, err
+    assert err.count("expected a file, found something else") == 1, err
     assert report.format(run=tmp_path) in err
 
 

@@ -31,6 +31,7 @@ def save(
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
     prove: bool = False,
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
@@ -49,6 +50,8 @@ def save(
         prove: Compare what ranks hold in common. Ranks that hold the same part of a tensor are taken for replicas, and
             one of them writes it; with ``prove`` each checksums its copy, and a save of copies that differ fails and
             names them. It costs one more pass over the state's memory, before it is staged.
+        process_group: The ranks that make this call, if not all ranks of the job do: a ``torch.distributed`` process
+            group. They are a job of their own, in which ranks have their numbers in the group.
         timeout_s: How long ranks wait for each other.
 
     Raises:
@@ -57,7 +60,7 @@ def save(
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
-    session, describer = _describer(timeout_s)
+    session, describer = _describer(timeout_s, process_group)
     pending = begin(
         session,
         describer,
@@ -81,6 +84,7 @@ def save_async(
     user: Mapping[str, str] | None = None,
     pickle: bool = False,
     prove: bool = False,
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Begins to save ``state`` and returns. Every rank of the job calls it.
@@ -95,7 +99,7 @@ def save_async(
     Arguments are those of :func:`save`, which also tells what may be raised: what happens until this returns here,
     everything else by the :class:`Pending`.
     """
-    session, describer = _describer(timeout_s)
+    session, describer = _describer(timeout_s, process_group)
     return begin(session, describer, url, state, step=step, user=user, pickle=pickle, prove=prove, timeout_s=timeout_s)
 
 
@@ -103,8 +107,8 @@ def save_async(
 _describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
 
 
-def _describer(timeout_s: float) -> tuple[_native.Session, Describer]:
-    session = current(timeout_s)
+def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Session, Describer]:
+    session = current(timeout_s, process_group)
     describer = _describers.get(session)
     if describer is None:
         describer = _describers[session] = Describer(in_flight.staged)
@@ -174,6 +178,7 @@ def load(
     only: str | Sequence[str] = (),
     per_rank: str = "error",
     pickle: bool = False,
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
     """Loads one checkpoint into ``state``, in this job's layout. Every rank of the job calls it.
@@ -199,6 +204,7 @@ def load(
         per_rank: When values differ by rank and the number of ranks is not that of the save: ``"error"``; ``"rank0"``
             gives everyone that of rank 0; ``"index"`` that of the rank with one's number modulo the saved number.
         pickle: Load pickles, which can run any code.
+        process_group: As in :func:`save`.
         timeout_s: How long ranks wait for each other.
 
     Returns:
@@ -211,7 +217,7 @@ def load(
         Corrupt: If bytes are not those that were saved. Tensors filled before that keep what they got.
         Unsupported: If it is of a newer format, or holds a value whose class was not imported.
     """
-    session = current(timeout_s)
+    session = current(timeout_s, process_group)
     options, place = prepared(
         session,
         lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
@@ -230,6 +236,7 @@ def plan_load(
     cast: bool = False,
     only: str | Sequence[str] = (),
     per_rank: str = "error",
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
     """What :func:`load` with these arguments would do: reads the manifest only, changes nothing. Every rank calls it.
@@ -237,7 +244,7 @@ def plan_load(
     ``print(sf.plan_load(...))`` shows what would be loaded, renamed, cast, missing and unexpected, every problem that
     would make the load fail, and how many bytes this rank would read.
     """
-    session = current(timeout_s)
+    session = current(timeout_s, process_group)
     options, place = prepared(
         session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
     )

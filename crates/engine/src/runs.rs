@@ -110,8 +110,11 @@ pub fn newest(
     })?;
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
-    let store = store(&url)?;
-    let checkpoint = Checkpoint::new(engine, &url, store, &found.manifest)?;
+    let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &found.manifest));
+    // Where it is was known only now: a rank that cannot open it must not leave the others waiting for it.
+    let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
+    operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
+    let checkpoint = checkpoint?;
     Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
 }
 

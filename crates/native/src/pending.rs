@@ -44,6 +44,12 @@ pub(crate) fn save(
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
+    let is_whole_job = session.is_whole_job();
+    // Adapters number the ranks that hold a tensor as the whole job does.
+    let state = move || match state() {
+        state if is_whole_job => state,
+        state => shardfast_engine::State { replicas: None, ..state },
+    };
     let destination = Destination { url, step, user, prove };
     let timeout = seconds(timeout_s)?;
     let pending = shardfast_engine::save_deferred(engine, destination, described.pace(is_waited_for), state, timeout);

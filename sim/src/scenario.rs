@@ -29,6 +29,8 @@ pub enum Weather {
     Disk,
     /// Some ranks and decisions take longer than a deadline.
     Slow,
+    /// A rank leaves a save out.
+    Absent,
     /// All of it.
     Storm,
 }
@@ -56,6 +58,8 @@ pub(crate) struct Save {
     pub(crate) is_vouched_for: bool,
     /// Whether ranks begin it before the save before it has ended.
     pub(crate) overlaps: bool,
+    /// The rank that does not begin it, and how long that does something else.
+    pub(crate) left_out: Option<(u32, Duration)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -98,6 +102,7 @@ impl Scenario {
             Weather::Still,
             Weather::Disk,
             Weather::Slow,
+            Weather::Absent,
             Weather::Storm,
         ]);
         let saves = dice.pick(&[2, 2, 3]);
@@ -105,8 +110,11 @@ impl Scenario {
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
         let is_storm = weather == Weather::Storm;
-        if !matches!(weather, Weather::Calm | Weather::Mischief) {
+        if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent) {
             scenario.rival(&mut dice);
+        }
+        if weather == Weather::Absent {
+            scenario.leave_out(&mut dice);
         }
         if weather == Weather::Mischief || is_storm {
             let at = dice.below(saves) as usize;
@@ -165,6 +173,16 @@ impl Scenario {
         }
     }
 
+    /// Lets a rank leave the first save out, and go on before or after the others have given it up.
+    fn leave_out(&mut self, dice: &mut Dice) {
+        for (number, save) in self.saves.iter_mut().enumerate() {
+            save.overlaps = false;
+            save.place = format!("/runs/gpt/step-{number:08}");
+        }
+        let elsewhere = if dice.once_in(2) { Duration::from_secs(60) } else { Duration::ZERO };
+        self.saves[0].left_out = Some((dice.rank(self.topology.world()), elsewhere));
+    }
+
     /// A job of so many ranks that saves below `run` so many times, with nothing in its way.
     pub(crate) fn calm(dice: &mut Dice, world: u32, run: &str, saves: u64) -> Scenario {
         let topology = Topology::new(world, 1 + dice.rank(4), 2 + dice.rank(3)).expect("a world of ranks");
@@ -188,7 +206,16 @@ impl Scenario {
             let deadline = Duration::from_secs(8 + dice.below(10));
             let prove = dice.once_in(6);
             let (truth, is_vouched_for) = (truth.clone(), dice.once_in(3));
-            scenario.saves.push(Save { place, truth, deadline, prove, mischief: None, is_vouched_for, overlaps });
+            scenario.saves.push(Save {
+                place,
+                truth,
+                deadline,
+                prove,
+                mischief: None,
+                is_vouched_for,
+                overlaps,
+                left_out: None,
+            });
         }
         scenario
     }

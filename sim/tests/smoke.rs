@@ -47,6 +47,7 @@ fn every_promise_is_kept_whatever_goes_wrong() {
         Weather::Still,
         Weather::Disk,
         Weather::Slow,
+        Weather::Absent,
         Weather::Storm,
     ];
     let endings = ["save: Ok", "save: Conflict", "save: Exhausted", "save: Internal", "save: Invalid"];

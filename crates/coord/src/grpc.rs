@@ -34,6 +34,7 @@ mod hub;
 mod pass;
 mod tls;
 mod uplink;
+mod visitors;
 mod workers;
 
 #[cfg(test)]

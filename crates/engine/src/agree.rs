@@ -260,7 +260,7 @@ impl Operation {
             });
             let error = match answer {
                 Ok(bytes) => {
-                    self.call.met();
+                    self.call.met(false);
                     return Ok(bytes);
                 }
                 Err(error) => error,
@@ -297,9 +297,17 @@ impl Operation {
                     let error = self.in_vain(lateness.given_up.unwrap_or(not_called)).error;
                     return Err(Failed { error, decided: false });
                 }
+                Coord::Failed { failures, more, .. }
+                    if failures.iter().any(|failure| failure.reason.starts_with(NO_WORD)) =>
+                {
+                    return Err(self.in_vain(self.merged(&failures, more)));
+                }
                 error => {
                     let failed = self.failed(error);
-                    return Err(if failed.decided { self.in_vain(failed.error) } else { failed });
+                    if failed.decided {
+                        self.call.met(true);
+                    }
+                    return Err(failed);
                 }
             }
         }

@@ -214,13 +214,14 @@ impl Call {
     }
 
     /// All ranks have met in this call.
-    pub(crate) fn met(&self) {
+    pub(crate) fn met(&self, has_failed: bool) {
+        self.is_void.store(has_failed, Ordering::Relaxed);
         let mut state = self.calls.state();
         state.in_vain.clear();
         state.absences.0.clear();
     }
 
-    /// The call fails on all ranks that made it, and nothing of it is left.
+    /// The call fails on all ranks that made it, which were not all, or called different things. Nothing of it is left.
     pub(crate) fn is_in_vain(&self) {
         self.is_void.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
@@ -377,4 +378,93 @@ pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
         first.what, spoken[other].what
     ));
     vec![Verdict::Fails { error: error.to_wire(), attempts: None }; spoken.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a rank says: whether it is late, what it calls, what it has called in vain.
+    fn spoken(is_late: bool, what: &str, in_vain: &[&str]) -> Spoken {
+        let in_vain = in_vain.iter().map(|what| digest(what, 0)).collect();
+        Spoken { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, in_vain }
+    }
+
+    /// For each rank the end of its message; nothing where it waits.
+    fn verdicts(spoken: &[Spoken]) -> Vec<String> {
+        let text = |verdict: &Verdict| match verdict {
+            Verdict::Again => String::new(),
+            Verdict::Fails { error, .. } => error.clone(),
+        };
+        decide(spoken).iter().map(text).collect()
+    }
+
+    #[test]
+    fn ranks_that_call_different_things_fail_and_those_behind_fail_alone() {
+        let all = "ranks must call the same operations in the same order: rank 0 calls `save a`, rank 1 calls `save b`";
+        let told = verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[])]);
+        assert_eq!(told, vec![format!("Invalid|{all}"); 2]);
+        // The second time rank 0 calls what rank 1 has called before.
+        let told = verdicts(&[spoken(false, "save b", &["save a"]), spoken(false, "save c", &["save b"])]);
+        assert!(told[0].starts_with("Unavailable|rank 0 is behind the other ranks: it calls `save b`"), "{told:?}");
+        assert_eq!(told[1], "");
+        // A rank that is late is behind; not if it calls what the others call.
+        let told = verdicts(&[spoken(false, "save b", &[]), spoken(true, "save a", &[]), spoken(true, "save b", &[])]);
+        assert!(told[0].is_empty() && told[1].contains("rank 1 is behind") && told[2].is_empty(), "{told:?}");
+        // Without one call that those ahead have in common nobody waits.
+        for told in [
+            verdicts(&[spoken(true, "save a", &[]), spoken(true, "save b", &[])]),
+            verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[]), spoken(true, "save c", &[])]),
+        ] {
+            assert!(told.iter().all(|told| told.starts_with("Invalid|")), "{told:?}");
+        }
+    }
+
+    #[test]
+    fn attempts_have_names_of_their_own_unless_nothing_is_left_of_one() {
+        let calls = Arc::new(Calls::default());
+        let first = calls.begin("save a".to_owned());
+        let second = calls.begin("save a".to_owned());
+        assert_ne!(first.attempt_seed(), second.attempt_seed());
+        assert_eq!((first.id().number(), second.id().number()), (0, 1));
+        // Ended in vain, but what it wrote may stand beside that of the second one.
+        first.is_in_vain();
+        drop(first);
+        second.is_in_vain();
+        let seed = second.attempt_seed();
+        drop(second);
+        let third = calls.begin("save a".to_owned());
+        assert_eq!(third.attempt_seed(), seed);
+        third.met(false);
+        drop(third);
+        assert_ne!(calls.begin("save a".to_owned()).attempt_seed(), seed);
+    }
+
+    #[test]
+    fn a_call_takes_the_next_number_only_while_it_is_the_last() {
+        let calls = Arc::new(Calls::default());
+        let first = calls.begin("save a".to_owned());
+        assert!(first.take_next());
+        assert_eq!(first.id().number(), 1);
+        let second = calls.begin("save b".to_owned());
+        assert_eq!((second.id().number(), first.take_next(), first.id().number()), (2, false, 1));
+    }
+
+    #[test]
+    fn ranks_that_have_not_called_are_named_with_how_far_they_are_behind() {
+        let calls = Arc::new(Calls::default());
+        let second = Duration::from_secs(1);
+        let call = calls.begin("save a".to_owned());
+        call.not_called(&[3], &[], second);
+        let error = call.not_called(&[1, 2, 3], &[2], second);
+        let begins = "save a: ranks 1-2 have not called save (1 call behind), rank 3 has not called save (2 calls behind) \
+                      within 1s; no answer from rank 2: ";
+        assert!(error.message.starts_with(begins), "{error}");
+        call.met(false);
+        let error = calls.begin("open a".to_owned()).not_called(&[3], &[], second);
+        assert!(
+            error.message.starts_with("open a: rank 3 has not called load (1 call behind) within 1s; every"),
+            "{error}"
+        );
+    }
 }

@@ -195,3 +195,34 @@ pub fn retain(url: &str, keep: Keep) -> Result<Vec<u64>> {
     deleted.reverse();
     Ok(deleted)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shardfast_format::Catalog;
+
+    use super::*;
+    use crate::{Destination, State, save};
+
+    #[test]
+    fn what_restores_find_out_about_the_storage_is_kept_for_the_next_one() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        let dir = tempfile::tempdir().unwrap();
+        let url = dir.path().to_str().unwrap().to_owned();
+        let state = State {
+            catalog: Arc::new(Catalog { leaves: Vec::new() }),
+            providers: Vec::new(),
+            replicas: None,
+            is_vouched_for: false,
+            is_waited_for: true,
+        };
+        let destination = Destination { url: step_url(&url, 1), step: Some(1), user: BTreeMap::new(), prove: false };
+        save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
+
+        let engine = Engine::solo();
+        let newest = newest(&engine, &url, None, false, DEADLINE).unwrap().unwrap();
+        assert_eq!(newest.step, 1);
+        assert_eq!(Arc::strong_count(&engine.devices), 2, "the checkpoint's store measures for itself");
+    }
+}

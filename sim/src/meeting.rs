@@ -458,7 +458,7 @@ impl<'a> Meeting<'a> {
         let elsewhere = mischief == Some(Mischief::OtherUrl);
         let destination = Destination {
             url: if elsewhere { format!("{}-elsewhere", spec.place) } else { spec.place.clone() },
-            step: None,
+            step: Some(save as u64),
             user: BTreeMap::from([("save".to_owned(), save.to_string())]),
             prove: spec.prove,
         };

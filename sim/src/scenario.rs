@@ -179,7 +179,9 @@ impl Scenario {
             save.overlaps = false;
             save.place = format!("/runs/gpt/step-{number:08}");
         }
-        let elsewhere = if dice.once_in(2) { Duration::from_secs(60) } else { Duration::ZERO };
+        // Long enough that the others have given it up, and not so long that they give the next one up as well.
+        let given_up = self.saves[0].deadline + Duration::from_secs(5);
+        let elsewhere = if dice.once_in(2) { given_up } else { Duration::ZERO };
         self.saves[0].left_out = Some((dice.rank(self.topology.world()), elsewhere));
     }
 

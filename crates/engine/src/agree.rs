@@ -10,7 +10,7 @@ use shardfast_coord::{Coord as Ranks, Error as Coord, Failure, NO_WORD};
 use shardfast_store::Store;
 
 use crate::background::Background;
-use crate::calls::{self, Call, Calls, Lateness, Spoken, Verdict, overtaken, too_late};
+use crate::calls::{self, Call, Calls, Spoken, Verdict, overtaken, too_late};
 use crate::cuda;
 use crate::error::{Error, Kind, Result, retry};
 use crate::planning;
@@ -135,7 +135,12 @@ impl Engine {
 
     /// Begins the next operation. Ranks must begin the same operations in the same order.
     pub(crate) fn begin(self: &Arc<Engine>, what: String, deadline: Duration) -> Operation {
-        Operation { engine: Arc::clone(self), call: self.calls.begin(what), deadline }
+        self.begin_one(what, String::new(), deadline)
+    }
+
+    /// [`Engine::begin`] of what `detail` tells from operations of the same words: ranks must give the same.
+    pub(crate) fn begin_one(self: &Arc<Engine>, what: String, detail: String, deadline: Duration) -> Operation {
+        Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline }
     }
 
     /// What operations have waited for longer than `patience` and were not told of before: each as a sentence that names
@@ -245,14 +250,12 @@ impl Operation {
     /// The first exchange: meets the calls of the other ranks, as [`calls`](crate::calls) tells.
     fn open(&self, contribution: Result<Vec<u8>>, decide: DecideOver<'_>) -> std::result::Result<Vec<u8>, Failed> {
         let (own, digest) = (self.engine.rank(), self.call.digest());
-        let is_sound = contribution.is_ok();
         let contribution =
             contribution.map(|message| [&digest, message.as_slice()].concat()).map_err(|error| error.to_wire());
         let _waits = self.call.wait();
-        let mut lateness = Lateness::default();
+        let mut is_late = false;
         loop {
-            let deadline = lateness.deadline(self.deadline);
-            let answer = self.exchange(OPEN, contribution.clone(), deadline, &mut |messages| {
+            let answer = self.exchange(OPEN, contribution.clone(), self.deadline, &mut |messages| {
                 if messages.iter().any(|message| !message.starts_with(&digest)) {
                     return Err(DIFFERENT.to_owned());
                 }
@@ -267,35 +270,21 @@ impl Operation {
             };
             match error {
                 Coord::Failed { failures, .. } if failures.iter().any(|failure| failure.reason == DIFFERENT) => {
-                    match self.compare(lateness.is_late)? {
+                    match self.compare(is_late)? {
                         () if self.call.take_next() => {}
                         () => return Err(self.in_vain(overtaken(&self.call.id().what, own))),
                     }
                 }
                 Coord::Missing { ranks, sample, waited, .. } if ranks.contains(&own) => {
                     self.call.left_out(own, &ranks);
-                    let given_up = too_late(&self.call.id().what, own, waited);
-                    if !self.call.take_next() {
-                        return Err(self.in_vain(given_up));
+                    if sample.starts_with(&digest) || !self.call.take_next() {
+                        return Err(self.in_vain(too_late(&self.call.id().what, own, waited)));
                     }
-                    lateness.is_over(sample.starts_with(&digest).then_some(given_up));
-                }
-                Coord::Failed { failures, more, .. }
-                    if is_sound
-                        && failures
-                            .iter()
-                            .any(|failure| failure.rank == own && failure.reason.starts_with(NO_WORD)) =>
-                {
-                    let given_up = self.merged(&failures, more);
-                    if !self.call.take_next() {
-                        return Err(self.in_vain(given_up));
-                    }
-                    lateness.is_over(Some(given_up));
+                    is_late = true;
                 }
                 Coord::Missing { ranks, silent, waited, .. } => {
                     let not_called = self.call.not_called(&ranks, &silent, waited);
-                    let error = self.in_vain(lateness.given_up.unwrap_or(not_called)).error;
-                    return Err(Failed { error, decided: false });
+                    return Err(Failed { decided: false, ..self.in_vain(not_called) });
                 }
                 Coord::Failed { failures, more, .. }
                     if failures.iter().any(|failure| failure.reason.starts_with(NO_WORD)) =>

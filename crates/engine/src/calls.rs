@@ -5,8 +5,8 @@
 //! 1. Each rank numbers its calls as it begins them. The first exchange of a call, "<number> open", is where the calls
 //!    of that number meet. Each rank says there what it calls, in a digest.
 //! 2. When a rank does not call in time, the number is over: those who waited fail with [`Absences::not_called`]. The
-//!    rank finds that out when it calls at last. It takes the next number, and its call counts as *late*. If that is the
-//!    call that the others have given up, they may try it again or not: so it waits only [`LATE`] for them.
+//!    rank finds that out when it calls at last. If it makes the call that the others have given up, that fails: should
+//!    they try it again, they may have another state by then. Any other call takes the next number, and is *late*.
 //! 3. Ranks that meet with different calls tell each other in words what they call ([`decide`]). *Behind* is a rank that
 //!    is late, or that calls what another one has called in vain. Where the others all call the same, only the ranks
 //!    behind fail, and the others wait at the next number for the next call of those. Otherwise all fail.
@@ -24,9 +24,6 @@ use shardfast_coord::{Absent, Ranks};
 use shardfast_format::sha256;
 
 use crate::error::{Error, Kind};
-
-/// How long a call that the others have given up waits for them to try it again.
-const LATE: Duration = Duration::from_secs(10);
 
 /// Calls in vain that are remembered, the latest.
 const IN_VAIN_MAX: usize = 64;
@@ -67,6 +64,8 @@ pub(crate) struct Absences(BTreeMap<u32, u64>);
 /// What a call is.
 pub(crate) struct CallId {
     pub(crate) what: String,
+    /// What tells it from calls that are said in the same words, such as a training step.
+    detail: String,
     number: AtomicU64,
 }
 
@@ -103,28 +102,6 @@ pub(crate) enum Verdict {
     Fails { error: String, attempts: Option<u32> },
 }
 
-/// How far a late call has come.
-#[derive(Default)]
-pub(crate) struct Lateness {
-    pub(crate) is_late: bool,
-    /// Why it fails if the others do not try again what they have given up.
-    pub(crate) given_up: Option<Error>,
-}
-
-impl Lateness {
-    /// The number of the call is over. `given_up` is the failure of the call that the others have given up, if it is
-    /// this call, or may be.
-    pub(crate) fn is_over(&mut self, given_up: Option<Error>) {
-        self.is_late = true;
-        self.given_up = self.given_up.take().or(given_up);
-    }
-
-    /// How long it waits for the others at its next number.
-    pub(crate) fn deadline(&self, deadline: Duration) -> Duration {
-        if self.given_up.is_some() { deadline.min(LATE) } else { deadline }
-    }
-}
-
 impl Calls {
     fn state(&self) -> MutexGuard<'_, State> {
         // Every change is one step.
@@ -132,20 +109,21 @@ impl Calls {
     }
 
     /// Begins the next call of this rank.
-    pub(crate) fn begin(self: &Arc<Calls>, what: String) -> Call {
+    pub(crate) fn begin(self: &Arc<Calls>, what: String, detail: String) -> Call {
+        let identity = format!("{what}{detail}");
         let is_save = what.starts_with("save ");
         let mut state = self.state();
         let mut attempt = 0;
         if is_save {
-            let attempts = state.attempts.entry(digest(&what, 0)).or_default();
+            let attempts = state.attempts.entry(digest(&identity, 0)).or_default();
             attempt = *attempts;
             *attempts += 1;
         }
         let first_number = state.next;
         state.next += 1;
         drop(state);
-        let digest = digest(&what, attempt);
-        let id = Arc::new(CallId { what, number: AtomicU64::new(first_number) });
+        let digest = digest(&identity, attempt);
+        let id = Arc::new(CallId { what, detail, number: AtomicU64::new(first_number) });
         let calls = Arc::clone(self);
         Call { calls, id, first_number, attempt, is_save, digest, is_void: AtomicBool::new(false) }
     }
@@ -170,6 +148,10 @@ impl Calls {
 }
 
 impl CallId {
+    fn identity(&self) -> String {
+        format!("{}{}", self.what, self.detail)
+    }
+
     pub(crate) fn number(&self) -> u64 {
         self.number.load(Ordering::Relaxed)
     }
@@ -186,7 +168,7 @@ impl Call {
 
     /// What tells this attempt from all others of its meeting, and is the same on all ranks.
     pub(crate) fn attempt_seed(&self) -> Vec<u8> {
-        [&self.attempt.to_le_bytes(), self.id.what.as_bytes()].concat()
+        [&self.attempt.to_le_bytes(), self.id.identity().as_bytes()].concat()
     }
 
     /// Lets [`Calls::overdue`] know that it waits, until the result is dropped.
@@ -247,13 +229,13 @@ impl Call {
 
     pub(crate) fn spoken(&self, is_late: bool) -> Spoken {
         let in_vain = self.calls.state().in_vain.clone();
-        Spoken { what: self.id.what.clone(), attempt: self.attempt, digest: self.digest, is_late, in_vain }
+        Spoken { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, in_vain }
     }
 
     /// From now on a save like this one has been begun that often.
     pub(crate) fn set_attempts(&self, attempts: u32) {
         self.is_void.store(false, Ordering::Relaxed);
-        self.calls.state().attempts.insert(digest(&self.id.what, 0), attempts);
+        self.calls.state().attempts.insert(digest(&self.id.identity(), 0), attempts);
     }
 }
 
@@ -262,7 +244,7 @@ impl Drop for Call {
     fn drop(&mut self) {
         if self.is_save && self.is_void.load(Ordering::Relaxed) {
             let mut state = self.calls.state();
-            if let Some(attempts) = state.attempts.get_mut(&digest(&self.id.what, 0)) {
+            if let Some(attempts) = state.attempts.get_mut(&digest(&self.id.identity(), 0)) {
                 // Unless the same save was begun again meanwhile.
                 *attempts -= u32::from(*attempts == self.attempt + 1);
             }
@@ -423,8 +405,8 @@ mod tests {
     #[test]
     fn attempts_have_names_of_their_own_unless_nothing_is_left_of_one() {
         let calls = Arc::new(Calls::default());
-        let first = calls.begin("save a".to_owned());
-        let second = calls.begin("save a".to_owned());
+        let first = calls.begin("save a".to_owned(), String::new());
+        let second = calls.begin("save a".to_owned(), String::new());
         assert_ne!(first.attempt_seed(), second.attempt_seed());
         assert_eq!((first.id().number(), second.id().number()), (0, 1));
         // Ended in vain, but what it wrote may stand beside that of the second one.
@@ -433,20 +415,20 @@ mod tests {
         second.is_in_vain();
         let seed = second.attempt_seed();
         drop(second);
-        let third = calls.begin("save a".to_owned());
+        let third = calls.begin("save a".to_owned(), String::new());
         assert_eq!(third.attempt_seed(), seed);
         third.met(false);
         drop(third);
-        assert_ne!(calls.begin("save a".to_owned()).attempt_seed(), seed);
+        assert_ne!(calls.begin("save a".to_owned(), String::new()).attempt_seed(), seed);
     }
 
     #[test]
     fn a_call_takes_the_next_number_only_while_it_is_the_last() {
         let calls = Arc::new(Calls::default());
-        let first = calls.begin("save a".to_owned());
+        let first = calls.begin("save a".to_owned(), String::new());
         assert!(first.take_next());
         assert_eq!(first.id().number(), 1);
-        let second = calls.begin("save b".to_owned());
+        let second = calls.begin("save b".to_owned(), String::new());
         assert_eq!((second.id().number(), first.take_next(), first.id().number()), (2, false, 1));
     }
 
@@ -454,14 +436,14 @@ mod tests {
     fn ranks_that_have_not_called_are_named_with_how_far_they_are_behind() {
         let calls = Arc::new(Calls::default());
         let second = Duration::from_secs(1);
-        let call = calls.begin("save a".to_owned());
+        let call = calls.begin("save a".to_owned(), String::new());
         call.not_called(&[3], &[], second);
         let error = call.not_called(&[1, 2, 3], &[2], second);
         let begins = "save a: ranks 1-2 have not called save (1 call behind), rank 3 has not called save (2 calls behind) \
                       within 1s; no answer from rank 2: ";
         assert!(error.message.starts_with(begins), "{error}");
         call.met(false);
-        let error = calls.begin("open a".to_owned()).not_called(&[3], &[], second);
+        let error = calls.begin("open a".to_owned(), String::new()).not_called(&[3], &[], second);
         assert!(
             error.message.starts_with("open a: rank 3 has not called load (1 call behind) within 1s; every"),
             "{error}"

@@ -114,9 +114,18 @@ class Place:
         """The parent's address, from rank 0 at ``root``, which is told this rank's own. All ranks ask, or none."""
 
     def join(
-        self, parent: str | None, timeout_s: float, *, local_world: int = 1, staging_bytes: int | None = None
+        self,
+        parent: str | None,
+        timeout_s: float,
+        *,
+        local_world: int = 1,
+        staging_bytes: int | None = None,
+        is_whole_job: bool = True,
     ) -> Session:
-        """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0."""
+        """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0.
+
+        ``is_whole_job``: none of the job's ranks is left out.
+        """
 
 @final
 class Session:
@@ -133,6 +142,9 @@ class Session:
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging memory that saves and loads may use together."""
+
+    def overdue(self, patience_s: float) -> tuple[list[str], bool]:
+        """What has waited longer than that for ranks to call it, each once; whether anything waits for that at all."""
 
     def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
         """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""

@@ -50,6 +50,7 @@ class Checkpointer:
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         prove_except: As in :func:`shardfast.save`.
+        process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
         timeout_s: How long ranks wait for each other.
 
     Attributes:
@@ -68,6 +69,7 @@ class Checkpointer:
         pickle: bool = False,
         prove: bool | None = None,
         prove_except: str | Sequence[str] = (),
+        process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if every is not None and not isinstance(every, Steps):
@@ -85,6 +87,7 @@ class Checkpointer:
         self._pickle = pickle
         self._prove = prove
         self._prove_except = prove_except
+        self._process_group = process_group
         self._timeout_s = timeout_s
         self._closed = False
         self._describer = Describer(in_flight.staged)
@@ -116,7 +119,7 @@ class Checkpointer:
             The step that was restored; 0 when the run has no committed checkpoint.
         """
         self._settle(0)
-        session = current(self._timeout_s)
+        session = current(self._timeout_s, self._process_group)
         options = prepared(
             session,
             lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
@@ -175,7 +178,7 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any]) -> None:
         url = f"{self.url}/step-{step:08d}"
-        session = current(self._timeout_s)
+        session = current(self._timeout_s, self._process_group)
         pending = begin(
             session,
             self._describer,

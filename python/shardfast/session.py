@@ -7,6 +7,9 @@ one above it. They find each other in one of two ways:
   the shape of the tree and a secret, and each rank that others join through tells where it listens.
 * Through the environment, without ``torch.distributed``: ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
   :data:`ROOT` and :data:`TOKEN`. Rank 0 listens at :data:`ROOT`, and tells every rank where the one above it does.
+
+The ranks of a process group are a job of their own, with a session of their own, in which they have their numbers in
+the group.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import datetime
 import functools
 import ipaddress
+import logging
 import os
 import re
 import secrets
@@ -23,13 +27,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._native import Place, Session
 from .errors import Error, Invalid, Unavailable
 
+_log = logging.getLogger("shardfast")
+
 TIMEOUT_S = 600.0
 """How long ranks wait for each other by default: longer than one of them may compile or evaluate alone."""
+
+PATIENCE_S = 10.0
+"""How long a call waits for the other ranks to make it before a warning names those that have not."""
+
+GLANCE_S = 1.0
+"""How often it is looked whether a call waits."""
 
 STAGING_BYTES = "SHARDFAST_STAGING_BYTES"
 """The environment variable that bounds this process's staging memory: bytes, or a number of KiB, MiB or GiB.
@@ -58,42 +70,54 @@ TLS_CA = "SHARDFAST_TLS_CA"
 _FAILED = "! "
 """Begins what a rank says in the store that others cannot join through."""
 
-# A job's session lives as long as its default process group (torch says which that is now), or as this process. Beside
-# it, what is wrong with this rank's settings: the ranks have met, so that each operation can fail on all of them for
-# that reason.
+# A job's session lives as long as its process group (torch says which that is now), or as this process. Beside it is
+# what is wrong with this rank's settings: the ranks have met, so that each operation can fail on all for that reason.
 _sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[Any, _Meeting] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[Session] = weakref.WeakSet()
+_watch: threading.Thread | None = None
 _lock = threading.Lock()
 
 
 def _in_forked_child() -> None:
     """Whoever held the lock is not here to give it back. Sessions know themselves whose they are."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _watch
+    _lock, _watch = threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def current(timeout_s: float = TIMEOUT_S) -> Session:
-    """The session of all ranks of this job.
+def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
+    """The session of all ranks of this job, or of those in ``process_group``.
 
-    One process alone when ``torch.distributed`` is not initialised and :data:`ROOT` is not set.
+    One process alone when ``torch.distributed`` is not initialised, :data:`ROOT` is not set and ``WORLD_SIZE`` tells of
+    no other process.
 
-    Every rank must call it the first time; later calls are local.
+    Every rank must call it the first time; later calls are local. A rank that has waited in vain may call it again.
 
     Raises:
         Unavailable: If the ranks do not find each other within ``timeout_s``.
         Invalid: If :data:`STAGING_BYTES` is no size or :data:`FANOUT` no fan-out, on every rank that begins an
-            operation with this one; if what this rank's environment says of the job or of certificates cannot be used.
+            operation with this one; if what this rank's environment says of the job or of certificates cannot be used;
+            if ``process_group`` is none that this rank is in; if this is a process of several that are in no process
+            group and are not told where rank 0 is.
     """
     distributed = sys.modules.get("torch.distributed")
+    is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
     job: Any
     meet: Callable[[float, int | None], tuple[Session, Invalid | None]]
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        job, meet = distributed.group.WORLD, functools.partial(_met_by_store, distributed)
+    members: _Members | None
+    if process_group is not None:
+        members = _members(distributed if is_initialized else None, process_group)
+    else:
+        members = _Members(distributed.group.WORLD, None) if distributed is not None and is_initialized else None
+    if members is not None:
+        job, meet = members.group, functools.partial(_met_by_store, distributed, members)
     elif ROOT in os.environ:
         job, meet = _environment(), _met_by_environment
     else:
+        _expect_one_process()
         return alone()
     with _lock:
         known = _sessions.get(job)
@@ -104,6 +128,8 @@ def current(timeout_s: float = TIMEOUT_S) -> Session:
                 staging_bytes, problem = None, error
             session, other = meet(timeout_s, staging_bytes)
             known = _sessions[job] = session, problem or other
+            _meetings.pop(job, None)
+            _warn_of(session)
     session, problem = known
     if problem is not None:
         session.refuse(Invalid.__name__, str(problem), timeout_s)
@@ -117,6 +143,69 @@ def alone() -> Session:
         Invalid: If :data:`STAGING_BYTES` is no size.
     """
     return _solo(os.getpid())
+
+
+def _expect_one_process() -> None:
+    """Refuses a process that is one of several and cannot find the others: each would save as a job of its own."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if re.fullmatch(r"[0-9]{1,9}", world) and int(world) > 1:
+        raise Invalid(
+            f"WORLD_SIZE={world}: this process is one of {int(world)}, and does not know the others: there is no "
+            "process group. Call torch.distributed.init_process_group() first, or set "
+            f"{ROOT} (rank 0's host and port) and {TOKEN} on all ranks. A process that is in no job of several must "
+            "not have WORLD_SIZE in its environment"
+        )
+
+
+def _warn_of(session: Session) -> None:
+    """Has the log told when calls of this session wait long for other ranks."""
+    global _watch
+    if session.world == 1:
+        return
+    _watched.add(session)
+    if _watch is None:
+        _watch = threading.Thread(target=_warn, name="shardfast-watch", daemon=True)
+        _watch.start()
+
+
+def _warn() -> None:
+    while True:
+        time.sleep(GLANCE_S)
+        # Without a reference that lasts: the last one that goes waits until the other ranks have left.
+        for told in [text for session in _watched for text in session.overdue(PATIENCE_S)[0]]:
+            _log.warning("%s; still waiting", told)
+
+
+class _Members(NamedTuple):
+    """The ranks of a process group."""
+
+    group: Any
+    ranks: tuple[int, ...] | None
+    """Their numbers in the default group; ``None`` for all of that."""
+
+
+def _members(distributed: Any, group: Any) -> _Members:
+    if distributed is None:
+        raise Invalid(
+            "process_group: torch.distributed is not initialised: call torch.distributed.init_process_group() first"
+        )
+    if not isinstance(group, distributed.ProcessGroup):
+        non_member = getattr(distributed.distributed_c10d.GroupMember, "NON_GROUP_MEMBER", None)
+        if type(group) is type(non_member) and group == non_member:
+            raise Invalid(
+                f"process_group: rank {distributed.get_rank()} is not in it: only ranks that are make this call"
+            )
+        hint = "; a DeviceMesh of one dimension has get_group()" if hasattr(group, "get_group") else ""
+        raise Invalid(f"process_group: expected a torch.distributed.ProcessGroup, found a {type(group).__name__}{hint}")
+    try:
+        ranks = tuple(map(int, distributed.get_process_group_ranks(group)))
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise Invalid(f"process_group: this process does not know its ranks: {error}") from error
+    if distributed.get_rank() not in ranks:
+        raise Invalid(f"process_group: rank {distributed.get_rank()} is not in it, its ranks are {ranks}")
+    if len(ranks) == distributed.get_world_size():
+        return _Members(distributed.group.WORLD, None)
+    return _Members(group, ranks)
 
 
 class _Environment:
@@ -183,53 +272,95 @@ def _number(name: str, least: int, default: int | None = None) -> int:
     return int(text)
 
 
-def _met_by_store(distributed: Any, timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
+class _Meeting:
+    """How far this rank has come on its way to the other ranks: it goes on there when it is called again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.token = secrets.token_hex(16)
+        self.place: Place | None = None
+
+
+def _met_by_store(
+    distributed: Any, members: _Members, timeout_s: float, staging_bytes: int | None
+) -> tuple[Session, Invalid | None]:
     rank, world = distributed.get_rank(), distributed.get_world_size()
+    whole_world, local_world = world, _number("LOCAL_WORLD_SIZE", 1, 1)
+    on_node = local_world
+    if members.ranks is not None:
+        rank, world = members.ranks.index(rank), len(members.ranks)
+        on_node = _on_node(members.ranks, local_world)
     if world == 1:
         return Session.solo(staging_bytes=staging_bytes), None
     try:
         fan_out, problem = _fan_out(), None
     except Invalid as error:
         fan_out, problem = None, error
-    local_world = _number("LOCAL_WORLD_SIZE", 1, 1)
-    store = _store(distributed, timeout_s)
-    # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
-    meeting = f"meeting/{store.add(f'meetings/{rank}', 1)}"
+    store = _store(distributed, members, timeout_s)
+    meeting = _meetings.get(members.group)
+    if meeting is None:
+        # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
+        meeting = _meetings[members.group] = _Meeting(f"meeting/{store.add(f'meetings/{rank}', 1)}")
+    name = meeting.name
     if rank == 0:
         # What rank 0 says is the tree, so that all have the same.
-        token, tree = secrets.token_hex(16), (local_world, fan_out)
-        store.set(meeting, f"{token} {local_world} {fan_out or 0}")
+        token, tree = meeting.token, (on_node, fan_out)
+        store.set(name, f"{token} {on_node} {fan_out or 0}")
     else:
-        token, *numbers = _told(store, meeting, timeout_s, f"rank {rank} of {world}: rank 0").split(" ")
+        token, *numbers = _told(store, name, timeout_s, f"rank {rank} of {world}: rank 0")
         tree = int(numbers[0]), int(numbers[1]) or None
         if problem is None and fan_out is not None and fan_out != tree[1]:
             other = f"has {tree[1]}" if tree[1] else "has not set it"
             problem = Invalid(f"{FANOUT}={fan_out} on rank {rank}, rank 0 {other}: all ranks must have the same")
-    host = _host(world, os.environ.get("MASTER_ADDR", ""))
-    try:
-        place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], tls=_tls())
-    except Error as error:
-        store.set(f"{meeting}/{rank}", f"{_FAILED}{error}")  # those that join through it need not wait
-        raise
+    if meeting.place is None:
+        host = _host(whole_world, os.environ.get("MASTER_ADDR", ""))
+        try:
+            place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], tls=_tls())
+        except Error as error:
+            store.set(f"{name}/{rank}", f"{_FAILED}{error}")  # those that join through it need not wait
+            raise
+        meeting.place = place
+    place = meeting.place
     if place.address is not None:
-        store.set(f"{meeting}/{rank}", place.address)
+        store.set(f"{name}/{rank}", place.address)
     parent = None
     if place.parent is not None:
         who = f"rank {rank} of {world}: rank {place.parent}, through which it joins,"
-        parent = _told(store, f"{meeting}/{place.parent}", timeout_s, who)
-    return place.join(parent, timeout_s, local_world=local_world, staging_bytes=staging_bytes), problem
+        (parent,) = _told(store, f"{name}/{place.parent}", timeout_s, who)
+    meeting.place = None  # it joins once
+    is_whole_job = members.ranks is None
+    session = place.join(
+        parent, timeout_s, local_world=local_world, staging_bytes=staging_bytes, is_whole_job=is_whole_job
+    )
+    return session, problem
 
 
-def _told(store: Any, key: str, timeout_s: float, who: str) -> str:
-    """What another rank says in the store."""
+def _on_node(ranks: tuple[int, ...], local_world: int) -> int:
+    """How many of these ranks share a node, if each node has as many, one node behind the other; else 1."""
+    nodes = [rank // local_world for rank in ranks]
+    counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+    is_even = nodes == sorted(nodes) and len({*counts[:-1]}) <= 1 and counts[-1] <= counts[0]
+    return counts[0] if is_even else 1
+
+
+def _told(store: Any, key: str, timeout_s: float, who: str) -> list[str]:
+    """The words of another rank in the store."""
     try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
+        try:
+            store.wait([key], datetime.timedelta(seconds=min(timeout_s, PATIENCE_S)))
+        except RuntimeError:
+            if timeout_s <= PATIENCE_S:
+                raise
+            _log.warning("%s has not made this call after %g s; still waiting", who.rstrip(","), PATIENCE_S)
+            store.wait([key], datetime.timedelta(seconds=timeout_s - PATIENCE_S))
     except RuntimeError as error:  # torch's DistStoreError among them
-        raise Unavailable(f"{who} did not say within {timeout_s:g} s where it is: {error}") from error
+        raise Unavailable(
+            f"{who} did not say within {timeout_s:g} s where it is, which it does when it makes this call: {error}"
+        ) from error
     text = str(store.get(key).decode())
     if text.startswith(_FAILED):
         raise Unavailable(f"{who} cannot be joined: {text.removeprefix(_FAILED)}")
-    return text
+    return text.split(" ")
 
 
 def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
@@ -254,8 +385,8 @@ def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Se
     return place.join(parent, left, local_world=local_world, staging_bytes=staging_bytes), None
 
 
-def _store(distributed: Any, timeout_s: float) -> Any:
-    """The store in which the job's processes found each other."""
+def _store(distributed: Any, members: _Members, timeout_s: float) -> Any:
+    """The store in which the job's processes found each other, with room for the keys of these members."""
     try:
         store = distributed.distributed_c10d._get_default_store()
     except (AttributeError, ValueError, RuntimeError):
@@ -266,7 +397,11 @@ def _store(distributed: Any, timeout_s: float) -> Any:
             ) from None
         timeout = datetime.timedelta(seconds=timeout_s)
         store = distributed.TCPStore(host, int(port), is_master=False, timeout=timeout)
-    return distributed.PrefixStore("shardfast", store)
+    room = "shardfast"
+    if members.ranks is not None:
+        # The name alone is not the same for all in all versions, nor the ranks for different groups.
+        room = f"shardfast/{members.group.group_name}/{','.join(map(str, members.ranks))}"
+    return distributed.PrefixStore(room, store)
 
 
 def _host(world: int, master: str) -> str:

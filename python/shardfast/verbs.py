@@ -33,6 +33,7 @@ def save(
     pickle: bool = False,
     prove: bool | None = None,
     prove_except: str | Sequence[str] = (),
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
@@ -61,6 +62,8 @@ def save(
             sharded parameter is compared by every save.
         prove_except: Leaves whose copies may differ: patterns of keys (``"ema"``) or of leaves
             (``"model/*.running_*"``). They are saved as the lowest rank holds them.
+        process_group: The ranks that make this call, if not all ranks of the job do: a ``torch.distributed`` process
+            group. They are a job of their own, in which ranks have their numbers in the group.
         timeout_s: How long ranks wait for each other.
 
     Raises:
@@ -71,7 +74,7 @@ def save(
         Exhausted: If the disk is full.
         Unavailable: If the store or a rank cannot be reached.
     """
-    session, describer = _describer(timeout_s)
+    session, describer = _describer(timeout_s, process_group)
     pending = begin(
         session,
         describer,
@@ -97,6 +100,7 @@ def save_async(
     pickle: bool = False,
     prove: bool | None = None,
     prove_except: str | Sequence[str] = (),
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Begins to save ``state`` and returns. Every rank of the job calls it.
@@ -111,7 +115,7 @@ def save_async(
     Arguments are those of :func:`save`, which also tells what may be raised: what happens until this returns here,
     everything else by the :class:`Pending`.
     """
-    session, describer = _describer(timeout_s)
+    session, describer = _describer(timeout_s, process_group)
     return begin(
         session,
         describer,
@@ -130,8 +134,8 @@ def save_async(
 _describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
 
 
-def _describer(timeout_s: float) -> tuple[_native.Session, Describer]:
-    session = current(timeout_s)
+def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Session, Describer]:
+    session = current(timeout_s, process_group)
     describer = _describers.get(session)
     if describer is None:
         describer = _describers[session] = Describer(in_flight.staged)
@@ -227,6 +231,7 @@ def load(
     only: str | Sequence[str] = (),
     per_rank: str = "error",
     pickle: bool = False,
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
     """Loads one checkpoint into ``state``, in this job's layout. Every rank of the job calls it.
@@ -252,6 +257,7 @@ def load(
         per_rank: When values differ by rank and the number of ranks is not that of the save: ``"error"``; ``"rank0"``
             gives everyone that of rank 0; ``"index"`` that of the rank with one's number modulo the saved number.
         pickle: Load pickles, which can run any code.
+        process_group: As in :func:`save`.
         timeout_s: How long ranks wait for each other.
 
     Returns:
@@ -266,7 +272,7 @@ def load(
         Unsupported: If it is of a newer format, or holds a value whose class was not imported, or one that is larger
             than values may be.
     """
-    session = current(timeout_s)
+    session = current(timeout_s, process_group)
     options, place = prepared(
         session,
         lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
@@ -286,6 +292,7 @@ def plan_load(
     cast: bool = False,
     only: str | Sequence[str] = (),
     per_rank: str = "error",
+    process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
     """What :func:`load` with these arguments would do: reads the manifest only, changes nothing. Every rank calls it.
@@ -293,7 +300,7 @@ def plan_load(
     ``print(sf.plan_load(...))`` shows what would be loaded, renamed, cast, missing and unexpected, every problem that
     would make the load fail, and how many bytes this rank would read.
     """
-    session = current(timeout_s)
+    session = current(timeout_s, process_group)
     options, place = prepared(
         session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
     )

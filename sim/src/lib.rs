@@ -12,6 +12,7 @@
 //!   gone, are silent or did not come. No round is decided that had expired.
 //! * Where nothing went wrong every save is committed; where one rank did something wrong all hear what, and who.
 //! * Whatever another program removes of a save under way, no checkpoint is committed without it.
+//! * Ranks of which one has left a save out find together again, in the next save or the one after it.
 //! * Wherever the power fails, what anybody had heard to be committed is there, and what is to be seen is whole.
 //! * Whatever was left behind, the next job saves to the same places.
 //! * A load that ranks share gives all of them what was saved, or the same failure; no other byte reaches their memory,

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use shardfast_coord::{Coord, Decide, Error as Lost, Meeting};
+use shardfast_coord::{Absent, Coord, Decide, Error as Lost, Meeting};
 use shardfast_engine::carrier::{Message, Round, Rounds, handoff};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, Result, ValueRef, Way, checkpoint};
@@ -122,6 +122,10 @@ impl Coord for Mortal {
 
     fn host(&self) -> &str {
         "simulated"
+    }
+
+    fn absent(&self, topic: &str) -> Absent {
+        self.coord().map_or_else(Absent::default, |coord| coord.absent(topic))
     }
 
     fn agree(

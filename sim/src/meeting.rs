@@ -79,6 +79,8 @@ pub(crate) struct Blackout {
 /// A call of `agree`, as its rank has it.
 pub(crate) struct OneCall {
     pub(crate) rank: u32,
+    /// The save that makes it: topics have numbers of their own once a rank has left a call out.
+    save: usize,
     pub(crate) topic: String,
     pub(crate) deadline: Duration,
     /// When its node had it.
@@ -429,10 +431,10 @@ impl<'a> Meeting<'a> {
     }
 
     fn hear(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
-        let OneCall { rank, topic, reply, .. } = &mut self.past.calls[call];
+        let OneCall { rank, save, topic, reply, .. } = &mut self.past.calls[call];
         // It may have crashed meanwhile.
         let Some(reply) = reply.take() else { return };
-        let (rank, save, topic) = (*rank, number(topic), topic.clone());
+        let (rank, save, topic) = (*rank, *save, topic.clone());
         self.note(|| match &answer {
             Ok(_) => format!("rank {rank} has its answer on {topic:?}"),
             Err(error) => format!("rank {rank} hears on {topic:?}: {error}"),
@@ -446,13 +448,17 @@ impl<'a> Meeting<'a> {
         if self.is_dead(rank) {
             return;
         }
+        if let Some((_, elsewhere)) = self.scenario.saves[save].left_out.filter(|(absent, _)| *absent == rank) {
+            self.note(|| format!("rank {rank} leaves save {save} out"));
+            return self.schedule(elsewhere, Event::Begin { rank, save: save + 1 });
+        }
         self.note(|| format!("rank {rank} begins save {save}"));
         let spec = &self.scenario.saves[save];
         let mischief = spec.mischief.filter(|(culprit, _)| *culprit == rank).map(|(_, mischief)| mischief);
         let elsewhere = mischief == Some(Mischief::OtherUrl);
         let destination = Destination {
             url: if elsewhere { format!("{}-elsewhere", spec.place) } else { spec.place.clone() },
-            step: None,
+            step: Some(save as u64),
             user: BTreeMap::from([("save".to_owned(), save.to_string())]),
             prove: spec.prove,
         };
@@ -502,7 +508,7 @@ impl<'a> Meeting<'a> {
 
     /// Rank 0 goes on deciding.
     fn decide(&mut self, call: usize) {
-        let save = number(&self.past.calls[call].topic);
+        let save = self.past.calls[call].save;
         match self.work_off(0, save) {
             None => {}
             Some(Quiet::Waits) => panic!("rank 0 does not decide save {save}"),
@@ -543,7 +549,7 @@ impl<'a> Meeting<'a> {
                 return None;
             }
             if quiet.is_some() {
-                called.into_iter().for_each(|call| self.called(call));
+                called.into_iter().for_each(|call| self.called(call, save));
                 return quiet;
             }
             assert!(started.elapsed() < HANGS, "rank {rank} works on save {save} without end");
@@ -557,10 +563,19 @@ impl<'a> Meeting<'a> {
         self.past.blackouts.push(Blackout { disk, promised });
     }
 
-    fn called(&mut self, call: Call) {
+    fn called(&mut self, call: Call, save: usize) {
         let Call { rank, topic, contribution, deadline, reply } = call;
         let (id, reply) = (self.past.calls.len(), Some(reply));
-        self.past.calls.push(OneCall { rank, topic, deadline, came: None, answered: None, decides: false, reply });
+        self.past.calls.push(OneCall {
+            rank,
+            save,
+            topic,
+            deadline,
+            came: None,
+            answered: None,
+            decides: false,
+            reply,
+        });
         let after = self.work(25);
         self.schedule(after, Event::Come { call: id, contribution });
     }
@@ -636,15 +651,10 @@ enum Next {
     Event((Duration, u64)),
 }
 
-/// The save that a topic is about.
-pub(crate) fn number(topic: &str) -> usize {
-    topic.split_once(' ').and_then(|(number, _)| number.parse().ok()).unwrap_or_else(|| panic!("a topic {topic:?}"))
-}
-
 /// Whether nothing of a save that waits on `topic` is at work beside the wait. A rank writes while it waits on the
 /// plan, if it has drafted one; and while it waits on the values, always.
 fn has_written(pending: &Pending, topic: &str) -> bool {
     let phases = pending.report().phases_ms;
-    let may_wait_for_orders = ["open", "plan", "astray"].iter().any(|stage| topic.ends_with(stage));
+    let may_wait_for_orders = ["open", "plan", "compare"].iter().any(|stage| topic.ends_with(stage));
     phases.contains_key("written") || (may_wait_for_orders && !phases.contains_key("planned"))
 }

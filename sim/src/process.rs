@@ -8,7 +8,7 @@ use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use shardfast_coord::node::{Contribution, Reply};
-use shardfast_coord::{Coord, Decide, Error, Meeting};
+use shardfast_coord::{Absent, Coord, Decide, Error, Meeting};
 use shardfast_store::simdisk::SimDisk;
 
 use crate::disk::Trap;
@@ -130,6 +130,10 @@ impl Coord for Seat {
 
     fn host(&self) -> &str {
         "simulated"
+    }
+
+    fn absent(&self, _topic: &str) -> Absent {
+        Absent::default()
     }
 
     fn agree(

@@ -32,6 +32,8 @@ pub enum Weather {
     Sweep,
     /// Some ranks and decisions take longer than a deadline.
     Slow,
+    /// A rank leaves a save out.
+    Absent,
     /// All of it.
     Storm,
 }
@@ -59,6 +61,8 @@ pub(crate) struct Save {
     pub(crate) is_vouched_for: bool,
     /// Whether ranks begin it before the save before it has ended.
     pub(crate) overlaps: bool,
+    /// The rank that does not begin it, and how long that does something else.
+    pub(crate) left_out: Option<(u32, Duration)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -102,6 +106,7 @@ impl Scenario {
             Weather::Disk,
             Weather::Sweep,
             Weather::Slow,
+            Weather::Absent,
             Weather::Storm,
         ]);
         let saves = dice.pick(&[2, 2, 3]);
@@ -109,8 +114,11 @@ impl Scenario {
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
         let is_storm = weather == Weather::Storm;
-        if !matches!(weather, Weather::Calm | Weather::Mischief) {
+        if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent) {
             scenario.rival(&mut dice);
+        }
+        if weather == Weather::Absent {
+            scenario.leave_out(&mut dice);
         }
         if weather == Weather::Mischief || is_storm {
             let at = dice.below(saves) as usize;
@@ -178,6 +186,18 @@ impl Scenario {
         }
     }
 
+    /// Lets a rank leave the first save out, and go on before or after the others have given it up.
+    fn leave_out(&mut self, dice: &mut Dice) {
+        for (number, save) in self.saves.iter_mut().enumerate() {
+            save.overlaps = false;
+            save.place = format!("/runs/gpt/step-{number:08}");
+        }
+        // Long enough that the others have given it up, and not so long that they give the next one up as well.
+        let given_up = self.saves[0].deadline + Duration::from_secs(5);
+        let elsewhere = if dice.once_in(2) { given_up } else { Duration::ZERO };
+        self.saves[0].left_out = Some((dice.rank(self.topology.world()), elsewhere));
+    }
+
     /// A job of so many ranks that saves below `run` so many times, with nothing in its way.
     pub(crate) fn calm(dice: &mut Dice, world: u32, run: &str, saves: u64) -> Scenario {
         let topology = Topology::new(world, 1 + dice.rank(4), 2 + dice.rank(3)).expect("a world of ranks");
@@ -201,7 +221,16 @@ impl Scenario {
             let deadline = Duration::from_secs(8 + dice.below(10));
             let prove = if dice.once_in(6) { Prove::EverySave } else { Prove::FirstSave };
             let (truth, is_vouched_for) = (truth.clone(), dice.once_in(3));
-            scenario.saves.push(Save { place, truth, deadline, prove, mischief: None, is_vouched_for, overlaps });
+            scenario.saves.push(Save {
+                place,
+                truth,
+                deadline,
+                prove,
+                mischief: None,
+                is_vouched_for,
+                overlaps,
+                left_out: None,
+            });
         }
         scenario
     }

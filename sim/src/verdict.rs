@@ -14,7 +14,7 @@ use shardfast_store::Store;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 
-use crate::meeting::{Blackout, DELAY_MAX, DETECTION_MAX, OneCall, Past, number};
+use crate::meeting::{Blackout, DELAY_MAX, DETECTION_MAX, OneCall, Past};
 use crate::promise::Judged;
 use crate::scenario::{Save, Scenario, Weather};
 use crate::truth::{Mischief, TOUCHED, UNREADABLE};
@@ -59,7 +59,32 @@ pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::re
             as_expected(scenario, past, save)?;
         }
     }
+    if scenario.weather == Weather::Absent {
+        find_together(scenario, past)?;
+    }
     Ok(published)
+}
+
+/// Ranks of which one has left out the first save find together: at the next save if the others had given the first one
+/// up by then, else at the one after it.
+fn find_together(scenario: &Scenario, past: &Past) -> Judged {
+    let world = scenario.topology.world();
+    for (save, spec) in scenario.saves.iter().enumerate() {
+        let heard = &past.heard[save];
+        let is_committed = heard.len() == world as usize && heard.values().all(Result::is_ok);
+        let (_, elsewhere) = scenario.saves[0].left_out.unwrap_or_default();
+        match spec.left_out {
+            Some((absent, _)) => {
+                hold!(!heard.contains_key(&absent), "rank {absent} heard of save {save}, which it left out");
+                hold!(heard.values().all(Result::is_err), "save {save} is committed without rank {absent}: {heard:?}");
+            }
+            None => hold!(
+                is_committed || (save == 1 && elsewhere.is_zero() && world > 1),
+                "the ranks have not found together in save {save}: {heard:?}"
+            ),
+        }
+    }
+    Ok(())
 }
 
 fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
@@ -212,6 +237,12 @@ fn comings<'a>(past: &'a Past, topic: &'a str) -> BTreeMap<u32, Duration> {
     calls.filter_map(|call| Some((call.rank, call.came?))).collect()
 }
 
+/// When a round expires: a rank that is late at one waits there for a shorter time.
+fn expires(past: &Past, topic: &str) -> Duration {
+    let calls = past.calls.iter().filter(|call| call.topic == topic);
+    calls.filter_map(|call| Some(call.came? + call.deadline)).min().unwrap_or(Duration::MAX)
+}
+
 /// Errors name ranks that are gone, or have not come, and of those all.
 fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
     let (rank, topic) = (call.rank, &call.topic);
@@ -235,7 +266,7 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
                 return Ok(());
             }
             let came = comings(past, topic);
-            let expired = came.values().min().map_or(Duration::MAX, |first| *first + call.deadline);
+            let expired = expires(past, topic);
             for missing in 0..scenario.topology.world() {
                 let came = came.get(&missing);
                 let (is_named, is_there) =
@@ -286,10 +317,9 @@ fn one_end_of_each_round(scenario: &Scenario, past: &Past) -> Judged {
 /// Nothing is decided that had expired.
 fn complete_in_time(scenario: &Scenario, past: &Past) -> Judged {
     for (topic, at) in past.complete.iter().filter(|_| !past.was_held_up()) {
-        let deadline = scenario.saves[number(topic)].deadline;
-        let first = comings(past, topic).into_values().min().unwrap_or_default();
-        let most = first + deadline + closing(scenario);
-        hold!(*at <= most, "{topic:?} was opened at {first:?} for {deadline:?}, and is decided at {at:?}");
+        let expires = expires(past, topic);
+        let most = expires + closing(scenario);
+        hold!(*at <= most, "{topic:?} expires at {expires:?}, and is decided at {at:?}");
     }
     Ok(())
 }

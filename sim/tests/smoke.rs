@@ -48,6 +48,7 @@ fn every_promise_is_kept_whatever_goes_wrong() {
         Weather::Disk,
         Weather::Sweep,
         Weather::Slow,
+        Weather::Absent,
         Weather::Storm,
     ];
     let endings = ["save: Ok", "save: Conflict", "save: Corrupt", "save: Exhausted", "save: Internal", "save: Invalid"];

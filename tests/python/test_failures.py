@@ -304,6 +304,31 @@ def test_a_disk_that_is_full_or_read_only_on_one_rank(ranks, tmp_path, flags, op
     assert message in one[1]
 
 
+def check_unopened(rank, world, directory):
+    """Rank 1 finds a file where the newest step of the run is, which only rank 0 has looked at."""
+    run = f"{directory}/run"
+    with sf.Checkpointer(run, timeout_s=TIMEOUT_S) as ckpt:
+        ckpt.save(1, own_key(rank))
+    dist.barrier()
+    if rank == 1:
+        own_file_system(run, 0, "size=64k")
+        Path(run, "step-00000001").write_text("not a directory")
+    started = time.monotonic()
+    seen = failure(lambda: sf.Checkpointer(run, timeout_s=TIMEOUT_S).restore(own_key(rank)))
+    assert time.monotonic() - started < TIMEOUT_S / 2
+    expect_all_is_well(rank, world, directory)
+    return seen
+
+
+def test_a_restore_that_one_rank_cannot_open_fails_on_all(ranks, tmp_path):
+    if not may_mount():
+        pytest.skip("mounting a file system for one process takes root, or CAP_SYS_ADMIN")
+    one, other = ranks(2)(check_unopened, str(tmp_path))
+    assert one == other
+    assert one[0] == "Invalid"
+    assert "rank 1: open " in one[1] and "expected a directory, found something else" in one[1], one[1]
+
+
 # Loads
 
 

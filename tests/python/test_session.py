@@ -78,8 +78,9 @@ def check_meeting(rank, world, directory):
     assert session.current(30) is first
     dist.barrier()
     dist.destroy_process_group()
-    alone = session.current()
-    assert (alone.rank, alone.world) == (0, 1)
+    # It is still one process of three, and knows the others no more.
+    with pytest.raises(sf.Invalid, match=f"WORLD_SIZE={world}"):
+        session.current()
     # The same processes, found through the same store, in another order: nothing of the first meeting is left.
     again = (rank + 1) % world
     dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=again, world_size=world)
@@ -95,7 +96,7 @@ def test_a_new_process_group_is_a_new_session(ranks, tmp_path):
 
 def check_kept_store(rank, world, directory):
     store = dist.FileStore(f"{directory}/kept", world)
-    session._store = lambda distributed, timeout_s: store
+    session._store = lambda *_: store
     dist.destroy_process_group()
     for number in range(3):
         dist.init_process_group("gloo", init_method=f"file://{directory}/group-{number}", rank=rank, world_size=world)
@@ -296,3 +297,41 @@ def test_an_environment_that_does_not_say_enough_is_refused(monkeypatch, tmp_pat
     with pytest.raises(sf.Invalid) as raised:
         sf.save(tmp_path / "one", {"extra": {"x": 1}}, timeout_s=2)
     assert told in str(raised.value)
+
+
+MEETS_ITS_END = """
+import os, signal, sys
+import numpy as np
+import shardfast as sf
+
+victim, is_idle = os.environ["VICTIM"] == os.environ["RANK"], os.environ["WHEN"] == "idle"
+state = {"model": {"weights": np.arange(100_000.0)}, "extra": {"n": 1}}
+sf.save(sys.argv[1] + "/first", state, timeout_s=40)
+if victim and not is_idle:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # whose default is to end the process, in the middle of what it does
+if victim and is_idle:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    for number in range(10_000):
+        sf.save(f"{sys.argv[1]}/{number}", state, timeout_s=40)
+        sf.load(f"{sys.argv[1]}/{number}", state, timeout_s=40)
+except sf.Error as error:
+    print(f"raised {type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("when", ["idle", "busy"])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_survivors_of_a_killed_rank_say_the_same(job, victim, when):
+    processes = job(4, MEETS_ITS_END, VICTIM=str(victim), WHEN=when, **{session.FANOUT: "2"})
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    told = {
+        line
+        for rank, output in enumerate(outputs)
+        if rank != victim
+        for line in output.splitlines()
+        if "raised" in line
+    }
+    assert len(told) == 1, outputs
+    assert f"rank {victim} is gone" in told.pop()

@@ -6,6 +6,12 @@ use std::time::Duration;
 /// How many failures a message spells out; the rest is counted, and listed in the error itself.
 const FAILURES_SHOWN_MAX: usize = 16;
 
+/// How much of a contribution a round that failed shows to all ranks.
+pub const SAMPLE_BYTES: usize = 16;
+
+/// Begins the reason of a rank that did not contribute, where others have failed.
+pub const NO_WORD: &str = "no word from it within";
+
 /// Why a rank got no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -31,6 +37,9 @@ pub enum Error {
         silent: Vec<u32>,
         /// How long the round had been open.
         waited: Duration,
+        /// How the first contribution that is not empty begins, in the order of the ranks: its first
+        /// [`SAMPLE_BYTES`].
+        sample: Vec<u8>,
     },
     /// A rank is gone, and with it every agreement that needs it.
     #[error("rank {rank} is gone: {cause}")]
@@ -73,7 +82,7 @@ impl fmt::Display for Failures<'_> {
 }
 
 /// Ascending ranks, runs of them as `first-last`: thousands of ranks that share a fate stay one short line.
-struct Ranks<'a>(&'a [u32]);
+pub struct Ranks<'a>(pub &'a [u32]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -124,7 +133,7 @@ mod tests {
 
         let missing = |ranks: &[u32], silent: &[u32]| {
             let (ranks, silent, waited) = (ranks.to_vec(), silent.to_vec(), Duration::from_millis(1500));
-            Error::Missing { topic: "save/7".into(), ranks, silent, waited }.to_string()
+            Error::Missing { topic: "save/7".into(), ranks, silent, waited, sample: Vec::new() }.to_string()
         };
         assert_eq!(missing(&[3], &[]), r#"agreement on "save/7" failed: no word from rank 3 within 1.5s"#);
         assert_eq!(

@@ -34,6 +34,7 @@ mod hub;
 mod pass;
 mod tls;
 mod uplink;
+mod visitors;
 mod workers;
 
 #[cfg(test)]
@@ -52,7 +53,7 @@ pub(crate) use self::pass::same_secret;
 pub use self::tls::Tls;
 use self::workers::Workers;
 use crate::hub as calls;
-use crate::{Coord, Decide, Error, Meeting, Topology};
+use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
 /// Bytes in flight before the receiver has to say that it goes on: a fast network's bandwidth times its delay.
 const WINDOW_BYTES: u32 = 16 << 20;
@@ -250,6 +251,10 @@ impl Coord for Process {
 
     fn host(&self) -> &str {
         &self.host
+    }
+
+    fn absent(&self, topic: &str) -> Absent {
+        if self.workers.here() { self.hub.absent(topic) } else { Absent::default() }
     }
 
     fn agree(

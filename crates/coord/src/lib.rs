@@ -19,8 +19,9 @@
 //!   that every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all reasons. A
 //!   decision that returns `Err` (or panics) is a failure of rank 0.
 //! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came.
-//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not. A rank that comes later gets that
-//!   same error at once (for the last 256 failed rounds). Once every rank has come, the round cannot expire any more,
+//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not, and how the first of
+//!   their contributions that is not empty begins. A rank that comes later gets that same error at once (for the last 4096 failed
+//!   rounds). Once every rank has come, the round cannot expire any more,
 //!   and the decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and
 //!   must take the outcome for unknown: the decision may still come about.
 //! * **Silence.** A rank whose process stands still, or that cannot be reached although nothing has broken, is found
@@ -47,9 +48,10 @@ pub mod peers;
 mod topology;
 mod wire;
 
+use std::ops::Range;
 use std::time::Duration;
 
-pub use error::{Error, Failure};
+pub use error::{Error, Failure, NO_WORD, Ranks, SAMPLE_BYTES};
 pub use local::{local, local_tree, solo};
 pub use topology::Topology;
 
@@ -77,6 +79,15 @@ impl Meeting {
     }
 }
 
+/// The ranks that a round waits for, as far as one rank knows them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Absent {
+    /// Those that have surely not come.
+    pub ranks: Vec<u32>,
+    /// Runs of other ranks, of which at least one has not come if `ranks` is empty.
+    pub among: Vec<Range<u32>>,
+}
+
 /// One rank's place among the ranks that agree; see the [crate's contract](crate#contract).
 pub trait Coord: Send + Sync {
     /// This rank, below [`world`](Coord::world).
@@ -90,6 +101,10 @@ pub trait Coord: Send + Sync {
 
     /// The name or address, without a port, at which the other ranks can reach this process.
     fn host(&self) -> &str;
+
+    /// What this rank knows of the ranks that a round waits for, without asking anyone; nothing of a round that is not
+    /// open here.
+    fn absent(&self, topic: &str) -> Absent;
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///

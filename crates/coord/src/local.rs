@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::hub::{self, Hub, LEFT, Seat};
 use crate::node::{Contribution, Effect, Effects, Node, Reply};
-use crate::{Coord, Decide, Error, Meeting, Topology};
+use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
 /// The nodes of all ranks. A message between two of them is a call.
 struct Nodes {
@@ -156,6 +156,11 @@ impl Coord for Local {
 
     fn host(&self) -> &str {
         "127.0.0.1"
+    }
+
+    fn absent(&self, topic: &str) -> Absent {
+        let nodes = self.nodes.nodes();
+        nodes[self.rank as usize].as_ref().map_or_else(Absent::default, |node| node.absent(topic))
     }
 
     fn agree(

@@ -53,7 +53,7 @@ pub use self::watch::SILENCE;
 use self::watch::{Look, Wanted, Watch};
 use crate::topology::Position;
 pub use crate::wire::Encoded;
-use crate::{Error, PAYLOAD_BYTES_MAX, Topology};
+use crate::{Absent, Error, PAYLOAD_BYTES_MAX, Topology};
 
 /// How long a node that closes a round waits for its children, for each level below it.
 pub const CLOSING: Duration = Duration::from_millis(500);
@@ -62,7 +62,7 @@ pub const CLOSING: Duration = Duration::from_millis(500);
 pub const GRACE: Duration = Duration::from_secs(5);
 
 /// How many failed rounds are remembered for a rank that comes late to them.
-const OWED_MAX: usize = 256;
+const OWED_MAX: usize = 4096;
 
 /// A rank's part of a round: its bytes, or why it has none.
 pub type Contribution = Result<Vec<u8>, String>;
@@ -94,6 +94,7 @@ pub type Effects<S> = Vec<Effect<S>>;
 #[derive(Debug)]
 pub struct Node<S> {
     rank: u32,
+    world: u32,
     subtree: Range<u32>,
     height: u32,
     /// None at rank 0, and once it is lost.
@@ -141,6 +142,7 @@ impl<S> Node<S> {
         };
         Node {
             rank,
+            world: topology.world(),
             subtree,
             height,
             parent: parent.map(|rank| Parent { rank, sent: 0, inbox: Inbox::new(), watch: Watch::default() }),
@@ -356,6 +358,27 @@ impl<S> Node<S> {
         });
         let children = self.children.iter().filter_map(|child| child.watch.due(wants(&self.rounds, child)?));
         rounds.chain(parent).chain(children).min()
+    }
+
+    /// What this node knows of the ranks that a round waits for.
+    pub fn absent(&self, topic: &str) -> Absent {
+        let mut absent = Absent::default();
+        let Some(round) = self.rounds.get(topic) else { return absent };
+        let outside = [0..self.subtree.start, self.subtree.end..self.world];
+        let runs: Vec<Range<u32>> = match round.stage {
+            Stage::Gathering | Stage::Closing { .. } => {
+                absent.ranks.extend((!round.has_come).then_some(self.rank));
+                let subtrees = self.children.iter().map(|child| &child.subtree);
+                subtrees.filter(|subtree| !round.reports.contains_key(&subtree.start)).cloned().collect()
+            }
+            // All here have come. Of the others this node knows nothing.
+            Stage::Reported => outside.into_iter().filter(|run| !run.is_empty()).collect(),
+            Stage::Deciding => Vec::new(),
+        };
+        let is_sure = |run: &Range<u32>| run.len() == 1 && (round.stage != Stage::Reported || runs.len() == 1);
+        absent.ranks.extend(runs.iter().filter(|run| is_sure(run)).map(|run| run.start));
+        absent.among.extend(runs.iter().filter(|run| !is_sure(run)).cloned());
+        absent
     }
 
     /// Whether that child's messages still count: it is one, and not lost.

@@ -42,6 +42,12 @@ const MAGIC: [u8; 8] = *b"sfpeers2";
 const NONCE_BYTES: usize = 16;
 const PROOF_BYTES: usize = 32;
 
+/// How long a connection may take to prove that it is a peer's.
+const PROVE_WITHIN: Duration = Duration::from_secs(10);
+
+/// Connections that have not proven it, at most: more wait until one of them has, or is closed.
+const UNPROVEN_MAX: usize = 128;
+
 /// How long to wait after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);
 
@@ -161,12 +167,12 @@ impl Joining {
                             links.entry(rank).or_insert(link);
                         }
                     }
-                    accepted = socket.accept() => match accepted {
+                    accepted = socket.accept(), if answering.len() < UNPROVEN_MAX => match accepted {
                         Ok((link, _)) => _ = answering.spawn(answer_remote(this.clone(), link)),
                         // A lack of descriptors may pass; the time does in any case.
                         Err(_) => tokio::time::sleep(RETRY).await,
                     },
-                    Some(accepted) = accept_local(local_socket.as_ref()) => match accepted {
+                    Some(accepted) = accept_local(local_socket.as_ref()), if answering.len() < UNPROVEN_MAX => match accepted {
                         Ok(link) => _ = answering.spawn(answer_local(this.clone(), link)),
                         Err(_) => tokio::time::sleep(RETRY).await,
                     },
@@ -346,12 +352,12 @@ async fn introduce(this: &This, rank: u32, link: &mut (impl AsyncRead + AsyncWri
 
 async fn answer_remote(this: This, mut link: TcpStream) -> Option<(u32, Link)> {
     link.set_nodelay(true).ok()?;
-    let rank = answer(&this, &mut link).await?;
+    let rank = timeout(PROVE_WITHIN, answer(&this, &mut link)).await.ok()??;
     Some((rank, Link::Remote(link)))
 }
 
 async fn answer_local(this: This, mut link: UnixStream) -> Option<(u32, Link)> {
-    let rank = answer(&this, &mut link).await?;
+    let rank = timeout(PROVE_WITHIN, answer(&this, &mut link)).await.ok()??;
     let offered = receive_offered(&link).await.ok()?;
     send_offered(&link, this.offered.as_deref()).await.ok()?;
     Some((rank, Link::Local(link, offered)))

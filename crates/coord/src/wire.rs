@@ -50,17 +50,21 @@ impl Encoded for Upward {
 
     fn encode(self) -> Vec<u8> {
         let word = match self.word {
-            FromChild::Part(Part { topic, age, left, report: Report { failures, missing, silent, payloads } }) => {
-                upward::Word::Part(proto::Part {
-                    topic,
-                    age_ns: nanoseconds(age),
-                    left_ns: nanoseconds(left),
-                    payloads: payloads.map(Into::into),
-                    failures: (!failures.is_empty()).then(|| failures.into()),
-                    missing: missing.into_iter().map(Into::into).collect(),
-                    silent,
-                })
-            }
+            FromChild::Part(Part {
+                topic,
+                age,
+                left,
+                report: Report { failures, missing, silent, sample, payloads },
+            }) => upward::Word::Part(proto::Part {
+                topic,
+                age_ns: nanoseconds(age),
+                left_ns: nanoseconds(left),
+                payloads: payloads.map(Into::into),
+                failures: (!failures.is_empty()).then(|| failures.into()),
+                missing: missing.into_iter().map(Into::into).collect(),
+                silent,
+                sample,
+            }),
             FromChild::Lost { rank, cause } => upward::Word::Lost(proto::Lost { rank, cause }),
             FromChild::Overdue { topic } => upward::Word::Overdue(topic),
             FromChild::Asks { interval } => upward::Word::Asks(interval.into()),
@@ -77,6 +81,7 @@ impl Encoded for Upward {
                     failures: part.failures.map(Into::into).unwrap_or_default(),
                     missing: runs(part.missing)?,
                     silent: part.silent,
+                    sample: part.sample,
                     payloads: part.payloads.map(bundle).transpose()?,
                 };
                 let (age, left) = (Duration::from_nanos(part.age_ns), Duration::from_nanos(part.left_ns));
@@ -221,11 +226,11 @@ impl From<Error> for ended::Error {
                 let spelled = failures.into_iter().map(|Failure { rank, reason }| proto::Failure { rank, reason });
                 ended::Error::Failed(proto::Failures { spelled: spelled.collect(), more })
             }
-            Error::Missing { ranks, silent, waited, .. } => {
+            Error::Missing { ranks, silent, waited, sample, .. } => {
                 let runs = ranks.chunk_by(|a, b| a + 1 == *b);
                 let runs = runs.map(|run| proto::Run { first: run[0], count: run.len() as u32 });
                 let (ranks, waited_ns) = (runs.collect(), nanoseconds(waited));
-                ended::Error::Missing(proto::Missing { ranks, waited_ns, silent })
+                ended::Error::Missing(proto::Missing { ranks, waited_ns, silent, sample: sample.into() })
             }
             Error::Lost { rank, cause } => ended::Error::Lost(proto::Lost { rank, cause }),
             Error::Unavailable(message) => ended::Error::Unavailable(message),
@@ -238,9 +243,10 @@ fn error(topic: &str, error: ended::Error) -> Result<Error, String> {
     let topic = topic.to_owned();
     Ok(match error {
         ended::Error::Failed(failures) => Failures::from(failures).into_error(&topic),
-        ended::Error::Missing(proto::Missing { ranks, waited_ns, silent }) => {
+        ended::Error::Missing(proto::Missing { ranks, waited_ns, silent, sample }) => {
             let ranks = runs(ranks)?.into_iter().flatten().collect();
-            Error::Missing { topic, ranks, silent, waited: Duration::from_nanos(waited_ns) }
+            let waited = Duration::from_nanos(waited_ns);
+            Error::Missing { topic, ranks, silent, waited, sample: sample.into() }
         }
         ended::Error::Lost(proto::Lost { rank, cause }) => Error::Lost { rank, cause },
         ended::Error::Unavailable(message) => Error::Unavailable(message),
@@ -275,6 +281,7 @@ mod tests {
                 ranks: vec![0, 1, 2, 5],
                 silent: vec![1],
                 waited: Duration::from_millis(1500),
+                sample: b"save".to_vec(),
             },
             Error::Lost { rank: 4, cause: "killed".into() },
             Error::Unavailable("unknown".into()),

@@ -1,16 +1,16 @@
 //! One operation of all ranks: numbered by the order of the calls, every exchange typed, every failure the same on all.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shardfast_coord::{Coord as Ranks, Error as Coord, Failure};
-use shardfast_format::sha256;
+use shardfast_coord::{Coord as Ranks, Error as Coord, Failure, NO_WORD};
 use shardfast_store::Store;
 
 use crate::background::Background;
+use crate::calls::{self, Call, Calls, Spoken, Verdict, overtaken, too_late};
 use crate::cuda;
 use crate::error::{Error, Kind, Result, retry};
 use crate::planning;
@@ -22,8 +22,11 @@ const DECISION: &str = "=";
 /// The first exchange of every operation, in which ranks find whether it is the same for all of them.
 const OPEN: &str = "open";
 
-/// What rank 0 decides when it is not: everyone then says what it is.
-const ASTRAY: &str = "?";
+/// What rank 0 decides when it is not: all then say what they call.
+const DIFFERENT: &str = "?";
+
+/// A decision over the messages of all ranks.
+type DecideOver<'a> = &'a mut dyn FnMut(&mut dyn Iterator<Item = &[u8]>) -> std::result::Result<Vec<Vec<u8>>, String>;
 
 /// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
 pub struct Engine {
@@ -34,7 +37,7 @@ pub struct Engine {
     is_page_locked: AtomicBool,
     pub(crate) background: Background,
     pub(crate) planned: std::sync::Mutex<planning::Memory>,
-    operations: AtomicU64,
+    calls: Arc<Calls>,
 }
 
 impl Engine {
@@ -73,7 +76,7 @@ impl Engine {
             is_page_locked: AtomicBool::new(false),
             background: Background::default(),
             planned: std::sync::Mutex::default(),
-            operations: AtomicU64::new(0),
+            calls: Arc::default(),
         })
     }
 
@@ -132,8 +135,18 @@ impl Engine {
 
     /// Begins the next operation. Ranks must begin the same operations in the same order.
     pub(crate) fn begin(self: &Arc<Engine>, what: String, deadline: Duration) -> Operation {
-        let number = self.operations.fetch_add(1, Ordering::Relaxed);
-        Operation { engine: Arc::clone(self), number, what, deadline }
+        self.begin_one(what, String::new(), deadline)
+    }
+
+    /// [`Engine::begin`] of what `detail` tells from operations of the same words: ranks must give the same.
+    pub(crate) fn begin_one(self: &Arc<Engine>, what: String, detail: String, deadline: Duration) -> Operation {
+        Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline }
+    }
+
+    /// What operations have waited for longer than `patience` and were not told of before: each as a sentence that names
+    /// the ranks that have not called, as far as this one knows them. And whether any operation waits for that at all.
+    pub fn overdue(&self, patience: Duration) -> (Vec<String>, bool) {
+        self.calls.overdue(patience, |number| self.coord.absent(&topic(number, OPEN)))
     }
 
     /// Takes part in the next operation with a failure: it fails on every rank with this rank's reason.
@@ -146,6 +159,11 @@ impl Engine {
     }
 }
 
+/// What an exchange of the operation of that number is called.
+fn topic(number: u64, stage: &str) -> String {
+    format!("{number} {stage}")
+}
+
 /// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
 pub fn staging_bytes_default(local_world: u32) -> u64 {
     let memory = rustix::system::sysinfo();
@@ -156,8 +174,7 @@ pub fn staging_bytes_default(local_world: u32) -> u64 {
 /// One operation that every rank takes part in.
 pub(crate) struct Operation {
     pub(crate) engine: Arc<Engine>,
-    number: u64,
-    what: String,
+    call: Call,
     deadline: Duration,
 }
 
@@ -166,13 +183,19 @@ impl Operation {
         self.deadline
     }
 
+    /// Its number, the same on all ranks once they have met in it.
     pub(crate) fn number(&self) -> u64 {
-        self.number
+        self.call.id().number()
+    }
+
+    /// What tells this attempt from all others of this meeting; known before ranks have met.
+    pub(crate) fn attempt_seed(&self) -> Vec<u8> {
+        self.call.attempt_seed()
     }
 
     /// What it is and its number: no other operation of these ranks is called so.
     pub(crate) fn name(&self) -> String {
-        format!("{} {}", self.number, self.what)
+        topic(self.number(), &self.call.id().what)
     }
 
     pub(crate) fn is_root(&self) -> bool {
@@ -205,61 +228,115 @@ impl Operation {
         M: Serialize + DeserializeOwned,
         A: Serialize + DeserializeOwned,
     {
-        let prefix = if stage == OPEN { self.digest().to_vec() } else { Vec::new() };
         let contribution = contribution.and_then(|message| encode(&message));
-        let contribution =
-            contribution.map(|message| [prefix.clone(), message].concat()).map_err(|error| error.to_wire());
-        let answer = self.exchange(stage, contribution, &mut |messages| {
-            let strayed = |message: &Vec<u8>| !message.starts_with(&prefix);
-            if messages.iter().any(strayed) {
-                return Err(ASTRAY.to_owned());
-            }
-            let messages = messages.iter().map(|message| &message[prefix.len()..]);
+        let mut decide = |messages: &mut dyn Iterator<Item = &[u8]>| {
             decided(messages, &mut decide).map_err(|error| format!("{DECISION}{}", error.to_wire()))
-        });
-        match answer {
-            Ok(bytes) => match decode(&bytes) {
-                Ok((answer, _)) => Ok(answer),
-                Err(error) => Err(Failed { error, decided: true }),
-            },
-            Err(Coord::Failed { failures, .. }) if failures.iter().any(|failure| failure.reason == ASTRAY) => {
-                Err(Failed { error: self.astray(), decided: true })
-            }
-            Err(error) => Err(self.failed(error)),
+        };
+        let bytes = if stage == OPEN {
+            self.open(contribution, &mut decide)?
+        } else {
+            let contribution = contribution.map_err(|error| error.to_wire());
+            let answer = self.exchange(stage, contribution, self.deadline, &mut |messages| {
+                decide(&mut messages.iter().map(Vec::as_slice))
+            });
+            answer.map_err(|error| self.failed(error))?
+        };
+        match decode(&bytes) {
+            Ok((answer, _)) => Ok(answer),
+            Err(error) => Err(Failed { error, decided: true }),
         }
+    }
+
+    /// The first exchange: meets the calls of the other ranks, as [`calls`](crate::calls) tells.
+    fn open(&self, contribution: Result<Vec<u8>>, decide: DecideOver<'_>) -> std::result::Result<Vec<u8>, Failed> {
+        let (own, digest) = (self.engine.rank(), self.call.digest());
+        let contribution =
+            contribution.map(|message| [&digest, message.as_slice()].concat()).map_err(|error| error.to_wire());
+        let _waits = self.call.wait();
+        let mut is_late = false;
+        loop {
+            let answer = self.exchange(OPEN, contribution.clone(), self.deadline, &mut |messages| {
+                if messages.iter().any(|message| !message.starts_with(&digest)) {
+                    return Err(DIFFERENT.to_owned());
+                }
+                decide(&mut messages.iter().map(|message| &message[digest.len()..]))
+            });
+            let error = match answer {
+                Ok(bytes) => {
+                    self.call.met(false);
+                    return Ok(bytes);
+                }
+                Err(error) => error,
+            };
+            match error {
+                Coord::Failed { failures, .. } if failures.iter().any(|failure| failure.reason == DIFFERENT) => {
+                    match self.compare(is_late)? {
+                        () if self.call.take_next() => {}
+                        () => return Err(self.in_vain(overtaken(&self.call.id().what, own))),
+                    }
+                }
+                Coord::Missing { ranks, sample, waited, .. } if ranks.contains(&own) => {
+                    self.call.left_out(own, &ranks);
+                    if sample.starts_with(&digest) || !self.call.take_next() {
+                        return Err(self.in_vain(too_late(&self.call.id().what, own, waited)));
+                    }
+                    is_late = true;
+                }
+                Coord::Missing { ranks, silent, waited, .. } => {
+                    let not_called = self.call.not_called(&ranks, &silent, waited);
+                    return Err(Failed { decided: false, ..self.in_vain(not_called) });
+                }
+                Coord::Failed { failures, more, .. }
+                    if failures.iter().any(|failure| failure.reason.starts_with(NO_WORD)) =>
+                {
+                    return Err(self.in_vain(self.merged(&failures, more)));
+                }
+                error => {
+                    let failed = self.failed(error);
+                    if failed.decided {
+                        self.call.met(true);
+                    }
+                    return Err(failed);
+                }
+            }
+        }
+    }
+
+    /// Nothing of this operation is left, on any rank.
+    fn in_vain(&self, error: Error) -> Failed {
+        self.call.is_in_vain();
+        Failed { error, decided: true }
     }
 
     fn exchange(
         &self,
         stage: &str,
         contribution: std::result::Result<Vec<u8>, String>,
+        deadline: Duration,
         decide: shardfast_coord::Decide<'_>,
     ) -> std::result::Result<Vec<u8>, Coord> {
-        self.engine.coord.agree(&format!("{} {stage}", self.number), contribution, decide, self.deadline)
+        self.engine.coord.agree(&topic(self.number(), stage), contribution, decide, deadline)
     }
 
-    /// What this operation is, in as few bytes as tell it from any other.
-    fn digest(&self) -> [u8; 8] {
-        let mut digest = [0; 8];
-        digest.copy_from_slice(&sha256(self.what.as_bytes())[..8]);
-        digest
-    }
-
-    /// The failure of ranks that called different operations.
-    fn astray(&self) -> Error {
-        let different = |calls: Vec<Vec<u8>>| {
-            let calls: Vec<_> = calls.iter().map(|call| String::from_utf8_lossy(call)).collect();
-            let other = calls.iter().enumerate().find(|(_, call)| **call != calls[0]);
-            let (rank, call) = other.map_or((0, &calls[0]), |(rank, call)| (rank, call));
-            let error = Error::invalid(format!(
-                "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {rank} calls `{call}`",
-                calls[0]
-            ));
-            Err(format!("{DECISION}{}", error.to_wire()))
-        };
-        match self.exchange("astray", Ok(self.what.clone().into_bytes()), &mut { different }) {
-            Ok(_) => Error::internal("ranks called different operations, and then the same"),
-            Err(error) => self.failed(error).error,
+    /// Tells the other ranks what this one calls, after they have called different things. Whether it fails, or has to
+    /// wait for others at the next number.
+    fn compare(&self, is_late: bool) -> std::result::Result<(), Failed> {
+        let spoken = encode(&self.call.spoken(is_late)).map_err(|error| error.to_wire());
+        let answer = self.exchange("compare", spoken, self.deadline, &mut |spoken| {
+            let verdicts = |spoken: Vec<Spoken>| Ok(calls::decide(&spoken));
+            decided(spoken.iter().map(Vec::as_slice), &mut { verdicts })
+                .map_err(|error| format!("{DECISION}{}", error.to_wire()))
+        });
+        let bytes = answer.map_err(|error| self.failed(error))?;
+        match decode(&bytes) {
+            Ok((Verdict::Again, _)) => Ok(()),
+            Ok((Verdict::Fails { error, attempts }, _)) => {
+                let error = Error::from_wire(&error).unwrap_or_else(|| Error::internal(error));
+                let failed = self.in_vain(error);
+                attempts.into_iter().for_each(|attempts| self.call.set_attempts(attempts));
+                Err(failed)
+            }
+            Err(error) => Err(Failed { error, decided: true }),
         }
     }
 
@@ -267,7 +344,7 @@ impl Operation {
         match error {
             Coord::Failed { failures, more, .. } => Failed { error: self.merged(&failures, more), decided: true },
             other => {
-                let error = Error::new(Kind::Unavailable, format!("{}: {other}", self.what));
+                let error = Error::new(Kind::Unavailable, format!("{}: {other}", self.call.id().what));
                 Failed { error, decided: false }
             }
         }

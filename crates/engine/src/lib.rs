@@ -6,6 +6,7 @@ mod ablation;
 mod agree;
 mod ahead;
 mod background;
+mod calls;
 pub mod carrier;
 pub mod checkpoint;
 pub mod commit;

@@ -279,7 +279,7 @@ impl Operation {
     /// The name of this attempt, which every rank knows without a message: nothing that another attempt wrote has it.
     pub(crate) fn attempt(&self) -> String {
         let mut seed = self.engine.meeting().to_vec();
-        seed.extend(self.number().to_le_bytes());
+        seed.extend(self.attempt_seed());
         sha256(&seed)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 

@@ -111,8 +111,11 @@ pub fn newest(
     })?;
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
-    let store = store(&url)?;
-    let checkpoint = Checkpoint::new(engine, &url, store, &found.manifest)?;
+    let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &found.manifest));
+    // Where it is was known only now: a rank that cannot open it must not leave the others waiting for it.
+    let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
+    operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
+    let checkpoint = checkpoint?;
     Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
 }
 
@@ -154,5 +157,36 @@ fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
             foreign::refuse_as_run(url, &entries(&*store(url)?)?)?;
             Ok(None)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shardfast_format::Catalog;
+
+    use super::*;
+    use crate::{Destination, State, save};
+
+    #[test]
+    fn what_restores_find_out_about_the_storage_is_kept_for_the_next_one() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        let dir = tempfile::tempdir().unwrap();
+        let url = dir.path().to_str().unwrap().to_owned();
+        let state = State {
+            catalog: Arc::new(Catalog { leaves: Vec::new() }),
+            providers: Vec::new(),
+            replicas: None,
+            is_vouched_for: false,
+            is_waited_for: true,
+        };
+        let destination = Destination { url: step_url(&url, 1), step: Some(1), user: BTreeMap::new(), prove: false };
+        save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
+
+        let engine = Engine::solo();
+        let newest = newest(&engine, &url, None, false, DEADLINE).unwrap().unwrap();
+        assert_eq!(newest.step, 1);
+        assert_eq!(Arc::strong_count(&engine.devices), 2, "the checkpoint's store measures for itself");
     }
 }

@@ -124,7 +124,9 @@ fn begin(
         Prove::FirstSave => "",
         Prove::EverySave => ", all replicas compared",
     };
-    let operation = engine.begin(format!("save {}{how}", destination.url), deadline);
+    // A place may be used again after a failure: the step tells whether ranks save the same state.
+    let step = destination.step.map(|step| format!(", step {step}")).unwrap_or_default();
+    let operation = engine.begin_one(format!("save {}{how}", destination.url), step, deadline);
     // While the caller waits for what is urgent, nothing has to go first.
     let background = (pace.gives_way && !pace.is_urgent).then_some(&engine.background);
     Pending::spawn(background, !pace.is_urgent, move |progress| {

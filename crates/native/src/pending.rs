@@ -45,6 +45,12 @@ pub(crate) fn save(
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
+    let is_whole_job = session.is_whole_job();
+    // Adapters number the ranks that hold a tensor as the whole job does.
+    let state = move || match state() {
+        state if is_whole_job => state,
+        state => shardfast_engine::State { replicas: None, ..state },
+    };
     let prove = match prove {
         None => Prove::FirstSave,
         Some(true) => Prove::EverySave,

@@ -72,8 +72,9 @@ impl Place {
         py.detach(find).ok_or_else(joined)?.map_err(|error| raise(Error::from(error)))
     }
 
-    /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0.
-    #[pyo3(signature = (parent, timeout_s, *, local_world=1, staging_bytes=None))]
+    /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0. `is_whole_job`: none of the job's
+    /// ranks is left out.
+    #[pyo3(signature = (parent, timeout_s, *, local_world=1, staging_bytes=None, is_whole_job=true))]
     fn join(
         &self,
         py: Python<'_>,
@@ -81,11 +82,13 @@ impl Place {
         timeout_s: f64,
         local_world: u32,
         staging_bytes: Option<u64>,
+        is_whole_job: bool,
     ) -> PyResult<Session> {
         let timeout = seconds(timeout_s)?;
         let place = self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)?;
         let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(Error::from(error)))?;
-        Session::new(coord, staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world)))
+        let session = Session::new(coord, staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world)))?;
+        Ok(Session { is_whole_job, ..session })
     }
 }
 
@@ -97,12 +100,18 @@ fn joined() -> PyErr {
 #[pyclass(frozen, weakref, module = "shardfast._native")]
 pub(crate) struct Session {
     engine: Own<Arc<Engine>>,
+    is_whole_job: bool,
 }
 
 impl Session {
     fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> PyResult<Session> {
         let engine = Engine::new(coord, staging_bytes).map_err(raise)?;
-        Ok(Session { engine: Own::new("this job's session", engine) })
+        Ok(Session { engine: Own::new("this job's session", engine), is_whole_job: true })
+    }
+
+    /// Whether none of the job's ranks is left out.
+    pub(crate) fn is_whole_job(&self) -> bool {
+        self.is_whole_job
     }
 
     pub(crate) fn engine(&self) -> PyResult<&Arc<Engine>> {
@@ -135,6 +144,13 @@ impl Session {
     #[getter]
     fn staging_bytes(&self) -> PyResult<u64> {
         Ok(self.engine()?.staging_bytes())
+    }
+
+    /// What operations have waited longer than `patience_s` for other ranks to call them, each once, and whether any
+    /// waits for that at all.
+    fn overdue(&self, patience_s: f64) -> PyResult<(Vec<String>, bool)> {
+        let patience = seconds(patience_s)?;
+        Ok(self.engine()?.overdue(patience))
     }
 
     /// Takes part in the next operation with a failure, so that every rank raises it instead of waiting for this one.

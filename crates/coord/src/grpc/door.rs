@@ -1,21 +1,20 @@
 //! Where a rank's children come in.
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_stream::{Stream, StreamExt};
-use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::metadata::MetadataValue;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::frames::{Arrived, Assembly, FRAME_BYTES_MAX, Frames};
 use super::hub::ProcessHub;
 use super::pass::{Pass, Refusal};
 use super::tls::Tls;
+use super::visitors::{Visitor, Visits};
 use super::{BROKEN, KeepAlive, MEETING_HEADER, WINDOW_BYTES};
 use crate::hub::LEFT;
 use crate::node::Upward;
@@ -63,10 +62,7 @@ pub(super) fn server(tls: Option<&Tls>, keep_alive: KeepAlive) -> Result<Server,
 /// Lets children in until the threads end.
 pub(super) async fn serve(mut server: Server, door: Arc<Door>, listener: TcpListener) {
     let service = TreeServer::new(door).max_decoding_message_size(FRAME_BYTES_MAX);
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    // It ends early when the system takes the socket away; then no rank can join any more, and those that try are told
-    // by the refused connection.
-    let _ = server.add_service(service).serve_with_incoming(incoming).await;
+    let _ = server.add_service(service).serve_with_incoming(Visits::new(listener)).await;
 }
 
 impl Door {
@@ -93,8 +89,15 @@ impl Door {
         self.guests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check(&self, headers: &MetadataMap) -> Result<u32, Status> {
-        self.pass.check(headers).map_err(|refusal| self.refuse(refusal))
+    /// The rank that makes a request.
+    fn check<T>(&self, request: &Request<T>) -> Result<u32, Status> {
+        let checked = self.pass.check(request.metadata());
+        // Refused or not, it knows the token if it is told why.
+        let is_of_this_job = checked.as_ref().map_or_else(|refusal| refusal.code != Code::Unauthenticated, |_| true);
+        if let Some(visitor) = Visitor::of(request).filter(|_| is_of_this_job) {
+            visitor.is_proven();
+        }
+        checked.map_err(|refusal| self.refuse(refusal))
     }
 
     fn refuse(&self, Refusal { code, reason, rank }: Refusal) -> Status {
@@ -144,7 +147,7 @@ impl Door {
 }
 
 fn origin<T>(request: &Request<T>) -> String {
-    request.remote_addr().map_or_else(|| "an unknown address".to_owned(), |from: SocketAddr| from.to_string())
+    Visitor::of(request).map_or_else(|| "an unknown address".to_owned(), |from| from.address().to_string())
 }
 
 #[tonic::async_trait]
@@ -153,7 +156,7 @@ impl Tree for Arc<Door> {
 
     async fn join(&self, request: Request<Streaming<Frame>>) -> Result<Response<Self::JoinStream>, Status> {
         let from = origin(&request);
-        let rank = self.check(request.metadata())?;
+        let rank = self.check(&request)?;
         // One that gives up waiting has not come, and may come again.
         let opened = self.meeting.subscribe().wait_for(Option::is_some).await.map(|meeting| *meeting);
         let Ok(Some(meeting)) = opened else {
@@ -171,7 +174,7 @@ impl Tree for Arc<Door> {
     }
 
     async fn find(&self, request: Request<Asked>) -> Result<Response<Found>, Status> {
-        let rank = self.check(request.metadata())?;
+        let rank = self.check(&request)?;
         let mut guests = self.guests();
         let address = request.into_inner().address;
         if !address.is_empty() {

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::frames::Outbound;
 use crate::hub::{Hub, Seat};
 use crate::node::{Contribution, Downward, Effect, Effects, Node, Reply, Upward};
-use crate::{Error, Topology};
+use crate::{Absent, Error, Topology};
 
 pub(super) type Below = UnboundedReceiver<Outbound<Downward>>;
 pub(super) type Above = UnboundedReceiver<Outbound<Upward>>;
@@ -112,6 +112,10 @@ impl ProcessHub {
         // Nobody will come for these.
         linked.below.clear();
         linked.above = None;
+    }
+
+    pub(super) fn absent(&self, topic: &str) -> Absent {
+        self.linked().node.absent(topic)
     }
 
     fn linked(&self) -> MutexGuard<'_, Linked> {

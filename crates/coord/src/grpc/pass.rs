@@ -6,7 +6,7 @@ use tonic::metadata::{AsciiMetadataValue, MetadataMap};
 use crate::{Error, Topology};
 
 /// Grows with every change of `coord.proto` or of its meaning.
-pub(super) const PROTOCOL: u32 = 3;
+pub(super) const PROTOCOL: u32 = 4;
 
 pub(super) const TOKEN_HEADER: &str = "authorization";
 pub(super) const PROTOCOL_HEADER: &str = "shardfast-protocol";

@@ -7,8 +7,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
+use prost::bytes::Bytes;
+
 use super::bundle::Bundle;
-use crate::{Error, Failure};
+use crate::{Error, Failure, SAMPLE_BYTES};
 
 /// How many reasons of one round are told to everybody; the rest is counted.
 pub const FAILURES_MAX: usize = 64;
@@ -101,6 +103,8 @@ pub struct Report {
     pub missing: Vec<Range<u32>>,
     /// Those of them that did not even answer that they live, ascending.
     pub silent: Vec<u32>,
+    /// How the first payload that is not empty begins, where some ranks have not come.
+    pub sample: Bytes,
     /// The payloads of all; none when some failed or have not come, since then nothing is decided.
     pub payloads: Option<Bundle>,
 }
@@ -206,6 +210,9 @@ impl Report {
             let at = self.missing.partition_point(|run| run.end <= *rank);
             self.missing.get(at).is_some_and(|run| run.contains(rank))
         };
+        if self.sample.len() > SAMPLE_BYTES {
+            return Err(format!("a sample of {} bytes, the most is {SAMPLE_BYTES}", self.sample.len()));
+        }
         if !self.silent.is_sorted_by(|a, b| a < b) || !self.silent.iter().all(is_missing) {
             return Err(format!("ranks {:?} silent of {:?} missing", self.silent, self.missing));
         }

@@ -10,7 +10,8 @@ use super::Contribution;
 use super::bundle::Collector;
 use super::message::{FAILURES_MAX, Report};
 use super::watch::Wanted;
-use crate::{Error, PAYLOAD_BYTES_MAX};
+use crate::error::NO_WORD;
+use crate::{Error, PAYLOAD_BYTES_MAX, SAMPLE_BYTES};
 
 const TOPIC_BYTES_MAX: usize = 4096;
 const REASON_BYTES_MAX: usize = 16 << 10;
@@ -120,7 +121,10 @@ impl<S> Round<S> {
         let mut report = Report::default();
         let mut payloads = Collector::default();
         match self.own.take() {
-            Some(Ok(payload)) => payloads.push(payload),
+            Some(Ok(payload)) => {
+                report.sample = payload.slice(..payload.len().min(SAMPLE_BYTES));
+                payloads.push(payload);
+            }
             Some(Err(reason)) => report.failures.add(rank, reason),
             None => report.add_missing(rank..rank + 1),
         }
@@ -135,12 +139,21 @@ impl<S> Round<S> {
             report.failures.append(child.failures);
             child.missing.into_iter().for_each(|run| report.add_missing(run));
             report.silent.extend(child.silent);
+            let mut sample = child.sample;
             if let Some(bundle) = child.payloads {
+                sample =
+                    bundle.get(0).map(|payload| payload.slice(..payload.len().min(SAMPLE_BYTES))).unwrap_or_default();
                 payloads.append(&bundle);
+            }
+            if report.sample.is_empty() {
+                report.sample = sample;
             }
         }
         let is_whole = report.failures.is_empty() && report.missing.is_empty();
         report.payloads = is_whole.then(|| payloads.finish());
+        if report.missing.is_empty() {
+            report.sample = Bytes::new();
+        }
         report
     }
 
@@ -162,7 +175,7 @@ impl<S> Round<S> {
 /// Why a round ends without a decision. Failures that ranks told are what everybody wants to know, so they come
 /// first; ranks that kept it from ending otherwise are added to them.
 pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
-    let Report { mut failures, missing, silent, .. } = report;
+    let Report { mut failures, missing, silent, sample, .. } = report;
     match lost {
         Some((rank, cause)) if failures.is_empty() => Error::Lost { rank, cause: cause.to_owned() },
         Some((rank, cause)) => {
@@ -173,13 +186,13 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
         }
         None if failures.is_empty() => {
             let ranks = missing.into_iter().flatten().collect();
-            Error::Missing { topic: topic.to_owned(), ranks, silent, waited }
+            Error::Missing { topic: topic.to_owned(), ranks, silent, waited, sample: sample.to_vec() }
         }
         None => {
             let mut absent = missing.into_iter().flatten();
             let room = FAILURES_MAX - failures.spelled.len();
             for rank in absent.by_ref().take(room) {
-                failures.add(rank, format!("no word from it within {waited:?}"));
+                failures.add(rank, format!("{NO_WORD} {waited:?}"));
             }
             failures.more = failures.more.saturating_add(absent.count() as u32);
             failures.into_error(topic)

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use super::*;
-use crate::Failure;
 use crate::wire::Encoded;
+use crate::{Failure, SAMPLE_BYTES};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -230,6 +230,18 @@ fn every_order_of_arrival_lists_every_failure_once_all_have_come() {
     }
 }
 
+/// The error of a round of "plan"; `first` is the lowest rank that contributed something, 0 where none did.
+fn missing(ranks: Vec<u32>, silent: Vec<u32>, waited: Duration, first: u32) -> Error {
+    let mut sample = bytes(first);
+    sample.truncate(SAMPLE_BYTES);
+    Error::Missing { topic: "plan".into(), ranks, silent, waited, sample }
+}
+
+/// The lowest of those ranks that contribute something.
+fn lowest(ranks: &[u32]) -> u32 {
+    ranks.iter().copied().find(|rank| *rank > 0).unwrap_or(0)
+}
+
 #[test]
 fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
     for (world, local_world, fan_out) in [(5, 1, 32), (6, 1, 2), (7, 3, 4)] {
@@ -241,7 +253,7 @@ fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
             }
             assert_eq!(tree.pass(LONG - Duration::from_nanos(1)), vec![]);
             let told = tree.pass(Duration::from_nanos(1));
-            let missing = Error::Missing { topic: "plan".into(), ranks: late.clone(), silent: vec![], waited: LONG };
+            let missing = missing(late.clone(), vec![], LONG, lowest(&here));
             assert_eq!(same_error(&told, here.clone()), missing);
 
             // Who was there may try again before the others have come to the first try at all.
@@ -319,7 +331,7 @@ fn a_part_that_crosses_the_failure_of_its_round_does_not_count_for_the_next() {
         tree.come(rank, "plan");
     }
     let told = tree.pass(LONG);
-    let missing = Error::Missing { topic: "plan".into(), ranks: vec![1, 2, 3], silent: vec![1], waited: LONG };
+    let missing = missing(vec![1, 2, 3], vec![1], LONG, 4);
     assert_eq!(same_error(&only(&told, 2..4), 2..4), unheard(1));
     assert_eq!(same_error(&only(&told, [0, 4, 5, 6, 7]), [0, 4, 5, 6, 7]), missing);
     // Rank 1 comes in its own time, as far as it knows, and hears the others afterwards.
@@ -374,7 +386,7 @@ fn a_silent_rank_is_named_to_every_other_rank_by_the_deadline() {
             assert_eq!(told.len(), 7);
             if !others.is_empty() {
                 let ranks = below.collect();
-                let missing = Error::Missing { topic: "plan".into(), ranks, silent: vec![silent], waited: deadline };
+                let missing = missing(ranks, vec![silent], deadline, lowest(&others));
                 assert_eq!(same_error(&only(&told, others.clone()), others), missing);
             }
             if !under.is_empty() {
@@ -437,7 +449,7 @@ fn whoever_comes_after_the_others_below_a_silent_rank_were_told_is_told_the_same
     for rank in [0, 1, 2, 3, 5] {
         tree.come(rank, "plan");
     }
-    let missing = Error::Missing { topic: "plan".into(), ranks: vec![4, 7], silent: vec![], waited: LONG };
+    let missing = missing(vec![4, 7], vec![], LONG, 1);
     assert_eq!(same_error(&tree.wake(), [0, 1, 2, 3, 5]), missing);
     assert_eq!(same_error(&tree.come(4, "plan"), [4]), missing);
 }
@@ -479,7 +491,7 @@ fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() 
     tree.come(6, "plan");
     tree.silent.push(4);
     let told = tree.pass(LONG / 2);
-    let missing = Error::Missing { topic: "plan".into(), ranks: vec![4, 5, 6, 7], silent: vec![4], waited: LONG };
+    let missing = missing(vec![4, 5, 6, 7], vec![4], LONG, 1);
     assert_eq!(same_error(&only(&told, 0..4), 0..4), missing);
     assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), unheard(4));
 
@@ -540,8 +552,7 @@ fn the_deadline_of_whoever_waits_shortest_counts() {
     tree.contribute(6, "plan", Ok(vec![]), second * 2);
     assert_eq!(tree.pass(second * 2 - Duration::from_nanos(1)), vec![]);
     let told = tree.pass(Duration::from_nanos(1));
-    let missing =
-        Error::Missing { topic: "plan".into(), ranks: vec![0, 2, 3, 4, 5, 7], silent: vec![], waited: second * 5 };
+    let missing = missing(vec![0, 2, 3, 4, 5, 7], vec![], second * 5, 0);
     assert_eq!(same_error(&told, [1, 6]), missing);
 }
 
@@ -749,4 +760,27 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
     let told = tree.act(7, |node, now| node.hear_parent(Downward { number: 1, word }, now));
     let cause = r#"it sent 2 answers on "plan" for 1 ranks"#.to_owned();
     assert_eq!(same_error(&told, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
+}
+
+#[test]
+fn a_node_knows_whom_a_round_waits_for_as_far_as_it_can_see() {
+    let absent =
+        |ranks: &[u32], among: &[std::ops::Range<u32>]| Absent { ranks: ranks.to_vec(), among: among.to_vec() };
+    let mut star = Tree::new(4, 1, 32);
+    let knows = |tree: &Tree, rank: u32| tree.nodes[rank as usize].absent("plan");
+    assert_eq!(knows(&star, 0), absent(&[], &[]));
+    star.come(2, "plan");
+    assert_eq!(knows(&star, 0), absent(&[0, 1, 3], &[]));
+    assert_eq!(knows(&star, 2), absent(&[], &[0..2, 3..4]));
+    star.come(0, "plan");
+    star.come(1, "plan");
+    assert_eq!(knows(&star, 0), absent(&[3], &[]));
+    // Two ranks: who is not this one is the other one.
+    let mut pair = Tree::new(2, 1, 32);
+    pair.come(1, "plan");
+    assert_eq!((knows(&pair, 0), knows(&pair, 1)), (absent(&[0], &[]), absent(&[0], &[])));
+    // Ranks below others are known as a whole.
+    let mut deep = Tree::new(7, 1, 2);
+    deep.come(0, "plan");
+    assert_eq!(knows(&deep, 0), absent(&[], &[1..4, 4..7]));
 }

@@ -1,14 +1,15 @@
 //! Who is let in, and who is refused in which words.
 
-use std::net::TcpListener;
+use std::io::{ErrorKind, Read};
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shardfast_coord::grpc::{Membership, Place};
 use shardfast_coord::{Coord, Error, Topology};
 
-use crate::{LONG, connected, each, everyone, membership, promptly, star, tree};
+use crate::{LONG, PROMPT, connected, each, everyone, membership, promptly, star, tree};
 
 fn join(membership: Membership, parent: &str) -> Result<Arc<dyn Coord>, Error> {
     Place::open(membership, 0)?.join(Some(parent), LONG)
@@ -245,4 +246,40 @@ fn a_root_may_be_opened_and_dropped_by_a_program_that_has_a_runtime() {
         drop(member);
         drop(root);
     });
+}
+
+/// Connections that say nothing are few, whatever their number, and do not last; ranks come in between them.
+#[test]
+fn silent_strangers_are_few_and_do_not_last() {
+    const STRANGERS: usize = 300;
+    let (root, address) = serve(star(3));
+    let first = join(membership(star(3), 1), &address).unwrap();
+    let is_open = |stranger: &TcpStream| {
+        let mut byte = [0];
+        stranger.set_nonblocking(true).unwrap();
+        loop {
+            match (&mut &*stranger).read(&mut byte) {
+                Ok(0) => return false,
+                // What the server says first.
+                Ok(_) => {}
+                Err(error) => return error.kind() == ErrorKind::WouldBlock,
+            }
+        }
+    };
+    let strangers: Vec<TcpStream> = (0..STRANGERS).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    let open = || strangers.iter().filter(|stranger| is_open(stranger)).count();
+    let until = |most: usize, within: Duration| {
+        let started = Instant::now();
+        while open() > most {
+            assert!(started.elapsed() < within, "{} connections are open, expected {most}", open());
+            thread::sleep(Duration::from_millis(20));
+        }
+    };
+    until(128, PROMPT);
+    assert!(is_open(strangers.last().unwrap()), "the last ones that came are not the first to go");
+    let second = join(membership(star(3), 2), &address).unwrap();
+    until(0, Duration::from_secs(20));
+    // Who has shown the token stays.
+    let ranks = [root, first, second];
+    assert_eq!(each(&ranks, |coord| everyone(coord, "plan", LONG)), vec![Ok(vec![0, 1, 2]); 3]);
 }

@@ -328,6 +328,10 @@ impl Coord for Severed {
         self.coord.host()
     }
 
+    fn absent(&self, topic: &str) -> shardfast_coord::Absent {
+        self.coord.absent(topic)
+    }
+
     fn agree(
         &self,
         topic: &str,

@@ -115,6 +115,10 @@ impl Coord for GatedCoord {
         self.0.host()
     }
 
+    fn absent(&self, topic: &str) -> shardfast_coord::Absent {
+        self.0.absent(topic)
+    }
+
     fn agree(
         &self,
         topic: &str,

@@ -42,6 +42,10 @@ impl Coord for Counted {
         self.coord.host()
     }
 
+    fn absent(&self, topic: &str) -> shardfast_coord::Absent {
+        self.coord.absent(topic)
+    }
+
     fn agree(
         &self,
         topic: &str,

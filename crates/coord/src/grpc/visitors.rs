@@ -1,0 +1,188 @@
+//! Connections that have not yet proven that they know the job's token: they are few, and do not last.
+//!
+//! Anyone who reaches a rank's port can open connections there, and each costs the process a descriptor, which its saves
+//! need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed; and of those there are at
+//! most [`UNPROVEN_MAX`]: for one more, the oldest is closed. A rank of the job shows the token with its first message.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Sleep, sleep};
+use tokio_stream::Stream;
+use tonic::transport::server::{Connected, TlsConnectInfo};
+use tonic::{Extensions, Request};
+
+/// How long a connection may take to show the token.
+const PROVE_WITHIN: Duration = Duration::from_secs(10);
+
+/// Connections that have not shown it, at most.
+pub(super) const UNPROVEN_MAX: usize = 128;
+
+/// How long to wait after a connection could not be accepted, which a lack of descriptors brings about.
+const RETRY: Duration = Duration::from_millis(50);
+
+const UNPROVEN: u8 = 0;
+const PROVEN: u8 = 1;
+const CLOSED: u8 = 2;
+
+/// Who is at the other end of a connection.
+#[derive(Clone)]
+pub(super) struct Visitor {
+    address: SocketAddr,
+    standing: Arc<Standing>,
+}
+
+struct Standing {
+    state: AtomicU8,
+    /// Of the task that reads the connection.
+    reader: Mutex<Option<Waker>>,
+}
+
+impl Standing {
+    fn reader(&self) -> MutexGuard<'_, Option<Waker>> {
+        self.reader.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        let was = self.state.compare_exchange(UNPROVEN, CLOSED, Ordering::AcqRel, Ordering::Acquire);
+        if let (Ok(_), Some(reader)) = (was, self.reader().take()) {
+            reader.wake();
+        }
+    }
+}
+
+impl Visitor {
+    /// The one that makes this request.
+    pub(super) fn of<T>(request: &Request<T>) -> Option<Visitor> {
+        let extensions: &Extensions = request.extensions();
+        let secured = || extensions.get::<TlsConnectInfo<Visitor>>().map(TlsConnectInfo::get_ref);
+        extensions.get::<Visitor>().or_else(secured).cloned()
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// It has shown the token, and may stay.
+    pub(super) fn is_proven(&self) {
+        // If it was closed meanwhile, the next read tells.
+        let _ = self.standing.state.compare_exchange(UNPROVEN, PROVEN, Ordering::AcqRel, Ordering::Acquire);
+    }
+}
+
+/// A connection that somebody else has opened.
+pub(super) struct Visit {
+    stream: TcpStream,
+    visitor: Visitor,
+    /// None once the visitor is proven.
+    until: Option<Pin<Box<Sleep>>>,
+}
+
+impl Connected for Visit {
+    type ConnectInfo = Visitor;
+
+    fn connect_info(&self) -> Visitor {
+        self.visitor.clone()
+    }
+}
+
+impl AsyncRead for Visit {
+    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let Visit { stream, visitor, until } = &mut *self;
+        if let Some(time) = until {
+            *visitor.standing.reader() = Some(context.waker().clone());
+            match visitor.standing.state.load(Ordering::Acquire) {
+                PROVEN => *until = None,
+                UNPROVEN if time.as_mut().poll(context).is_pending() => {}
+                _ => return Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            }
+        }
+        Pin::new(stream).poll_read(context, into)
+    }
+}
+
+impl AsyncWrite for Visit {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+/// The connections that a listener accepts. It does not end.
+pub(super) struct Visits {
+    listener: TcpListener,
+    /// The oldest first. Those that have ended or are proven leave when there are too many.
+    unproven: VecDeque<Weak<Standing>>,
+    pause: Option<Pin<Box<Sleep>>>,
+}
+
+impl Visits {
+    pub(super) fn new(listener: TcpListener) -> Visits {
+        Visits { listener, unproven: VecDeque::new(), pause: None }
+    }
+
+    fn admit(&mut self, stream: TcpStream, address: SocketAddr) -> Visit {
+        // What cannot be set makes small messages slower.
+        let _ = stream.set_nodelay(true);
+        if self.unproven.len() >= UNPROVEN_MAX {
+            let is_unproven = |standing: Arc<Standing>| standing.state.load(Ordering::Acquire) == UNPROVEN;
+            self.unproven.retain(|visitor| visitor.upgrade().is_some_and(is_unproven));
+        }
+        while self.unproven.len() >= UNPROVEN_MAX
+            && let Some(oldest) = self.unproven.pop_front()
+        {
+            oldest.upgrade().into_iter().for_each(|oldest| oldest.close());
+        }
+        let standing = Arc::new(Standing { state: AtomicU8::new(UNPROVEN), reader: Mutex::new(None) });
+        self.unproven.push_back(Arc::downgrade(&standing));
+        Visit { stream, visitor: Visitor { address, standing }, until: Some(Box::pin(sleep(PROVE_WITHIN))) }
+    }
+}
+
+impl Stream for Visits {
+    type Item = io::Result<Visit>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<io::Result<Visit>>> {
+        loop {
+            if let Some(pause) = &mut self.pause {
+                if pause.as_mut().poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+                self.pause = None;
+            }
+            match self.listener.poll_accept(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Ok((stream, address))) => return Poll::Ready(Some(Ok(self.admit(stream, address)))),
+                Poll::Ready(Err(_)) => self.pause = Some(Box::pin(sleep(RETRY))),
+            }
+        }
+    }
+}

@@ -1,0 +1,452 @@
+//! Which calls of the ranks belong together, also after a rank has left one out.
+//!
+//! # Protocol
+//!
+//! 1. Each rank numbers its calls as it begins them. The first exchange of a call, "<number> open", is where the calls
+//!    of that number meet. Each rank says there what it calls, in a digest.
+//! 2. When a rank does not call in time, the number is over: those who waited fail with [`Absences::not_called`]. The
+//!    rank finds that out when it calls at last. If it makes the call that the others have given up, that fails: should
+//!    they try it again, they may have another state by then. Any other call takes the next number, and is *late*.
+//! 3. Ranks that meet with different calls tell each other in words what they call ([`decide`]). *Behind* is a rank that
+//!    is late, or that calls what another one has called in vain. Where the others all call the same, only the ranks
+//!    behind fail, and the others wait at the next number for the next call of those. Otherwise all fail.
+//!
+//! A call takes another number only while it is the last one that its rank has begun. So after any failure all ranks are
+//! at one number, or the next mismatch shows who is behind.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use shardfast_coord::{Absent, Ranks};
+use shardfast_format::sha256;
+
+use crate::error::{Error, Kind};
+
+/// Calls in vain that are remembered, the latest.
+const IN_VAIN_MAX: usize = 64;
+
+/// What a rank calls, in as few bytes as tell it from any other call.
+pub(crate) type Digest = [u8; 8];
+
+/// The calls of this rank.
+#[derive(Default)]
+pub(crate) struct Calls {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The number of the next call.
+    next: u64,
+    /// How often each save was begun, but for those that are sure to have left nothing behind. It makes the names of
+    /// attempts different, and is the same on all ranks unless one of them has left a call out.
+    attempts: HashMap<Digest, u32>,
+    /// What was called here in vain since all ranks met last.
+    in_vain: Vec<Digest>,
+    absences: Absences,
+    /// Calls that wait for other ranks, by their first numbers.
+    waiting: BTreeMap<u64, Waiting>,
+}
+
+struct Waiting {
+    call: Arc<CallId>,
+    since: Instant,
+    is_told: bool,
+}
+
+/// How many calls each rank has left out since all ranks met last.
+#[derive(Default)]
+pub(crate) struct Absences(BTreeMap<u32, u64>);
+
+/// What a call is.
+pub(crate) struct CallId {
+    pub(crate) what: String,
+    /// What tells it from calls that are said in the same words, such as a training step.
+    detail: String,
+    number: AtomicU64,
+}
+
+/// One call, from its beginning to its end.
+pub(crate) struct Call {
+    calls: Arc<Calls>,
+    id: Arc<CallId>,
+    first_number: u64,
+    /// Of the same saves before this one.
+    attempt: u32,
+    is_save: bool,
+    digest: Digest,
+    /// Whether its attempt is sure to have left nothing behind once it has ended.
+    is_void: AtomicBool,
+}
+
+/// What a rank says when ranks have called different things.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Spoken {
+    what: String,
+    attempt: u32,
+    digest: Digest,
+    is_late: bool,
+    in_vain: Vec<Digest>,
+}
+
+/// What becomes of a rank's call then.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) enum Verdict {
+    /// It waits at the next number.
+    Again,
+    /// It fails with this error, in the form of messages. Where ranks did not count alike how often a save was begun,
+    /// they do from now on.
+    Fails { error: String, attempts: Option<u32> },
+}
+
+impl Calls {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every change is one step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins the next call of this rank.
+    pub(crate) fn begin(self: &Arc<Calls>, what: String, detail: String) -> Call {
+        let identity = format!("{what}{detail}");
+        let is_save = what.starts_with("save ");
+        let mut state = self.state();
+        let mut attempt = 0;
+        if is_save {
+            let attempts = state.attempts.entry(digest(&identity, 0)).or_default();
+            attempt = *attempts;
+            *attempts += 1;
+        }
+        let first_number = state.next;
+        state.next += 1;
+        drop(state);
+        let digest = digest(&identity, attempt);
+        let id = Arc::new(CallId { what, detail, number: AtomicU64::new(first_number) });
+        let calls = Arc::clone(self);
+        Call { calls, id, first_number, attempt, is_save, digest, is_void: AtomicBool::new(false) }
+    }
+
+    /// What calls wait for that have waited for `patience` and were not told of before, and whether any waits at all.
+    pub(crate) fn overdue(&self, patience: Duration, absent: impl Fn(u64) -> Absent) -> (Vec<String>, bool) {
+        let mut state = self.state();
+        let is_overdue = |waiting: &&mut Waiting| !waiting.is_told && waiting.since.elapsed() >= patience;
+        let mut overdue = Vec::new();
+        for waiting in state.waiting.values_mut().filter(is_overdue) {
+            waiting.is_told = true;
+            overdue.push((Arc::clone(&waiting.call), waiting.since.elapsed()));
+        }
+        let waits = !state.waiting.is_empty();
+        drop(state);
+        let text = |(call, waited): (Arc<CallId>, Duration)| {
+            let who = not_come(&absent(call.number()), verb(&call.what))?;
+            Some(format!("{}: {who} after {:.0} s", call.what, waited.as_secs_f64()))
+        };
+        (overdue.into_iter().filter_map(text).collect(), waits)
+    }
+}
+
+impl CallId {
+    fn identity(&self) -> String {
+        format!("{}{}", self.what, self.detail)
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number.load(Ordering::Relaxed)
+    }
+}
+
+impl Call {
+    pub(crate) fn id(&self) -> &CallId {
+        &self.id
+    }
+
+    pub(crate) fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// What tells this attempt from all others of its meeting, and is the same on all ranks.
+    pub(crate) fn attempt_seed(&self) -> Vec<u8> {
+        [&self.attempt.to_le_bytes(), self.id.identity().as_bytes()].concat()
+    }
+
+    /// Lets [`Calls::overdue`] know that it waits, until the result is dropped.
+    pub(crate) fn wait(&self) -> impl Drop + use<> {
+        struct Waits(Arc<Calls>, u64);
+        impl Drop for Waits {
+            fn drop(&mut self) {
+                self.0.state().waiting.remove(&self.1);
+            }
+        }
+        let waiting = Waiting { call: Arc::clone(&self.id), since: Instant::now(), is_told: false };
+        self.calls.state().waiting.insert(self.first_number, waiting);
+        Waits(Arc::clone(&self.calls), self.first_number)
+    }
+
+    /// Takes the next number; not if another call was begun since.
+    pub(crate) fn take_next(&self) -> bool {
+        let mut state = self.calls.state();
+        let is_last = state.next == self.id.number() + 1;
+        if is_last {
+            self.id.number.store(state.next, Ordering::Relaxed);
+            state.next += 1;
+        }
+        is_last
+    }
+
+    /// All ranks have met in this call.
+    pub(crate) fn met(&self, has_failed: bool) {
+        self.is_void.store(has_failed, Ordering::Relaxed);
+        let mut state = self.calls.state();
+        state.in_vain.clear();
+        state.absences.0.clear();
+    }
+
+    /// The call fails on all ranks that made it, which were not all, or called different things. Nothing of it is left.
+    pub(crate) fn is_in_vain(&self) {
+        self.is_void.store(true, Ordering::Relaxed);
+        let mut state = self.calls.state();
+        state.in_vain.push(self.digest);
+        let surplus = state.in_vain.len().saturating_sub(IN_VAIN_MAX);
+        state.in_vain.drain(..surplus);
+    }
+
+    /// These ranks have left a call out. Why it fails, for the ranks that made it.
+    pub(crate) fn not_called(&self, ranks: &[u32], silent: &[u32], within: Duration) -> Error {
+        let mut state = self.calls.state();
+        let absences = &mut state.absences;
+        absences.0.retain(|rank, _| ranks.contains(rank));
+        ranks.iter().for_each(|rank| *absences.0.entry(*rank).or_default() += 1);
+        absences.not_called(&self.id.what, silent, within)
+    }
+
+    /// These ranks, this one among them, have left a call out that others made.
+    pub(crate) fn left_out(&self, own: u32, ranks: &[u32]) {
+        let absences = &mut self.calls.state().absences.0;
+        ranks.iter().filter(|rank| **rank != own).for_each(|rank| *absences.entry(*rank).or_default() += 1);
+    }
+
+    pub(crate) fn spoken(&self, is_late: bool) -> Spoken {
+        let in_vain = self.calls.state().in_vain.clone();
+        Spoken { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, in_vain }
+    }
+
+    /// From now on a save like this one has been begun that often.
+    pub(crate) fn set_attempts(&self, attempts: u32) {
+        self.is_void.store(false, Ordering::Relaxed);
+        self.calls.state().attempts.insert(digest(&self.id.identity(), 0), attempts);
+    }
+}
+
+impl Drop for Call {
+    /// Only now: until its end the call deletes what it has written under the name of its attempt.
+    fn drop(&mut self) {
+        if self.is_save && self.is_void.load(Ordering::Relaxed) {
+            let mut state = self.calls.state();
+            if let Some(attempts) = state.attempts.get_mut(&digest(&self.id.identity(), 0)) {
+                // Unless the same save was begun again meanwhile.
+                *attempts -= u32::from(*attempts == self.attempt + 1);
+            }
+        }
+    }
+}
+
+impl Absences {
+    /// The failure of a call that ranks have left out.
+    fn not_called(&self, what: &str, silent: &[u32], within: Duration) -> Error {
+        let verb = verb(what);
+        let mut by_calls: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+        self.0.iter().for_each(|(rank, calls)| by_calls.entry(*calls).or_default().push(*rank));
+        let who = by_calls.iter().map(|(calls, ranks)| {
+            let (have, s) = (if ranks.len() == 1 { "has" } else { "have" }, if *calls == 1 { "" } else { "s" });
+            format!("{} {have} not called {verb} ({calls} call{s} behind)", Ranks(ranks))
+        });
+        let who = who.collect::<Vec<_>>().join(", ");
+        let silent = match silent {
+            [] => String::new(),
+            _ => format!("; no answer from {}: not connected yet, stopped, or out of reach", Ranks(silent)),
+        };
+        let message = format!(
+            "{what}: {who} within {within:?}{silent}; every rank of the job must call it, or those that do pass \
+             process_group="
+        );
+        Error::new(Kind::Unavailable, message)
+    }
+}
+
+/// Who has not come, as far as this rank knows; `None` where it knows of nobody.
+fn not_come(absent: &Absent, verb: &str) -> Option<String> {
+    let Absent { ranks, among } = absent;
+    if !ranks.is_empty() {
+        let have = if ranks.len() == 1 { "has" } else { "have" };
+        return Some(format!("{} {have} not called {verb}", Ranks(ranks)));
+    }
+    let among: Vec<u32> = among.iter().cloned().flatten().collect();
+    (!among.is_empty()).then(|| format!("some of {} have not called {verb}", Ranks(&among)))
+}
+
+/// The verb that a user called.
+fn verb(what: &str) -> &str {
+    match what.split_once(' ').map_or(what, |(verb, _)| verb) {
+        "open" | "match" => "load",
+        verb => verb,
+    }
+}
+
+fn digest(what: &str, attempt: u32) -> Digest {
+    let mut digest = [0; 8];
+    digest.copy_from_slice(&sha256(&[&attempt.to_le_bytes(), what.as_bytes()].concat())[..8]);
+    digest
+}
+
+/// The failure of a call that the others had given up before this rank made it.
+pub(crate) fn too_late(what: &str, rank: u32, waited: Duration) -> Error {
+    let verb = verb(what);
+    let message = format!("{what}: rank {rank} came too late to {verb}: the other ranks waited {waited:?} for it");
+    Error::new(Kind::Unavailable, message)
+}
+
+/// The failure of a call that would have to wait for ranks that are behind, and cannot.
+pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
+    let message = format!("{what}: ranks are not at the same call, and rank {rank} has begun its next one already");
+    Error::new(Kind::Unavailable, message)
+}
+
+/// What becomes of the calls of ranks that have called different things, by rank.
+pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
+    let is_tried_before = |rank: usize| {
+        spoken.iter().enumerate().any(|(q, other)| q != rank && other.in_vain.contains(&spoken[rank].digest))
+    };
+    let is_behind: Vec<bool> = (0..spoken.len()).map(|rank| spoken[rank].is_late || is_tried_before(rank)).collect();
+    let first = &spoken[0];
+    let attempts = spoken.iter().map(|spoken| spoken.attempt).max().unwrap_or(0) + 1;
+    if spoken.iter().all(|spoken| spoken.what == first.what) {
+        let other = spoken.iter().position(|spoken| spoken.attempt != first.attempt).unwrap_or(0);
+        let error = Error::new(
+            Kind::Unavailable,
+            format!(
+                "{}: rank 0 calls it for the {}. time, rank {other} for the {}.; call it again",
+                first.what,
+                first.attempt + 1,
+                spoken[other].attempt + 1
+            ),
+        );
+        return vec![Verdict::Fails { error: error.to_wire(), attempts: Some(attempts) }; spoken.len()];
+    }
+    let mut ahead = spoken.iter().zip(&is_behind).filter(|(_, is_behind)| !**is_behind).map(|(spoken, _)| spoken);
+    if let Some(common) = ahead.next()
+        && ahead.all(|spoken| spoken.digest == common.digest)
+    {
+        let verdict = |(rank, own): (usize, &Spoken)| match own.digest == common.digest {
+            true => Verdict::Again,
+            false => {
+                let error = Error::new(
+                    Kind::Unavailable,
+                    format!(
+                        "rank {rank} is behind the other ranks: it calls `{}`, they have gone on to `{}` and wait for \
+                         its next call",
+                        own.what, common.what
+                    ),
+                );
+                Verdict::Fails { error: error.to_wire(), attempts: None }
+            }
+        };
+        return spoken.iter().enumerate().map(verdict).collect();
+    }
+    let other = spoken.iter().position(|spoken| spoken.what != first.what).unwrap_or(0);
+    let error = Error::invalid(format!(
+        "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {other} calls `{}`",
+        first.what, spoken[other].what
+    ));
+    vec![Verdict::Fails { error: error.to_wire(), attempts: None }; spoken.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a rank says: whether it is late, what it calls, what it has called in vain.
+    fn spoken(is_late: bool, what: &str, in_vain: &[&str]) -> Spoken {
+        let in_vain = in_vain.iter().map(|what| digest(what, 0)).collect();
+        Spoken { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, in_vain }
+    }
+
+    /// For each rank the end of its message; nothing where it waits.
+    fn verdicts(spoken: &[Spoken]) -> Vec<String> {
+        let text = |verdict: &Verdict| match verdict {
+            Verdict::Again => String::new(),
+            Verdict::Fails { error, .. } => error.clone(),
+        };
+        decide(spoken).iter().map(text).collect()
+    }
+
+    #[test]
+    fn ranks_that_call_different_things_fail_and_those_behind_fail_alone() {
+        let all = "ranks must call the same operations in the same order: rank 0 calls `save a`, rank 1 calls `save b`";
+        let told = verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[])]);
+        assert_eq!(told, vec![format!("Invalid|{all}"); 2]);
+        // The second time rank 0 calls what rank 1 has called before.
+        let told = verdicts(&[spoken(false, "save b", &["save a"]), spoken(false, "save c", &["save b"])]);
+        assert!(told[0].starts_with("Unavailable|rank 0 is behind the other ranks: it calls `save b`"), "{told:?}");
+        assert_eq!(told[1], "");
+        // A rank that is late is behind; not if it calls what the others call.
+        let told = verdicts(&[spoken(false, "save b", &[]), spoken(true, "save a", &[]), spoken(true, "save b", &[])]);
+        assert!(told[0].is_empty() && told[1].contains("rank 1 is behind") && told[2].is_empty(), "{told:?}");
+        // Without one call that those ahead have in common nobody waits.
+        for told in [
+            verdicts(&[spoken(true, "save a", &[]), spoken(true, "save b", &[])]),
+            verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[]), spoken(true, "save c", &[])]),
+        ] {
+            assert!(told.iter().all(|told| told.starts_with("Invalid|")), "{told:?}");
+        }
+    }
+
+    #[test]
+    fn attempts_have_names_of_their_own_unless_nothing_is_left_of_one() {
+        let calls = Arc::new(Calls::default());
+        let first = calls.begin("save a".to_owned(), String::new());
+        let second = calls.begin("save a".to_owned(), String::new());
+        assert_ne!(first.attempt_seed(), second.attempt_seed());
+        assert_eq!((first.id().number(), second.id().number()), (0, 1));
+        // Ended in vain, but what it wrote may stand beside that of the second one.
+        first.is_in_vain();
+        drop(first);
+        second.is_in_vain();
+        let seed = second.attempt_seed();
+        drop(second);
+        let third = calls.begin("save a".to_owned(), String::new());
+        assert_eq!(third.attempt_seed(), seed);
+        third.met(false);
+        drop(third);
+        assert_ne!(calls.begin("save a".to_owned(), String::new()).attempt_seed(), seed);
+    }
+
+    #[test]
+    fn a_call_takes_the_next_number_only_while_it_is_the_last() {
+        let calls = Arc::new(Calls::default());
+        let first = calls.begin("save a".to_owned(), String::new());
+        assert!(first.take_next());
+        assert_eq!(first.id().number(), 1);
+        let second = calls.begin("save b".to_owned(), String::new());
+        assert_eq!((second.id().number(), first.take_next(), first.id().number()), (2, false, 1));
+    }
+
+    #[test]
+    fn ranks_that_have_not_called_are_named_with_how_far_they_are_behind() {
+        let calls = Arc::new(Calls::default());
+        let second = Duration::from_secs(1);
+        let call = calls.begin("save a".to_owned(), String::new());
+        call.not_called(&[3], &[], second);
+        let error = call.not_called(&[1, 2, 3], &[2], second);
+        let begins = "save a: ranks 1-2 have not called save (1 call behind), rank 3 has not called save (2 calls behind) \
+                      within 1s; no answer from rank 2: ";
+        assert!(error.message.starts_with(begins), "{error}");
+        call.met(false);
+        let error = calls.begin("open a".to_owned(), String::new()).not_called(&[3], &[], second);
+        assert!(
+            error.message.starts_with("open a: rank 3 has not called load (1 call behind) within 1s; every"),
+            "{error}"
+        );
+    }
+}

@@ -167,7 +167,7 @@ mod tests {
     use shardfast_format::Catalog;
 
     use super::*;
-    use crate::{Destination, State, save};
+    use crate::{Destination, Prove, State, save};
 
     #[test]
     fn what_restores_find_out_about_the_storage_is_kept_for_the_next_one() {
@@ -178,10 +178,12 @@ mod tests {
             catalog: Arc::new(Catalog { leaves: Vec::new() }),
             providers: Vec::new(),
             replicas: None,
+            compared: Arc::default(),
             is_vouched_for: false,
             is_waited_for: true,
         };
-        let destination = Destination { url: step_url(&url, 1), step: Some(1), user: BTreeMap::new(), prove: false };
+        let destination =
+            Destination { url: step_url(&url, 1), step: Some(1), user: BTreeMap::new(), prove: Prove::default() };
         save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
 
         let engine = Engine::solo();

@@ -154,6 +154,7 @@ impl Joining {
         let Joining { runtime, socket, local_socket, this, expected, links, connecting, answering, .. } = self;
         let all = async {
             while links.len() < expected.len() {
+                let has_room = answering.len() < UNPROVEN_MAX;
                 tokio::select! {
                     Some(connected) = connecting.join_next() => {
                         let (rank, link) = connected.map_err(|error| Error::Unavailable(error.to_string()))??;
@@ -167,12 +168,12 @@ impl Joining {
                             links.entry(rank).or_insert(link);
                         }
                     }
-                    accepted = socket.accept(), if answering.len() < UNPROVEN_MAX => match accepted {
+                    accepted = socket.accept(), if has_room => match accepted {
                         Ok((link, _)) => _ = answering.spawn(answer_remote(this.clone(), link)),
                         // A lack of descriptors may pass; the time does in any case.
                         Err(_) => tokio::time::sleep(RETRY).await,
                     },
-                    Some(accepted) = accept_local(local_socket.as_ref()), if answering.len() < UNPROVEN_MAX => match accepted {
+                    Some(accepted) = accept_local(local_socket.as_ref()), if has_room => match accepted {
                         Ok(link) => _ = answering.spawn(answer_local(this.clone(), link)),
                         Err(_) => tokio::time::sleep(RETRY).await,
                     },

@@ -143,8 +143,8 @@ impl Engine {
         Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline }
     }
 
-    /// What operations have waited for longer than `patience` and were not told of before: each as a sentence that names
-    /// the ranks that have not called, as far as this one knows them. And whether any operation waits for that at all.
+    /// The operations that have waited for longer than `patience`, each once, as a sentence that names the ranks that
+    /// have not called it, as far as this one knows them. And whether any operation waits for that at all.
     pub fn overdue(&self, patience: Duration) -> (Vec<String>, bool) {
         self.calls.overdue(patience, |number| self.coord.absent(&topic(number, OPEN)))
     }

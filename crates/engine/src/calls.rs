@@ -7,12 +7,12 @@
 //! 2. When a rank does not call in time, the number is over: those who waited fail with [`Absences::not_called`]. The
 //!    rank finds that out when it calls at last. If it makes the call that the others have given up, that fails: should
 //!    they try it again, they may have another state by then. Any other call takes the next number, and is *late*.
-//! 3. Ranks that meet with different calls tell each other in words what they call ([`decide`]). *Behind* is a rank that
-//!    is late, or that calls what another one has called in vain. Where the others all call the same, only the ranks
-//!    behind fail, and the others wait at the next number for the next call of those. Otherwise all fail.
+//! 3. Ranks that meet with different calls tell each other in words what they call ([`decide`]). *Behind* is a rank
+//!    that is late, or that calls what another one has called in vain. Where the others all call the same, only the
+//!    ranks behind fail, and the others wait at the next number for the next call of those. Otherwise all fail.
 //!
-//! A call takes another number only while it is the last one that its rank has begun. So after any failure all ranks are
-//! at one number, or the next mismatch shows who is behind.
+//! A call takes another number only while it is the last one that its rank has begun. So after any failure all ranks
+//! are at one number, or the next mismatch shows who is behind.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -439,8 +439,8 @@ mod tests {
         let call = calls.begin("save a".to_owned(), String::new());
         call.not_called(&[3], &[], second);
         let error = call.not_called(&[1, 2, 3], &[2], second);
-        let begins = "save a: ranks 1-2 have not called save (1 call behind), rank 3 has not called save (2 calls behind) \
-                      within 1s; no answer from rank 2: ";
+        let begins = "save a: ranks 1-2 have not called save (1 call behind), rank 3 has not called save (2 calls \
+                      behind) within 1s; no answer from rank 2: ";
         assert!(error.message.starts_with(begins), "{error}");
         call.met(false);
         let error = calls.begin("open a".to_owned(), String::new()).not_called(&[3], &[], second);

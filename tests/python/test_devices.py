@@ -46,7 +46,7 @@ big, small, host = bytes(range(256)) * 12288, b"12345678", b"abcdefgh" * 8
 big_at, small_at = allocate(big), allocate(small)
 kept = ctypes.create_string_buffer(host, len(host))
 def leaf(name, size, parts, when):
-    return ("tensor", "model", name, "", "U8", (size,), parts, when, None)
+    return ("tensor", "model", name, "", "U8", (size,), parts, when, None, "first save")
 described = _native.Described([
     leaf("big", len(big), [((0,), (len(big),), big_at, (1,), 0)], "lazily"),
     leaf("small", len(small), [("flat", 0, len(small), small_at, 0)], "now"),
@@ -102,7 +102,7 @@ print("saved and loaded")
 
 WITHOUT = """
 part = ((0,), (1,), 64, (1,), 0)
-described = _native.Described([("tensor", "model", "w", "", "U8", (1,), [part], "soon", None)])
+described = _native.Described([("tensor", "model", "w", "", "U8", (1,), [part], "soon", None, "first save")])
 session = _native.Session.solo()
 try:
     _native.save(session, sys.argv[1], described, [], None, step=None, user={}, timeout_s=9.0, streams={0: 0})

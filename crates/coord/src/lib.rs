@@ -19,9 +19,9 @@
 //!   that every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all reasons. A
 //!   decision that returns `Err` (or panics) is a failure of rank 0.
 //! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came.
-//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not, and how the first of
-//!   their contributions that is not empty begins. A rank that comes later gets that same error at once (for the last 4096 failed
-//!   rounds). Once every rank has come, the round cannot expire any more,
+//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not, and the beginning of the first of
+//!   their contributions that is not empty. A rank that comes later gets that same error at once (for the last 4096
+//!   failed rounds). Once every rank has come, the round cannot expire any more,
 //!   and the decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and
 //!   must take the outcome for unknown: the decision may still come about.
 //! * **Silence.** A rank whose process stands still, or that cannot be reached although nothing has broken, is found

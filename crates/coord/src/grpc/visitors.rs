@@ -1,8 +1,9 @@
 //! Connections that have not yet proven that they know the job's token: they are few, and do not last.
 //!
-//! Anyone who reaches a rank's port can open connections there, and each costs the process a descriptor, which its saves
-//! need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed; and of those there are at
-//! most [`UNPROVEN_MAX`]: for one more, the oldest is closed. A rank of the job shows the token with its first message.
+//! Anyone who reaches a rank's port can open connections there, and each costs the process a descriptor, which its
+//! saves need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed; and of those there
+//! are at most [`UNPROVEN_MAX`]: for one more, the oldest is closed. A rank of the job shows the token with its first
+//! message.
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -2,7 +2,7 @@
 //!
 //! # Protocol
 //!
-//! 1. Each rank numbers its calls as it begins them. The first exchange of a call, "<number> open", is where the calls
+//! 1. Each rank numbers its calls as it begins them. The first exchange of a call, `<number> open`, is where the calls
 //!    of that number meet. Each rank says there what it calls, in a digest.
 //! 2. When a rank does not call in time, the number is over: those who waited fail with [`Absences::not_called`]. The
 //!    rank finds that out when it calls at last. If it makes the call that the others have given up, that fails: should

@@ -159,7 +159,7 @@ def begin(
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
 
     def prepare() -> tuple[Pending, _native.Pending]:
-        place, notes = expect_url(url), dict(user or {})
+        place, notes = _expect_own_directory(expect_url(url)), dict(user or {})
         if step is not None:
             expect_step(step)
         for name, note in notes.items():
@@ -457,6 +457,16 @@ def expect_url(url: object) -> str:
             raise Invalid(f"{text}: there is no home directory of that name; write ./{text} for a file of that name")
         text = home
     return _native.absolute_url(text)
+
+
+def _expect_own_directory(place: str) -> str:
+    """Refuses to save into the root or the current directory, also when nothing else is there yet."""
+    path = os.path.normpath(place.removeprefix("file://"))  # asks no file system, which may be far away
+    with contextlib.suppress(OSError):  # a current directory that was removed
+        which = "root" if path in ("/", "//") else "current" if path == os.getcwd() else None
+        if which is not None:
+            raise Invalid(f"save {place}: this is the {which} directory: save to a directory of its own, a new one")
+    return place
 
 
 def expect_step(step: object) -> None:

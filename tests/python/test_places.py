@@ -118,8 +118,8 @@ def test_a_place_that_holds_other_things_is_refused_and_left_as_it_was(tmp_path,
     (project / "model").mkdir(parents=True)
     (project / "model" / "net.py").write_text("class Net: ...")
     (project / "train.py").write_text("import shardfast")
-    url = {"path": str(project), "file url": f"file://{project}", "relative": "."}[spell]
-    monkeypatch.chdir(project)
+    url = {"path": str(project), "file url": f"file://{project}", "relative": "project"}[spell]
+    monkeypatch.chdir(tmp_path)
     before = files_below(project)
     for save in (sf.save, lambda url, state: sf.save_async(url, state).committed()):
         with pytest.raises(sf.Invalid, match=r"expected a new or empty directory.*found train\.py"):
@@ -136,11 +136,20 @@ def test_a_place_that_holds_other_things_is_refused_and_left_as_it_was(tmp_path,
 @pytest.mark.parametrize("url", ["/", "file:///", "//"])
 def test_the_root_of_the_file_system_is_refused(url):
     before = sorted(os.listdir("/"))
-    with pytest.raises(sf.Invalid, match="expected a new or empty directory"):
+    with pytest.raises(sf.Invalid, match="this is the root directory: save to a directory of its own"):
         sf.save(url, {"no-such-key": {"a": 1}})
     with pytest.raises(sf.Invalid, match="root of the file system"):
         sf.Checkpointer(url)
     assert sorted(os.listdir("/")) == before
+
+
+@pytest.mark.parametrize("url", [".", "./", "sub/..", "{here}", "file://{here}"])
+def test_the_current_directory_is_refused_though_it_is_empty(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    for save in (sf.save, lambda url, state: sf.save_async(url, state).committed()):
+        with pytest.raises(sf.Invalid, match="this is the current directory: save to a directory of its own"):
+            save(url.format(here=tmp_path), state_of(1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_held_to_the_same():

@@ -184,9 +184,14 @@ class TorchAdapter:
 
     def optimizer(self, value: object, names: Mapping[int, str]) -> Optimizers | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
-        for part in parts:
+        if not parts:
+            return None
+        expect_understood_owner(parts[0])  # a list of numbers may be long
+        if not isinstance(parts[0], torch.optim.Optimizer):
+            return None
+        for part in parts[1:]:
             expect_understood_owner(part)
-        if not parts or not all(isinstance(part, torch.optim.Optimizer) for part in parts):
+        if not all(isinstance(part, torch.optim.Optimizer) for part in parts):
             return None
         return Optimizers(parts, names)
 

@@ -14,8 +14,8 @@ use crate::write::{Rows, Write, row_dim};
 /// the same plan everywhere.
 ///
 /// # Errors
-/// As [`save`](crate::save()); and [`Error::Invalid`] naming every region that two ranks have begun, and every region that nobody has
-/// and nobody who could is free to.
+/// As [`save`](crate::save()); and [`Error::Invalid`] naming every region that two ranks have begun, and every region
+/// that no rank has begun and none is free to write.
 pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec<Vec<Write>>, Error> {
     amend_unshared(catalogs, &[], drafted)
 }

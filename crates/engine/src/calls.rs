@@ -275,7 +275,7 @@ impl Absences {
     }
 }
 
-/// Who has not come, as far as this rank knows; `None` where it knows of nobody.
+/// The ranks that have not called, as far as this rank knows; `None` where it knows of none.
 fn not_come(absent: &Absent, verb: &str) -> Option<String> {
     let Absent { ranks, among } = absent;
     if !ranks.is_empty() {
@@ -393,7 +393,7 @@ mod tests {
         // A rank that is late is behind; not if it calls what the others call.
         let told = verdicts(&[spoken(false, "save b", &[]), spoken(true, "save a", &[]), spoken(true, "save b", &[])]);
         assert!(told[0].is_empty() && told[1].contains("rank 1 is behind") && told[2].is_empty(), "{told:?}");
-        // Without one call that those ahead have in common nobody waits.
+        // Unless all ranks ahead make the same call, no rank waits.
         for told in [
             verdicts(&[spoken(true, "save a", &[]), spoken(true, "save b", &[])]),
             verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[]), spoken(true, "save c", &[])]),

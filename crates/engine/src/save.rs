@@ -246,7 +246,7 @@ fn confirm(
     unwritten: &[Range],
     progress: &Progress,
 ) -> Result<()> {
-    // Of a save that has failed already nobody says anything: it was never staged.
+    // A save that has failed was never staged: its caller confirms nothing.
     if state.is_vouched_for && written.failure.is_none() {
         // Half the time: the other ranks are waiting for this one to say how it went.
         written.fail_unless(progress.vouched(operation.deadline() / 2).and_then(|()| state.expect_whole()));

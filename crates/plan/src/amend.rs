@@ -20,7 +20,7 @@ pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec
     amend_unshared(catalogs, &[], drafted)
 }
 
-/// [`amend`] in which some leaves are [not shared](save_unshared): what nobody has begun of them goes to the lowest
+/// [`amend`] in which some leaves are [not shared](save_unshared): what no rank has begun of them goes to the lowest
 /// rank that is free to write it.
 ///
 /// # Errors

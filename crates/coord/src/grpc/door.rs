@@ -92,7 +92,7 @@ impl Door {
     /// The rank that makes a request.
     fn check<T>(&self, request: &Request<T>) -> Result<u32, Status> {
         let checked = self.pass.check(request.metadata());
-        // Refused or not, it knows the token if it is told why.
+        // A refusal with a reason also shows that the peer knows the token.
         let is_of_this_job = checked.as_ref().map_or_else(|refusal| refusal.code != Code::Unauthenticated, |_| true);
         if let Some(visitor) = Visitor::of(request).filter(|_| is_of_this_job) {
             visitor.is_proven();

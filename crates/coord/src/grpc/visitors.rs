@@ -80,7 +80,7 @@ impl Visitor {
     }
 }
 
-/// A connection that somebody else has opened.
+/// A connection that another process has opened.
 pub(super) struct Visit {
     stream: TcpStream,
     visitor: Visitor,

@@ -437,7 +437,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     assert_eq!(error.kind, Kind::Unavailable, "{error}");
     assert!(error.message.contains("rank 1") && error.message.contains(url), "{error}");
     assert!(error.message.contains("has not called save (1 call behind) within 200ms"), "{error}");
-    // A rank that comes too late is told so at once, and is in step with the others again.
+    // A rank that calls too late gets the error at once, and then has the same number as the others.
     let late = begin(1).committed(None).unwrap_err();
     assert_eq!(late.kind, Kind::Unavailable, "{late}");
     assert!(late.message.contains("rank 1 came too late to save") && late.message.contains(url), "{late}");

@@ -30,7 +30,7 @@ class Found:
 
 
 class Way:
-    """A save of replicas. What was never saved under its key is a new layout."""
+    """A save of replicas. What was never saved under its key, in any way, is a new layout."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Way:
 
     def key(self) -> str:
         self._saves += 1
-        return "model" if self.name in (NEXT, AGAIN) else f"model{self._saves}"
+        return "model" if self.name in (NEXT, AGAIN) else f"{self.name} {self._saves}"
 
     def save(self, path: Path, key: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> sf.Pending:
         prove = {UNPROVEN: False, AGAIN: True}.get(self.name)

@@ -587,6 +587,14 @@ class Adapter(Protocol):
         """
         ...
 
+    def expect_remade(self, tensor: Any) -> None:
+        """Refuses a tensor inside a value if a load, which makes a new one there, would make less of it.
+
+        Raises:
+            Refused: If its class holds more than the elements.
+        """
+        ...
+
     def lower_value(self, value: object) -> tuple[str, object] | None:
         """A framework's value as a tag and plain data, ``None`` if ``value`` is not the framework's.
 

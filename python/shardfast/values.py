@@ -244,6 +244,8 @@ class _Lower:
 
     def _tensor(self, adapter: Adapter, tensor: object, trail: Trail) -> object:
         try:
+            if trail:
+                adapter.expect_remade(tensor)
             reference = self._how.refer(adapter, tensor, trail)
             lowered = ("tensor_ref", list(reference)) if reference is not None else adapter.lower_value(tensor)
         except Refused as refused:  # never pickled: a pickle would hide it from a load in another layout

@@ -286,6 +286,12 @@ class Stateful:
         pass
 
 
+class Scaled(torch.Tensor):
+    """A tensor that means more than its elements."""
+
+    scale = 1.0
+
+
 class Words(dict):
     pass
 
@@ -369,6 +375,8 @@ REFUSED = {
     "extra.x[0]: a time.struct_time cannot be stored": [time.gmtime(0)],
     "extra.x[0]: a MaskedArray is more than an array": [np.ma.array([1], mask=[True])],
     "extra.x[0]: a tensor of layout torch.sparse_coo": [torch.eye(2).to_sparse()],
+    "extra.x[0]: a Scaled inside a value would come back as a plain tensor": [torch.ones(2).as_subclass(Scaled)],
+    "extra.x.a[1]: a Scaled inside a value would come back": {"a": (1, torch.ones(9999).as_subclass(Scaled))},
     "extra.x[0]: a tensor on the meta device": [torch.empty(2, device="meta")],
 }
 

@@ -195,6 +195,17 @@ class TorchAdapter:
             return None
         return Optimizers(parts, names)
 
+    @named
+    def expect_remade(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in ORDINARY and not is_dtensor(tensor):
+            expect_understood_tensor(tensor)
+            expect_storable(tensor)
+            raise Refused(
+                f"a {type(tensor).__name__} inside a value would come back as a plain tensor, without what its class "
+                "adds: store as_subclass(torch.Tensor) of it and what else it holds, or make it an entry of its own, "
+                "which a load fills in place"
+            )
+
     def lower_value(self, value: object) -> tuple[str, object] | None:
         if isinstance(value, torch.Tensor):
             return "array", self._lower_tensor(value)

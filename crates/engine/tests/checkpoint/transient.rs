@@ -133,6 +133,8 @@ fn answers_that_are_lost_are_no_harm() {
 }
 
 /// A directory's entries whose sync failed and forgot them would be lost by a save that asks once more.
+///
+/// The n-th call is another one in each save, so that how many of the faults meet a directory's sync differs.
 #[test]
 fn a_failed_sync_of_a_directory_is_not_believed_the_next_time() {
     let met = AtomicUsize::new(0);
@@ -145,7 +147,7 @@ fn a_failed_sync_of_a_directory_is_not_believed_the_next_time() {
             }
         },
     );
-    assert!(met.into_inner() > 10);
+    assert!(met.into_inner() > 0, "no sync of a directory failed");
 }
 
 /// Rank 0 gives the save up while rank 1 tries in vain what it was about to write.

@@ -1,5 +1,6 @@
 """Ranks for tests: real processes, forked from this one, that find each other as those of a job do."""
 
+import faulthandler
 import importlib
 import os
 import pickle
@@ -21,6 +22,7 @@ torch.set_num_threads(1)
 IMPORTED_FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 DEADLINE_S = 60.0
+STACKS_S = 0.5  # to write where all threads stand
 GRACE_S = 5.0  # for the ranks that wait for one that failed
 
 
@@ -46,7 +48,10 @@ class Rank:
         return False, f"rank {self.number} died without a word{how}"
 
     def end(self) -> None:
-        """Kills it if it has not ended by itself."""
+        """Kills it if it has not ended by itself; it then shows first where it stands."""
+        if not self.received:
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(STACKS_S)
         os.kill(self.pid, signal.SIGKILL)
         self.status = os.waitpid(self.pid, 0)[1]
         os.close(self.pipe)
@@ -54,6 +59,7 @@ class Rank:
 
 def run(number: int, world: int, rendezvous: str, function: Callable, args: tuple, sending: int) -> None:
     """What a child does; never returns."""
+    faulthandler.register(signal.SIGUSR1, file=2)
     try:
         torch.set_num_threads(1)  # also renews torch's pool after the fork, before autograd's threads race to do so
         os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(number))

@@ -18,6 +18,7 @@ pub mod error;
 pub mod export;
 mod foreign;
 pub mod inspect;
+mod layout;
 pub mod load;
 pub mod locate;
 pub mod mapped;

@@ -9,18 +9,15 @@
 //! written its own files, and the commit publishes all of them or none. Tensors flow first: values are encoded
 //! meanwhile, compared between ranks, and follow in files of their own.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Select, bounded};
-use shardfast_format::{
-    Catalog, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, sha256, value_name,
-};
+use shardfast_format::{Catalog, LeafBody, sha256};
 use shardfast_plan::{Replicas, Write};
 use shardfast_store::Store;
-use smallvec::smallvec;
 
 use crate::ablation;
 use crate::agree::{Engine, Operation};
@@ -29,6 +26,7 @@ use crate::background;
 use crate::commit::{self, FileShape, News, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::contents;
 use crate::error::{Error, Result, retry_within};
+use crate::layout::{self, Layout, Placed};
 use crate::pending::{Pending, Progress, panicked};
 use crate::planning::{self, Orders, Planning, ValueOrders};
 use crate::provider::{Fences, Provider, Run};
@@ -281,24 +279,13 @@ struct Batch {
     placed: Vec<Placed>,
 }
 
-/// Where a part, some rows of one, or a value lies.
-struct Placed {
-    write: Write,
-    /// Index in the batch's files.
-    file: u32,
-    /// From the file's start.
-    offset: u64,
-    bytes: u64,
-}
-
 impl Batch {
-    /// Lays out the files for these parts and values, one for each key of the state, and says where each will lie.
-    /// `earlier` are this rank's files before these.
+    /// Lays out the files for these parts and values. `earlier` are this rank's files before these.
     fn bind(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Batch {
-        let placed = Vec::with_capacity(writes.len());
-        let mut batch = Batch { jobs: Ok(Vec::new()), summed: None, shapes: Vec::new(), placed };
-        batch.jobs = batch.laid_out(operation, state, writes, earlier);
-        batch
+        match Layout::new(operation, state, writes, earlier) {
+            Ok(Layout { jobs, shapes, placed }) => Batch { jobs: Ok(jobs), summed: None, shapes, placed },
+            Err(error) => Batch { jobs: Err(error), summed: None, shapes: Vec::new(), placed: Vec::new() },
+        }
     }
 
     /// Sums what is written, and this, while it is written.
@@ -310,46 +297,6 @@ impl Batch {
         let jobs = jobs.map(|jobs| jobs.into_iter().map(|job| FileJob { is_summed: true, ..job }).collect());
         (self.jobs, self.summed) = (jobs, summed);
         self
-    }
-
-    fn laid_out(
-        &mut self,
-        operation: &Operation,
-        state: &State,
-        writes: &[Write],
-        earlier: &[FileShape],
-    ) -> Result<Vec<FileJob>> {
-        let (rank, attempt) = (operation.engine.rank(), operation.attempt());
-        let leaves = &state.catalog.leaves;
-        let mut by_key: BTreeMap<&str, Vec<Write>> = BTreeMap::new();
-        for write in writes {
-            by_key.entry(&leaves[write.leaf as usize].name.key).or_default().push(*write);
-        }
-        let mut jobs: Vec<FileJob> = Vec::new();
-        for (key, mut writes) in by_key {
-            // The widest elements first, so that each tensor is aligned to its element.
-            writes.sort_by_key(|write| (std::cmp::Reverse(item_bytes(&leaves[write.leaf as usize])), *write));
-            let first = earlier.iter().filter(|file| file.key == key).count() as u32;
-            for (index, writes) in (first..).zip(without_namesakes(rank, state, writes)?) {
-                let (writes, entries): (Vec<_>, Vec<_>) = writes.into_iter().unzip();
-                let layout = FileLayout::new(&entries, &BTreeMap::new())?;
-                let providers = writes.iter().map(|write| state.provider(write)).collect::<Result<Vec<_>>>()?;
-                let file = jobs.len() as u32;
-                let placed = writes.iter().zip(&layout.offsets).zip(&providers);
-                self.placed.extend(placed.map(|((&write, &offset), of)| Placed {
-                    write,
-                    file,
-                    offset,
-                    bytes: of.bytes(),
-                }));
-                let (bytes, data_start) = (layout.file_bytes(), layout.data_start);
-                self.shapes.push(FileShape { key: key.to_owned(), index, bytes, data_start });
-                let path = data_file(key, &attempt, rank, index)?;
-                let names = writes.iter().map(|write| leaves[write.leaf as usize].name.to_string()).collect();
-                jobs.push(FileJob { path, layout, providers, names, is_summed: false });
-            }
-        }
-        Ok(jobs)
     }
 
     /// Writes the files and makes them durable, contents first, then names.
@@ -460,7 +407,7 @@ fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) 
                 let mut regions = Vec::new();
                 while let Some(Placed { write, file, offset, .. }) = placed.next_if(|placed| placed.write.leaf == index)
                 {
-                    regions.push((region(leaf, &write)?, file, offset));
+                    regions.push((layout::region(leaf, &write)?, file, offset));
                 }
                 if !regions.is_empty() || parts.is_empty() {
                     let (name, layout, shape) = (leaf.name.clone(), leaf.layout.clone(), shape.clone());
@@ -472,54 +419,6 @@ fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) 
         }
     }
     Ok(structure)
-}
-
-/// The region of a tensor's part that is to be written.
-fn region(leaf: &Leaf, write: &Write) -> Result<Region> {
-    let LeafBody::Tensor { parts, .. } = &leaf.body else {
-        return Err(Error::internal(format!("{}: it is no tensor and has no part {}", leaf.name, write.part)));
-    };
-    let region = parts.get(write.part as usize).and_then(|part| write.region(part));
-    region.ok_or_else(|| Error::internal(format!("{}: it has no {write:?}", leaf.name)))
-}
-
-/// Parts and values with their entries, spread over as few files as it takes that no file has two entries of one name:
-/// a leaf may really be called `w[0:4]` or `rng@rank3`, as a part or a value of another one is in its file.
-fn without_namesakes(rank: u32, state: &State, writes: Vec<Write>) -> Result<Vec<Vec<(Write, EntrySpec)>>> {
-    let mut files: Vec<(HashSet<String>, Vec<_>)> = Vec::new();
-    for write in writes {
-        let entry = entry(rank, state, &write)?;
-        let free = files.iter().position(|(names, _)| !names.contains(&entry.name)).unwrap_or(files.len());
-        if free == files.len() {
-            files.push(Default::default());
-        }
-        files[free].0.insert(entry.name.clone());
-        files[free].1.push((write, entry));
-    }
-    Ok(files.into_iter().map(|(_, writes)| writes).collect())
-}
-
-fn item_bytes(leaf: &Leaf) -> u64 {
-    match leaf.body {
-        LeafBody::Tensor { dtype, .. } => dtype.size_bytes(),
-        LeafBody::Object { .. } | LeafBody::Alias { .. } => 0,
-    }
-}
-
-fn entry(rank: u32, state: &State, write: &Write) -> Result<EntrySpec> {
-    let leaf = &state.catalog.leaves[write.leaf as usize];
-    let name = &leaf.name.name;
-    match &leaf.body {
-        LeafBody::Tensor { dtype, shape, .. } => {
-            let region = region(leaf, write)?;
-            Ok(EntrySpec { name: part_name(name, &region, shape), dtype: *dtype, shape: region.lengths })
-        }
-        LeafBody::Object { .. } | LeafBody::Alias { .. } => Ok(EntrySpec {
-            name: if rank == 0 { name.clone() } else { value_name(name, rank) },
-            dtype: shardfast_format::DType::U8,
-            shape: smallvec![state.provider(write)?.bytes()],
-        }),
-    }
 }
 
 /// Gives the space of a failed attempt back. Its names are this attempt's alone, so nothing else can be hit; what
@@ -541,7 +440,7 @@ impl State {
     }
 
     /// The bytes of what is to be written.
-    fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
+    pub(crate) fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         let of = self.providers[write.leaf as usize].get(write.part as usize);
         let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
@@ -574,7 +473,7 @@ impl State {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         match &leaf.body {
             LeafBody::Tensor { dtype, parts, .. } => {
-                let bytes = region(leaf, write)?.numel() * dtype.size_bytes();
+                let bytes = layout::region(leaf, write)?.numel() * dtype.size_bytes();
                 Ok((write.skipped(&parts[write.part as usize]) * dtype.size_bytes(), bytes))
             }
             LeafBody::Object { .. } | LeafBody::Alias { .. } => {

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ablation
 import footprint
 import goals
 import machine
@@ -41,7 +40,6 @@ MEASURES = {
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
-    "ablation": (ablation.measure, "each optimization off in turn"),
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,10 +18,10 @@ from states import State, bytes_of, expect_equal_whole, sharded, zero
 WORLDS = (2, 4, 8)
 LAYOUTS = ("columns", "replicas")
 WAYS = {
-    "each for itself": ("plain", None),
-    "shared, gloo": ("shared", torch_rounds.carry),
-    "shared": ("shared", None),
-    "by default": ("measured", None),
+    "each for itself": ("never", None),
+    "shared, gloo": ("always", torch_rounds.carry),
+    "shared": ("always", None),
+    "by default": ("auto", None),
 }
 PLAIN = next(iter(WAYS))
 
@@ -31,13 +31,19 @@ class Loader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.way, self.carrier = WAYS[name]
+        self.peer_reads, self.carrier = WAYS[name]
 
     def load(self, path: Path, state: State) -> LoadPlan:
         session = current()
         checkpoint = _native.open(session, str(path), timeout_s=TIMEOUT_S)
         return verbs.fill(
-            session, checkpoint, {"model": state}, Options(), TIMEOUT_S, way=self.way, carrier=self.carrier
+            session,
+            checkpoint,
+            {"model": state},
+            Options(),
+            TIMEOUT_S,
+            peer_reads=self.peer_reads,
+            carrier=self.carrier,
         )
 
 

@@ -89,7 +89,7 @@ class Shardfast:
             pickle=False,
             prove=False,
             timeout_s=TIMEOUT_S,
-            is_waited_for=True,
+            blocking=True,
         )
         pending.committed()
         self.reports.append(pending.report)

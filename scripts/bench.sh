@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the benchmarks; the arguments are those of bench/run.py (--help lists them). Their environment, target/bench,
-# holds the rivals and a wheel in which single optimizations can be left out.
+# holds the rivals and a wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ digest() { sha256sum | cut -d' ' -f1; }
 
 [[ -x .venv/bin/uv ]] || fail "no environment: run \`make setup\` first"
 rm -rf target/bench-wheels
-.venv/bin/maturin build --quiet --release --locked --features ablation --interpreter .venv/bin/python \
+.venv/bin/maturin build --quiet --release --locked --interpreter .venv/bin/python \
     --out target/bench-wheels
 wheels=(target/bench-wheels/shardfast-*.whl)
 

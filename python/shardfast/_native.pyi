@@ -159,7 +159,7 @@ class Pending:
     def staged(self, timeout_s: float | None = None) -> None:
         """Waits until all is copied."""
 
-    def vouch(self, kind_name: str | None = None, message: str = "") -> None:
+    def confirm_unmodified(self, kind_name: str | None = None, message: str = "") -> None:
         """Says whether the tensors that are copied lazily were left alone until the save was staged.
 
         A save with such tensors is committed only after this; with a failure it fails on every rank. Only the first
@@ -213,9 +213,9 @@ class Checkpoint:
         values: Sequence[tuple[int, int]],
         timeout_s: float,
         streams: Mapping[int, int] = ...,
-        way: str = "measured",
+        peer_reads: str = "auto",
     ) -> tuple[list[bytes], dict[str, int]]:
-        """Fills the wants' memory. Every rank calls it, in the same way: ``"measured"``, ``"shared"`` or ``"plain"``.
+        """Fills the wants' memory. Every rank calls it, with the same ``peer_reads``: "auto", "always" or "never".
 
         Returns the encoded values, in order, and what was moved: bytes_read, bytes_received, bytes_sent, is_shared.
 
@@ -229,7 +229,7 @@ class Checkpoint:
         values: Sequence[tuple[int, int]],
         timeout_s: float,
         streams: Mapping[int, int] = ...,
-        way: str = "measured",
+        peer_reads: str = "auto",
     ) -> Loading:
         """Begins :meth:`load` on a thread of its own; the caller carries what ranks send each other."""
 
@@ -370,7 +370,7 @@ def save(
     user: Mapping[str, str],
     timeout_s: float,
     streams: Mapping[int, int] = ...,
-    is_waited_for: bool = False,
+    blocking: bool = False,
     prove: bool | None = None,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.

@@ -78,7 +78,7 @@ class Pending:
         report: dict[str, Any] = json.loads(self._pending.report())
         return report
 
-    def _vouch(self) -> None:
+    def _confirm(self) -> None:
         """Of a save that is staged: says once whether its tensors were left alone. Whoever comes first looks."""
         with self._lock:
             if not self._watched:
@@ -86,14 +86,14 @@ class Pending:
             changed = [change for one in self._watched for change in one.changes()]
             self._watched = ()
             if not changed:
-                self._pending.vouch()
+                self._pending.confirm_unmodified()
                 return
             more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
             self._broken = (
                 f"{self.url}: {', '.join(changed[:3])}{more} while it was being captured: wait for staged() of the "
                 "save before changing tensors in other ways than by a step of their optimizer or a load_state_dict"
             )
-            self._pending.vouch(Invalid.__name__, self._broken)
+            self._pending.confirm_unmodified(Invalid.__name__, self._broken)
 
     def mind(self, timeout_s: float | None = None) -> None:
         """Does what :meth:`staged` does on behalf of somebody to whom a failure need not be told."""
@@ -103,7 +103,7 @@ class Pending:
             if self._pending.done():
                 self._watched = ()
             raise
-        self._vouch()
+        self._confirm()
         if self._broken is not None:
             raise Invalid(self._broken)
 

@@ -180,9 +180,10 @@ class Destination(NamedTuple):
     target: Target | None
 
 
-When = Literal["now", "soon", "lazily", "whenever"]
-"""When a save copies a tensor: in the call; in the background while the call waits; until the tensor is about to
-change, which is announced; or at any time, since it is a copy already."""
+Capture = Literal["inline", "eager", "lazy", "owned"]
+"""How a save captures a tensor, which is when it copies it: ``inline`` in the call itself; ``eager`` in the background,
+while the call waits; ``lazy`` while the program goes on, until the tensor is about to change, which is announced;
+``owned`` at any time, since the save has a copy of its own already."""
 
 
 Compared = Literal["first save", "on request", "every save", "never"]
@@ -197,7 +198,7 @@ class TensorLeaf(NamedTuple):
     name: str
     layout: Layout
     source: Source
-    when: When
+    capture: Capture
     compared: Compared = "first save"
 
 

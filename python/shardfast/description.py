@@ -19,6 +19,7 @@ from . import adapters as frameworks
 from .catalog import (
     Adapter,
     AliasLeaf,
+    Capture,
     Compared,
     Flat,
     Hold,
@@ -29,7 +30,6 @@ from .catalog import (
     Outline,
     Refused,
     TensorLeaf,
-    When,
     item_bytes,
 )
 from .collection import Paused
@@ -333,7 +333,7 @@ class _Found:
             is_announced = any(id(self.named[number].tensor) in self.announced for number in numbers)
             tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
         eager = sum(size for _, _, size, is_announced in tensors if not is_announced)
-        now = 0  # bytes that are copied in the call
+        inline = 0  # bytes that are copied in the call
         leaves: list[Leaf] = [*self.objects, *aliases]
         numbers_of: dict[tuple[str, str], list[int]] = {}
         for first, numbers, size, is_announced in tensors:
@@ -342,14 +342,14 @@ class _Found:
             except Refused as refused:
                 raise Invalid(f"{first.place}: {refused}") from refused
             is_small = size <= SMALL_BYTES_MAX or (eager <= EAGER_BYTES_MAX and not is_announced)
-            when: When = "lazily" if is_announced else "soon"
+            how: Capture = "lazy" if is_announced else "eager"
             if source.is_copy:
-                when = "whenever"
-            elif is_small and now + size <= EAGER_BYTES_MAX:
-                when = "now"
-                now += size
+                how = "owned"
+            elif is_small and inline + size <= EAGER_BYTES_MAX:
+                how = "inline"
+                inline += size
             compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)
-            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, when, compared))
+            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, how, compared))
             numbers_of[first.key, first.name] = numbers
         return leaves, numbers_of
 
@@ -415,7 +415,7 @@ class _Known:
     Attributes:
         outline: What tells whether the bundles are the same.
         lazy: What is captured lazily.
-        soon: The numbers of what is captured eagerly, but not in the call.
+        eager: The numbers of what is captured eagerly, but not in the call.
     """
 
     native: _native.Described
@@ -423,7 +423,7 @@ class _Known:
     bundles: Sequence[_Bundle]
     outline: _native.Outline
     lazy: Sequence[_Lazy]
-    soon: Sequence[int]
+    eager: Sequence[int]
     extras: Extras
     excepted: Patterns
 
@@ -460,7 +460,7 @@ class _Known:
             return None
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
-        owner = ([one.stamp for one in watched], [tensors[number] for number in self.soon], sources)
+        owner = ([one.stamp for one in watched], [tensors[number] for number in self.eager], sources)
         return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner)
 
     def _rest(
@@ -513,15 +513,15 @@ def _described(
     native = _native.Described([native_leaf(leaf) for leaf in leaves])
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter, list[int]] = {}
-    soon = []
+    eager = []
     for leaf in tensors:
         # In a bundle, if it stands in one: what is captured lazily does.
         of_leaf = numbers[leaf.key, leaf.name]
         number = min(of_leaf, key=lambda number: (id(found.named[number].tensor) not in found.announced, number))
-        if leaf.when == "lazily":
+        if leaf.capture == "lazy":
             numbers_of.setdefault(found.named[number].adapter, []).append(number)
-        elif leaf.when == "soon" and number < found.in_bundles:
-            soon.append(number)
+        elif leaf.capture == "eager" and number < found.in_bundles:
+            eager.append(number)
     lazy, watched = [], []
     for adapter, of in numbers_of.items():
         places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
@@ -543,7 +543,7 @@ def _described(
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, bundles, outline, lazy, soon, extras, excepted)
+    return description, _Known(native, kinds, bundles, outline, lazy, eager, extras, excepted)
 
 
 def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
@@ -567,7 +567,7 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
         layout.dtype,
         layout.shape,
         parts,
-        leaf.when,
+        leaf.capture,
         layout.holders,
         leaf.compared,
     )

@@ -86,7 +86,7 @@ def save(
         prove=prove,
         prove_except=prove_except,
         timeout_s=timeout_s,
-        is_waited_for=True,
+        blocking=True,
     )
     pending.committed()
 
@@ -154,7 +154,7 @@ def begin(
     prove: bool | None,
     prove_except: str | Sequence[str] = (),
     timeout_s: float,
-    is_waited_for: bool = False,
+    blocking: bool = False,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
 
@@ -181,7 +181,7 @@ def begin(
             user=notes,
             timeout_s=timeout_s,
             streams=_streams(said.native.devices),
-            is_waited_for=is_waited_for,
+            blocking=blocking,
             prove=prove,
         )
         return Pending(place, begun, said.watched), begun
@@ -319,13 +319,13 @@ def fill(
     options: Options,
     timeout_s: float,
     *,
-    way: str = "measured",
+    peer_reads: str = "auto",
     carrier: Callable[[Rounds], None] | None = None,
 ) -> LoadPlan:
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
-    ``way`` is ``"shared"`` to have bytes that several ranks want read by one of them, ``"plain"`` to have each read for
-    itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the tensors are.
+    ``peer_reads`` is ``"always"`` to have bytes that several ranks want read by one of them, ``"never"`` to have each
+    read for itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the tensors are.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.plan.expect_no_problems()
@@ -337,9 +337,9 @@ def fill(
         carrier = next((carrier for carrier in found if carrier is not None), None)
     values = matching.value_wants()
     if carrier is None:
-        encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, way)
+        encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, peer_reads)
     else:
-        encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, way), carrier)
+        encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, peer_reads), carrier)
     for name, number in traffic.items():
         setattr(matching.plan, name, number)
     # Values are made by each rank alone: a failure of one is the failure of all, before any rank has changed.

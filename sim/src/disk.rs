@@ -3,7 +3,6 @@
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use shardfast_store::Mapping;
 use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
@@ -11,66 +10,10 @@ use shardfast_store::simdisk::{SimDisk, SimFile};
 
 use crate::dice::Dice;
 use crate::process::{Process, Word};
+use crate::trap::{Fate, is_data};
 
 /// What a dead process's system calls fail with: nothing tries that again.
 const DEAD: Errno = Errno::ROFS;
-
-/// What happens at a system call.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Fate {
-    /// The process dies, before the call or after it.
-    Die { after: bool },
-    /// The call fails and does nothing.
-    Fail(Errno),
-    /// It has its effect, and fails.
-    Lost(Errno),
-    /// It takes that long.
-    Slow(Duration),
-    /// The power fails, for whoever looks later at what would be left; here all goes on.
-    Blackout { seed: u64 },
-    /// Before the call another program removes data files of what has no `COMMIT` yet: the file that the call is for,
-    /// or else all of the checkpoint.
-    Sweep,
-}
-
-/// At which system call something happens, once.
-#[derive(Clone, Debug)]
-pub(crate) struct Trap {
-    pub(crate) site: Site,
-    pub(crate) fate: Fate,
-}
-
-/// A system call of one rank. Several threads of it write at a time, so only the calls of one name on one kind of file
-/// have an order, and those of a decision.
-#[derive(Clone, Debug)]
-pub(crate) enum Site {
-    /// The call of that name on a data file of that key (on the key's directory where the call is for directories),
-    /// after so many others.
-    Data { name: &'static str, key: &'static str, left: u32 },
-    /// The `at`-th call, from 1, of the decision of that stage, after so many decisions.
-    Deciding { stage: &'static str, at: u32, left: u32 },
-}
-
-impl Trap {
-    /// Whether this call springs it. `deciding` is the decision under way, and the number of this call in it.
-    pub(crate) fn is_sprung(&mut self, name: &str, path: &Path, deciding: Option<(&str, u32)>) -> bool {
-        match (&mut self.site, deciding) {
-            (Site::Deciding { stage, at, left }, Some((found, number))) if found == *stage && number == *at => {
-                *left = left.wrapping_sub(1);
-                *left == u32::MAX
-            }
-            (Site::Data { name: wanted, key, left }, None) => {
-                let dir = if is_data(path) { path.parent() } else { Some(path) };
-                if name != *wanted || !dir.is_some_and(|dir| dir.ends_with(&**key)) {
-                    return false;
-                }
-                *left = left.wrapping_sub(1);
-                *left == u32::MAX
-            }
-            _ => false,
-        }
-    }
-}
 
 /// One rank's view of the disk.
 #[derive(Clone)]
@@ -104,18 +47,15 @@ impl RankDisk {
                 body(disk)
             }
             Some(Fate::Sweep) => {
-                sweep(disk, path);
+                sweep(disk, path, (!process.is_deciding()).then_some(process.rank));
                 body(disk)
             }
         }
     }
 }
 
-fn is_data(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "safetensors")
-}
-
-fn sweep(disk: &SimDisk, path: &Path) {
+/// Removes data files of a checkpoint without a `COMMIT`: `path` if it is one, else all, or those of one rank.
+fn sweep(disk: &SimDisk, path: &Path, of: Option<u32>) {
     let is_step = |dir: &&Path| dir.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
     let Some(step) = path.ancestors().find(is_step).filter(|step| disk.stat(&step.join("COMMIT")).is_err()) else {
         return;
@@ -125,10 +65,12 @@ fn sweep(disk: &SimDisk, path: &Path) {
         let _ = disk.unlink(path);
         return;
     }
+    let begins = of.map_or_else(String::new, |rank| format!("{rank:05}-"));
     for (key, _) in disk.readdir(step).unwrap_or_default() {
         let key = step.join(key);
-        let files = disk.readdir(&key).unwrap_or_default().into_iter().map(|(name, _)| key.join(name));
-        files.filter(|file| is_data(file)).for_each(|file| _ = disk.unlink(&file));
+        let names = disk.readdir(&key).unwrap_or_default().into_iter().map(|(name, _)| name);
+        let of_rank = names.filter(|name| name.to_string_lossy().starts_with(&begins));
+        of_rank.map(|name| key.join(name)).filter(|file| is_data(file)).for_each(|file| _ = disk.unlink(&file));
     }
 }
 

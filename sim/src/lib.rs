@@ -29,6 +29,7 @@ mod loading;
 mod meeting;
 mod process;
 mod scenario;
+mod trap;
 mod truth;
 mod verdict;
 

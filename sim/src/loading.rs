@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use shardfast_coord::{Absent, Coord, Decide, Error as Lost, Meeting};
 use shardfast_engine::carrier::{Message, Round, Rounds, handoff};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
-use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, Result, ValueRef, Way, checkpoint};
+use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, PeerReads, Result, ValueRef, checkpoint};
 use shardfast_store::Store;
 use shardfast_store::disk::Disk;
 use shardfast_store::local::LocalStore;
@@ -272,7 +272,7 @@ fn load(
                 let load = || {
                     let opened = open(&engine?, disk, place)?;
                     let (wants, values) = (truth.wants(opened.manifest(), &mut wanted)?, values(&opened));
-                    opened.load_by(Way::Shared, Some(handoff), &wants, &values, DEADLINE)
+                    opened.load_by(PeerReads::Always, Some(handoff), &wants, &values, DEADLINE)
                 };
                 let loaded = load();
                 Outcome { loaded, wanted }

@@ -461,16 +461,16 @@ impl<'a> Meeting<'a> {
             step: Some(save as u64),
             user: BTreeMap::from([("save".to_owned(), save.to_string())]),
             prove: spec.prove,
+            blocking: true,
         };
         let rank_of = &self.ranks[rank as usize];
         let disk = RankDisk { disk: self.disk.clone(), process: Arc::clone(&rank_of.process) };
         let store = LocalStore::on(disk, PathBuf::from(&destination.url));
         let store = store.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(Into::into);
-        let (mut state, deadline) = (spec.truth.state(rank, mischief), spec.deadline);
-        state.is_vouched_for = spec.is_vouched_for;
+        let (state, deadline) = (spec.truth.state(rank, mischief, spec.is_lazy), spec.deadline);
         let pending = save_to(&rank_of.engine, store, destination, state, deadline);
         let was_touched = mischief == Some(Mischief::Touched);
-        pending.vouch(if was_touched { Err(Error::new(Kind::Invalid, TOUCHED)) } else { Ok(()) });
+        pending.confirm_unmodified(if was_touched { Err(Error::new(Kind::Invalid, TOUCHED)) } else { Ok(()) });
         let task = Task { pending, has_ended: false };
         self.ranks[rank as usize].tasks.insert(save, task);
         if self.scenario.saves.get(save + 1).is_some_and(|next| next.overlaps) {

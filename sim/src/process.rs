@@ -11,7 +11,7 @@ use shardfast_coord::node::{Contribution, Reply};
 use shardfast_coord::{Absent, Coord, Decide, Error, Meeting};
 use shardfast_store::simdisk::SimDisk;
 
-use crate::disk::Trap;
+use crate::trap::{Fate, Trap};
 
 /// What a thread of a rank tells the simulation.
 pub(crate) enum Word {
@@ -66,7 +66,7 @@ impl Process {
     }
 
     /// What befalls this system call, if anything.
-    pub(crate) fn trapped(&self, name: &str, path: &std::path::Path) -> Option<crate::disk::Fate> {
+    pub(crate) fn trapped(&self, name: &str, path: &std::path::Path) -> Option<Fate> {
         let mut deciding = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
         let here = thread::current().id();
         let deciding = deciding.iter_mut().find(|(thread, ..)| *thread == here).map(|(_, stage, calls)| {
@@ -76,6 +76,12 @@ impl Process {
         let mut traps = self.traps.lock().unwrap_or_else(PoisonError::into_inner);
         let sprung = traps.iter_mut().position(|trap| trap.is_sprung(name, path, deciding))?;
         Some(traps.swap_remove(sprung).fate)
+    }
+
+    /// Whether this thread makes a decision for all ranks.
+    pub(crate) fn is_deciding(&self) -> bool {
+        let deciding = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
+        deciding.iter().any(|(thread, ..)| *thread == thread::current().id())
     }
 
     /// Waits until the simulation says that `time` has passed.

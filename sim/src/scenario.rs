@@ -7,7 +7,7 @@ use shardfast_engine::Prove;
 use shardfast_store::disk::Errno;
 
 use crate::dice::Dice;
-use crate::disk::{Fate, Site, Trap};
+use crate::trap::{Fate, Site, Trap};
 use crate::truth::{KEYS, Mischief, Truth};
 
 /// Events of a save for each rank, about: where faults are put.
@@ -58,7 +58,7 @@ pub(crate) struct Save {
     pub(crate) prove: Prove,
     pub(crate) mischief: Option<(u32, Mischief)>,
     /// Whether ranks say afterwards that the state was left alone while it was copied.
-    pub(crate) is_vouched_for: bool,
+    pub(crate) is_lazy: bool,
     /// Whether ranks begin it before the save before it has ended.
     pub(crate) overlaps: bool,
     /// The rank that does not begin it, and how long that does something else.
@@ -159,7 +159,9 @@ impl Scenario {
             if weather == Weather::Sweep {
                 let name = dice.pick(&["fdatasync", "fsync_dir"]);
                 let data = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
-                let site = if dice.once_in(2) { data } else { deciding(&mut dice, saves) };
+                let at = 1 + dice.rank(40);
+                let commit = Site::Deciding { stage: "commit", at, left: dice.below(saves) as u32 };
+                let site = if dice.once_in(2) { data } else { commit };
                 let rank = if matches!(site, Site::Data { .. }) { rank } else { 0 };
                 scenario.traps.push((rank, Trap { site, fate: Fate::Sweep }));
             }
@@ -220,14 +222,14 @@ impl Scenario {
             let place = again.map_or_else(|| format!("{run}/step-{number:08}"), |last| last.place.clone());
             let deadline = Duration::from_secs(8 + dice.below(10));
             let prove = if dice.once_in(6) { Prove::EverySave } else { Prove::FirstSave };
-            let (truth, is_vouched_for) = (truth.clone(), dice.once_in(3));
+            let (truth, is_lazy) = (truth.clone(), dice.once_in(3));
             scenario.saves.push(Save {
                 place,
                 truth,
                 deadline,
                 prove,
                 mischief: None,
-                is_vouched_for,
+                is_lazy,
                 overlaps,
                 left_out: None,
             });
@@ -245,7 +247,7 @@ impl Save {
         if matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable) {
             self.prove = Prove::EverySave;
         }
-        self.is_vouched_for |= mischief == Mischief::Touched;
+        self.is_lazy |= mischief == Mischief::Touched;
     }
 }
 

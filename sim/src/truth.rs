@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Checkpoint, Error, Fences, Kind, Provider, Result, Sink, State, ValueRef, Want, row_major_strides,
+    Capture, Checkpoint, Error, Fences, Kind, Provider, Result, Sink, State, ValueRef, Want, row_major_strides,
 };
 use shardfast_format::object::encode;
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region, Value};
@@ -116,6 +116,23 @@ impl Provider for Unreadable {
     }
 }
 
+/// Another provider, captured while the program goes on.
+struct Lazy(Arc<dyn Provider>);
+
+impl Provider for Lazy {
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.0.fill(at, out, fences)
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
+}
+
 /// A leaf, the bytes of its parts, and the ranks that hold the same parts.
 type Held = (Leaf, Vec<Arc<dyn Provider>>, Option<RankSet>);
 
@@ -194,8 +211,8 @@ impl Truth {
         })
     }
 
-    /// What `rank` gives to a save.
-    pub(crate) fn state(&self, rank: u32, mischief: Option<Mischief>) -> State {
+    /// What `rank` gives to a save; whether the program goes on meanwhile.
+    pub(crate) fn state(&self, rank: u32, mischief: Option<Mischief>, is_lazy: bool) -> State {
         let mut leaves: Vec<Held> = Vec::new();
         for (index, tensor) in self.tensors.iter().enumerate() {
             leaves.push(self.held(tensor, rank, mischief.filter(|_| index == 0)));
@@ -218,10 +235,15 @@ impl Truth {
                 }) as u32
             }));
         }
-        let (leaves, providers) = leaves.into_iter().map(|(leaf, providers, _)| (leaf, providers)).unzip();
+        let lazily = |provider| Arc::new(Lazy(provider)) as Arc<dyn Provider>;
+        let captured = |providers: Vec<Arc<dyn Provider>>| match is_lazy {
+            true => providers.into_iter().map(lazily).collect(),
+            false => providers,
+        };
+        let (leaves, providers) = leaves.into_iter().map(|(leaf, providers, _)| (leaf, captured(providers))).unzip();
         let replicas = self.knowing[rank as usize].then(|| Arc::new(replicas));
         let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
-        State { catalog, providers, replicas, compared, is_vouched_for: false, is_waited_for: true }
+        State { catalog, providers, replicas, compared }
     }
 
     fn held(&self, tensor: &Tensor, rank: u32, mischief: Option<Mischief>) -> Held {

@@ -48,9 +48,9 @@ kept = ctypes.create_string_buffer(host, len(host))
 def leaf(name, size, parts, when):
     return ("tensor", "model", name, "", "U8", (size,), parts, when, None, "first save")
 described = _native.Described([
-    leaf("big", len(big), [((0,), (len(big),), big_at, (1,), 0)], "lazily"),
-    leaf("small", len(small), [("flat", 0, len(small), small_at, 0)], "now"),
-    leaf("host", len(host), [((0,), (len(host),), ctypes.addressof(kept), (1,))], "now"),
+    leaf("big", len(big), [((0,), (len(big),), big_at, (1,), 0)], "lazy"),
+    leaf("small", len(small), [("flat", 0, len(small), small_at, 0)], "inline"),
+    leaf("host", len(host), [((0,), (len(host),), ctypes.addressof(kept), (1,))], "inline"),
 ])
 assert described.devices == {0}
 session = _native.Session.solo(staging_bytes=4 << 20)
@@ -71,7 +71,7 @@ pending.captured()
 call("fakeKernel", stream, u64(small_at), ctypes.c_size_t(len(small)), ctypes.c_uint8(9), u64(0))
 pending.staged()
 call("fakeKernel", stream, u64(big_at), ctypes.c_size_t(len(big)), ctypes.c_uint8(9), u64(0))
-pending.vouch()
+pending.confirm_unmodified()
 pending.committed()
 
 checkpoint = _native.open(session, url + "/a", timeout_s=20.0)
@@ -102,7 +102,7 @@ print("saved and loaded")
 
 WITHOUT = """
 part = ((0,), (1,), 64, (1,), 0)
-described = _native.Described([("tensor", "model", "w", "", "U8", (1,), [part], "soon", None, "first save")])
+described = _native.Described([("tensor", "model", "w", "", "U8", (1,), [part], "eager", None, "first save")])
 session = _native.Session.solo()
 try:
     _native.save(session, sys.argv[1], described, [], None, step=None, user={}, timeout_s=9.0, streams={0: 0})

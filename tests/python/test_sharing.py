@@ -20,10 +20,10 @@ TIMEOUT_S = 20.0
 CARRIERS = pytest.mark.parametrize("carrier", [torch_rounds.carry, None], ids=["gloo", "own"])
 
 
-def load(url, state, way, carrier):
+def load(url, state, peer_reads, carrier):
     session = current()
     checkpoint = _native.open(session, url, timeout_s=TIMEOUT_S)
-    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, way=way, carrier=carrier)
+    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, peer_reads=peer_reads, carrier=carrier)
 
 
 def whole():
@@ -44,13 +44,13 @@ def save_rows(rank, world, url):
     sf.save(url, {"model": {"w": placed(mesh, [Shard(0)], whole())}, "extra": {"text": "x" * 100_000}})
 
 
-def load_as(rank, world, url, shape, placements, way, carrier):
+def load_as(rank, world, url, shape, placements, peer_reads, carrier):
     mesh = init_device_mesh("cpu", shape)
     mine = placed(mesh, placements, whole())
     state = {"model": {"w": placed(mesh, placements, torch.zeros(ROWS, COLUMNS))}, "extra": {"text": None}}
     if carrier is None:
         dist.all_to_all_single = None  # whoever calls it fails
-    plan = load(url, state, way, carrier)
+    plan = load(url, state, peer_reads, carrier)
     assert torch.equal(state["model"]["w"].to_local(), mine.to_local())
     assert state["extra"]["text"] == "x" * 100_000
     return plan.bytes_read, plan.bytes_received, plan.bytes_sent, plan.is_shared
@@ -70,10 +70,10 @@ def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times,
     url, world = str(tmp_path / "saved"), torch.Size(shape).numel()
     ranks(2)(save_rows, url)
     unique = BYTES + 100_000
-    plain = ranks(world)(load_as, url, shape, placements, "plain", carrier)
+    plain = ranks(world)(load_as, url, shape, placements, "never", carrier)
     assert sum(read for read, *_ in plain) >= times * BYTES
     assert not any(received or sent or is_shared for _, received, sent, is_shared in plain)
-    shared = ranks(world)(load_as, url, shape, placements, "shared", carrier)
+    shared = ranks(world)(load_as, url, shape, placements, "always", carrier)
     reads = [read for read, *_ in shared]
     # A block of the values' file and one of the tensor's end are whole where a part is wanted.
     assert unique <= sum(reads) <= 1.02 * unique + 65_536, shared
@@ -85,7 +85,7 @@ def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times,
 def test_a_small_load_is_not_worth_a_trial(ranks, tmp_path):
     url = str(tmp_path / "saved")
     ranks(2)(save_rows, url)
-    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "measured", None))
+    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "auto", None))
 
 
 def carries(rank, world):
@@ -105,7 +105,7 @@ def test_only_a_group_between_devices_of_several_machines_carries_bytes(ranks):
 def load_damaged(rank, world, url, carrier):
     state = {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}
     try:
-        load(url, state, "shared", carrier)
+        load(url, state, "always", carrier)
     except Error as error:
         kind, said = type(error), str(error)
     # The ranks understand each other afterwards, through the group as well.
@@ -140,7 +140,7 @@ def load_with_a_broken_group(rank, world, url):
         torch_rounds.carry(rounds)
 
     try:
-        load(url, {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}, "shared", carry)
+        load(url, {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}, "always", carry)
     except Error as error:
         said = str(error)
     if rank != 1:

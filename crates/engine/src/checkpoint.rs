@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
 use shardfast_store::Store;
 
-use crate::agree::Engine;
 use crate::commit;
+use crate::engine::Engine;
 use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
 use crate::reader::Files;
@@ -165,15 +165,19 @@ mod tests {
             providers: Vec::new(),
             replicas: None,
             compared: Arc::default(),
-            is_vouched_for: false,
-            is_waited_for: true,
         };
-        let destination = Destination { url: url.clone(), step: None, user: BTreeMap::new(), prove: Prove::default() };
+        let destination = Destination {
+            url: url.clone(),
+            step: None,
+            user: BTreeMap::new(),
+            prove: Prove::default(),
+            blocking: true,
+        };
         save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
 
         let engine = Engine::solo();
-        assert_eq!(Arc::strong_count(&engine.devices), 1);
+        assert_eq!(Arc::strong_count(&engine.storage), 1);
         let _open = open(&engine, &url, DEADLINE).unwrap();
-        assert_eq!(Arc::strong_count(&engine.devices), 2, "the checkpoint's store measures for itself");
+        assert_eq!(Arc::strong_count(&engine.storage), 2, "the checkpoint's store measures for itself");
     }
 }

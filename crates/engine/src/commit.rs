@@ -15,86 +15,25 @@
 //! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that what a crashed
 //! or rival attempt left behind is never read and never overwritten.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use serde::{Deserialize, Serialize};
 use shardfast_format::index::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, Commit, DType, Dims, Extent, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, LeafName, Manifest, ManifestBuilder,
-    Region, SaveInfo, data_file, hugging_face_index, manifest_name, sha256,
+    COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, Manifest, SaveInfo, hugging_face_index, manifest_name, sha256,
 };
-use shardfast_plan::Assembly;
 use shardfast_store::Store;
 
-use crate::agree::Operation;
+use crate::assemble::assemble;
 use crate::contents;
 use crate::error::{Error, Kind, Result, retry, retry_within};
-use crate::planning::{KnownFiles, Orders, PlannedAll, Value, ValueOrders};
+use crate::operation::Operation;
+use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
-use crate::save::Destination;
+use crate::receipt::Receipt;
+use crate::state::Destination;
 
 /// Longer than any `COMMIT` of this format.
 const COMMIT_BYTES_MAX: u64 = 4096;
-
-/// What one rank wrote.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct Receipt {
-    /// `None` when its files look as rank 0 remembers them.
-    pub(crate) news: Option<News>,
-    /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
-    pub(crate) header_crcs: Vec<[u8; 8]>,
-}
-
-/// How a rank's files look, as far as rank 0 does not remember it.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct News {
-    pub(crate) tensors: Option<Structure>,
-    pub(crate) values: Option<ValueFiles>,
-}
-
-/// How a rank's files of tensors look, whatever is in them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Structure {
-    pub(crate) files: Vec<FileShape>,
-    /// Every tensor of which the rank wrote something, or holds nothing: that it exists is known then, even if nobody
-    /// has any of it.
-    pub(crate) leaves: Vec<WrittenLeaf>,
-    /// Each alias, and the leaf that holds its data.
-    pub(crate) aliases: Vec<(LeafName, LeafName)>,
-}
-
-/// A data file as its rank reports it: its key, its number among the rank's files of that key, its size, and where its
-/// data begin.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct FileShape {
-    pub(crate) key: String,
-    pub(crate) index: u32,
-    pub(crate) bytes: u64,
-    pub(crate) data_start: u64,
-}
-
-/// What a rank wrote of one tensor.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct WrittenLeaf {
-    pub(crate) name: LeafName,
-    pub(crate) dtype: DType,
-    pub(crate) shape: Dims,
-    pub(crate) layout: String,
-    /// Each region, the index of its file, and its offset there from the file's start.
-    pub(crate) regions: Vec<(Region, u32, u64)>,
-}
-
-/// How a rank's files of values look, whatever is in them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ValueFiles {
-    pub(crate) files: Vec<FileShape>,
-    /// For each value that the rank had to write, in the order of the names: the index of its file, its offset there
-    /// from the file's start, and its length, in bytes.
-    pub(crate) extents: Vec<(u32, u64, u64)>,
-}
 
 /// How a commit failed.
 pub(crate) struct Failed {
@@ -104,22 +43,22 @@ pub(crate) struct Failed {
 }
 
 /// Steps 1 to 5. `receipt` may be this rank's failure, which then fails the commit on all ranks.
-pub(crate) fn agree(
+pub(crate) fn commit(
     operation: &Operation,
     store: &dyn Store,
     destination: &Destination,
-    orders: &Orders,
-    values: &ValueOrders,
+    plan: &RankPlan,
+    values: &ValuePlan,
     receipt: Result<Receipt>,
 ) -> std::result::Result<(), Failed> {
     let world = operation.engine.world();
     let mut published = false;
     let attempt = operation.attempt();
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let (Some(plan), Some(compared)) = (&orders.all, &values.all) else {
+        let (Some(all), Some(compared)) = (&plan.all, &values.all) else {
             return Err(Error::internal("only rank 0 can commit"));
         };
-        let reported = plan.reported(receipts, values.files.as_deref())?;
+        let reported = all.reported(receipts, values.files.as_deref())?;
         let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
@@ -137,7 +76,7 @@ pub(crate) fn agree(
         // A rival may have put its own in between, and died before it could take them back. What fails here is for the
         // rival's like to mend: the checkpoint is committed.
         let _ = mend_indexes(store, &manifest);
-        plan.remember_files(operation.number(), reported);
+        all.remember_files(operation.number(), reported);
         Ok(vec![(); world as usize])
     });
     match answer {
@@ -256,118 +195,6 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
         created_unix_ms: now.as_millis() as u64,
         writer: format!("shardfast {}", env!("CARGO_PKG_VERSION")),
         user: destination.user.clone(),
-    }
-}
-
-/// How one rank's files look, and what is in them.
-struct Reported {
-    tensors: Arc<Structure>,
-    values: Arc<ValueFiles>,
-    header_crcs: Vec<[u8; 8]>,
-}
-
-/// Steps 1 and 2: the manifest of what all ranks wrote.
-fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
-    let attempt = info.attempt.clone();
-    let mut builder = ManifestBuilder::new(info);
-    let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
-    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(reported.len());
-    let mut structures = Vec::with_capacity(reported.len());
-    for (rank, Reported { tensors, values, header_crcs }) in (0u32..).zip(reported) {
-        let add = |(file, crc): (&FileShape, &[u8; 8])| {
-            let path = data_file(&file.key, &attempt, rank, file.index)?;
-            let (bytes, data_start, header_crc) = (file.bytes, file.data_start, u64::from_le_bytes(*crc));
-            Ok::<u32, Error>(builder.file(FileEntry { path, bytes, data_start, header_crc }))
-        };
-        let files = tensors.files.iter().chain(&values.files).zip(header_crcs).map(add);
-        let mut files = files.collect::<Result<Vec<u32>>>()?;
-        let value_files = files.split_off(tensors.files.len());
-        let extent = |&(file, offset, bytes): &(u32, u64, u64)| {
-            let file = value_files.get(file as usize).copied();
-            file.map(|file| Extent { file, offset, bytes }).ok_or_else(|| unknown_file(rank))
-        };
-        extents.push(values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
-        structures.push((rank, tensors, files));
-    }
-    let mut tensors = Assembly::default();
-    for (rank, structure, files) in &structures {
-        for leaf in &structure.leaves {
-            let place = |(region, file, offset): &(Region, u32, u64)| {
-                let file = files.get(*file as usize).ok_or_else(|| unknown_file(*rank))?;
-                Ok((region.clone(), *file, *offset))
-            };
-            let regions = leaf.regions.iter().map(place).collect::<Result<Vec<_>>>()?;
-            tensors.tensor(*rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
-        }
-        for (name, of) in &structure.aliases {
-            let known = *aliases.entry(name).or_insert(of);
-            if known != of {
-                return Err(Error::invalid(format!(
-                    "{name}: ranks must hold the same, and it is an alias of {known}, on rank {rank} of {of}"
-                )));
-            }
-        }
-    }
-    tensors.finish(&mut builder)?;
-    for value in values {
-        let of = |(writer, ranks): (&u32, &Vec<Range<u32>>)| {
-            let extent = extents.get_mut(*writer as usize).and_then(Iterator::next);
-            extent
-                .map(|extent| (ranks.clone(), extent))
-                .ok_or_else(|| Error::internal(format!("rank {writer} did not write its value of {}", value.name)))
-        };
-        let copies = value.writers.iter().map(of).collect::<Result<Vec<_>>>()?;
-        builder.object(&value.name, &value.layout, &copies);
-    }
-    if let Some(writer) = extents.iter_mut().position(|extents| extents.next().is_some()) {
-        return Err(Error::internal(format!("rank {writer} wrote more values than it was to")));
-    }
-    for (name, of) in aliases {
-        builder.alias(name, of);
-    }
-    Ok(builder.finish()?)
-}
-
-fn unknown_file(rank: u32) -> Error {
-    Error::internal(format!("rank {rank} reports a file that it does not have"))
-}
-
-impl PlannedAll {
-    /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
-    /// were told that rank 0 remembers them.
-    fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
-        let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
-        let report = |(rank, Receipt { news, header_crcs }): (usize, Receipt)| {
-            let News { tensors, values } = news.unwrap_or(News { tensors: None, values: None });
-            if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
-                *known = Some(Arc::new(tensors));
-            }
-            let tensors = structures.get(rank).cloned().flatten();
-            let values = values.map(Arc::new).or_else(|| known?.by_rank.get(rank).cloned());
-            let (Some(tensors), Some(values)) = (tensors, values) else {
-                return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
-            };
-            let expected = tensors.files.len() + values.files.len();
-            match header_crcs.len() == expected {
-                true => Ok(Reported { tensors, values, header_crcs }),
-                false => Err(Error::internal(format!(
-                    "rank {rank} reports {} files, expected {expected}",
-                    header_crcs.len()
-                ))),
-            }
-        };
-        receipts.into_iter().enumerate().map(report).collect()
-    }
-
-    /// How the files of values looked in the last save that was committed.
-    pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
-        self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn remember_files(&self, number: u64, reported: Vec<Reported>) {
-        let by_rank = reported.into_iter().map(|rank| rank.values).collect();
-        let known = Arc::new(KnownFiles { number, by_rank });
-        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
     }
 }
 

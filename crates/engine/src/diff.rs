@@ -15,7 +15,7 @@ use shardfast_format::{LeafKind, Manifest};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::inspect::full_name;
-use crate::stream::{FlatRun, saturating_sum, tensor_bytes};
+use crate::stream::{FlatRun, tensor_bytes};
 use numbers::Tally;
 
 /// Bytes of tensors that are held of each checkpoint.
@@ -192,7 +192,7 @@ fn compare_tensors(a: &Checkpoint, b: &Checkpoint, pairs: &mut [Pair], progress:
         LeafKind::Tensor { dtype, shape } => (dtype, tensor_bytes(dtype, shape)),
         LeafKind::Object | LeafKind::Alias { .. } => (shardfast_format::DType::U8, 0),
     };
-    let total = saturating_sum(pairs.iter().map(|pair| size(pair).1));
+    let total = pairs.iter().map(|pair| size(pair).1).fold(0, u64::saturating_add);
     let mut buffers = (Vec::new(), Vec::new());
     let mut done = 0;
     let mut batch: Vec<Part> = Vec::new();

@@ -1,5 +1,7 @@
 //! The closed kinds of failure, grouped by what the caller would do about them; and what is tried again.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What the caller would do about a failure. Codes are only ever appended; Python has one exception class for each.
@@ -180,6 +182,38 @@ pub(crate) fn retry_within<T>(
             std::thread::sleep(left.min(GLANCE));
         }
     }
+}
+
+/// The first failure of a group of threads.
+#[derive(Default)]
+pub(crate) struct FirstFailure {
+    set: AtomicBool,
+    first: Mutex<Option<Error>>,
+}
+
+impl FirstFailure {
+    pub(crate) fn is_set(&self) -> bool {
+        self.set.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set(&self, error: Error) {
+        self.first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.set.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn into_result(self) -> Result<()> {
+        match self.first.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A defect that ended in a panic, as a failure.
+pub(crate) fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    Error::internal(format!("the save panicked: {message}"))
 }
 
 impl From<shardfast_format::Error> for Error {

@@ -13,15 +13,15 @@ use serde::Serialize;
 use shardfast_format::{DType, Dims, EntrySpec, FileLayout, LeafKind, Manifest};
 use shardfast_store::Store;
 
-use crate::agree::Engine;
 use crate::checkpoint::Checkpoint;
+use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
 use crate::inspect::full_name;
-use crate::pending::Progress;
+use crate::progress::Progress;
 use crate::provider::{Fences, Provider};
 use crate::reader::Files;
 use crate::staging::Staging;
-use crate::stream::{FlatRun, saturating_sum, tensor_bytes};
+use crate::stream::{FlatRun, tensor_bytes};
 use crate::writer::{self, FileJob};
 
 /// What was written.
@@ -109,7 +109,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
         files: files.collect(),
         index,
         tensors: tensors.len() as u64,
-        tensor_bytes: saturating_sum(tensors.iter().map(|tensor| tensor.bytes)),
+        tensor_bytes: tensors.iter().map(|tensor| tensor.bytes).fold(0, u64::saturating_add),
         tied,
         objects_left_out: objects,
     })
@@ -252,14 +252,14 @@ fn write(
     index: Option<&str>,
     shards: &[Vec<Tensor>],
 ) -> Result<()> {
-    writer::run(store, jobs, &[], staging, &Progress::unheard(), true, Duration::ZERO)?;
+    writer::run(store, jobs, &[], staging, &Progress::detached(), true, Duration::ZERO)?;
     let names: Vec<&str> = jobs.iter().map(|job| job.path.as_str()).collect();
     store.sync(&names)?;
     let Some(index) = index else { return Ok(()) };
     let tensors = || jobs.iter().zip(shards).flat_map(|(job, shard)| shard.iter().map(move |tensor| (job, tensor)));
     let weight_map: BTreeMap<&str, &str> =
         tensors().map(|(job, tensor)| (tensor.name.as_str(), job.path.as_str())).collect();
-    let total_size = saturating_sum(tensors().map(|(_, tensor)| tensor.bytes));
+    let total_size = tensors().map(|(_, tensor)| tensor.bytes).fold(0, u64::saturating_add);
     let index_json = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
     Ok(store.put(index, format!("{index_json:#}\n").as_bytes())?)
 }

@@ -4,7 +4,6 @@ use shardfast_format::{COMMIT, is_own_path, parse_step_dir};
 use shardfast_store::Entry;
 
 use crate::error::{Error, Kind, Result};
-use crate::runs;
 
 /// Names that a message lists.
 const NAMES_MAX: usize = 4;
@@ -83,7 +82,7 @@ pub(crate) fn explained(url: &str, error: Error) -> Error {
     }
     let Some((dir, name)) = url.trim_end_matches('/').rsplit_once('/').or(Some((".", url))) else { return error };
     let dir = if dir.is_empty() { "/" } else { dir };
-    let Some(head) = runs::store(dir).ok().and_then(|store| {
+    let Some(head) = shardfast_store::open(dir).ok().and_then(|store| {
         let object = store.open(name).ok()?;
         let mut head = vec![0; object.bytes().min(HEAD_BYTES) as usize];
         object.read_at(0, &mut head).ok()?;

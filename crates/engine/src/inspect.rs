@@ -10,11 +10,11 @@ use shardfast_format::{Extent, LeafKind, Manifest, SaveInfo};
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::error::{Error, Kind, Result, retry};
-use crate::load::ValueRef;
 use crate::locate::{self, Place};
+use crate::reads::ValueRef;
 use crate::repr;
 use crate::runs;
-use crate::stream::{batches, saturating_sum, tensor_bytes};
+use crate::stream::{batches, tensor_bytes};
 
 /// Values up to this size, in bytes, are decoded and shown.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
@@ -92,7 +92,12 @@ impl Holdings {
             writer: writer.clone(),
             leaves: manifest.len() as u64,
             files: manifest.files().len() as u64,
-            bytes: saturating_sum(manifest.files().iter().map(|file| file.bytes)).saturating_add(manifest_bytes),
+            bytes: manifest
+                .files()
+                .iter()
+                .map(|file| file.bytes)
+                .fold(0, u64::saturating_add)
+                .saturating_add(manifest_bytes),
         }
     }
 }
@@ -290,7 +295,7 @@ fn leaf_summary(manifest: &Manifest, i: usize) -> LeafSummary {
                 error: None,
             };
             let values: Vec<ValueSummary> = manifest.values(i).map(line).collect();
-            KindSummary::Object { bytes: saturating_sum(values.iter().map(|value| value.bytes)), values }
+            KindSummary::Object { bytes: values.iter().map(|value| value.bytes).fold(0, u64::saturating_add), values }
         }
         LeafKind::Alias { of } => KindSummary::Alias { of: full_name(manifest, of) },
     };

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use shardfast_format::{DType, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, value_name};
+use shardfast_format::{DType, EntrySpec, FileLayout, Leaf, LeafBody, data_file, part_name, value_name};
 use shardfast_plan::Write;
 use smallvec::smallvec;
 
-use crate::agree::Operation;
-use crate::commit::FileShape;
-use crate::error::{Error, Result};
-use crate::save::State;
+use crate::error::Result;
+use crate::operation::Operation;
+use crate::receipt::FileShape;
+use crate::state::{State, leaf_region};
 use crate::writer::FileJob;
 
 /// The files that a rank writes together.
@@ -74,15 +74,6 @@ impl Layout {
     }
 }
 
-/// The region of a tensor's part that is to be written.
-pub(crate) fn region(leaf: &Leaf, write: &Write) -> Result<Region> {
-    let LeafBody::Tensor { parts, .. } = &leaf.body else {
-        return Err(Error::internal(format!("{}: it is no tensor and has no part {}", leaf.name, write.part)));
-    };
-    let region = parts.get(write.part as usize).and_then(|part| write.region(part));
-    region.ok_or_else(|| Error::internal(format!("{}: it has no {write:?}", leaf.name)))
-}
-
 /// Parts and values with their entries, spread over as few files as it takes that no file has two entries of one name:
 /// a leaf may really be called `w[0:4]` or `rng@rank3`, as a part or a value of another one is in its file.
 fn without_namesakes(rank: u32, state: &State, writes: Vec<Write>) -> Result<Vec<Vec<(Write, EntrySpec)>>> {
@@ -111,7 +102,7 @@ fn entry(rank: u32, state: &State, write: &Write) -> Result<EntrySpec> {
     let name = &leaf.name.name;
     match &leaf.body {
         LeafBody::Tensor { dtype, shape, .. } => {
-            let region = region(leaf, write)?;
+            let region = leaf_region(leaf, write)?;
             Ok(EntrySpec { name: part_name(name, &region, shape), dtype: *dtype, shape: region.lengths })
         }
         LeafBody::Object { .. } | LeafBody::Alias { .. } => Ok(EntrySpec {

@@ -2,9 +2,9 @@
 //!
 //! A rank that remembers a plan for what it holds, or that knows who holds what it holds, *drafts* its writes and
 //! begins with them at once: no message stands in front of the first byte. Meanwhile it opens the operation with what
-//! its draft rests on, and rank 0 finds whether all drafts are one plan. A rank without a draft opens with its catalog
-//! and [copies](crate::ahead) its state until its orders come. What was drafted is binding: the others' orders are
-//! planned around it, and where that is impossible the save fails on every rank.
+//! its draft rests on, and rank 0 finds whether all drafts are one plan. A rank without a draft opens with its catalog and
+//! waits for rank 0 to say what to write. What was drafted is binding: the others' plans are made around it, and where
+//! that is impossible the save fails on every rank.
 //!
 //! Nothing here is proof that a checkpoint is whole. That is the commit's, which counts what was written.
 
@@ -13,70 +13,40 @@ mod values;
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use serde::{Deserialize, Serialize};
+use crossbeam_channel::bounded;
 use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
-use crate::agree::Operation;
-use crate::commit::ValueFiles;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, panicked};
+use crate::operation::Operation;
+use crate::plans::{
+    GlobalPlan, Holdings, PLANS_MAX, PlanId, Plans, RememberedPlan, ReplicaStatus, Rules, ValueClasses,
+};
+use crate::progress::Progress;
+use crate::receipt::ValueFiles;
+use crate::state::State;
 
-pub(crate) use opening::{KnownFiles, PlannedAll, Standing};
-pub(crate) use values::{Value, ValueOrders, agree_values};
+pub(crate) use values::{ValuePlan, assign_values};
 
-use opening::{Answer, Holdings, Opening, Told};
-
-/// Names a plan of all ranks, or what rank 0 found of their values: the number of the operation that it was made in,
-/// which makes one at most. So all ranks say it in the same few bytes.
-pub(crate) type PlanId = u64;
-
-/// Plans that rank 0 remembers: those of the saves in flight, and the one before.
-const PLANS_MAX: usize = 4;
-
-/// What an engine remembers from one save to the next.
-#[derive(Default)]
-pub(crate) struct Memory {
-    mine: Option<Planned>,
-    /// What some rank knew of who holds what was not so: ranks ask, until it is another that they know.
-    disproved: Option<Arc<Replicas>>,
-    /// On rank 0, the latest last.
-    all: Vec<Arc<PlannedAll>>,
-}
-
-/// The last plan, as one rank remembers it.
-#[derive(Clone)]
-struct Planned {
-    id: PlanId,
-    catalog: Arc<Catalog>,
-    replicas: Option<Arc<Replicas>>,
-    rules: Arc<Rules>,
-    writes: Arc<Vec<Write>>,
-    /// Whether a save of it has found the ranks' replicas equal.
-    is_proven: bool,
-    /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
-    is_known: bool,
-    values: Option<Arc<values::Remembered>>,
-    /// How this rank's files of values looked, by the number of the save that told rank 0; the latest last.
-    value_files: Vec<(u64, Arc<ValueFiles>)>,
-}
+use opening::{Answer, Opening, RankCatalog};
 
 /// What a rank has to do in one save.
 #[derive(Clone)]
-pub(crate) struct Orders {
+pub(crate) struct RankPlan {
     pub(crate) id: PlanId,
     /// The parts to write, of the rank's catalog.
     pub(crate) writes: Arc<Vec<Write>>,
     /// What is known of its replicas.
-    pub(crate) standing: Standing,
+    pub(crate) status: ReplicaStatus,
     /// Whether rank 0 remembers how this plan's files look.
     pub(crate) is_known: bool,
-    values: Option<Arc<values::Remembered>>,
+    values: Option<Arc<ValueClasses>>,
     /// On rank 0.
-    pub(crate) all: Option<Arc<PlannedAll>>,
+    pub(crate) all: Option<Arc<GlobalPlan>>,
 }
 
 /// The writes that a rank begins with, and what they rest on.
-pub(crate) struct Draft {
+pub(crate) struct LocalPlan {
     pub(crate) writes: Arc<Vec<Write>>,
     /// The remembered plan that it is, if a save of that has found the ranks' replicas equal.
     pub(crate) proven: Option<PlanId>,
@@ -85,61 +55,52 @@ pub(crate) struct Draft {
 
 /// The planning of one save.
 pub(crate) struct Planning<'a> {
-    pub(crate) operation: &'a Operation,
+    operation: &'a Operation,
     /// What this rank holds.
-    pub(crate) catalog: &'a Arc<Catalog>,
+    catalog: &'a Arc<Catalog>,
     /// Who else does, where that is known.
-    pub(crate) replicas: Option<&'a Arc<Replicas>>,
-    pub(crate) rules: Arc<Rules>,
+    replicas: Option<&'a Arc<Replicas>>,
+    rules: Arc<Rules>,
 }
 
-/// What a save does with the replicas of a rank's leaves. Indices of its catalog, ascending.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Rules {
-    /// The leaves whose copies may differ: ranks do not share the writing of a region.
-    pub(crate) unshared: Vec<u32>,
-    /// The leaves whose copies every save compares.
-    pub(crate) always: Vec<u32>,
-}
-
-impl Rules {
-    pub(crate) fn compares_always(&self) -> bool {
-        !self.always.is_empty()
+impl<'a> Planning<'a> {
+    /// The planning of a save of this state, whose replicas are treated by these rules.
+    pub(crate) fn new(operation: &'a Operation, state: &'a State, rules: &Arc<Rules>) -> Planning<'a> {
+        let (catalog, replicas) = (&state.catalog, state.replicas.as_ref());
+        Planning { operation, catalog, replicas, rules: Arc::clone(rules) }
     }
-}
 
-impl Planning<'_> {
     /// The writes of this rank as far as it can know them alone: those of the remembered plan when it holds what it
     /// held then, or those that follow from who holds what. `None` when it must ask.
     ///
     /// # Errors
     /// `Invalid` when the replicas contradict themselves or the catalog.
-    pub(crate) fn draft(&self) -> Result<Option<Draft>> {
+    pub(crate) fn plan_alone(&self) -> Result<Option<LocalPlan>> {
         let Planning { operation, catalog, replicas, ref rules } = *self;
-        if let Some(planned) = operation.memory().mine.clone()
+        if let Some(planned) = operation.plans().mine.clone()
             && planned.is_of(catalog, replicas, rules)
         {
             let (proven, opening) = (planned.is_proven.then_some(planned.id), Opening::Same { id: planned.id });
-            return Ok(Some(Draft { writes: planned.writes, proven, opening }));
+            return Ok(Some(LocalPlan { writes: planned.writes, proven, opening }));
         }
         let (rank, world) = (operation.engine.rank(), operation.engine.world());
         let alone = || Replicas { groups: vec![RankSet::new([0])], leaves: vec![Some(0); catalog.leaves.len()] };
         let local = match replicas {
             _ if world == 1 => shardfast_plan::local_unshared(catalog, &rules.unshared, &alone(), rank, world)?,
-            Some(replicas) if operation.memory().disproved.as_ref() != Some(replicas) => {
+            Some(replicas) if operation.plans().disproved.as_ref() != Some(replicas) => {
                 shardfast_plan::local_unshared(catalog, &rules.unshared, replicas, rank, world)?
             }
             _ => None,
         };
         Ok(local.map(|local| {
             let opening = Opening::Local { claims: local.claims, compares_always: rules.compares_always() };
-            Draft { writes: Arc::new(local.writes), proven: None, opening }
+            LocalPlan { writes: Arc::new(local.writes), proven: None, opening }
         }))
     }
 
     /// The last plan of which a save has found the ranks' replicas equal, and what this rank held then.
     pub(crate) fn last_proven(&self) -> Option<(PlanId, Arc<Catalog>)> {
-        let mine = self.operation.memory().mine.clone();
+        let mine = self.operation.plans().mine.clone();
         mine.filter(|planned| planned.is_proven).map(|planned| (planned.id, planned.catalog))
     }
 
@@ -147,16 +108,50 @@ impl Planning<'_> {
         Holdings { catalog: (**self.catalog).clone(), rules: (*self.rules).clone() }
     }
 
-    /// Agrees with all ranks on who writes which parts. `draft` is what this rank begins with, or its failure; `admit`
-    /// rank 0's last word before anything is agreed.
+    /// Agrees with all ranks on who writes which parts and which values, while `write` is given the parts that this rank
+    /// writes: at once if `local` says so, else when rank 0 has. `local` is what this rank begins with, or its failure;
+    /// `admit` rank 0's last word before anything is agreed; `digests` those of this rank's values. The agreement's
+    /// failure cancels what `progress` belongs to.
     ///
     /// # Errors
-    /// The same on every rank: what any of them brought, what `admit` said, or how their catalogs or drafts contradict
-    /// each other.
-    pub(crate) fn agree(&self, draft: Result<Option<Draft>>, admit: impl FnOnce() -> Result<()>) -> Result<Orders> {
+    /// The agreement's are the same on every rank: what any of them brought, what `admit` said, or how their catalogs or
+    /// plans contradict each other. Nothing is written when there is no plan.
+    pub(crate) fn agree_while<T>(
+        &self,
+        local: Result<Option<LocalPlan>>,
+        admit: impl FnOnce() -> Result<()> + Send,
+        digests: impl FnOnce() -> Result<Vec<[u8; 32]>> + Send,
+        progress: &Progress,
+        write: impl FnOnce(&[Write]) -> T,
+    ) -> (Result<(RankPlan, ValuePlan)>, Result<T>) {
+        let known = local.as_ref().ok().and_then(|local| local.as_ref().map(|local| Arc::clone(&local.writes)));
+        std::thread::scope(|threads| {
+            let (sender, planned) = bounded(1);
+            let agreement = threads.spawn(move || {
+                let plan = self.resolve(local, admit);
+                // Nobody listens where the writes are known.
+                let _ = sender.send(plan.as_ref().map(|plan| Arc::clone(&plan.writes)).map_err(Error::clone));
+                let agreed = plan.and_then(|plan| {
+                    let values = assign_values(self.operation, &plan, self.catalog, digests())?;
+                    Ok((plan, values))
+                });
+                agreed.inspect_err(|error| progress.cancel(error))
+            });
+            let died = |_| Err(Error::internal("the agreement between ranks ended without a result"));
+            let writes = known.map_or_else(|| planned.recv().unwrap_or_else(died), Ok);
+            let written = writes.map(|writes| {
+                progress.mark("planned");
+                write(&writes)
+            });
+            (agreement.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
+        })
+    }
+
+    /// Agrees with all ranks on who writes which parts.
+    fn resolve(&self, draft: Result<Option<LocalPlan>>, admit: impl FnOnce() -> Result<()>) -> Result<RankPlan> {
         let (mut drafted, mut is_local) = (None, false);
         let first = draft.map(|draft| match draft {
-            Some(Draft { writes, opening, .. }) => {
+            Some(LocalPlan { writes, opening, .. }) => {
                 is_local = matches!(opening, Opening::Local { .. });
                 drafted = Some(writes);
                 opening
@@ -165,15 +160,15 @@ impl Planning<'_> {
         });
         let mut all = None;
         let agreed = self.open(first, drafted.as_ref(), admit, &mut all);
-        let (id, writes, standing) = agreed.inspect_err(|error| {
+        let (id, writes, status) = agreed.inspect_err(|error| {
             // What was no plan of all ranks once is none the next time either.
-            let mut memory = self.operation.memory();
-            memory.mine = None;
+            let mut plans = self.operation.plans();
+            plans.mine = None;
             if is_local && error.kind == Kind::Invalid {
-                memory.disproved = self.replicas.cloned();
+                plans.disproved = self.replicas.cloned();
             }
         })?;
-        Ok(self.remembered(id, writes, standing, all))
+        Ok(self.remembered(id, writes, status, all))
     }
 
     /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan
@@ -183,20 +178,20 @@ impl Planning<'_> {
         first: Result<Opening>,
         drafted: Option<&Arc<Vec<Write>>>,
         admit: impl FnOnce() -> Result<()>,
-        all: &mut Option<Arc<PlannedAll>>,
-    ) -> Result<(PlanId, Arc<Vec<Write>>, Standing)> {
+        all: &mut Option<Arc<GlobalPlan>>,
+    ) -> Result<(PlanId, Arc<Vec<Write>>, ReplicaStatus)> {
         let mut admit = Some(admit);
         let mut answer = self.operation.agree("open", first, |openings| {
             admit.take().map_or(Ok(()), |admit| admit())?;
             opening::decide(self.operation, &openings, all)
         })?;
-        if let Answer::Tell = answer {
-            let told = Told { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
+        if let Answer::NeedCatalogs = answer {
+            let told = RankCatalog { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
             answer = self
                 .operation
                 .agree("plan", Ok(told), |told| opening::decide_told(self.operation.number(), told, all))?;
         }
-        let Answer::Go { id, writes, standing } = answer else {
+        let Answer::Go { id, writes, status } = answer else {
             return Err(Error::internal("rank 0 asked twice for the same catalogs"));
         };
         let writes = match (writes.map(Arc::new), drafted) {
@@ -205,7 +200,7 @@ impl Planning<'_> {
             (Some(writes), Some(drafted)) if writes == *drafted => writes,
             _ => return Err(Error::internal("rank 0 orders something else than this rank has drafted, or nothing")),
         };
-        Ok((id, writes, standing))
+        Ok((id, writes, status))
     }
 
     /// The orders of that plan, with what is remembered of it already.
@@ -213,19 +208,19 @@ impl Planning<'_> {
         &self,
         id: PlanId,
         writes: Arc<Vec<Write>>,
-        standing: Standing,
-        all: Option<Arc<PlannedAll>>,
-    ) -> Orders {
-        let mut memory = self.operation.memory();
+        status: ReplicaStatus,
+        all: Option<Arc<GlobalPlan>>,
+    ) -> RankPlan {
+        let mut plans = self.operation.plans();
         if let Some(all) = &all {
-            memory.all.retain(|known| known.id != all.id);
-            memory.all.push(Arc::clone(all));
-            let surplus = memory.all.len().saturating_sub(PLANS_MAX);
-            memory.all.drain(..surplus);
+            plans.all.retain(|known| known.id != all.id);
+            plans.all.push(Arc::clone(all));
+            let surplus = plans.all.len().saturating_sub(PLANS_MAX);
+            plans.all.drain(..surplus);
         }
-        let planned = match memory.mine.take() {
+        let planned = match plans.mine.take() {
             Some(planned) if planned.id == id => planned,
-            _ => Planned {
+            _ => RememberedPlan {
                 id,
                 catalog: Arc::clone(self.catalog),
                 replicas: self.replicas.cloned(),
@@ -237,17 +232,17 @@ impl Planning<'_> {
                 value_files: Vec::new(),
             },
         };
-        let planned = memory.mine.insert(planned);
-        planned.is_proven = standing.is_proven;
-        Orders { id, writes, standing, is_known: planned.is_known, values: planned.values.clone(), all }
+        let planned = plans.mine.insert(planned);
+        planned.is_proven = status.is_proven;
+        RankPlan { id, writes, status, is_known: planned.is_known, values: planned.values.clone(), all }
     }
 }
 
 /// Whether rank 0 remembers that this rank's files of values look so, by what it said when the values were compared.
 /// From the commit of this operation on it will.
-pub(crate) fn knows(operation: &Operation, orders: &Orders, values: &ValueOrders, files: &Arc<ValueFiles>) -> bool {
+pub(crate) fn knows(operation: &Operation, plan: &RankPlan, values: &ValuePlan, files: &Arc<ValueFiles>) -> bool {
     let mut is_known = false;
-    operation.remember(orders.id, |planned| {
+    operation.remember(plan.id, |planned| {
         let told = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
         is_known = values.known.as_ref().and_then(told).is_some_and(|(_, known)| known == files);
         planned.value_files.push((operation.number(), Arc::clone(files)));
@@ -258,21 +253,13 @@ pub(crate) fn knows(operation: &Operation, orders: &Orders, values: &ValueOrders
 }
 
 /// Remembers that a save of these orders was committed: rank 0 knows how this rank's files look.
-pub(crate) fn committed(operation: &Operation, orders: &Orders) {
-    operation.remember(orders.id, |planned| planned.is_known = true);
+pub(crate) fn committed(operation: &Operation, plan: &RankPlan) {
+    operation.remember(plan.id, |planned| planned.is_known = true);
 }
 
 /// Remembers that the ranks' replicas were equal in a save of these orders: rank 0 does, too.
-pub(crate) fn proven(operation: &Operation, orders: &Orders) {
-    operation.remember(orders.id, |planned| planned.is_proven = true);
-}
-
-impl Planned {
-    fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>, rules: &Rules) -> bool {
-        *self.rules == *rules
-            && (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
-            && self.replicas.as_ref() == replicas
-    }
+pub(crate) fn proven(operation: &Operation, plan: &RankPlan) {
+    operation.remember(plan.id, |planned| planned.is_proven = true);
 }
 
 impl Operation {
@@ -283,13 +270,13 @@ impl Operation {
         sha256(&seed)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        self.engine.planned.lock().unwrap_or_else(PoisonError::into_inner)
+    fn plans(&self) -> MutexGuard<'_, Plans> {
+        self.engine.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes what this rank remembers of a plan, if it still does.
-    fn remember(&self, id: PlanId, change: impl FnOnce(&mut Planned)) {
-        if let Some(planned) = self.memory().mine.as_mut().filter(|planned| planned.id == id) {
+    fn remember(&self, id: PlanId, change: impl FnOnce(&mut RememberedPlan)) {
+        if let Some(planned) = self.plans().mine.as_mut().filter(|planned| planned.id == id) {
             change(planned);
         }
     }

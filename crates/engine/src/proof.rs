@@ -3,57 +3,10 @@
 //! A block comes into the cache to be proven and is placed from there, past the cache, and meanwhile the next one is
 //! proven: reading it and writing the one before keep memory busy in both directions.
 
-use shardfast_format::{BLOCK_BYTES, crc64};
 use shardfast_plan::Piece;
 
+use crate::blocks::{Blocks, Unproven};
 use crate::sink::Sink;
-
-const BLOCK: usize = BLOCK_BYTES as usize;
-
-/// A block is not what was saved.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Unproven;
-
-/// Whole blocks of a file, and what is known of them.
-pub(crate) struct Blocks<'a> {
-    bytes: &'a [u8],
-    expected: &'a [u64],
-    /// Of each block that was looked at whether it is what was saved.
-    seen: Vec<Option<bool>>,
-}
-
-impl<'a> Blocks<'a> {
-    fn new(bytes: &'a [u8], expected: &'a [u64]) -> Blocks<'a> {
-        Blocks { bytes, expected, seen: vec![None; expected.len()] }
-    }
-
-    fn block(&self, number: usize) -> &'a [u8] {
-        &self.bytes[number * BLOCK..self.bytes.len().min((number + 1) * BLOCK)]
-    }
-
-    /// The block that holds the byte `at`, and its bytes from there on, at most `bytes_max`.
-    ///
-    /// # Errors
-    /// When it is not what was saved.
-    pub(crate) fn prove(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unproven> {
-        let number = at / BLOCK;
-        if self.seen[number].is_none() {
-            self.saw(number, crc64(self.block(number)));
-        }
-        let rest = &self.block(number)[at % BLOCK..];
-        if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unproven) }
-    }
-
-    /// A block, if it was not looked at.
-    pub(crate) fn unseen(&self, number: usize) -> Option<&'a [u8]> {
-        self.seen.get(number)?.is_none().then(|| self.block(number))
-    }
-
-    /// Notes the CRC-64 of a block.
-    pub(crate) fn saw(&mut self, number: usize, crc: u64) {
-        self.seen[number] = Some(crc == self.expected[number]);
-    }
-}
 
 /// Places all pieces that go into this process's memory. `bytes` are whole blocks, the first of which lies at `start`
 /// in the file, and `expected` their CRC-64.
@@ -80,9 +33,12 @@ pub(crate) fn place<'p>(
 #[cfg(test)]
 #[allow(unsafe_code)]
 mod tests {
-    use shardfast_format::Dims;
+    use shardfast_format::{BLOCK_BYTES, Dims, crc64};
 
     use super::*;
+    use crate::host::row_major_strides;
+
+    const BLOCK: usize = BLOCK_BYTES as usize;
 
     /// Where `bytes` lie in a file.
     const START: u64 = 4096;
@@ -108,7 +64,7 @@ mod tests {
     }
 
     fn sink(memory: &mut [u8], lengths: &[u64]) -> Sink {
-        let strides: Vec<i64> = crate::sink::row_major_strides(lengths, 1).iter().map(|&s| s as i64).collect();
+        let strides: Vec<i64> = row_major_strides(lengths, 1).iter().map(|&s| s as i64).collect();
         // SAFETY: the tests keep the memory, and look at it only after it was filled.
         unsafe { Sink::new(memory.as_mut_ptr() as usize, lengths, &strides, 1) }.unwrap()
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use shardfast_format::{BLOCK_BYTES, Crc64, crc64};
 use smallvec::SmallVec;
 
+use crate::capture::Capture;
 use crate::copy;
 use crate::error::{Error, Result};
 
@@ -39,20 +40,13 @@ pub trait Provider: Send + Sync {
         sum_through(self, at, bytes, slot)
     }
 
-    /// Whether the source may change before the save is staged: its bytes are captured first, and
-    /// [`Pending::captured`](crate::Pending::captured) waits for them.
-    fn is_urgent(&self) -> bool {
-        false
+    /// When the bytes are copied.
+    fn capture(&self) -> Capture {
+        Capture::Owned
     }
 
     /// Whether what was copied was found not to be what was there when the save was begun.
     fn is_torn(&self) -> bool {
-        false
-    }
-
-    /// Whether the bytes cannot change any more, whatever becomes of where they came from: they are copied last, and
-    /// [`Pending::staged`](crate::Pending::staged) does not wait for them.
-    fn is_settled(&self) -> bool {
         false
     }
 }
@@ -146,16 +140,12 @@ impl Provider for Run {
         self.of.sum(self.at + at, bytes, slot)
     }
 
-    fn is_urgent(&self) -> bool {
-        self.of.is_urgent()
+    fn capture(&self) -> Capture {
+        self.of.capture()
     }
 
     fn is_torn(&self) -> bool {
         self.of.is_torn()
-    }
-
-    fn is_settled(&self) -> bool {
-        self.of.is_settled()
     }
 }
 
@@ -307,7 +297,7 @@ impl Memory {
     /// # Safety
     /// Every element of the block must be initialised and must not be written until the save that was given this
     /// provider is staged or has failed; or else the caller finds out and fails the save (see
-    /// [`State::is_vouched_for`](crate::State)), so that what was read is never used.
+    /// [`Capture::Lazy`]), so that what was read is never used.
     #[allow(unsafe_code)]
     pub unsafe fn guarded(block: Strided) -> Memory {
         Memory { block, is_guarded: true, samples: Vec::new(), is_torn: AtomicBool::new(false) }

@@ -10,13 +10,13 @@ use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc
 use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, Store, Upcoming};
 
-use crate::error::{Error, Kind, Result, retry};
-use crate::proof::{self, Unproven};
+use crate::blocks::Unproven;
+use crate::error::{Error, FirstFailure, Kind, Result, retry};
+use crate::proof;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
-use crate::stream::saturating_sum;
-use crate::writer::Failure;
+
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 
 mod batches;
@@ -216,7 +216,7 @@ impl Files {
 
     /// Whether most of some bytes of files lie in this machine's memory, by samples; not where nobody knows.
     pub(crate) fn are_cached<I: Iterator<Item = (u32, Range<u64>)>>(&self, spans: impl Fn() -> I) -> bool {
-        let bytes = saturating_sum(spans().map(|(_, span)| span.end - span.start));
+        let bytes = spans().map(|(_, span)| span.end - span.start).fold(0, u64::saturating_add);
         let step = bytes.div_ceil(SAMPLES).max(1);
         let (mut passed, mut next, mut looked_at, mut cached) = (0u64, step / 2, 0, 0);
         for (file, span) in spans() {
@@ -350,7 +350,7 @@ pub(crate) fn run(
     staging: &Arc<Staging>,
     again: bool,
 ) -> Result<u64> {
-    let (bytes_read, failure) = (AtomicU64::new(0), Failure::default());
+    let (bytes_read, failure) = (AtomicU64::new(0), FirstFailure::default());
     let stretches = Stretches::new(reads.map(|read| Planned { range: files.range(&read), read }));
     let announced = stretches.take_while(|_| !failure.is_set()).map(|(planned, stretch)| {
         let read = &planned.read;

@@ -19,41 +19,15 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, Region, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 
-use crate::agree::Operation;
-use crate::ahead::Range;
 use crate::error::{Error, Result};
-use crate::planning::{Orders, PlanId, Rules};
-use crate::save::State;
+use crate::operation::Operation;
+use crate::planning::{self, RankPlan};
+use crate::plans::{PlanId, Rules};
+use crate::state::{Compared, PartRange, Prove, State};
 use crate::sums::{self, Part, Summed};
 
 /// Differences that one message spells.
 const SPELLED_MAX: usize = 16;
-
-/// Which replicas a save compares.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Prove {
-    /// None: of each region the copy of the lowest rank that holds it is taken.
-    Nothing,
-    /// Those of leaves that are compared at the first save of a plan, if this is it.
-    #[default]
-    FirstSave,
-    /// All that may be compared at all.
-    EverySave,
-}
-
-/// When the replicas of a leaf are compared.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Compared {
-    /// At the first save of each plan, and when every save is asked to.
-    #[default]
-    FirstSave,
-    /// When every save is asked to: they are known to drift apart in sound programs.
-    OnRequest,
-    /// At every save, whatever is asked: that they were equal once tells nothing of later.
-    EverySave,
-    /// Never: the user says that they differ.
-    Never,
-}
 
 /// Which leaves of a rank's state are compared in a save, before it is known whether another one has done so already.
 pub(crate) struct Scope {
@@ -88,22 +62,22 @@ impl Scope {
         scope
     }
 
-    /// Whether ranks compare their copies under these orders. The same on all of them.
-    pub(crate) fn compares(&self, orders: &Orders) -> bool {
-        let standing = orders.standing;
+    /// Whether ranks compare their copies under these plan. The same on all of them.
+    pub(crate) fn compares(&self, plan: &RankPlan) -> bool {
+        let status = plan.status;
         let is_due = match self.prove {
             Prove::Nothing => false,
-            Prove::FirstSave => !standing.is_proven,
+            Prove::FirstSave => !status.is_proven,
             Prove::EverySave => true,
         };
-        is_due || standing.compares_always
+        is_due || status.compares_always
     }
 
-    /// What the report of a save under these orders says.
-    pub(crate) fn outcome(&self, orders: &Orders) -> &'static str {
+    /// What the report of a save under this plan says.
+    pub(crate) fn outcome(&self, plan: &RankPlan) -> &'static str {
         match self.prove {
             Prove::Nothing => "not compared: of each region the lowest rank's copy",
-            Prove::FirstSave if orders.standing.is_proven => "compared by an earlier save",
+            Prove::FirstSave if plan.status.is_proven => "compared by an earlier save",
             Prove::FirstSave | Prove::EverySave => "compared",
         }
     }
@@ -117,7 +91,7 @@ impl Scope {
 
     /// What this rank has to read beside what it writes: all else that it holds of the leaves that are compared, or of
     /// those that every save compares if it trusts that the others are equal.
-    pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write]) -> Vec<Range> {
+    pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write]) -> Vec<PartRange> {
         let first = if self.trusted.is_some() { &[][..] } else { &self.first };
         let mut read = Vec::new();
         for &leaf in self.rules.always.iter().chain(first) {
@@ -127,13 +101,13 @@ impl Scope {
                 let from = writes.partition_point(|write| (write.leaf, write.part) < (leaf, part));
                 let mine = writes[from..].iter().take_while(|write| (write.leaf, write.part) == (leaf, part));
                 for write in mine {
-                    // Orders that make no sense are found when they are carried out.
+                    // RankPlan that make no sense are found when they are carried out.
                     let Some(written) = write.region(region) else { continue };
                     let start = write.skipped(region) * dtype.size_bytes();
-                    read.push(Range { leaf, part, at, bytes: start.saturating_sub(at) });
+                    read.push(PartRange { leaf, part, at, bytes: start.saturating_sub(at) });
                     at = start + written.numel() * dtype.size_bytes();
                 }
-                read.push(Range { leaf, part, at, bytes: end.saturating_sub(at) });
+                read.push(PartRange { leaf, part, at, bytes: end.saturating_sub(at) });
             }
         }
         read.retain(|range| range.bytes > 0);
@@ -142,8 +116,8 @@ impl Scope {
 }
 
 /// Those ranges of the state, to be summed.
-pub(crate) fn summed(state: &State, ranges: &[Range]) -> Result<Vec<Summed>> {
-    let of = |range: &Range| {
+pub(crate) fn summed(state: &State, ranges: &[PartRange]) -> Result<Vec<Summed>> {
+    let of = |range: &PartRange| {
         let provider = state.range(range)?;
         Ok(Summed { provider, name: state.catalog.leaves[range.leaf as usize].name.to_string() })
     };
@@ -162,10 +136,10 @@ impl<'a> Copies<'a> {
     pub(crate) fn new(
         catalog: &'a Catalog,
         scope: &'a Scope,
-        ranges: impl IntoIterator<Item = (Range, u64)>,
+        ranges: impl IntoIterator<Item = (PartRange, u64)>,
     ) -> Copies<'a> {
         let mut parts: HashMap<(u32, u32), Vec<Part>> = HashMap::new();
-        for (Range { leaf, part, at, bytes }, crc) in ranges {
+        for (PartRange { leaf, part, at, bytes }, crc) in ranges {
             parts.entry((leaf, part)).or_default().push(Part { at, bytes, crc });
         }
         let by_part = parts.into_iter().map(|(part, parts)| (part, sums::joined(parts))).collect();
@@ -273,7 +247,7 @@ struct Copy {
 #[derive(Serialize, Deserialize, PartialEq)]
 enum Verdict {
     /// Everyone says all.
-    Tell,
+    NeedAll,
     Equal,
 }
 
@@ -284,7 +258,7 @@ enum Verdict {
 /// from having checksums.
 pub(crate) fn prove(
     operation: &Operation,
-    orders: &Orders,
+    plan: &RankPlan,
     replicas: Option<&Replicas>,
     copies: Result<Copies<'_>>,
 ) -> Result<()> {
@@ -294,15 +268,15 @@ pub(crate) fn prove(
     });
     let mut decide = |said: Vec<Said>| {
         let (world, verdict) = (said.len(), decide(said)?);
-        if let (Verdict::Equal, Some(plan)) = (&verdict, &orders.all) {
-            plan.proven();
+        if let (Verdict::Equal, Some(all)) = (&verdict, &plan.all) {
+            all.proven();
         }
-        Ok((0..world).map(|_| if verdict == Verdict::Equal { Verdict::Equal } else { Verdict::Tell }).collect())
+        Ok((0..world).map(|_| if verdict == Verdict::Equal { Verdict::Equal } else { Verdict::NeedAll }).collect())
     };
-    if operation.agree("replicas", said, &mut decide)? == Verdict::Tell {
+    if operation.agree("replicas", said, &mut decide)? == Verdict::NeedAll {
         operation.agree("replicas told", copies.map(|copies| copies.held()), &mut decide)?;
     }
-    crate::planning::proven(operation, orders);
+    planning::proven(operation, plan);
     Ok(())
 }
 
@@ -317,7 +291,7 @@ fn decide(said: Vec<Said>) -> Result<Verdict> {
     if digests.is_empty() {
         return compare(&held).map(|()| Verdict::Equal);
     }
-    Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::Tell })
+    Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::NeedAll })
 }
 
 /// Whether all members of each set have said the same of it. A set of which one trusts that all was equal is what it

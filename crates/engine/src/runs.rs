@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
 use shardfast_store::{Entry, Store};
 
-use crate::agree::Engine;
 use crate::checkpoint::Checkpoint;
 use crate::commit;
+use crate::engine::Engine;
 use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
 
@@ -179,16 +179,19 @@ mod tests {
             providers: Vec::new(),
             replicas: None,
             compared: Arc::default(),
-            is_vouched_for: false,
-            is_waited_for: true,
         };
-        let destination =
-            Destination { url: step_url(&url, 1), step: Some(1), user: BTreeMap::new(), prove: Prove::default() };
+        let destination = Destination {
+            url: step_url(&url, 1),
+            step: Some(1),
+            user: BTreeMap::new(),
+            prove: Prove::default(),
+            blocking: true,
+        };
         save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
 
         let engine = Engine::solo();
         let newest = newest(&engine, &url, None, false, DEADLINE).unwrap().unwrap();
         assert_eq!(newest.step, 1);
-        assert_eq!(Arc::strong_count(&engine.devices), 2, "the checkpoint's store measures for itself");
+        assert_eq!(Arc::strong_count(&engine.storage), 2, "the checkpoint's store measures for itself");
     }
 }

@@ -28,9 +28,6 @@ pub const ALIGNMENT: usize = 4096;
 /// The smallest budget: below it a copy could not overlap a write.
 pub const STAGING_BYTES_MIN: u64 = 4 * SLOT_BYTES as u64;
 
-/// Slots that are never kept: one to fill while another is being written.
-const KEPT_FREE_MIN: usize = 2;
-
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Large enough that pinning and mapping are rare, small enough that a small state takes little.
@@ -56,8 +53,6 @@ struct State {
     slabs: Vec<Slab>,
     /// Free slots by number; the last one was used last.
     free: Vec<u32>,
-    /// How many slots are kept until other ranks have spoken.
-    kept: usize,
 }
 
 impl Staging {
@@ -124,25 +119,6 @@ impl Staging {
                 }
             }
             state = self.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// A free slot to keep until other ranks have spoken, however long that takes. `None` when none is free, or when
-    /// fewer than two or a quarter of what there is would be left: saves and loads that wait for nobody go on with
-    /// these, and whoever is given orders writes with them what it has kept. Contents are arbitrary.
-    pub(crate) fn try_keep(self: &Arc<Staging>) -> Option<Kept> {
-        let mut state = self.lock();
-        loop {
-            let slots = state.slabs.iter().map(Slab::slots).sum::<usize>();
-            if state.kept + (slots / 4).max(KEPT_FREE_MIN) < slots
-                && let Some(number) = state.free.pop()
-            {
-                state.kept += 1;
-                return Some(Kept(self.slot(&state, number)));
-            }
-            if slots == self.slots_max || state.grow((self.slots_max - slots).min(SLAB_BYTES / SLOT_BYTES)).is_err() {
-                return None;
-            }
         }
     }
 
@@ -283,50 +259,9 @@ impl Drop for Slot {
     }
 }
 
-/// A slot that is kept until other ranks have spoken.
-pub(crate) struct Kept(Slot);
-
-impl Deref for Kept {
-    type Target = Slot;
-
-    fn deref(&self) -> &Slot {
-        &self.0
-    }
-}
-
-impl DerefMut for Kept {
-    fn deref_mut(&mut self) -> &mut Slot {
-        &mut self.0
-    }
-}
-
-impl Drop for Kept {
-    fn drop(&mut self) {
-        self.0.pool.lock().kept -= 1;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_is_kept_leaves_enough_for_everybody_else() {
-        for (slots, kept_max) in [(4, 2), (7, 5), (16, 12), (130, 98)] {
-            let pool = Staging::new(slots * SLOT_BYTES as u64).unwrap();
-            let mut kept: Vec<Kept> = std::iter::from_fn(|| pool.try_keep()).collect();
-            assert_eq!(kept.len(), kept_max);
-            let used: Vec<Slot> = (kept_max..slots as usize).map(|_| pool.acquire().unwrap()).collect();
-            kept.pop();
-            assert!(pool.try_keep().is_some_and(|slot| slot.len() == SLOT_BYTES));
-            drop((kept, used));
-            let used: Vec<Slot> = (1..slots).map(|_| pool.acquire().unwrap()).collect();
-            let last = pool.try_keep().unwrap();
-            assert!(pool.try_keep().is_none(), "none is free");
-            drop((last, used));
-            assert_eq!(pool.lock().kept, 0);
-        }
-    }
 
     #[test]
     fn slots_are_aligned_bounded_and_reused() {

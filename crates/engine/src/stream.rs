@@ -7,7 +7,8 @@ use shardfast_format::{DType, LeafKind, Region};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::sink::{Sink, Want, row_major_strides};
+use crate::host::row_major_strides;
+use crate::sink::{Sink, Want};
 
 /// A run of a tensor's elements in row-major order, wherever its regions lie.
 #[derive(Debug, Clone)]
@@ -57,12 +58,6 @@ impl Checkpoint {
 /// Bytes of a tensor of a checked manifest.
 pub(crate) fn tensor_bytes(dtype: DType, shape: &[u64]) -> u64 {
     checked_numel(shape).unwrap_or(0) * dtype.size_bytes()
-}
-
-/// The sum of sizes that a manifest gives. Each is bounded by a file's size, which may be any number until the file was
-/// looked at.
-pub(crate) fn saturating_sum(sizes: impl Iterator<Item = u64>) -> u64 {
-    sizes.fold(0, u64::saturating_add)
 }
 
 /// Consecutive items whose sizes sum to at most `bytes_max`; an item that is larger stands alone.

@@ -1,8 +1,8 @@
 //! Checksums of what a rank holds and does not write, computed beside the writing.
 //!
 //! A save that proves replicas needs the CRC-64 of each copy. What a rank writes is summed on its way; the rest is read
-//! here, in pieces of a slot, and goes nowhere. It is captured under the rules of what is written: urgent pieces count
-//! for `captured`, the others for `staged`. One thread begins with it at once, since fillers may have to wait for
+//! here, in pieces of a slot, and goes nowhere. It is captured as what is written: eager pieces count for
+//! `captured`, all for `staged`. One thread begins with it at once, since fillers may have to wait for
 //! staging memory, which this does not need; fillers that have nothing left to copy join in.
 
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use shardfast_format::crc64_joined;
 
-use crate::error::Result;
-use crate::pending::Progress;
+use crate::capture::Capture;
+use crate::error::{FirstFailure, Result};
+use crate::progress::Progress;
 use crate::provider::Provider;
 use crate::staging::{SLOT_BYTES, Staging};
-use crate::writer::Failure;
 
 /// Bytes to be summed, and what messages call them.
 pub(crate) struct Summed {
@@ -37,25 +37,23 @@ pub(crate) struct Piece {
     of: usize,
     at: u64,
     bytes: u64,
-    /// Whether some of it may change at any time.
-    pub(crate) is_urgent: bool,
-    /// Whether none of it changes any more.
-    pub(crate) is_settled: bool,
+    /// Whether it is captured eagerly.
+    pub(crate) is_eager: bool,
 }
 
 impl<'a> Sums<'a> {
-    /// Urgent pieces come first, settled ones last.
+    /// Eager pieces come first.
     pub(crate) fn new(of: &'a [Summed]) -> Sums<'a> {
         let mut pieces = Vec::new();
         for (index, Summed { provider, .. }) in of.iter().enumerate() {
-            let (is_urgent, is_settled) = (provider.is_urgent(), provider.is_settled());
+            let is_eager = provider.capture() == Capture::Eager;
             let starts = (0..provider.bytes()).step_by(SLOT_BYTES);
             pieces.extend(starts.map(|at| {
                 let bytes = (provider.bytes() - at).min(SLOT_BYTES as u64);
-                Piece { of: index, at, bytes, is_urgent, is_settled }
+                Piece { of: index, at, bytes, is_eager }
             }));
         }
-        pieces.sort_by_key(|piece| (!piece.is_urgent, piece.is_settled));
+        pieces.sort_by_key(|piece| !piece.is_eager);
         let crcs = pieces.iter().map(|_| AtomicU64::new(0)).collect();
         Sums { of, pieces, crcs, next: AtomicUsize::new(0) }
     }
@@ -69,7 +67,7 @@ impl<'a> Sums<'a> {
         &self,
         staging: &Arc<Staging>,
         progress: &Progress,
-        failure: &Failure,
+        failure: &FirstFailure,
         done: impl Fn(&Piece),
     ) -> Result<()> {
         let mut slot = None;

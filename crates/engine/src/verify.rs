@@ -21,14 +21,14 @@ use shardfast_store::{Fetch, Store, Upcoming};
 
 pub use findings::{Block, Finding, Hit, Problem};
 
-use crate::agree::Engine;
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
+use crate::engine::Engine;
 use crate::error::{Error, Kind, Result, retry};
 use crate::inspect::load_each;
-use crate::load::ValueRef;
 use crate::reader::{self, Files};
-use crate::sharing::data_bytes;
+use crate::reads::ValueRef;
+use crate::reads::data_bytes;
 use crate::staging::SLOT_BYTES;
 use crate::stream::batches;
 use findings::Findings;

@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ use shardfast_format::{BLOCK_BYTES, FileLayout, crc64, crc64_joined};
 use shardfast_store::{Kind as StoreKind, Next, ObjectWriter, Store, Write, Writes};
 use smallvec::SmallVec;
 
-use crate::ablation;
-use crate::error::{Error, GLANCE, Result, Tries, retry_within};
-use crate::pending::Progress;
+use crate::capture::Capture;
+use crate::error::{Error, FirstFailure, GLANCE, Result, Tries, retry_within};
+use crate::progress::{Countdown, Progress};
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
 use crate::sums::{self, Part, Piece, Summed, Sums};
@@ -57,9 +57,8 @@ pub(crate) struct Written {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no urgent provider will be asked again, and when none that is not settled will. While the program goes on it
-/// copies as fast as it can, as far as the staging memory reaches; when the end of the save `is_waited_for`, as fast as
-/// the store. Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what
+/// when no provider that is captured eagerly will be asked again, and when none at all will. While the program goes on it
+/// copies as fast as it can, as far as the staging memory reaches; for a `blocking` save, as fast as the store. Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what
 /// is copied does.
 ///
 /// # Errors
@@ -70,7 +69,7 @@ pub(crate) fn run(
     summed: &[Summed],
     staging: &Arc<Staging>,
     progress: &Progress,
-    is_waited_for: bool,
+    blocking: bool,
     patience: Duration,
 ) -> Result<Written> {
     let again = Again { progress, patience };
@@ -89,8 +88,8 @@ pub(crate) fn run(
         files.push(File { job, object, crcs, parts: Mutex::default() });
     }
     let (next, sums) = (AtomicUsize::new(0), Sums::new(summed));
-    let run = Run { files: &files, chunks: chunks(jobs), sums, next, failure: Failure::default() };
-    fill_and_write(store, &run, staging, again, is_waited_for);
+    let run = Run { files: &files, chunks: chunks(jobs), sums, next, failure: FirstFailure::default() };
+    fill_and_write(store, &run, staging, again, blocking);
     progress.staged_in(staging);
     run.failure.into_result()?;
     let sums = run.sums.into_crcs();
@@ -148,10 +147,8 @@ struct Chunk {
     /// Absolute in the file; a multiple of the slot size counted from the start of the data.
     offset: u64,
     bytes: usize,
-    /// Whether some of it may change at any time.
-    is_urgent: bool,
-    /// Whether none of it changes any more.
-    is_settled: bool,
+    /// Whether some of it is captured eagerly.
+    is_eager: bool,
 }
 
 struct Run<'a> {
@@ -159,35 +156,10 @@ struct Run<'a> {
     chunks: Vec<Chunk>,
     sums: Sums<'a>,
     next: AtomicUsize,
-    failure: Failure,
+    failure: FirstFailure,
 }
 
-/// The first failure of a group of threads.
-#[derive(Default)]
-pub(crate) struct Failure {
-    set: AtomicBool,
-    first: Mutex<Option<Error>>,
-}
-
-impl Failure {
-    pub(crate) fn is_set(&self) -> bool {
-        self.set.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn set(&self, error: Error) {
-        self.first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-        self.set.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn into_result(self) -> Result<()> {
-        match self.first.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
-    }
-}
-
-/// The files cut into chunks, the urgent ones in front, the settled ones last, taken from all files in turn.
+/// The files cut into chunks, the eager ones in front, taken from all files in turn.
 fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -195,14 +167,13 @@ fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
         let mut offset = job.layout.data_start;
         while offset < end {
             let bytes = (end - offset).min(SLOT_BYTES as u64);
-            let of = || job.entries_in(offset..offset + bytes).map(|entry| &job.providers[entry]);
-            let (is_urgent, is_settled) = (of().any(|of| of.is_urgent()), of().all(|of| of.is_settled()));
-            out.push(Chunk { file, offset, bytes: bytes as usize, is_urgent, is_settled });
+            let mut of = job.entries_in(offset..offset + bytes).map(|entry| &job.providers[entry]);
+            let is_eager = of.any(|of| of.capture() == Capture::Eager);
+            out.push(Chunk { file, offset, bytes: bytes as usize, is_eager });
             offset += bytes;
         }
     }
-    let in_turn = !ablation::is_off("parallel-files");
-    out.sort_by_key(|chunk| (!chunk.is_urgent, chunk.is_settled, if in_turn { chunk.offset } else { 0 }));
+    out.sort_by_key(|chunk| (!chunk.is_eager, chunk.offset));
     out
 }
 
@@ -214,46 +185,22 @@ impl FileJob {
     }
 }
 
-/// Calls `reached` when `left` has been counted down.
-pub(crate) struct Countdown<F: Fn()> {
-    left: AtomicUsize,
-    reached: F,
-}
-
-impl<F: Fn()> Countdown<F> {
-    pub(crate) fn new(left: usize, reached: F) -> Self {
-        if left == 0 {
-            reached();
-        }
-        Countdown { left: AtomicUsize::new(left), reached }
-    }
-
-    pub(crate) fn one(&self) {
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            (self.reached)();
-        }
-    }
-}
-
-fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, is_waited_for: bool) {
+fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, blocking: bool) {
     let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = if is_waited_for { bounded::<(usize, Slot)>(AHEAD) } else { unbounded() };
+    let (sender, receiver) = if blocking { bounded::<(usize, Slot)>(AHEAD) } else { unbounded() };
     let pieces = run.sums.pieces();
-    let all = || run.chunks.iter().map(|chunk| (chunk.is_urgent, chunk.is_settled));
-    let all = || all().chain(pieces.iter().map(|piece| (piece.is_urgent, piece.is_settled)));
-    let captured = Countdown::new(all().filter(|(is_urgent, _)| *is_urgent).count(), || progress.captured());
-    let staged = Countdown::new(all().filter(|(_, is_settled)| !is_settled).count(), || progress.staged());
-    let passed = |is_urgent: bool, is_settled: bool| {
-        if is_urgent {
+    let eager = run.chunks.iter().map(|chunk| chunk.is_eager).chain(pieces.iter().map(|piece| piece.is_eager));
+    let captured = Countdown::new(eager.filter(|is_eager| *is_eager).count(), || progress.captured());
+    let staged = Countdown::new(run.chunks.len() + pieces.len(), || progress.staged());
+    let passed = |is_eager: bool| {
+        if is_eager {
             captured.one();
         }
-        if !is_settled {
-            staged.one();
-        }
+        staged.one();
     };
     let sum = || {
-        let done = |piece: &Piece| passed(piece.is_urgent, piece.is_settled);
+        let done = |piece: &Piece| passed(piece.is_eager);
         if let Err(error) = run.sums.work(staging, progress, &run.failure, done) {
             run.failure.set(error);
         }
@@ -281,7 +228,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     });
                     match filled {
                         Ok(slot) => {
-                            passed(chunk.is_urgent, chunk.is_settled);
+                            passed(chunk.is_eager);
                             // The receiver lives until the last sender is gone.
                             let _ = sender.send((number, slot));
                         }
@@ -385,11 +332,7 @@ impl<'a> Filled<'a> {
 
     fn write(&self, number: usize, mut slot: Slot) -> Write<'a> {
         let chunk = self.run.chunks[number];
-        let file = &self.run.files[chunk.file];
-        if ablation::is_off("checksum-overlap") {
-            note_checksums(file, chunk, &slot, &[]);
-        }
-        let object = &*file.object;
+        let object = &*self.run.files[chunk.file].object;
         let bytes = pad(object, &mut slot, chunk.bytes);
         Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes, number }
     }
@@ -427,7 +370,7 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
                 let at = from - start + (range.start - first) as u64;
                 match range {
                     _ if range.is_empty() => Ok(()),
-                    _ if range == (blocks..rest) && !ablation::is_off("checksum-overlap") => {
+                    _ if range == (blocks..rest) => {
                         let crcs = &mut crcs[blocks / BLOCK..rest.div_ceil(BLOCK)];
                         provider.fill_blocks(at, &mut slot[range], crcs, fences)
                     }
@@ -448,9 +391,7 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
         let parts = parts.into_iter().map(|(entry, at, ranges)| (entry, summed(at, ranges, slot, &crcs)));
         file.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
-    if !ablation::is_off("checksum-overlap") {
-        note_checksums(file, chunk, slot, &crcs);
-    }
+    note_checksums(file, chunk, slot, &crcs);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Destination, Engine, Fences, Provider, Result, Sink, State, Want, Way, diff, export, open, save, verify,
+    Destination, Engine, Fences, PeerReads, Provider, Result, Sink, State, Want, diff, export, open, save, verify,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 
@@ -52,11 +52,14 @@ fn memory_is_bounded_by_the_budget() {
         providers: vec![vec![Arc::new(Made)]],
         replicas: None,
         compared: Arc::default(),
-        is_vouched_for: false,
-        is_waited_for: false,
     };
-    let destination =
-        Destination { url: place("a"), step: None, user: BTreeMap::new(), prove: shardfast_engine::Prove::default() };
+    let destination = Destination {
+        url: place("a"),
+        step: None,
+        user: BTreeMap::new(),
+        prove: shardfast_engine::Prove::default(),
+        blocking: false,
+    };
     // What a load fills is the program's own memory.
     let mut loaded = vec![1u8; TENSOR_BYTES as usize];
     let before = peak_bytes();
@@ -96,7 +99,7 @@ fn shared_loads(url: &str) {
                 #[allow(unsafe_code)]
                 let sink = unsafe { Sink::new(place.as_mut_ptr() as usize, &[TENSOR_BYTES / 4], &[4], 4) }.unwrap();
                 let want = Want { leaf: 0, region: Region::whole(&[TENSOR_BYTES / 4]), sink };
-                let loaded = checkpoint.load_by(Way::Shared, None, &[want], &[], deadline).unwrap();
+                let loaded = checkpoint.load_by(PeerReads::Always, None, &[want], &[], deadline).unwrap();
                 assert!(loaded.traffic.is_shared && loaded.traffic.bytes_read < TENSOR_BYTES * 6 / 10);
             });
         }

@@ -171,10 +171,10 @@ impl Checkpoint {
     }
 
     /// Fills the wants' memory; returns the encoded values, in order, and what was moved for it: bytes_read,
-    /// bytes_received, bytes_sent, is_shared. Every rank calls it, in the same `way` ("measured", "shared", "plain"),
+    /// bytes_received, bytes_sent, is_shared. Every rank calls it, with the same `peer_reads` ("auto", "always", "never"),
     /// and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
     /// `streams` are as in `save`.
-    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), way="measured"))]
+    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     #[allow(clippy::type_complexity)] // it is what Python gets
     fn load<'py>(
         &self,
@@ -183,19 +183,19 @@ impl Checkpoint {
         values: Vec<(usize, usize)>,
         timeout_s: f64,
         streams: Streams,
-        way: &str,
+        peer_reads: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
-        let (way, timeout) = (loading::way(way)?, seconds(timeout_s)?);
+        let (peer_reads, timeout) = (loading::peer_reads(peer_reads)?, seconds(timeout_s)?);
         let checkpoint = self.checkpoint.get()?;
         let wants = self.wants(py, wants, &streams, timeout)?;
         let values = refs(values);
-        let loaded = py.detach(|| checkpoint.load_by(way, None, &wants, &values, timeout)).map_err(raise)?;
+        let loaded = py.detach(|| checkpoint.load_by(peer_reads, None, &wants, &values, timeout)).map_err(raise)?;
         loading::said(py, loaded)
     }
 
     /// Begins `load` on a thread of its own. What ranks send each other, the caller carries between all of them. The
     /// memory stays the load's until `finish` has returned, or the last reference to what this returns is gone.
-    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), way="measured"))]
+    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     fn begin_load(
         &self,
         py: Python<'_>,
@@ -203,9 +203,9 @@ impl Checkpoint {
         values: Vec<(usize, usize)>,
         timeout_s: f64,
         streams: Streams,
-        way: &str,
+        peer_reads: &str,
     ) -> PyResult<Loading> {
-        let (way, timeout) = (loading::way(way)?, seconds(timeout_s)?);
+        let (peer_reads, timeout) = (loading::peer_reads(peer_reads)?, seconds(timeout_s)?);
         let checkpoint = Arc::clone(self.checkpoint.get()?);
         let wants = self.wants(py, wants, &streams, timeout)?;
         let values = refs(values);
@@ -213,7 +213,7 @@ impl Checkpoint {
         let (handoff, rounds) = handoff();
         let load = {
             let checkpoint = Arc::clone(&checkpoint);
-            move || checkpoint.load_by(way, Some(handoff), &wants, &values, timeout)
+            move || checkpoint.load_by(peer_reads, Some(handoff), &wants, &values, timeout)
         };
         match std::thread::Builder::new().name("shardfast-load".into()).spawn(load) {
             Ok(thread) => Ok(Loading::new(rounds, thread, world)),

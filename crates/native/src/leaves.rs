@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Compared, Engine, Fences, Memory, Pace, Provider, RankSet, Replicas, Sample, Sink, State, Strided, Want,
-    row_major_strides,
+    Capture, Captures, Compared, Engine, Fences, Memory, Provider, RankSet, Replicas, Sample, Sink, State, Strided,
+    Want, row_major_strides,
 };
 use shardfast_format::region::checked_numel;
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
@@ -18,26 +18,13 @@ use crate::errors::{invalid, raise};
 use crate::spots::Spots;
 use crate::values::{Encoded, Value};
 
-/// When a tensor's bytes are copied.
-#[derive(Clone, Copy, PartialEq)]
-enum Capture {
-    /// In the call that begins the save, here.
-    Now,
-    /// In the background, first of all: the caller waits for it.
-    Soon,
-    /// In the background, at leisure: the caller vouches that nobody wrote meanwhile.
-    Lazily,
-    /// In the background, at leisure: nobody else has the memory.
-    Whenever,
-}
-
 /// Runs from this length on are read by the kernel at nearly the speed of a copy.
 const GUARDED_RUN_BYTES_MIN: u64 = 4096;
 
 /// A tensor's memory and what keeps it allocated.
 struct Held<P> {
     memory: P,
-    is_urgent: bool,
+    capture: Capture,
     _owner: Arc<Py<PyAny>>,
 }
 
@@ -64,8 +51,8 @@ impl<P: Provider> Provider for Held<P> {
         self.memory.sum(at, bytes, slot)
     }
 
-    fn is_urgent(&self) -> bool {
-        self.is_urgent
+    fn capture(&self) -> Capture {
+        self.capture
     }
 
     fn is_torn(&self) -> bool {
@@ -88,6 +75,10 @@ impl Provider for Copied {
         let at = self.range.start + at as usize;
         out.copy_from_slice(&self.buffer[at..at + out.len()]);
         Ok(())
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Inline
     }
 }
 
@@ -152,8 +143,7 @@ pub(crate) struct Described {
     bodies: Arc<Vec<Body>>,
     /// What is looked at when a save begins.
     spots: Spots,
-    is_lazy: bool,
-    is_urgent: bool,
+    captures: Captures,
 }
 
 /// What one save takes of a state beside its tensors' places.
@@ -164,7 +154,7 @@ struct Now {
     /// Of each spot, if this save looks at them.
     samples: Vec<Sample>,
     owner: Arc<Py<PyAny>>,
-    is_waited_for: bool,
+    blocking: bool,
 }
 
 impl Now {
@@ -174,7 +164,7 @@ impl Now {
         let of = |body: &Body| match body {
             Body::Alias => Vec::new(),
             Body::Object(number) => vec![Arc::clone(&self.values[*number]) as Arc<dyn Provider>],
-            Body::Tensor(Capture::Now, parts) => parts
+            Body::Tensor(Capture::Inline, parts) => parts
                 .iter()
                 .map(|part| {
                     let range = copied..copied + part.block.total_bytes() as usize;
@@ -182,22 +172,22 @@ impl Now {
                     Arc::new(Copied { buffer: Arc::clone(&self.copied), range }) as Arc<dyn Provider>
                 })
                 .collect(),
-            Body::Tensor(when, parts) => parts.iter().map(|part| self.held(*when, part)).collect(),
+            Body::Tensor(capture, parts) => parts.iter().map(|part| self.held(*capture, part)).collect(),
         };
         bodies.iter().map(of).collect()
     }
 
-    fn held(&self, when: Capture, part: &Part) -> Arc<dyn Provider> {
-        let (is_urgent, _owner) = (when == Capture::Soon, Arc::clone(&self.owner));
+    fn held(&self, capture: Capture, part: &Part) -> Arc<dyn Provider> {
+        let _owner = Arc::clone(&self.owner);
         match part.device {
             Some(device) => {
                 let memory = device_memory(&self.copies[&device], &part.block);
-                Arc::new(Held { memory, is_urgent, _owner })
+                Arc::new(Held { memory, capture, _owner })
             }
             None => {
-                let memory = memory(&part.block, when == Capture::Lazily && !self.is_waited_for);
+                let memory = memory(&part.block, capture == Capture::Lazy && !self.blocking);
                 let memory = memory.sampled(self.samples.get(part.spots.clone()).unwrap_or_default().to_vec());
-                Arc::new(Held { memory, is_urgent, _owner })
+                Arc::new(Held { memory, capture, _owner })
             }
         }
     }
@@ -241,10 +231,9 @@ enum Body {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, when, holders, compared)` with parts `(offsets,
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts `(offsets,
     /// lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if
-    /// the memory is one's, `when` one of "now", "soon", "lazily" and "whenever", and `holders` the ranks that hold the
-    /// same parts or `None`, `compared` when their copies are compared, one of "first save", "on request", "every save"
+    /// the memory is one's, `capture` the name of a [`Capture`], and `holders` the ranks that hold the same parts or `None`, `compared` when their copies are compared, one of "first save", "on request", "every save"
     /// and "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
@@ -279,22 +268,25 @@ impl Described {
         let (leaves, mut bodies): (Vec<_>, Vec<_>) = out.into_iter().unzip();
         let mut spots = Spots::default();
         for body in &mut bodies {
-            if let Body::Tensor(Capture::Lazily, parts) = body {
+            if let Body::Tensor(Capture::Lazy, parts) = body {
                 let on_host = parts.iter_mut().filter(|part| part.device.is_none());
                 on_host.for_each(|part| part.spots = spots.add(&part.block));
             }
         }
         let compared = Arc::new(leaves.iter().map(|(_, _, compared)| *compared).collect());
         let (leaves, known): (Vec<Leaf>, Vec<_>) = leaves.into_iter().map(|(leaf, group, _)| (leaf, group)).unzip();
-        let any = |when: Capture| bodies.iter().any(|body| matches!(body, Body::Tensor(one, _) if *one == when));
-        let (is_lazy, is_urgent) = (any(Capture::Lazily), any(Capture::Soon));
+        let captures = bodies.iter().filter_map(|body| match body {
+            Body::Tensor(capture, _) => Some(*capture),
+            Body::Object(_) | Body::Alias => None,
+        });
+        let captures = captures.collect();
         // One tensor of unknown holders makes ranks ask, and then they ask about all.
         let has_parts = |leaf: &Leaf| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if !parts.is_empty());
         let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| group.is_none() && has_parts(leaf);
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, compared, bodies, spots, is_lazy, is_urgent })
+        Ok(Described { catalog, replicas, compared, bodies, spots, captures })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -311,14 +303,14 @@ impl Described {
 impl Described {
     /// What puts the state as it is now together, on whatever thread. `values` are those of the objects, in the order
     /// in which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
-    /// `is_waited_for`: nothing else goes on meanwhile.
+    /// In a `blocking` save nothing else goes on meanwhile.
     pub(crate) fn state(
         &self,
         engine: &Engine,
         values: &[PyRef<'_, Value>],
         owner: Py<PyAny>,
         streams: &Streams,
-        is_waited_for: bool,
+        blocking: bool,
     ) -> PyResult<impl FnOnce() -> State + Send + 'static> {
         let objects = self.bodies.iter().filter(|body| matches!(body, Body::Object(_))).count();
         if values.len() != objects {
@@ -328,30 +320,30 @@ impl Described {
         self.devices().into_iter().try_for_each(|device| copies.of(device).map(|_| ()))?;
         let now = Now {
             values: values.iter().map(|value| Arc::clone(&value.encoded)).collect(),
-            copied: self.copied_now()?,
+            copied: self.copied_inline()?,
             copies: copies.made,
-            samples: if is_waited_for { Vec::new() } else { self.spots.look() },
+            samples: if blocking { Vec::new() } else { self.spots.look() },
             owner: Arc::new(owner),
-            is_waited_for,
+            blocking,
         };
         let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));
-        let (compared, is_vouched_for) = (Arc::clone(&self.compared), self.is_lazy);
+        let compared = Arc::clone(&self.compared);
         Ok(move || {
             let providers = now.providers(&bodies);
-            State { catalog, providers, replicas, compared, is_vouched_for, is_waited_for }
+            State { catalog, providers, replicas, compared }
         })
     }
 
-    /// Of a save of what is described. `is_waited_for`: nothing else goes on meanwhile.
-    pub(crate) fn pace(&self, is_waited_for: bool) -> Pace {
-        Pace { is_urgent: self.is_urgent, gives_way: self.is_lazy && !is_waited_for }
+    /// How its tensors are captured.
+    pub(crate) fn captures(&self) -> Captures {
+        self.captures
     }
 
     /// The bytes of all tensors that are copied in the call, in the catalog's order.
-    fn copied_now(&self) -> PyResult<Arc<Vec<u8>>> {
+    fn copied_inline(&self) -> PyResult<Arc<Vec<u8>>> {
         let now = || {
             let parts = self.bodies.iter().flat_map(|body| match body {
-                Body::Tensor(Capture::Now, parts) => parts.as_slice(),
+                Body::Tensor(Capture::Inline, parts) => parts.as_slice(),
                 _ => &[],
             });
             parts.map(|part| &part.block)
@@ -371,7 +363,7 @@ impl Described {
 fn memory(block: &Strided, is_lazy: bool) -> Memory {
     // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was begun in
     // the same call, and that its `owner` keeps so; the caller of `save` does not write it before the save is staged,
-    // or vouches for no save during which somebody did. The engine reads nothing after that.
+    // or confirms no save during which somebody did. The engine reads nothing after that.
     #[allow(unsafe_code)]
     unsafe {
         if is_lazy { Memory::guarded(block.clone()) } else { Memory::new(block.clone()) }
@@ -397,33 +389,28 @@ fn when_compared(word: &str, name: &LeafName) -> PyResult<Compared> {
 }
 
 fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Body)> {
-    let (dtype, shape, given, when): (String, Vec<u64>, Vec<Bound<'_, PyTuple>>, String) = leaf.extract()?;
+    let (dtype, shape, given, capture): (String, Vec<u64>, Vec<Bound<'_, PyTuple>>, String) = leaf.extract()?;
     let dtype = DType::from_name(&dtype).ok_or_else(|| invalid(format!("leaf {name}: there is no dtype {dtype:?}")))?;
-    let mut when = match when.as_str() {
-        "now" => Capture::Now,
-        "soon" => Capture::Soon,
-        "lazily" => Capture::Lazily,
-        "whenever" => Capture::Whenever,
-        other => return Err(invalid(format!("leaf {name}: captured at an unknown time, {other:?}"))),
-    };
+    let unknown = || invalid(format!("leaf {name}: there is no capture {capture:?}"));
+    let mut capture = Capture::from_name(&capture).ok_or_else(unknown)?;
     let (mut parts, mut memory) = (Vec::new(), Vec::new());
     for part in given {
         for block in blocks(&part, &shape, dtype, name)? {
             let item_bytes = dtype.size_bytes();
             let strided = Strided::new(block.address, &block.region.lengths, &block.strides_bytes, item_bytes);
-            when = match when {
+            capture = match capture {
                 // In the call there is no time to wait for a device.
-                Capture::Now if block.device.is_some() => Capture::Soon,
+                Capture::Inline if block.device.is_some() => Capture::Eager,
                 // What is scattered is not read in the background: that would have to be done byte by byte.
-                Capture::Lazily if block.device.is_none() && !is_quick(&strided) => Capture::Soon,
-                when => when,
+                Capture::Lazy if block.device.is_none() && !is_quick(&strided) => Capture::Eager,
+                capture => capture,
             };
             memory.push(Part { block: strided, device: block.device, spots: 0..0 });
             parts.push(block.region);
         }
     }
     let body = LeafBody::Tensor { dtype, shape: Dims::from_slice(&shape), parts };
-    Ok((body, Body::Tensor(when, memory)))
+    Ok((body, Body::Tensor(capture, memory)))
 }
 
 /// Whether the kernel reads it at nearly the speed of a copy.

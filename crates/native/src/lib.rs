@@ -56,11 +56,6 @@ mod _native {
         module.add("VALUE_BYTES_MAX", shardfast_format::object::BYTES_MAX)?;
         module.add("VALUE_ITEMS_MAX", shardfast_format::object::ITEMS_MAX)?;
         module.add("VALUE_CONTAINERS_MAX", shardfast_format::object::CONTAINERS_MAX)?;
-        #[cfg(feature = "ablation")]
-        module.add(
-            "ABLATIONS",
-            ("lazy-capture", "providers", "direct-io", "io-uring", "parallel-files", "checksum-overlap"),
-        )?;
         crate::errors::register(module)
     }
 }

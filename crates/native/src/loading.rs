@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict};
 use shardfast_engine::carrier::{Round, Rounds};
-use shardfast_engine::{Error, Kind, Loaded, Way};
+use shardfast_engine::{Error, Kind, Loaded, PeerReads};
 
 use crate::errors::{invalid, raise};
 use crate::process::Own;
@@ -134,11 +134,11 @@ pub(crate) fn said<'py>(py: Python<'py>, loaded: Loaded) -> PyResult<(Vec<Bound<
     Ok((loaded.values.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect(), traffic))
 }
 
-pub(crate) fn way(name: &str) -> PyResult<Way> {
+pub(crate) fn peer_reads(name: &str) -> PyResult<PeerReads> {
     match name {
-        "measured" => Ok(Way::Measured),
-        "shared" => Ok(Way::Shared),
-        "plain" => Ok(Way::Plain),
-        _ => Err(invalid(format!("way={name:?}: expected \"measured\", \"shared\" or \"plain\""))),
+        "auto" => Ok(PeerReads::Auto),
+        "always" => Ok(PeerReads::Always),
+        "never" => Ok(PeerReads::Never),
+        _ => Err(invalid(format!("peer_reads={name:?}: expected \"auto\", \"always\" or \"never\""))),
     }
 }

@@ -23,12 +23,12 @@ pub(crate) struct Pending {
 
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
 /// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams`
-/// are those on which the program works now, by device: copies begin behind what they were given. `is_waited_for`: the
+/// are those on which the program works now, by device: copies begin behind what they were given. `blocking`: the
 /// caller does nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves
 /// that the first save of a plan compares.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   is_waited_for=false, prove=None))]
+                   blocking=false, prove=None))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -40,11 +40,11 @@ pub(crate) fn save(
     user: BTreeMap<String, String>,
     timeout_s: f64,
     streams: Streams,
-    is_waited_for: bool,
+    blocking: bool,
     prove: Option<bool>,
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
-    let state = described.state(engine, &values, owner, &streams, is_waited_for)?;
+    let state = described.state(engine, &values, owner, &streams, blocking)?;
     let is_whole_job = session.is_whole_job();
     // Adapters number the ranks that hold a tensor as the whole job does.
     let state = move || match state() {
@@ -56,15 +56,15 @@ pub(crate) fn save(
         Some(true) => Prove::EverySave,
         Some(false) => Prove::Nothing,
     };
-    let destination = Destination { url, step, user, prove };
+    let destination = Destination { url, step, user, prove, blocking };
     let timeout = seconds(timeout_s)?;
-    let pending = shardfast_engine::save_deferred(engine, destination, described.pace(is_waited_for), state, timeout);
+    let pending = shardfast_engine::save_deferred(engine, destination, described.captures(), state, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })
 }
 
 #[pymethods]
 impl Pending {
-    /// Waits until everything is copied that may change before the save is staged.
+    /// Waits until all that is captured eagerly is copied.
     #[pyo3(signature = (timeout_s=None))]
     fn captured(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
         self.wait(py, timeout_s, shardfast_engine::Pending::captured)
@@ -76,12 +76,12 @@ impl Pending {
         self.wait(py, timeout_s, shardfast_engine::Pending::staged)
     }
 
-    /// Says of a save with tensors that are copied lazily whether they were left alone until it was staged: with a
-    /// failure it fails on every rank. It is committed only after this; only the first word counts.
+    /// Confirms of a save with tensors that are captured lazily that nobody modified them before it was staged, or fails
+    /// it on every rank with this kind and message. It commits only after this; only the first word counts.
     #[pyo3(signature = (kind_name=None, message=""))]
-    fn vouch(&self, kind_name: Option<&str>, message: &str) -> PyResult<()> {
-        let kept = kind_name.map(kind).transpose()?.map_or(Ok(()), |kind| Err(Error::new(kind, message)));
-        self.pending.get()?.vouch(kept);
+    fn confirm_unmodified(&self, kind_name: Option<&str>, message: &str) -> PyResult<()> {
+        let unmodified = kind_name.map(kind).transpose()?.map_or(Ok(()), |kind| Err(Error::new(kind, message)));
+        self.pending.get()?.confirm_unmodified(unmodified);
         Ok(())
     }
 

@@ -22,7 +22,6 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-mod ablation;
 mod cachestat;
 #[cfg(feature = "testing")]
 pub mod conformance;

@@ -46,7 +46,7 @@ use reader::LocalReader;
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, ablation, name};
+use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
 /// What direct I/O is held to, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -192,7 +192,7 @@ impl<D: Disk> LocalStore<D> {
 
     /// Whether a file of `bytes` bytes in `dir` is to be written with `O_DIRECT`.
     fn writes_direct(&self, dir: &Path, bytes: u64) -> Result<bool> {
-        if ablation::is_off("direct-io") || !self.takes_direct(dir)? {
+        if !self.takes_direct(dir)? {
             return Ok(false);
         }
         if bytes < devices::WORTH_BYTES {
@@ -384,7 +384,7 @@ impl<D: Disk> Store for LocalStore<D> {
         let path = self.path("open", name)?;
         let (file, stat) = self.open_file(&path)?;
         let bytes = stat.bytes;
-        let is_large = bytes >= devices::WORTH_BYTES && !ablation::is_off("direct-io");
+        let is_large = bytes >= devices::WORTH_BYTES;
         // Only another way: what cannot be opened so is read through the page cache.
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
         let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
@@ -421,12 +421,10 @@ impl<D: Disk> Store for LocalStore<D> {
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         // Through the page cache a ring is slower than threads: its workers wait for each other at the file's lock.
         match self.direct.get() {
-            Some(true) if !self.buffered.load(Ordering::Relaxed) && !ablation::is_off("io-uring") => {
-                match self.disk.ring(flights::DEPTH) {
-                    Ok(ring) => flights::write_all::<D>(ring, writes),
-                    Err(_) => by_threads(WRITE_THREADS, writes),
-                }
-            }
+            Some(true) if !self.buffered.load(Ordering::Relaxed) => match self.disk.ring(flights::DEPTH) {
+                Ok(ring) => flights::write_all::<D>(ring, writes),
+                Err(_) => by_threads(WRITE_THREADS, writes),
+            },
             _ => by_threads(WRITE_THREADS, writes),
         }
     }

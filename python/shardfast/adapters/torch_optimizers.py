@@ -77,8 +77,8 @@ class Optimizers:
             if id(parameter) not in names:
                 raise Refused(
                     f"a parameter of shape {tuple(parameter.shape)} in param_groups[{number}] belongs to no module of "
-                    "the state, so it has no name: put its module, or a dict of the parameters themselves (a state_dict() "
-                    "holds other tensors), into the state, beside the optimizer"
+                    "the state, so it has no name: put its module, or a dict of the parameters themselves (those of "
+                    "a state_dict() are others), into the state, beside the optimizer"
                 )
         return [names[id(parameter)] for parameter in group["params"]]
 

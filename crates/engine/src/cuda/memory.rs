@@ -6,8 +6,8 @@ use super::device::CopyStream;
 use super::driver::{ATTRIBUTE_DEVICE_ORDINAL, ATTRIBUTE_IS_MANAGED};
 use super::rows::{Gather, Run};
 use crate::error::{Error, Result};
+use crate::host::HostSink;
 use crate::provider::{Fence, Fences, Provider, Strided};
-use crate::sink::HostSink;
 
 /// What a device would copy in shorter pieces than this, and in more than so many of them, the host puts in order, if
 /// the device's memory is dense there: weights with their channels last are elements at regular distances, and each few

@@ -11,7 +11,7 @@ use super::ValueDifference;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::inspect::full_name;
-use crate::load::ValueRef;
+use crate::reads::ValueRef;
 use crate::repr::short;
 use crate::stream::batches;
 

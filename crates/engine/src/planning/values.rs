@@ -5,53 +5,26 @@
 //! for each class tell whether they are still equal. Whatever a rank has alone it writes without a word.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, sha256};
 
-use super::{KnownFiles, Orders, PlanId};
-use crate::agree::Operation;
+use super::RankPlan;
 use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::plans::{GlobalValues, KnownFiles, PlanId, Value, ValueClasses};
 
 /// Which values one rank has to write.
-pub(crate) struct ValueOrders {
+pub(crate) struct ValuePlan {
     /// As indices of the rank's catalog.
     pub(crate) mine: Vec<u32>,
     /// The number of the save whose files of values rank 0 remembers.
     pub(crate) known: Option<u64>,
     /// On rank 0.
-    pub(crate) all: Option<Arc<RememberedAll>>,
+    pub(crate) all: Option<Arc<GlobalValues>>,
     /// On rank 0, those files.
     pub(crate) files: Option<Arc<KnownFiles>>,
-}
-
-/// What a rank remembers of the values that were compared.
-#[derive(Clone, Serialize, Deserialize)]
-pub(super) struct Remembered {
-    id: PlanId,
-    /// As positions among this rank's values: what belongs to each of its classes, in the order of the names.
-    classes: Vec<Vec<u32>>,
-    /// As positions among this rank's values: what it writes.
-    mine: Vec<u32>,
-}
-
-/// What rank 0 remembers of the values that were compared.
-pub(crate) struct RememberedAll {
-    id: PlanId,
-    /// Per rank, its classes.
-    classes: Vec<Vec<u32>>,
-    /// Every value, sorted by name.
-    pub(crate) values: Vec<Value>,
-}
-
-/// A value and who writes it.
-pub(crate) struct Value {
-    pub(crate) name: LeafName,
-    pub(crate) layout: String,
-    /// Per distinct content, by its writer, the lowest of those who have it.
-    pub(crate) writers: BTreeMap<u32, Vec<Range<u32>>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -76,17 +49,17 @@ struct Held {
 #[derive(Serialize, Deserialize)]
 struct Answer {
     verdict: Verdict,
-    /// As [`ValueOrders::known`].
+    /// As [`ValuePlan::known`].
     known: Option<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
 enum Verdict {
     /// The values are no longer alike as they were: everyone says what it holds.
-    Tell,
+    NeedAll,
     /// As remembered.
     Same,
-    New(Remembered),
+    New(ValueClasses),
 }
 
 /// Agrees with all ranks on who writes which values. `digests` are the SHA-256 of this rank's encoded values in the
@@ -94,12 +67,12 @@ enum Verdict {
 ///
 /// # Errors
 /// The same on every rank: what any of them brought.
-pub(crate) fn agree_values(
+pub(crate) fn assign_values(
     operation: &Operation,
-    orders: &Orders,
+    plan: &RankPlan,
     catalog: &Catalog,
     digests: Result<Vec<[u8; 32]>>,
-) -> Result<ValueOrders> {
+) -> Result<ValuePlan> {
     let objects: Vec<u32> = objects(catalog).collect();
     let all = |digests: &[[u8; 32]]| {
         let held = objects.iter().zip(digests).filter_map(|(&leaf, &digest)| {
@@ -109,16 +82,16 @@ pub(crate) fn agree_values(
         });
         Said::All(held.collect())
     };
-    let said = digests.clone().map(|digests| match &orders.values {
+    let said = digests.clone().map(|digests| match &plan.values {
         Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
         None => all(&digests),
     });
-    let files = orders.all.as_ref().and_then(|plan| plan.remembered_files());
+    let files = plan.all.as_ref().and_then(|all| all.remembered_files());
     let known = files.as_ref().map(|files| files.number);
     let mut found = None;
-    let mut decide = |said: Vec<Said>| match &orders.all {
-        Some(plan) => {
-            let mut values = plan.values.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut decide = |said: Vec<Said>| match &plan.all {
+        Some(all) => {
+            let mut values = all.values.lock().unwrap_or_else(PoisonError::into_inner);
             let (verdicts, renewed) = decide(operation.number(), said, values.as_ref())?;
             if let Some(renewed) = renewed {
                 *values = Some(renewed);
@@ -129,22 +102,22 @@ pub(crate) fn agree_values(
         None => Err(Error::internal("only rank 0 can compare values")),
     };
     let mut answer = operation.agree("values", said, &mut decide)?;
-    if let Verdict::Tell = answer.verdict {
+    if let Verdict::NeedAll = answer.verdict {
         answer = operation.agree("values told", digests.map(|digests| all(&digests)), &mut decide)?;
     }
-    let remembered = match (answer.verdict, &orders.values) {
+    let remembered = match (answer.verdict, &plan.values) {
         (Verdict::Same, Some(known)) => Arc::clone(known),
         (Verdict::New(known), _) => Arc::new(known),
         _ => return Err(Error::internal("rank 0 refers to values that this rank does not remember")),
     };
-    operation.remember(orders.id, |planned| planned.values = Some(Arc::clone(&remembered)));
+    operation.remember(plan.id, |planned| planned.values = Some(Arc::clone(&remembered)));
     let mine = remembered.mine.iter().map(|&position| objects.get(position as usize).copied());
     let mine = mine.collect::<Option<_>>();
     let mine = mine.ok_or_else(|| Error::internal("rank 0 orders a value that this rank does not have"))?;
-    Ok(ValueOrders { mine, known: answer.known, all: found, files })
+    Ok(ValuePlan { mine, known: answer.known, all: found, files })
 }
 
-impl Remembered {
+impl ValueClasses {
     fn digests(&self, values: &[[u8; 32]]) -> Vec<[u8; 16]> {
         let class = |class: &Vec<u32>| {
             let of = |&position: &u32| values.get(position as usize).copied().unwrap_or_default();
@@ -159,8 +132,8 @@ impl Remembered {
 fn decide(
     number: PlanId,
     said: Vec<Said>,
-    known: Option<&Arc<RememberedAll>>,
-) -> Result<(Vec<Verdict>, Option<Arc<RememberedAll>>)> {
+    known: Option<&Arc<GlobalValues>>,
+) -> Result<(Vec<Verdict>, Option<Arc<GlobalValues>>)> {
     let world = said.len();
     if let Some(known) = known
         && known.still_holds(&said)
@@ -172,7 +145,7 @@ fn decide(
         Said::Same { .. } => None,
     });
     match held.collect::<Option<Vec<_>>>() {
-        None => Ok(((0..world).map(|_| Verdict::Tell).collect(), None)),
+        None => Ok(((0..world).map(|_| Verdict::NeedAll).collect(), None)),
         Some(held) => {
             let (all, remembered) = compared(number, held)?;
             Ok((remembered.into_iter().map(Verdict::New).collect(), Some(Arc::new(all))))
@@ -180,7 +153,7 @@ fn decide(
     }
 }
 
-impl RememberedAll {
+impl GlobalValues {
     fn still_holds(&self, said: &[Said]) -> bool {
         let mut digests: BTreeMap<u32, &[u8; 16]> = BTreeMap::new();
         said.len() == self.classes.len()
@@ -194,8 +167,8 @@ impl RememberedAll {
 }
 
 /// Groups equal values, and says for all and for each rank what follows.
-fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Remembered>)> {
-    let mut all = RememberedAll { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
+fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<ValueClasses>)> {
+    let mut all = GlobalValues { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
     let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
     for (rank, held) in (0u32..).zip(held) {
         for (position, Held { name, layout, per_rank, digest }) in (0u32..).zip(held) {
@@ -209,7 +182,7 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(RememberedAll, Vec<Reme
             copies.by_digest.entry(digest).or_default().push((rank, position));
         }
     }
-    let mut each = vec![Remembered { id, classes: Vec::new(), mine: Vec::new() }; all.classes.len()];
+    let mut each = vec![ValueClasses { id, classes: Vec::new(), mine: Vec::new() }; all.classes.len()];
     let mut numbers: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
     for (name, Copies { layout, by_digest, .. }) in by_name {
         let mut writers = BTreeMap::new();

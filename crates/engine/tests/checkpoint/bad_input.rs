@@ -268,14 +268,7 @@ fn state(leaves: Vec<Leaf>) -> State {
         }
     };
     let providers = leaves.iter().map(bytes).collect();
-    State {
-        catalog: Arc::new(Catalog { leaves }),
-        providers,
-        replicas: None,
-        compared: Arc::default(),
-        is_vouched_for: false,
-        is_waited_for: false,
-    }
+    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, compared: Arc::default() }
 }
 
 /// Saves a state per rank and gives what every rank failed with; nothing is visible then.
@@ -692,8 +685,6 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                     providers: vec![vec![provider]],
                     replicas: None,
                     compared: Arc::default(),
-                    is_vouched_for: false,
-                    is_waited_for: false,
                 };
                 save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)
             })

@@ -1,11 +1,13 @@
-//! What a save copies when, and that it commits nothing that nobody vouches for.
+//! What a save copies when, and that it commits nothing that nobody confirms.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_engine::{Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save};
+use shardfast_engine::{
+    Capture, Destination, Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save,
+};
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 
 use crate::job::{Job, LONG, Seed, Truth, alike, destination, outcomes};
@@ -31,9 +33,9 @@ impl Gate {
 /// A tensor that is copied when its gate is open, if it has one.
 struct Gated {
     bytes: u64,
-    is_urgent: bool,
+    capture: Capture,
     gate: Option<Arc<Gate>>,
-    order: Arc<Mutex<Vec<bool>>>,
+    order: Arc<Mutex<Vec<Capture>>>,
 }
 
 impl Provider for Gated {
@@ -43,13 +45,33 @@ impl Provider for Gated {
 
     fn fill(&self, _at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
         self.gate.iter().for_each(|gate| gate.pass());
-        self.order.lock().unwrap().push(self.is_urgent);
+        self.order.lock().unwrap().push(self.capture);
         out.fill(7);
         Ok(())
     }
 
-    fn is_urgent(&self) -> bool {
-        self.is_urgent
+    fn capture(&self) -> Capture {
+        self.capture
+    }
+}
+
+/// Another provider, captured in that way.
+struct Captured {
+    provider: Arc<dyn Provider>,
+    capture: Capture,
+}
+
+impl Provider for Captured {
+    fn bytes(&self) -> u64 {
+        self.provider.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.provider.fill(at, out, fences)
+    }
+
+    fn capture(&self) -> Capture {
+        self.capture
     }
 }
 
@@ -62,29 +84,30 @@ fn tensor(name: &str, bytes: u64) -> Leaf {
     leaf(name, LeafBody::Tensor { dtype: DType::U8, shape: shape[..].into(), parts: vec![Region::whole(&shape)] })
 }
 
-fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>, is_vouched_for: bool) -> State {
+fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>) -> State {
     let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
     let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
-    State { catalog, providers, replicas: None, compared, is_vouched_for, is_waited_for: false }
+    State { catalog, providers, replicas: None, compared }
 }
 
 #[test]
 fn what_may_change_at_any_time_is_copied_first_and_waited_for_alone() {
     let (gate, order) = (Arc::new(Gate::default()), Arc::default());
-    let patient = Gated { bytes: 9 << 20, is_urgent: false, gate: Some(Arc::clone(&gate)), order: Arc::clone(&order) };
-    let urgent = Gated { bytes: 3 << 20, is_urgent: true, gate: None, order: Arc::clone(&order) };
+    let patient =
+        Gated { bytes: 9 << 20, capture: Capture::Owned, gate: Some(Arc::clone(&gate)), order: Arc::clone(&order) };
+    let urgent = Gated { bytes: 3 << 20, capture: Capture::Eager, gate: None, order: Arc::clone(&order) };
     let leaves: Vec<(Leaf, Arc<dyn Provider>)> =
         vec![(tensor("a", patient.bytes), Arc::new(patient)), (tensor("b", urgent.bytes), Arc::new(urgent))];
     let dir = tempfile::tempdir().unwrap();
-    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, false), LONG);
+    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves), LONG);
     pending.captured(Some(LONG)).unwrap();
     assert_eq!(pending.staged(Some(SHORT)).unwrap_err().kind, Kind::Unavailable);
-    assert!(order.lock().unwrap().iter().all(|&is_urgent| is_urgent), "something else went first");
+    assert!(order.lock().unwrap().iter().all(|&capture| capture == Capture::Eager), "something else went first");
     gate.open();
     pending.committed(None).unwrap();
     let order = order.lock().unwrap();
-    let urgent = order.iter().filter(|is_urgent| **is_urgent).count();
-    assert!(urgent >= 3 && order[..urgent].iter().all(|is_urgent| *is_urgent), "{order:?}");
+    let urgent = order.iter().filter(|capture| **capture == Capture::Eager).count();
+    assert!(urgent >= 3 && order[..urgent].iter().all(|capture| *capture == Capture::Eager), "{order:?}");
 }
 
 /// A value that is encoded when its gate is open.
@@ -109,7 +132,7 @@ fn encoding_a_value_holds_up_no_tensor() {
     let value = (leaf("v", LeafBody::Object { per_rank: false }), Arc::new(Late(Arc::clone(&gate))) as _);
     let dir = tempfile::tempdir().unwrap();
     let url = dir.path().to_str().unwrap();
-    let pending = save(&Engine::solo(), destination(url), state(vec![tensor, value], false), LONG);
+    let pending = save(&Engine::solo(), destination(url), state(vec![tensor, value]), LONG);
     pending.staged(None).unwrap();
     assert!(!pending.done());
     gate.open();
@@ -119,27 +142,28 @@ fn encoding_a_value_holds_up_no_tensor() {
 }
 
 #[test]
-fn a_save_commits_only_when_it_is_vouched_for() {
+fn a_save_commits_only_when_it_is_confirmed() {
     let job = Job::new(Layout::replicas(2));
     let dir = tempfile::tempdir().unwrap();
     let begin = |step: u32, deadline: Duration| {
         let url = dir.path().join(step.to_string());
-        let leaves = || vec![(tensor("t", 100), Arc::new(vec![step as u8; 100]) as Arc<dyn Provider>)];
-        let begin = |engine| save(engine, destination(url.to_str().unwrap()), state(leaves(), true), deadline);
+        let lazy = || Captured { provider: Arc::new(vec![step as u8; 100]), capture: Capture::Lazy };
+        let leaves = || vec![(tensor("t", 100), Arc::new(lazy()) as Arc<dyn Provider>)];
+        let begin = |engine| save(engine, destination(url.to_str().unwrap()), state(leaves()), deadline);
         (job.engines.iter().map(begin).collect::<Vec<_>>(), url)
     };
     // Not before, and then at once.
     let (pendings, _) = begin(1, LONG);
-    pendings[0].vouch(Ok(()));
+    pendings[0].confirm_unmodified(Ok(()));
     assert_eq!(pendings[0].committed(Some(SHORT)).unwrap_err().kind, Kind::Unavailable);
-    pendings[1].vouch(Ok(()));
+    pendings[1].confirm_unmodified(Ok(()));
     assert_eq!(alike(outcomes(pendings)), Ok(vec![(), ()]));
 
     // One that saw a change fails it for all, and nothing stays. The first word counts.
     let (pendings, url) = begin(2, LONG);
-    pendings[0].vouch(Ok(()));
-    pendings[1].vouch(Err(Error::new(Kind::Invalid, "model/t was written while it was being captured")));
-    pendings[1].vouch(Ok(()));
+    pendings[0].confirm_unmodified(Ok(()));
+    pendings[1].confirm_unmodified(Err(Error::new(Kind::Invalid, "model/t was written while it was being captured")));
+    pendings[1].confirm_unmodified(Ok(()));
     let error = alike(outcomes(pendings)).unwrap_err();
     assert_eq!(
         error,
@@ -152,7 +176,7 @@ fn a_save_commits_only_when_it_is_vouched_for() {
 
     // Nobody says anything.
     let (pendings, url) = begin(3, SHORT * 3);
-    pendings[0].vouch(Ok(()));
+    pendings[0].confirm_unmodified(Ok(()));
     let error = alike(outcomes(pendings)).unwrap_err();
     assert_eq!(error.kind, Kind::Unavailable, "{error}");
     assert!(!url.join("COMMIT").exists());
@@ -169,13 +193,17 @@ impl Provider for Gone {
     fn fill(&self, _at: u64, _out: &mut [u8], _: &mut Fences) -> Result<()> {
         Err(Error::new(Kind::Invalid, "its memory was freed"))
     }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
 }
 
 #[test]
 fn a_save_that_was_never_staged_waits_for_nobodys_word() {
     let dir = tempfile::tempdir().unwrap();
     let leaves = vec![(tensor("t", 100), Arc::new(Gone) as Arc<dyn Provider>)];
-    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves, true), LONG);
+    let pending = save(&Engine::solo(), destination(dir.path().to_str().unwrap()), state(leaves), LONG);
     let error = pending.staged(Some(LONG / 4)).unwrap_err();
     assert_eq!(
         error,
@@ -254,7 +282,7 @@ fn what_a_device_copies_is_waited_for_once_per_slot() {
     let dir = tempfile::tempdir().unwrap();
     let url = |step: u32| dir.path().join(step.to_string()).to_str().unwrap().to_owned();
     let engine = Engine::solo();
-    save(&engine, destination(&url(1)), state(leaves(), false), LONG).committed(None).unwrap();
+    save(&engine, destination(&url(1)), state(leaves()), LONG).committed(None).unwrap();
     assert_eq!(device.waits.load(Ordering::SeqCst), 1, "twenty small tensors share a slot and a fence");
     let opened = checkpoint::open(&engine, &url(1), LONG).unwrap();
     let path = opened.manifest().files()[0].path.clone();
@@ -262,14 +290,14 @@ fn what_a_device_copies_is_waited_for_once_per_slot() {
     assert!(file.ends_with(&contents.concat()), "bytes were used before they had arrived");
 
     device.is_lost.store(true, Ordering::SeqCst);
-    let error = save(&engine, destination(&url(2)), state(leaves(), false), LONG).committed(None).unwrap_err();
+    let error = save(&engine, destination(&url(2)), state(leaves()), LONG).committed(None).unwrap_err();
     assert_eq!(error, Error::new(Kind::Unavailable, "the device is lost (its part was captured, not yet staged)"));
 }
 
 /// A tensor that its owner writes as soon as it may.
 struct Scribbled {
     bytes: Mutex<Vec<u8>>,
-    is_urgent: bool,
+    capture: Capture,
 }
 
 impl Scribbled {
@@ -289,8 +317,8 @@ impl Provider for Scribbled {
         Ok(())
     }
 
-    fn is_urgent(&self) -> bool {
-        self.is_urgent
+    fn capture(&self) -> Capture {
+        self.capture
     }
 }
 
@@ -302,7 +330,8 @@ fn scribbled(state: &mut State, dice: &mut Dice) -> Vec<Arc<Scribbled>> {
         for provider in providers {
             let mut bytes = vec![0; provider.bytes() as usize];
             provider.fill(0, &mut bytes, &mut Fences::default()).unwrap();
-            let one = Arc::new(Scribbled { bytes: bytes.into(), is_urgent: dice.once_in(3) });
+            let capture = if dice.once_in(3) { Capture::Eager } else { Capture::Owned };
+            let one = Arc::new(Scribbled { bytes: bytes.into(), capture });
             all.push(Arc::clone(&one));
             *provider = one;
         }
@@ -324,39 +353,14 @@ fn save_scribbled(
     let told = pending.clone();
     let writer = thread::spawn(move || {
         told.captured(None).unwrap();
-        tensors.iter().filter(|tensor| tensor.is_urgent).for_each(|tensor| tensor.scribble());
+        tensors.iter().filter(|tensor| tensor.capture == Capture::Eager).for_each(|tensor| tensor.scribble());
         told.staged(None).unwrap();
         tensors.iter().for_each(|tensor| tensor.scribble());
     });
     (pending, writer)
 }
 
-/// Nobody knows who holds what, and one rank comes only when all others are staged: nothing of their planning stands in
-/// the way of their training.
-#[test]
-fn a_first_save_is_captured_and_staged_before_a_late_rank_has_come() {
-    let place = crate::reshard::scratch();
-    for (name, layout) in [("rows", Layout::rows(3)), ("replicas", Layout::replicas(3))] {
-        let url = place.path().join(name).to_str().unwrap().to_owned();
-        let (truth, mut dice) = (Truth::small(1, 7), Dice(5));
-        let job = Job::new(layout.ignorant());
-        let early: Vec<_> = (0..2).map(|rank| save_scribbled(&job, rank, &url, &truth, &mut dice)).collect();
-        for (pending, _) in &early {
-            pending.captured(Some(LONG)).unwrap();
-            pending.staged(Some(LONG)).unwrap();
-            let phases = pending.report().phases_ms;
-            assert!(phases.contains_key("staged") && !phases.contains_key("planned"), "{phases:?}");
-        }
-        let late = save_scribbled(&job, 2, &url, &truth, &mut dice);
-        let (pendings, writers): (Vec<_>, Vec<_>) = early.into_iter().chain([late]).unzip();
-        alike(outcomes(pendings)).unwrap();
-        writers.into_iter().for_each(|writer| writer.join().unwrap());
-        let loading = Job::new(Layout::rows(2));
-        assert_eq!(loading.compare(|engine| checkpoint::open(engine, &url, LONG), &truth, &mut dice), Ok(None));
-    }
-}
-
-/// States of all kinds, some larger than what may be copied ahead, one or two saves in flight, one rank late.
+/// States of all kinds, of which nobody knows who holds what, one or two saves in flight, one rank late.
 #[test]
 fn what_is_written_after_it_was_captured_or_staged_is_not_saved() {
     let place = crate::reshard::scratch();
@@ -393,28 +397,9 @@ fn what_is_written_after_it_was_captured_or_staged_is_not_saved() {
     }
 }
 
-#[test]
-fn what_a_device_copies_ahead_has_arrived_when_it_is_staged() {
-    let device = Arc::new(Device::default());
-    let fence: Arc<dyn Fence> = Arc::clone(&device) as _;
-    let contents: Vec<u8> = (0..(3u32 << 19)).map(|i| (i % 251) as u8).collect();
-    let remote = Remote { device: Arc::clone(&device), fence, contents: contents.clone() };
-    let leaves: Vec<(Leaf, Arc<dyn Provider>)> = vec![(tensor("t", contents.len() as u64), Arc::new(remote))];
-    let dir = tempfile::tempdir().unwrap();
-    let url = dir.path().to_str().unwrap();
-    let job = Job::new(Layout::replicas(2));
-    let early = save(&job.engines[0], destination(url), state(leaves, false), LONG);
-    early.staged(Some(LONG)).unwrap();
-    assert_eq!(device.under_way.load(Ordering::SeqCst), 0, "staged, and still under way");
-    let late = save(&job.engines[1], destination(url), state(Vec::new(), false), LONG);
-    alike(outcomes(vec![early, late])).unwrap();
-    let path = checkpoint::open(&Engine::solo(), url, LONG).unwrap().manifest().files()[0].path.clone();
-    assert!(std::fs::read(dir.path().join(path)).unwrap().ends_with(&contents));
-}
-
 /// Notes how the threads that copy it are scheduled: their policy and their nice value.
 struct Scheduled {
-    is_urgent: bool,
+    capture: Capture,
     seen: Arc<Mutex<Vec<(u32, i32)>>>,
 }
 
@@ -432,8 +417,8 @@ impl Provider for Scheduled {
         Ok(())
     }
 
-    fn is_urgent(&self) -> bool {
-        self.is_urgent
+    fn capture(&self) -> Capture {
+        self.capture
     }
 }
 
@@ -441,21 +426,26 @@ impl Provider for Scheduled {
 fn what_saves_in_the_background_gives_way_to_the_program() {
     const SCHED_BATCH: u32 = 3;
     let engine = Engine::solo();
-    let gives_way = (true, false, false);
-    for how in [gives_way, (true, true, false), (false, false, false), (true, false, true), gives_way] {
-        let (is_vouched_for, is_waited_for, is_urgent) = how;
+    const LAZY: &[Capture] = &[Capture::Lazy];
+    const BOTH: &[Capture] = &[Capture::Lazy, Capture::Eager];
+    let cases = [
+        (LAZY, false, (SCHED_BATCH, 3)),
+        (LAZY, true, (0, 0)),
+        (&[Capture::Owned], false, (0, 0)),
+        (BOTH, false, (0, 3)), // the caller waits for what is captured eagerly
+        (LAZY, false, (SCHED_BATCH, 3)),
+    ];
+    for (captures, blocking, expected) in cases {
         let (dir, seen) = (tempfile::tempdir().unwrap(), Arc::default());
-        let provider = Scheduled { is_urgent, seen: Arc::clone(&seen) };
-        let leaves: Vec<(Leaf, Arc<dyn Provider>)> = vec![(tensor("a", 1 << 20), Arc::new(provider))];
-        let state = State { is_waited_for, ..state(leaves, is_vouched_for) };
-        let pending = save(&engine, destination(dir.path().to_str().unwrap()), state, LONG);
-        pending.vouch(Ok(()));
-        pending.committed(Some(LONG)).unwrap();
-        let expected = match how {
-            (true, false, false) => (SCHED_BATCH, 3),
-            (true, false, true) => (0, 3), // the caller waits for it
-            _ => (0, 0),
+        let leaf = |(number, capture): (usize, &Capture)| {
+            let provider = Scheduled { capture: *capture, seen: Arc::clone(&seen) };
+            (tensor(&number.to_string(), 1 << 20), Arc::new(provider) as Arc<dyn Provider>)
         };
+        let state = state(captures.iter().enumerate().map(leaf).collect());
+        let destination = Destination { blocking, ..destination(dir.path().to_str().unwrap()) };
+        let pending = save(&engine, destination, state, LONG);
+        pending.confirm_unmodified(Ok(()));
+        pending.committed(Some(LONG)).unwrap();
         let seen = seen.lock().unwrap();
         assert!(!seen.is_empty() && seen.iter().all(|one| *one == expected), "{expected:?}, {seen:?}");
     }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Checkpoint, Destination, Engine, Error, Pending, Provider, Result, State, Traffic, ValueRef, Want, Way, save,
+    Checkpoint, Destination, Engine, Error, PeerReads, Pending, Provider, Result, State, Traffic, ValueRef, Want, save,
     save_to,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
@@ -178,7 +178,7 @@ impl Truth {
             }
         }
         let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
-        State { catalog, providers, replicas, compared: Arc::default(), is_vouched_for: false, is_waited_for: false }
+        State { catalog, providers, replicas, compared: Arc::default() }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
@@ -389,7 +389,7 @@ impl Job {
         truth: &Truth,
         dice: &mut Dice,
     ) -> Result<Option<String>> {
-        self.compare_by(Way::Measured, open, truth, dice).map(|(flaw, _)| flaw)
+        self.compare_by(PeerReads::Auto, open, truth, dice).map(|(flaw, _)| flaw)
     }
 
     /// [`Job::compare`] in a way, and what each rank moved.
@@ -398,7 +398,7 @@ impl Job {
     /// What all ranks said alike.
     pub(crate) fn compare_by(
         &self,
-        way: Way,
+        way: PeerReads,
         open: impl Fn(&Arc<Engine>) -> Result<Checkpoint> + Sync,
         truth: &Truth,
         dice: &mut Dice,
@@ -427,6 +427,7 @@ pub(crate) fn destination(url: &str) -> Destination {
         step: Some(7),
         user: BTreeMap::from([("note".to_owned(), "test".to_owned())]),
         prove: shardfast_engine::Prove::default(),
+        blocking: false,
     }
 }
 

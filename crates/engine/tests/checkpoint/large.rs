@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use shardfast_engine::{
-    Engine, Fences, Provider, RankSet, Replicas, Result, State, Want, checkpoint, save_to, staging,
+    Destination, Engine, Fences, Provider, RankSet, Replicas, Result, State, Want, checkpoint, save_to, staging,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{Entry, Error, Fetch, Kind, ObjectReader, ObjectWriter, Store, Upcoming};
@@ -201,8 +201,6 @@ fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -
         providers: vec![vec![provider]],
         replicas: None,
         compared: Arc::default(),
-        is_vouched_for: false,
-        is_waited_for: false,
     }
 }
 
@@ -267,7 +265,7 @@ fn a_slow_store_holds_the_copy_back() {
 /// With room for all of it, a state that the program is to have back is copied whole; a save that is waited for goes
 /// at the store's pace, however much room there is.
 #[test]
-fn a_save_that_is_waited_for_copies_no_further_ahead_than_the_store_needs() {
+fn a_blocking_save_copies_no_further_ahead_than_the_store_needs() {
     let (slots, room) = (Counted::default().bytes() / staging::SLOT_BYTES as u64, 10 * Counted::default().bytes());
     assert_eq!(asked_while_stalled(room, false, slots), slots);
     let asked = asked_while_stalled(room, true, 1);
@@ -276,14 +274,19 @@ fn a_save_that_is_waited_for_copies_no_further_ahead_than_the_store_needs() {
 
 /// How much of a state is copied in a save whose store takes nothing: at least `expected` requests, and those that come
 /// in a while after them.
-fn asked_while_stalled(staging_bytes: u64, is_waited_for: bool, expected: u64) -> u64 {
+fn asked_while_stalled(staging_bytes: u64, blocking: bool, expected: u64) -> u64 {
     let store = Arc::new(Zeroless::default());
     let engine = Engine::new(shardfast_coord::solo(), staging_bytes).unwrap();
     let counted = Arc::new(Counted::default());
     let state = state("w", DType::U8, &[counted.bytes()], Arc::clone(&counted) as Arc<dyn Provider>);
-    let state = State { is_waited_for, ..state };
     store.stall(true);
-    let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
+    let pending = save_to(
+        &engine,
+        Ok(Arc::clone(&store) as Arc<dyn Store>),
+        Destination { blocking, ..destination("sparse") },
+        state,
+        LONG,
+    );
     let asked = || counted.0.load(Ordering::SeqCst);
     while asked() < expected {
         assert!(!pending.done());
@@ -303,13 +306,18 @@ fn asked_while_stalled(staging_bytes: u64, is_waited_for: bool, expected: u64) -
 /// A panic of the store leaves nobody waiting to hand over what it copied.
 #[test]
 fn a_store_that_panics_fails_the_save() {
-    for is_waited_for in [false, true] {
+    for blocking in [false, true] {
         let store = Arc::new(Zeroless::default());
         store.trouble.has_defect.store(true, Ordering::SeqCst);
         let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
         let state = state("w", DType::U8, &[40 << 20], Arc::new(Counted::default()));
-        let state = State { is_waited_for, ..state };
-        let pending = save_to(&engine, Ok(store as Arc<dyn Store>), destination("sparse"), state, LONG);
+        let pending = save_to(
+            &engine,
+            Ok(store as Arc<dyn Store>),
+            Destination { blocking, ..destination("sparse") },
+            state,
+            LONG,
+        );
         let error = pending.committed(Some(Duration::from_secs(20))).unwrap_err();
         assert_eq!(error.kind, shardfast_engine::Kind::Internal, "{error}");
     }
@@ -319,15 +327,20 @@ fn a_store_that_panics_fails_the_save() {
 /// slots, for the state may have changed. What never can be leaves nobody waiting for a slot.
 #[test]
 fn what_could_not_be_written_is_written_again_as_it_was_copied() {
-    for (is_waited_for, failures) in [(false, 8), (true, 8), (false, u64::MAX), (true, u64::MAX)] {
+    for (blocking, failures) in [(false, 8), (true, 8), (false, u64::MAX), (true, u64::MAX)] {
         let store = Arc::new(Zeroless::default());
         store.trouble.failures_left.store(failures, Ordering::SeqCst);
         let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
         let counted = Arc::new(Counted::default());
         let shape = [counted.bytes()];
         let state = state("w", DType::U8, &shape, Arc::clone(&counted) as Arc<dyn Provider>);
-        let state = State { is_waited_for, ..state };
-        let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), destination("sparse"), state, LONG);
+        let pending = save_to(
+            &engine,
+            Ok(Arc::clone(&store) as Arc<dyn Store>),
+            Destination { blocking, ..destination("sparse") },
+            state,
+            LONG,
+        );
         let saved = pending.committed(Some(Duration::from_secs(20)));
         if failures == u64::MAX {
             let error = saved.unwrap_err();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use shardfast_engine::carrier::{Round, Rounds, handoff};
-use shardfast_engine::{Engine, Error, Kind, Result, Traffic, Way, checkpoint};
+use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::{Entry, Fetch, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
@@ -67,7 +67,8 @@ fn random_pairs_of_layouts_share() {
         let truth = Truth::random(&mut dice);
         let (saving, loading) = (Layout::random(&mut dice), Layout::random(&mut dice));
         Job::new(saving).save(url, &truth, &mut dice).unwrap();
-        let (flaw, traffic) = seen(loading, seed % 3).compare_by(Way::Shared, open(url), &truth, &mut dice).unwrap();
+        let (flaw, traffic) =
+            seen(loading, seed % 3).compare_by(PeerReads::Always, open(url), &truth, &mut dice).unwrap();
         assert_eq!(flaw, None);
         shared += u32::from(traffic.iter().any(|traffic| traffic.bytes_received > 0));
     }
@@ -86,13 +87,13 @@ fn each_block_is_read_once_by_turns() {
             job.compare_by(way, open(&url), &truth, &mut Dice(3)).unwrap()
         };
         if by == 0 {
-            let (flaw, traffic) = load(Way::Plain);
+            let (flaw, traffic) = load(PeerReads::Never);
             let read = total(&traffic, |traffic| traffic.bytes_read);
             assert!(flaw.is_none() && read as f64 >= plain * f64::from(unique), "{layout:?}: {traffic:?}");
             assert_eq!(total(&traffic, |traffic| traffic.bytes_sent + traffic.bytes_received), 0);
         }
 
-        let (flaw, traffic) = load(Way::Shared);
+        let (flaw, traffic) = load(PeerReads::Always);
         let read = total(&traffic, |traffic| traffic.bytes_read);
         assert!(flaw.is_none() && read as f64 <= 1.02 * f64::from(unique), "{layout:?}: {traffic:?}");
         let (sent, received) =
@@ -109,7 +110,7 @@ fn ranks_with_nothing_in_common_send_nothing() {
     let (place, truth) = (scratch(), matrix(1024));
     let url = saved(place.path(), &truth);
     let job = Job::staged(Layout::rows(2), STAGING_BYTES);
-    let (flaw, traffic) = job.compare_by(Way::Shared, open(&url), &truth, &mut Dice(3)).unwrap();
+    let (flaw, traffic) = job.compare_by(PeerReads::Always, open(&url), &truth, &mut Dice(3)).unwrap();
     assert_eq!(flaw, None);
     assert!(traffic.iter().all(|traffic| !traffic.is_shared && traffic.bytes_sent == 0), "{traffic:?}");
 }
@@ -120,7 +121,7 @@ fn damage_that_one_rank_reads_is_everybodys_failure() {
     let url = saved(place.path(), &truth);
     let engine = Engine::solo();
     let files = checkpoint::open(&engine, &url, LONG).unwrap().manifest().files().to_vec();
-    for (way, told) in [(Way::Plain, 3), (Way::Shared, 1), (Way::Measured, 3)] {
+    for (way, told) in [(PeerReads::Never, 3), (PeerReads::Always, 1), (PeerReads::Auto, 3)] {
         let file = Path::new(&url).join(&files[1].path);
         let mut bytes = std::fs::read(&file).unwrap();
         let at = bytes.len() - 5;
@@ -175,7 +176,7 @@ type Alter<'a> = dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()> + 'a;
 
 /// A load of replicas whose rounds are carried so; what each rank found wrong, and what it moved.
 fn carried(
-    way: Way,
+    way: PeerReads,
     (truth, url): (&Truth, &str),
     world: u32,
     alter: &Alter<'_>,
@@ -202,7 +203,7 @@ fn rounds_can_be_carried_by_the_program() {
     let (place, truth) = (scratch(), matrix(1024));
     let url = saved(place.path(), &truth);
     let carried = |alter: &Alter<'_>| {
-        carried(Way::Shared, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
+        carried(PeerReads::Always, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
     };
     assert!(carried(&|_, _| Ok(())).all(|found| found == Ok(None)));
 
@@ -331,12 +332,12 @@ fn what_is_slower_is_left() {
     let job = Job::staged(Layout::columns(2), STAGING_BYTES);
     let in_memory: [fn(u32) -> Option<u64>; 4] = [|_| None, |_| Some(0), |_| Some(49), |rank| Some(rank as u64 * 100)];
     for cached in in_memory {
-        let (flaw, traffic) = job.compare_by(Way::Measured, on(None, cached), &truth, &mut Dice(3)).unwrap();
+        let (flaw, traffic) = job.compare_by(PeerReads::Auto, on(None, cached), &truth, &mut Dice(3)).unwrap();
         assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
         assert_eq!(total(&traffic, |traffic| traffic.bytes_read), unique, "{traffic:?}");
     }
     // Nothing is passed on that each finds in memory, unless that is what was asked for.
-    for (way, is_shared) in [(Way::Measured, false), (Way::Shared, true)] {
+    for (way, is_shared) in [(PeerReads::Auto, false), (PeerReads::Always, true)] {
         let (flaw, traffic) = job.compare_by(way, on(None, |_| Some(51)), &truth, &mut Dice(3)).unwrap();
         assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
     }
@@ -344,13 +345,13 @@ fn what_is_slower_is_left() {
     // Storage, beside which messages take no time.
     let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
     let (flaw, traffic) =
-        job.compare_by(Way::Measured, on(Some(Arc::default()), |_| None), &truth, &mut Dice(3)).unwrap();
+        job.compare_by(PeerReads::Auto, on(Some(Arc::default()), |_| None), &truth, &mut Dice(3)).unwrap();
     assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
     let read = total(&traffic, |traffic| traffic.bytes_read);
     assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
 
     // Messages, beside which storage takes no time.
-    let carried = carried(Way::Measured, (&truth, url), 2, &|_, _| {
+    let carried = carried(PeerReads::Auto, (&truth, url), 2, &|_, _| {
         thread::sleep(Duration::from_millis(250));
         Ok(())
     });
@@ -374,7 +375,7 @@ fn what_each_reads_for_itself_through_the_page_cache_is_whole_and_proven() {
         file.sync_all().unwrap();
         RealDisk.dont_need(&file.into(), 0, u64::MAX / 2).unwrap();
         let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
-        job.compare_by(Way::Plain, open(&url), &truth, &mut Dice(3))
+        job.compare_by(PeerReads::Never, open(&url), &truth, &mut Dice(3))
     };
     for _ in 0..2 {
         let (flaw, traffic) = load().unwrap();
@@ -419,7 +420,7 @@ fn load_whole(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Tra
     let block = crate::block::Block::dense(&shape, 8);
     let mut places = [Place { name, region: shardfast_format::Region::whole(&shape), block }];
     let (wants, values) = wants(opened.manifest(), &mut places);
-    opened.load_by(Way::Shared, None, &wants, &values, deadline).map(|loaded| loaded.traffic)
+    opened.load_by(PeerReads::Always, None, &wants, &values, deadline).map(|loaded| loaded.traffic)
 }
 
 struct Peer(Child, BufReader<ChildStdout>);

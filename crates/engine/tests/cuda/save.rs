@@ -85,8 +85,6 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
         providers: tensors.iter().map(provider).collect(),
         replicas: None,
         compared: Arc::default(),
-        is_vouched_for: false,
-        is_waited_for: false,
     }
 }
 
@@ -94,7 +92,13 @@ fn begin(engine: &Arc<Engine>, place: &Path, state: State) -> Pending {
     let url = place.to_str().unwrap().to_owned();
     save(
         engine,
-        Destination { url, step: None, user: BTreeMap::new(), prove: shardfast_engine::Prove::default() },
+        Destination {
+            url,
+            step: None,
+            user: BTreeMap::new(),
+            prove: shardfast_engine::Prove::default(),
+            blocking: false,
+        },
         state,
         LONG,
     )
@@ -246,8 +250,6 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
             providers: host,
             replicas: None,
             compared: Arc::default(),
-            is_vouched_for: false,
-            is_waited_for: false,
         };
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));
         saved.unwrap();

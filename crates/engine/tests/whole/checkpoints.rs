@@ -116,12 +116,15 @@ pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) ->
                     providers,
                     replicas: None,
                     compared: Arc::default(),
-                    is_vouched_for: false,
-                    is_waited_for: false,
                 };
                 let user = BTreeMap::from([("note".to_owned(), "a test".to_owned())]);
-                let destination =
-                    Destination { url: url.to_owned(), step, user, prove: shardfast_engine::Prove::default() };
+                let destination = Destination {
+                    url: url.to_owned(),
+                    step,
+                    user,
+                    prove: shardfast_engine::Prove::default(),
+                    blocking: false,
+                };
                 save(&Engine::new(coord, 32 << 20).unwrap(), destination, state, DEADLINE).committed(None).unwrap();
             });
         }

@@ -1,20 +1,15 @@
 //! One operation of all ranks: numbered by the order of the calls, every exchange typed, every failure the same on all.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shardfast_coord::{Coord as Ranks, Error as Coord, Failure, NO_WORD};
-use shardfast_store::Store;
+use shardfast_coord::{Error as Coord, Failure, NO_WORD};
 
-use crate::background::Background;
-use crate::calls::{self, Call, Calls, Spoken, Verdict, overtaken, too_late};
-use crate::cuda;
-use crate::error::{Error, Kind, Result, retry};
-use crate::planning;
-use crate::staging::{PageLock, Staging};
+use crate::calls::{self, Call, Spoken, Verdict, overtaken, too_late};
+use crate::engine::Engine;
+use crate::error::{Error, Kind, Result};
 
 /// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
 const DECISION: &str = "=";
@@ -28,111 +23,7 @@ const DIFFERENT: &str = "?";
 /// A decision over the messages of all ranks.
 type DecideOver<'a> = &'a mut dyn FnMut(&mut dyn Iterator<Item = &[u8]>) -> std::result::Result<Vec<Vec<u8>>, String>;
 
-/// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
-pub struct Engine {
-    pub(crate) coord: Arc<dyn Ranks>,
-    pub(crate) staging: Arc<Staging>,
-    pub(crate) devices: Arc<shardfast_store::Devices>,
-    accelerators: cuda::Devices,
-    is_page_locked: AtomicBool,
-    pub(crate) background: Background,
-    pub(crate) planned: std::sync::Mutex<planning::Memory>,
-    calls: Arc<Calls>,
-}
-
 impl Engine {
-    /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
-    ///
-    /// # Errors
-    /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](crate::staging::STAGING_BYTES_MIN).
-    pub fn new(coord: Arc<dyn Ranks>, staging_bytes: u64) -> Result<Arc<Engine>> {
-        Ok(Engine::with(coord, Staging::new(staging_bytes)?))
-    }
-
-    /// An engine of one rank with the default staging budget.
-    pub fn solo() -> Arc<Engine> {
-        Engine::with(shardfast_coord::solo(), Staging::at_least(staging_bytes_default(1)))
-    }
-
-    pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
-        Engine::on(coord, staging, cuda::Devices::default())
-    }
-
-    /// An engine of one rank whose devices are those of the CUDA driver in that library.
-    ///
-    /// # Errors
-    /// As [`Engine::new`].
-    pub fn with_driver(library: &str, staging_bytes: u64) -> Result<Arc<Engine>> {
-        let accelerators = cuda::Devices::of(library);
-        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators))
-    }
-
-    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
-        Arc::new(Engine {
-            coord,
-            staging,
-            devices: Arc::default(),
-            accelerators,
-            is_page_locked: AtomicBool::new(false),
-            background: Background::default(),
-            planned: std::sync::Mutex::default(),
-            calls: Arc::default(),
-        })
-    }
-
-    /// The store at a URL, to be read, with what this engine has found out about the storage.
-    pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
-        retry(|| Ok(shardfast_store::open_on(url, &self.devices)?))
-    }
-
-    /// This rank's number.
-    pub fn rank(&self) -> u32 {
-        self.coord.rank()
-    }
-
-    /// The name of this meeting of ranks.
-    pub(crate) fn meeting(&self) -> [u8; 16] {
-        self.coord.meeting().0
-    }
-
-    /// Number of ranks.
-    pub fn world(&self) -> u32 {
-        self.coord.world()
-    }
-
-    /// Bytes of staging memory that saves and loads may use together.
-    pub fn staging_bytes(&self) -> u64 {
-        self.staging.budget_bytes()
-    }
-
-    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin behind everything
-    /// that `stream` was given until now. The first call for any device has the staging memory page-locked, in the
-    /// background.
-    ///
-    /// # Errors
-    /// As [`Devices::device`](cuda::Devices::device) and [`Device::copies_after`](cuda::Device::copies_after).
-    ///
-    /// # Safety
-    /// `stream` must be 0 or a stream of this device that has not been destroyed.
-    #[allow(unsafe_code)] // the one way in for foreign streams
-    pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
-        let device = self.accelerators.device(ordinal)?;
-        if !self.is_page_locked.swap(true, Ordering::Relaxed) {
-            let (staging, device) = (Arc::clone(&self.staging), Arc::clone(&device));
-            let page_lock: Arc<PageLock> = Arc::new(move |memory| {
-                // SAFETY: the arena unmaps a slab after its locks are dropped.
-                let lock = unsafe { device.page_lock(memory) }?;
-                Ok(Box::new(lock) as Box<dyn Send>)
-            });
-            // Whoever stages meanwhile waits for it. Without a thread the memory stays as it is, and copies are slower.
-            let _ = std::thread::Builder::new()
-                .name("shardfast-page-lock".into())
-                .spawn(move || staging.page_lock(page_lock));
-        }
-        // SAFETY: the caller's promise.
-        unsafe { device.copies_after(stream) }
-    }
-
     /// Begins the next operation. Ranks must begin the same operations in the same order.
     pub(crate) fn begin(self: &Arc<Engine>, what: String, deadline: Duration) -> Operation {
         self.begin_one(what, String::new(), deadline)
@@ -162,13 +53,6 @@ impl Engine {
 /// What an exchange of the operation of that number is called.
 fn topic(number: u64, stage: &str) -> String {
     format!("{number} {stage}")
-}
-
-/// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
-pub fn staging_bytes_default(local_world: u32) -> u64 {
-    let memory = rustix::system::sysinfo();
-    let total = (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit));
-    (total / 4 / u64::from(local_world.max(1))).max(64 << 20)
 }
 
 /// One operation that every rank takes part in.

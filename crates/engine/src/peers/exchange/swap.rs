@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::carrier::{Carrier, Message};
 use crate::error::{Error, Result};
+use crate::peers::carrier::{Carrier, Message};
 
 /// What came in a round, and how long it took.
 type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);

@@ -8,13 +8,13 @@ use shardfast_coord::peers::{Joining, Peers};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
 
-use crate::agree::Operation;
+use super::PeerReads;
+use super::exchange::{AGAIN_BYTES, Neighbours, Trouble};
 use crate::error::{Error, Kind, Result};
-use crate::load::{ValueRef, Way};
-use crate::shared::{AGAIN_BYTES, Neighbours, Trouble};
+use crate::operation::Operation;
+use crate::reads::{ValueRef, data_bytes};
 use crate::sink::Want;
 use crate::staging::window::{View, Window};
-use crate::stream::saturating_sum;
 
 /// The most wants that all ranks together hear of others; each takes about 20 bytes.
 const TOLD_MAX: usize = 16 << 20;
@@ -60,8 +60,8 @@ pub(crate) struct Opening {
 /// What a rank hears.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Opened {
-    /// Whether other ranks read the same bytes, each for itself.
-    pub(crate) again: bool,
+    /// Whether other ranks of this machine read the same bytes, each for itself.
+    pub(crate) shared_on_host: bool,
     /// On every rank, or on none.
     pub(crate) sharing: Option<Terms>,
 }
@@ -96,11 +96,6 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
     places.into_iter().collect()
 }
 
-/// Bytes of all that was saved, as the manifest says. Before the files were looked at, that may be any number.
-pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
-    saturating_sum(manifest.files().iter().map(|file| file.bytes - file.data_start))
-}
-
 /// With how many ranks this process can be connected.
 pub(crate) fn links_max() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
@@ -108,16 +103,16 @@ pub(crate) fn links_max() -> u64 {
 }
 
 /// Decides for all ranks, given what each of them says.
-pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Result<Vec<Opened>> {
+pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerReads) -> Result<Vec<Opened>> {
     // More than there is: some of it is wanted by several.
     let there = data_bytes(manifest);
-    let again = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
+    let shared_on_host = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
     let least = |of: fn(&Opening) -> u64| ranks.iter().map(of).min().unwrap_or(0);
     let (exchange_bytes, links_max) = (least(|rank| rank.exchange_bytes), least(|rank| rank.links_max));
     let by_rounds = ranks.iter().all(|rank| rank.has_rounds);
     let world = ranks.len();
-    let plain = || Ok((0..world).map(|_| Opened { again, sharing: None }).collect());
-    if world == 1 || way == Way::Plain {
+    let plain = || Ok((0..world).map(|_| Opened { shared_on_host, sharing: None }).collect());
+    if world == 1 || peer_reads == PeerReads::Never {
         return plain();
     }
     let wants: Vec<Vec<Wanted>> = ranks.into_iter().map(|rank| rank.wants).collect();
@@ -127,7 +122,7 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Resu
     let is_little = repeated < REPEATED_BYTES_MIN * world as u64
         || repeated < matching.bytes_for_all / 100
         || AGAIN_BYTES * world as u64 > matching.bytes_for_all / 100;
-    if peers == 0 || way == Way::Measured && is_little || !by_rounds && peers > links_max {
+    if peers == 0 || peer_reads == PeerReads::Auto && is_little || !by_rounds && peers > links_max {
         return plain();
     }
     let round_bytes = exchange_bytes.min(ROUND_BYTES_MAX).min(LINK_BYTES * peers.max(LINKS_MIN));
@@ -137,12 +132,12 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, way: Way) -> Resu
         return plain();
     }
     let sharing = matching.common.into_iter().map(|common| {
-        let is_measured = way == Way::Measured;
+        let is_measured = peer_reads == PeerReads::Auto;
         // A rank may want an element by several wants that overlap.
         let message_bytes_max = there.saturating_mul(4).saturating_add(1 << 20);
         Terms { common, chunk_blocks, link_bytes, message_bytes_max, by_rounds, is_measured }
     });
-    Ok(sharing.map(|terms| Opened { again, sharing: Some(terms) }).collect())
+    Ok(sharing.map(|terms| Opened { shared_on_host, sharing: Some(terms) }).collect())
 }
 
 /// Connections with all peers.

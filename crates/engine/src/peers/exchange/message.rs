@@ -18,7 +18,7 @@ use shardfast_format::{Crc64, crc64};
 use shardfast_plan::{Chunk, Piece};
 
 use crate::error::{Error, Result};
-use crate::sink::pack;
+use crate::host::pack;
 
 /// The last message with segments.
 pub(super) const LAST: u64 = 1;

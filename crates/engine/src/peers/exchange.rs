@@ -21,11 +21,13 @@ use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{Chunk, Chunks, Piece, Sharing};
 use shardfast_store::Upcoming;
 
-use crate::carrier::{Carrier, Message};
 use crate::error::{Error, Kind, Result};
+use crate::host::{pack, row_major_strides};
+use crate::peers::carrier::{Carrier, Message};
 use crate::provider::Fences;
 use crate::reader::{Files, READERS};
-use crate::sink::{Sink, pack, row_major_strides};
+use crate::reads::Traffic;
+use crate::sink::Sink;
 use crate::staging::window::{View, Window, WindowSlot};
 use crate::staging::{SLOT_BYTES, Staging};
 
@@ -107,19 +109,6 @@ impl From<Error> for Trouble {
 }
 
 pub(crate) type Troubled<T> = std::result::Result<T, Trouble>;
-
-/// Bytes that one rank's load moved.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Traffic {
-    /// Read from storage.
-    pub bytes_read: u64,
-    /// Received from other ranks, through whatever memory or network.
-    pub bytes_received: u64,
-    /// Sent to other ranks, all together.
-    pub bytes_sent: u64,
-    /// Whether ranks read for each other until the end.
-    pub is_shared: bool,
-}
 
 #[derive(Default)]
 struct Counters {

@@ -1,0 +1,124 @@
+//! The manifest of what all ranks wrote: every element of every leaf exactly once.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+use shardfast_format::{Extent, FileEntry, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file};
+use shardfast_plan::Assembly;
+
+use crate::error::{Error, Result};
+use crate::plans::{GlobalPlan, KnownFiles, Value};
+use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles};
+
+/// How one rank's files look, and what is in them.
+pub(crate) struct Reported {
+    tensors: Arc<Structure>,
+    values: Arc<ValueFiles>,
+    header_crcs: Vec<[u8; 8]>,
+}
+
+/// The manifest of what all ranks wrote.
+pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
+    let attempt = info.attempt.clone();
+    let mut builder = ManifestBuilder::new(info);
+    let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
+    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(reported.len());
+    let mut structures = Vec::with_capacity(reported.len());
+    for (rank, Reported { tensors, values, header_crcs }) in (0u32..).zip(reported) {
+        let add = |(file, crc): (&FileShape, &[u8; 8])| {
+            let path = data_file(&file.key, &attempt, rank, file.index)?;
+            let (bytes, data_start, header_crc) = (file.bytes, file.data_start, u64::from_le_bytes(*crc));
+            Ok::<u32, Error>(builder.file(FileEntry { path, bytes, data_start, header_crc }))
+        };
+        let files = tensors.files.iter().chain(&values.files).zip(header_crcs).map(add);
+        let mut files = files.collect::<Result<Vec<u32>>>()?;
+        let value_files = files.split_off(tensors.files.len());
+        let extent = |&(file, offset, bytes): &(u32, u64, u64)| {
+            let file = value_files.get(file as usize).copied();
+            file.map(|file| Extent { file, offset, bytes }).ok_or_else(|| unknown_file(rank))
+        };
+        extents.push(values.extents.iter().map(extent).collect::<Result<Vec<_>>>()?.into_iter());
+        structures.push((rank, tensors, files));
+    }
+    let mut tensors = Assembly::default();
+    for (rank, structure, files) in &structures {
+        for leaf in &structure.leaves {
+            let place = |(region, file, offset): &(Region, u32, u64)| {
+                let file = files.get(*file as usize).ok_or_else(|| unknown_file(*rank))?;
+                Ok((region.clone(), *file, *offset))
+            };
+            let regions = leaf.regions.iter().map(place).collect::<Result<Vec<_>>>()?;
+            tensors.tensor(*rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
+        }
+        for (name, of) in &structure.aliases {
+            let known = *aliases.entry(name).or_insert(of);
+            if known != of {
+                return Err(Error::invalid(format!(
+                    "{name}: ranks must hold the same, and it is an alias of {known}, on rank {rank} of {of}"
+                )));
+            }
+        }
+    }
+    tensors.finish(&mut builder)?;
+    for value in values {
+        let of = |(writer, ranks): (&u32, &Vec<Range<u32>>)| {
+            let extent = extents.get_mut(*writer as usize).and_then(Iterator::next);
+            extent
+                .map(|extent| (ranks.clone(), extent))
+                .ok_or_else(|| Error::internal(format!("rank {writer} did not write its value of {}", value.name)))
+        };
+        let copies = value.writers.iter().map(of).collect::<Result<Vec<_>>>()?;
+        builder.object(&value.name, &value.layout, &copies);
+    }
+    if let Some(writer) = extents.iter_mut().position(|extents| extents.next().is_some()) {
+        return Err(Error::internal(format!("rank {writer} wrote more values than it was to")));
+    }
+    for (name, of) in aliases {
+        builder.alias(name, of);
+    }
+    Ok(builder.finish()?)
+}
+
+fn unknown_file(rank: u32) -> Error {
+    Error::internal(format!("rank {rank} reports a file that it does not have"))
+}
+
+impl GlobalPlan {
+    /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
+    /// were told that rank 0 remembers them.
+    pub(crate) fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
+        let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
+        let report = |(rank, Receipt { update, header_crcs }): (usize, Receipt)| {
+            let LayoutUpdate { tensors, values } = update.unwrap_or(LayoutUpdate { tensors: None, values: None });
+            if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
+                *known = Some(Arc::new(tensors));
+            }
+            let tensors = structures.get(rank).cloned().flatten();
+            let values = values.map(Arc::new).or_else(|| known?.by_rank.get(rank).cloned());
+            let (Some(tensors), Some(values)) = (tensors, values) else {
+                return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
+            };
+            let expected = tensors.files.len() + values.files.len();
+            match header_crcs.len() == expected {
+                true => Ok(Reported { tensors, values, header_crcs }),
+                false => Err(Error::internal(format!(
+                    "rank {rank} reports {} files, expected {expected}",
+                    header_crcs.len()
+                ))),
+            }
+        };
+        receipts.into_iter().enumerate().map(report).collect()
+    }
+
+    /// How the files of values looked in the last save that was committed.
+    pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
+        self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn remember_files(&self, number: u64, reported: Vec<Reported>) {
+        let by_rank = reported.into_iter().map(|rank| rank.values).collect();
+        let known = Arc::new(KnownFiles { number, by_rank });
+        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+    }
+}

@@ -1,0 +1,183 @@
+//! The data files that a rank writes together: laid out, written, and told to rank 0.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use shardfast_format::{Catalog, LeafBody};
+use shardfast_plan::Write;
+use shardfast_store::Store;
+
+use crate::commit;
+use crate::error::{Error, Result, panicked};
+use crate::layout::{Layout, Placed};
+use crate::operation::Operation;
+use crate::planning::{self, RankPlan, ValuePlan};
+use crate::progress::Progress;
+use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles, WrittenLeaf};
+use crate::replicas::{self, Copies, Scope};
+use crate::state::{PartRange, State, leaf_region};
+use crate::sums::Summed;
+use crate::writer::{self, FileJob, Written};
+
+/// Files that are to be written.
+pub(crate) struct Batch {
+    jobs: Result<Vec<FileJob>>,
+    /// What is read beside, to be compared, and as what is to be summed.
+    unwritten: Vec<PartRange>,
+    summed: Vec<Summed>,
+    shapes: Vec<FileShape>,
+    placed: Vec<Placed>,
+}
+
+impl Batch {
+    /// Lays out the files for these parts and values, one for each key of the state. `earlier` are this rank's files
+    /// before these.
+    pub(crate) fn new(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Batch {
+        let (jobs, shapes, placed) = match Layout::new(operation, state, writes, earlier) {
+            Ok(Layout { jobs, shapes, placed }) => (Ok(jobs), shapes, placed),
+            Err(error) => (Err(error), Vec::new(), Vec::new()),
+        };
+        Batch { jobs, unwritten: Vec::new(), summed: Vec::new(), shapes, placed }
+    }
+
+    /// Sums what is written while it is written, and `unwritten`, which is read beside.
+    pub(crate) fn comparing(mut self, state: &State, unwritten: Vec<PartRange>) -> Batch {
+        match (&mut self.jobs, replicas::summed(state, &unwritten)) {
+            (Ok(jobs), Ok(summed)) => {
+                jobs.iter_mut().for_each(|job| job.is_summed = true);
+                self.summed = summed;
+            }
+            (jobs @ Ok(_), Err(error)) => *jobs = Err(error),
+            (Err(_), _) => {}
+        }
+        Batch { unwritten, ..self }
+    }
+
+    /// Writes the files and makes them durable, contents first, then names.
+    pub(crate) fn write(
+        self,
+        operation: &Operation,
+        store: &dyn Store,
+        progress: &Progress,
+        blocking: bool,
+    ) -> BatchOutcome {
+        let Batch { jobs, unwritten, summed, shapes, placed } = self;
+        let paths = jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
+        let written = jobs.and_then(|jobs| {
+            // A defect here must fail the save on every rank, not leave the others waiting for this one.
+            let files = catch_unwind(AssertUnwindSafe(|| {
+                let staging = &operation.engine.staging;
+                let written = writer::run(store, &jobs, &summed, staging, progress, blocking, operation.deadline())?;
+                let names: Vec<&str> = paths.iter().map(String::as_str).collect();
+                store.sync(&names)?;
+                Ok(written)
+            }));
+            files.unwrap_or_else(|panic| Err(panicked(&*panic)))
+        });
+        let (written, failure) = match written {
+            Ok(written) => (written, None),
+            Err(error) => (Written::default(), Some(error)),
+        };
+        BatchOutcome { shapes, placed, unwritten, written, failure, paths }
+    }
+}
+
+/// What became of a batch.
+pub(crate) struct BatchOutcome {
+    pub(crate) shapes: Vec<FileShape>,
+    placed: Vec<Placed>,
+    unwritten: Vec<PartRange>,
+    written: Written,
+    pub(crate) failure: Option<Error>,
+    /// Files that may be there.
+    pub(crate) paths: Vec<String>,
+}
+
+impl BatchOutcome {
+    /// Notes what makes it useless.
+    pub(crate) fn fail_unless(&mut self, kept: Result<()>) {
+        if let Err(error) = kept {
+            self.failure.get_or_insert(error);
+        }
+    }
+
+    /// The files with their sizes; both are in the order in which the files were laid out.
+    fn files(&self) -> Vec<(String, u64)> {
+        self.paths.iter().cloned().zip(self.shapes.iter().map(|file| file.bytes)).collect()
+    }
+
+    /// The checksums of what was written and of what was read beside.
+    ///
+    /// # Errors
+    /// What kept this rank from having them.
+    pub(crate) fn copies<'a>(&self, state: &'a State, scope: &'a Scope) -> Result<Copies<'a>> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let Written { entry_crcs, sums, .. } = &self.written;
+        // Parts were placed file by file, in the order of the entries.
+        let writes: Vec<Write> = self.placed.iter().map(|placed| placed.write).collect();
+        let crcs = entry_crcs.iter().flatten().chain(sums).copied();
+        let ranges = state.ranges(&writes).into_iter().chain(self.unwritten.iter().copied()).zip(crcs);
+        Ok(Copies::new(&state.catalog, scope, ranges))
+    }
+}
+
+/// What this rank tells rank 0 of what it wrote.
+///
+/// # Errors
+/// What kept it from being written, or `Corrupt` when files are gone again.
+pub(crate) fn receipt(
+    operation: &Operation,
+    store: &dyn Store,
+    state: &State,
+    plan: &RankPlan,
+    compared: &ValuePlan,
+    tensors: BatchOutcome,
+    values: BatchOutcome,
+) -> Result<Receipt> {
+    let files = [tensors.files(), values.files()].concat();
+    if let Some(error) = tensors.failure.or(values.failure) {
+        return Err(error);
+    }
+    commit::still_there(store, &files, operation.deadline())?;
+    let header_crcs =
+        tensors.written.header_crcs.iter().chain(&values.written.header_crcs).map(|crc| crc.to_le_bytes()).collect();
+    let mut placed = values.placed;
+    placed.sort_by_key(|placed| placed.write);
+    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
+    let files = Arc::new(ValueFiles { files: values.shapes, extents });
+    let is_known = planning::knows(operation, plan, compared, &files);
+    let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
+    let tensors = match plan.is_known {
+        true => None,
+        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)?),
+    };
+    let update = (tensors.is_some() || values.is_some()).then_some(LayoutUpdate { tensors, values });
+    Ok(Receipt { update, header_crcs })
+}
+
+/// How the files of tensors look.
+fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {
+    placed.sort_by_key(|placed| placed.write);
+    let mut placed = placed.into_iter().peekable();
+    let mut structure = Structure { files, ..Structure::default() };
+    for (index, leaf) in (0u32..).zip(&catalog.leaves) {
+        match &leaf.body {
+            LeafBody::Tensor { dtype, shape, parts } => {
+                let mut regions = Vec::new();
+                while let Some(Placed { write, file, offset, .. }) = placed.next_if(|placed| placed.write.leaf == index)
+                {
+                    regions.push((leaf_region(leaf, &write)?, file, offset));
+                }
+                if !regions.is_empty() || parts.is_empty() {
+                    let (name, layout, shape) = (leaf.name.clone(), leaf.layout.clone(), shape.clone());
+                    structure.leaves.push(WrittenLeaf { name, dtype: *dtype, shape, layout, regions });
+                }
+            }
+            LeafBody::Alias { of } => structure.aliases.push((leaf.name.clone(), of.clone())),
+            LeafBody::Object { .. } => {}
+        }
+    }
+    Ok(structure)
+}

@@ -1,0 +1,50 @@
+//! Whole blocks of a file that lie in memory, each proven before it is used.
+
+use shardfast_format::{BLOCK_BYTES, crc64};
+
+const BLOCK: usize = BLOCK_BYTES as usize;
+
+/// A block is not what was saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Unproven;
+
+/// Whole blocks of a file, and what is known of them.
+pub(crate) struct Blocks<'a> {
+    bytes: &'a [u8],
+    expected: &'a [u64],
+    /// Of each block that was looked at whether it is what was saved.
+    seen: Vec<Option<bool>>,
+}
+
+impl<'a> Blocks<'a> {
+    pub(crate) fn new(bytes: &'a [u8], expected: &'a [u64]) -> Blocks<'a> {
+        Blocks { bytes, expected, seen: vec![None; expected.len()] }
+    }
+
+    fn block(&self, number: usize) -> &'a [u8] {
+        &self.bytes[number * BLOCK..self.bytes.len().min((number + 1) * BLOCK)]
+    }
+
+    /// The block that holds the byte `at`, and its bytes from there on, at most `bytes_max`.
+    ///
+    /// # Errors
+    /// When it is not what was saved.
+    pub(crate) fn prove(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unproven> {
+        let number = at / BLOCK;
+        if self.seen[number].is_none() {
+            self.saw(number, crc64(self.block(number)));
+        }
+        let rest = &self.block(number)[at % BLOCK..];
+        if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unproven) }
+    }
+
+    /// A block, if it was not looked at.
+    pub(crate) fn unseen(&self, number: usize) -> Option<&'a [u8]> {
+        self.seen.get(number)?.is_none().then(|| self.block(number))
+    }
+
+    /// Notes the CRC-64 of a block.
+    pub(crate) fn saw(&mut self, number: usize, crc: u64) {
+        self.seen[number] = Some(crc == self.expected[number]);
+    }
+}

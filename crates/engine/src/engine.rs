@@ -1,0 +1,128 @@
+//! The job's engine: what all of its saves and loads share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use shardfast_coord::Coord as Ranks;
+use shardfast_store::Store;
+
+use crate::background::Background;
+use crate::calls::Calls;
+use crate::cuda;
+use crate::error::{Result, retry};
+use crate::plans;
+use crate::staging::{PageLock, Staging};
+
+/// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
+pub struct Engine {
+    pub(crate) coord: Arc<dyn Ranks>,
+    pub(crate) staging: Arc<Staging>,
+    /// What was measured of the devices under the file systems.
+    pub(crate) storage: Arc<shardfast_store::Devices>,
+    accelerators: cuda::Devices,
+    is_page_locked: AtomicBool,
+    pub(crate) background: Background,
+    pub(crate) plans: std::sync::Mutex<plans::Plans>,
+    pub(crate) calls: Arc<Calls>,
+}
+
+impl Engine {
+    /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
+    ///
+    /// # Errors
+    /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](crate::staging::STAGING_BYTES_MIN).
+    pub fn new(coord: Arc<dyn Ranks>, staging_bytes: u64) -> Result<Arc<Engine>> {
+        Ok(Engine::with(coord, Staging::new(staging_bytes)?))
+    }
+
+    /// An engine of one rank with the default staging budget.
+    pub fn solo() -> Arc<Engine> {
+        Engine::with(shardfast_coord::solo(), Staging::at_least(staging_bytes_default(1)))
+    }
+
+    pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
+        Engine::on(coord, staging, cuda::Devices::default())
+    }
+
+    /// An engine of one rank whose devices are those of the CUDA driver in that library.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with_driver(library: &str, staging_bytes: u64) -> Result<Arc<Engine>> {
+        let accelerators = cuda::Devices::of(library);
+        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators))
+    }
+
+    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
+        Arc::new(Engine {
+            coord,
+            staging,
+            storage: Arc::default(),
+            accelerators,
+            is_page_locked: AtomicBool::new(false),
+            background: Background::default(),
+            plans: std::sync::Mutex::default(),
+            calls: Arc::default(),
+        })
+    }
+
+    /// The store at a URL, to be read, with what this engine has found out about the storage.
+    pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
+        retry(|| Ok(shardfast_store::open_on(url, &self.storage)?))
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> u32 {
+        self.coord.rank()
+    }
+
+    /// The name of this meeting of ranks.
+    pub(crate) fn meeting(&self) -> [u8; 16] {
+        self.coord.meeting().0
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> u32 {
+        self.coord.world()
+    }
+
+    /// Bytes of staging memory that saves and loads may use together.
+    pub fn staging_bytes(&self) -> u64 {
+        self.staging.budget_bytes()
+    }
+
+    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin behind everything
+    /// that `stream` was given until now. The first call for any device has the staging memory page-locked, in the
+    /// background.
+    ///
+    /// # Errors
+    /// As [`Devices::device`](cuda::Devices::device) and [`Device::copies_after`](cuda::Device::copies_after).
+    ///
+    /// # Safety
+    /// `stream` must be 0 or a stream of this device that has not been destroyed.
+    #[allow(unsafe_code)] // the one way in for foreign streams
+    pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
+        let device = self.accelerators.device(ordinal)?;
+        if !self.is_page_locked.swap(true, Ordering::Relaxed) {
+            let (staging, device) = (Arc::clone(&self.staging), Arc::clone(&device));
+            let page_lock: Arc<PageLock> = Arc::new(move |memory| {
+                // SAFETY: the arena unmaps a slab after its locks are dropped.
+                let lock = unsafe { device.page_lock(memory) }?;
+                Ok(Box::new(lock) as Box<dyn Send>)
+            });
+            // Whoever stages meanwhile waits for it. Without a thread the memory stays as it is, and copies are slower.
+            let _ = std::thread::Builder::new()
+                .name("shardfast-page-lock".into())
+                .spawn(move || staging.page_lock(page_lock));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { device.copies_after(stream) }
+    }
+}
+
+/// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
+pub fn staging_bytes_default(local_world: u32) -> u64 {
+    let memory = rustix::system::sysinfo();
+    let total = (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit));
+    (total / 4 / u64::from(local_world.max(1))).max(64 << 20)
+}

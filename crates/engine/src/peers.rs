@@ -1,0 +1,219 @@
+//! Bytes that come from a peer instead of from storage: where ranks want the same blocks, one of them reads for all.
+//!
+//! [`agree_route`] is the seam: all ranks say what they want, rank 0 finds whether and on which [`terms`] they share, and
+//! each gets its [`Route`]. [`exchange`] is what a shared load does; what its ranks send each other travels by a
+//! [`carrier`]: memory that ranks of a machine share, connections of the ranks' own, or the program's collectives.
+
+pub mod carrier;
+mod exchange;
+mod terms;
+
+use shardfast_plan::{Sharing, Wanted};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::reads::{Loaded, ReadPlan, ValueRef, data_bytes, value_sinks};
+use crate::sink::Want;
+use carrier::{Carrier, Handoff};
+use exchange::{Ended, GoOn, Neighbours, Shared, Trial, Trouble, Troubled};
+use terms::{Opening, Terms};
+
+/// Whether one rank reads for its peers what several want.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeerReads {
+    /// Where a trial shows that it is faster than reading again.
+    Auto,
+    /// Whatever it takes.
+    Always,
+    /// Each rank reads for itself.
+    Never,
+}
+
+/// Where the bytes of one rank's load come from.
+pub(crate) struct Route {
+    /// Whether other ranks of this machine read the same bytes, each for itself.
+    shared_on_host: bool,
+    /// On which terms ranks share, on all ranks or on none.
+    terms: Option<Terms>,
+    /// What this rank wants, each once, with its places among the wants and values.
+    wanted: Vec<(Wanted, Vec<usize>)>,
+    rounds: Option<Handoff>,
+}
+
+/// How a load ended on this rank.
+pub(crate) type Outcome = Troubled<(Ended, Loaded)>;
+
+/// Agrees that all ranks have a plan, and where each gets its bytes.
+///
+/// # Errors
+/// The same on every rank: what any of them brought instead of a plan.
+pub(crate) fn agree_route(
+    operation: &Operation,
+    checkpoint: &Checkpoint,
+    peer_reads: PeerReads,
+    plan: &Result<ReadPlan>,
+    (wants, values): (&[Want], &[ValueRef]),
+    rounds: Option<Handoff>,
+) -> Result<Route> {
+    let (engine, manifest) = (&checkpoint.engine, &checkpoint.manifest);
+    let is_alone = engine.world() == 1 || peer_reads == PeerReads::Never;
+    let is_little = peer_reads == PeerReads::Auto && data_bytes(manifest) < terms::REPEATED_BYTES_MIN;
+    let wanted = if is_alone || is_little { Vec::new() } else { terms::wanted(wants, values) };
+    let opening = plan.as_ref().map_err(Error::clone).map(|_| Opening {
+        bytes: checkpoint.bytes_wanted(wants),
+        wants: wanted.iter().map(|(wanted, _)| wanted.clone()).collect(),
+        has_rounds: rounds.is_some(),
+        exchange_bytes: engine.staging_bytes() / terms::EXCHANGE_PART,
+        links_max: terms::links_max(),
+    });
+    let opened = operation.agree("open", opening, |ranks| terms::decide(manifest, ranks, peer_reads))?;
+    Ok(Route { shared_on_host: opened.shared_on_host, terms: opened.sharing, wanted, rounds })
+}
+
+/// Agrees that everything arrived on all ranks.
+///
+/// # Errors
+/// The same on every rank: what any of them failed with.
+pub(crate) fn agree_done(operation: &Operation, outcome: Outcome) -> Result<Loaded> {
+    let (ended, loaded) = match outcome {
+        Ok((ended, loaded)) => (Ok(ended), Ok(loaded)),
+        Err(Trouble::Here(error)) => (Err(error.clone()), Err(error)),
+        Err(Trouble::Everywhere(error)) => return Err(error),
+    };
+    operation.agree("done", ended, |ranks| match ranks.iter().position(|&ended| ended == Ended::Stopped) {
+        None => Ok(vec![(); ranks.len()]),
+        Some(rank) => Err(Error::internal(format!("rank {rank} heard that another one gave up; none did"))),
+    })?;
+    loaded
+}
+
+impl Route {
+    /// Reads what is planned, each block from storage or from a peer.
+    pub(crate) fn read(
+        self,
+        operation: &Operation,
+        checkpoint: &Checkpoint,
+        plan: Result<ReadPlan>,
+        wants: &[Want],
+    ) -> Outcome {
+        let Route { shared_on_host, terms, wanted, rounds } = self;
+        let plan = plan?;
+        match terms {
+            None => Ok((Ended::Done, checkpoint.read(plan, wants, shared_on_host)?)),
+            Some(terms) => {
+                let load = SharedLoad { operation, checkpoint, wants, shared_on_host };
+                load.run_asked(plan, wanted, terms, rounds)
+            }
+        }
+    }
+}
+
+/// A load on terms that all ranks have agreed on.
+struct SharedLoad<'a> {
+    operation: &'a Operation,
+    checkpoint: &'a Checkpoint,
+    wants: &'a [Want],
+    shared_on_host: bool,
+}
+
+impl SharedLoad<'_> {
+    /// [`SharedLoad::run`], after which every rank has been asked whether to go on exactly if that was to be.
+    fn run_asked(
+        &self,
+        plan: ReadPlan,
+        wanted: Vec<(Wanted, Vec<usize>)>,
+        mut terms: Terms,
+        rounds: Option<Handoff>,
+    ) -> Outcome {
+        let mut asked = false;
+        let ask = |trial: Result<Trial>| {
+            let decide = |trials: Vec<Trial>| Ok(vec![Trial::is_worth_it(&trials); trials.len()]);
+            self.operation.agree("go on", trial, decide).map_err(Trouble::Everywhere)
+        };
+        let mut go_on = |trial| {
+            asked = true;
+            ask(Ok(trial))
+        };
+        let loaded = self.run(plan, wanted, &mut terms, rounds, &mut go_on);
+        match &loaded {
+            _ if asked || !terms.is_measured => loaded,
+            Ok(_) => ask(Ok(Trial::default())).and(loaded),
+            Err(Trouble::Here(error)) => ask(Err(error.clone())).and(loaded),
+            Err(Trouble::Everywhere(_)) => loaded,
+        }
+    }
+
+    /// Reads with others. `wanted` has the places among the wants and values of each thing wanted.
+    fn run(
+        &self,
+        plan: ReadPlan,
+        wanted: Vec<(Wanted, Vec<usize>)>,
+        terms: &mut Terms,
+        rounds: Option<Handoff>,
+        go_on: GoOn<'_>,
+    ) -> Outcome {
+        let SharedLoad { checkpoint, wants, .. } = *self;
+        let (names, places): (Vec<Wanted>, Vec<Vec<usize>>) = wanted.into_iter().unzip();
+        let has_peers = !terms.common.sets.is_empty();
+        let rank = checkpoint.engine.rank();
+        let sharing =
+            has_peers.then(|| Sharing::new(&checkpoint.manifest, rank, &names, &terms.common, terms.chunk_blocks));
+        let sharing = sharing.transpose().map_err(Error::from);
+        let Some((carrier, neighbours)) = self.connect(&plan, &sharing, terms, rounds)? else {
+            return Ok((Ended::Done, checkpoint.read(plan, wants, self.shared_on_host)?));
+        };
+        let Some(sharing) = sharing? else {
+            drop(carrier);
+            if terms.is_measured {
+                go_on(Trial::default())?;
+            }
+            return Ok((Ended::Done, checkpoint.read(plan, wants, false)?));
+        };
+        let mut values: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
+        let value_sinks = value_sinks(&mut values)?;
+        let sink =
+            |&place: &usize| wants.get(place).map_or_else(|| &value_sinks[place - wants.len()], |want| &want.sink);
+        let shared = Shared {
+            files: &checkpoint.files,
+            manifest: &checkpoint.manifest,
+            staging: &checkpoint.engine.staging,
+            sharing: &sharing,
+            sinks: places.iter().map(|places| places.iter().map(sink).collect()).collect(),
+            link_bytes: terms.link_bytes,
+            neighbours,
+        };
+        let go_on: Option<GoOn<'_>> = if terms.is_measured { Some(go_on) } else { None };
+        let (ended, traffic) = shared.run(carrier, go_on)?;
+        drop(value_sinks);
+        Ok((ended, Loaded { values, traffic }))
+    }
+
+    /// What carries messages to the peers, which `sharing` knows, and whose memory this rank sees. `None` on all ranks
+    /// where each reads for itself after all.
+    fn connect(
+        &self,
+        plan: &ReadPlan,
+        sharing: &Result<Option<Sharing>>,
+        terms: &mut Terms,
+        rounds: Option<Handoff>,
+    ) -> Troubled<Option<(Box<dyn Carrier>, Neighbours)>> {
+        if let Some(rounds) = rounds.filter(|_| terms.by_rounds) {
+            rounds.announce();
+            return Ok(Some((Box::new(rounds), Neighbours::default())));
+        }
+        let known = sharing.as_ref().map_err(Error::clone).map(|sharing| {
+            // Whoever has nothing in common with others has nothing against it either.
+            let is_cached = |_: &Sharing| self.checkpoint.files.are_cached(|| plan.tensors.spans());
+            let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
+            (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))
+        });
+        let Some(connected) = terms::connect(self.operation, known, terms.message_bytes_max)? else {
+            terms.is_measured = false;
+            return Ok(None);
+        };
+        // Where no byte passes a network there is none to be slower than the storage.
+        terms.is_measured &= !connected.is_in_memory;
+        Ok(Some((Box::new(connected.peers), connected.neighbours)))
+    }
+}

@@ -1,0 +1,178 @@
+//! How far a save has come: told by its threads, waited for by its caller.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+use crate::receipt::FileShape;
+use crate::staging::Staging;
+
+/// What a save did so far.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Report {
+    /// Milliseconds from the request until each phase was over.
+    pub phases_ms: BTreeMap<&'static str, f64>,
+    /// Bytes of data files that this rank wrote, headers included.
+    pub bytes_written: u64,
+    /// Data files that this rank wrote.
+    pub files_written: u64,
+    /// Whether what several ranks hold was compared; empty before that is known.
+    pub replicas: &'static str,
+    /// Why staging memory that was to be page-locked for a device is not: copies from it are slower then.
+    pub page_lock_failure: Option<String>,
+}
+
+/// What a save and its caller share.
+pub(crate) struct Shared {
+    pub(crate) state: Mutex<State>,
+    pub(crate) changed: Condvar,
+    pub(crate) requested: Instant,
+}
+
+pub(crate) struct State {
+    pub(crate) captured: bool,
+    pub(crate) staged: bool,
+    pub(crate) confirmed: Option<Result<()>>,
+    pub(crate) cancelled: Option<Error>,
+    pub(crate) outcome: Option<Result<()>>,
+    pub(crate) report: Report,
+}
+
+/// How the running save tells what it has reached.
+pub(crate) struct Progress {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Shared {
+    pub(crate) fn new(captured: bool) -> Shared {
+        let report = Report::default();
+        let state = State { captured, staged: false, confirmed: None, cancelled: None, outcome: None, report };
+        Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
+    }
+
+    /// `None` when `timeout` passed first.
+    pub(crate) fn wait<T>(&self, timeout: Option<Duration>, reached: impl Fn(&State) -> Option<T>) -> Option<T> {
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.lock();
+        loop {
+            if let Some(result) = reached(&state) {
+                return Some(result);
+            }
+            let Some(until) = until else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Progress {
+    /// Of work that nobody waits for in parts.
+    pub(crate) fn detached() -> Progress {
+        Progress { shared: Arc::new(Shared::new(true)) }
+    }
+
+    /// All that is captured eagerly is copied.
+    pub(crate) fn captured(&self) {
+        self.mark("captured");
+        self.shared.lock().captured = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// The state may change from now on.
+    pub(crate) fn staged(&self) {
+        self.mark("staged");
+        let mut state = self.shared.lock();
+        (state.captured, state.staged) = (true, true);
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until the caller confirms that nobody modified what is captured lazily.
+    pub(crate) fn confirmation(&self, timeout: Duration) -> Result<()> {
+        self.shared.wait(Some(timeout), |state| state.confirmed.clone()).unwrap_or_else(|| {
+            let message = "timed out waiting for confirmation that tensors were not modified during capture";
+            Err(Error::new(Kind::Unavailable, message))
+        })
+    }
+
+    /// The phase is over. Only the first word counts.
+    pub(crate) fn mark(&self, phase: &'static str) {
+        let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
+        self.shared.lock().report.phases_ms.entry(phase).or_insert(ms);
+    }
+
+    /// Bytes were copied into this staging memory.
+    pub(crate) fn staged_in(&self, staging: &Staging) {
+        let failure = staging.page_lock_failure();
+        self.shared.lock().report.page_lock_failure = failure;
+    }
+
+    /// Whether what several ranks hold is compared.
+    pub(crate) fn compared(&self, outcome: &'static str) {
+        self.shared.lock().report.replicas = outcome;
+    }
+
+    /// This rank wrote these data files.
+    pub(crate) fn wrote(&self, files: &[FileShape]) {
+        let mut state = self.shared.lock();
+        state.report.files_written += files.len() as u64;
+        state.report.bytes_written += files.iter().map(|file| file.bytes).sum::<u64>();
+    }
+
+    /// The save has failed elsewhere: nothing more needs to be written.
+    pub(crate) fn cancel(&self, error: &Error) {
+        self.shared.lock().cancelled.get_or_insert_with(|| error.clone());
+    }
+
+    /// Why the save has failed elsewhere.
+    pub(crate) fn cancelled(&self) -> Option<Error> {
+        self.shared.lock().cancelled.clone()
+    }
+
+    /// This rank's failure, told with how far its part of the save had come.
+    pub(crate) fn with_stage(&self, error: Error) -> Error {
+        let state = self.shared.lock();
+        let reached = |phase: &&&str| state.report.phases_ms.contains_key(**phase);
+        let stage = match ["staged", "captured", "planned"].iter().find(reached) {
+            Some(&"staged") => "staged, not yet durable",
+            Some(&"captured") => "captured, not yet staged",
+            _ => "planned, not yet captured",
+        };
+        Error { message: format!("{} (its part was {stage})", error.message), ..error }
+    }
+}
+
+/// Calls `reached` when `left` has been counted down.
+pub(crate) struct Countdown<F: Fn()> {
+    left: AtomicUsize,
+    reached: F,
+}
+
+impl<F: Fn()> Countdown<F> {
+    pub(crate) fn new(left: usize, reached: F) -> Self {
+        if left == 0 {
+            reached();
+        }
+        Countdown { left: AtomicUsize::new(left), reached }
+    }
+
+    pub(crate) fn one(&self) {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            (self.reached)();
+        }
+    }
+}

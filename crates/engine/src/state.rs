@@ -1,0 +1,191 @@
+//! What a rank gives to a save: its state, and where the save goes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use shardfast_format::{Catalog, Leaf, LeafBody, Region, sha256};
+use shardfast_plan::{Replicas, Write};
+
+use crate::capture::Captures;
+use crate::error::{Error, Result};
+use crate::provider::{Fences, Provider, Run};
+
+/// What one rank gives to a save.
+pub struct State {
+    /// The rank's leaves.
+    pub catalog: Arc<Catalog>,
+    /// For each leaf of the catalog its parts' bytes, in order: one provider for an object, none for an alias.
+    pub providers: Vec<Vec<Arc<dyn Provider>>>,
+    /// Which ranks hold the same parts of each leaf; `None` when that is not known.
+    pub replicas: Option<Arc<Replicas>>,
+    /// For each leaf when the ranks' replicas of it are compared; of leaves beyond its end at the first save.
+    pub compared: Arc<Vec<Compared>>,
+}
+
+/// Where a save goes, and what is noted about it.
+#[derive(Debug, Clone)]
+pub struct Destination {
+    /// The URL of the checkpoint; must hold no committed checkpoint.
+    pub url: String,
+    /// The training step, if it is one of a run.
+    pub step: Option<u64>,
+    /// Whatever the user wants noted.
+    pub user: BTreeMap<String, String>,
+    /// Which replicas are compared: ranks that hold the same region with different bytes fail the save.
+    pub prove: Prove,
+    /// Whether the caller does nothing else until the save has ended.
+    pub blocking: bool,
+}
+
+/// Which replicas a save compares.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Prove {
+    /// None: of each region the copy of the lowest rank that holds it is taken.
+    Nothing,
+    /// Those of leaves that are compared at the first save of a plan, if this is it.
+    #[default]
+    FirstSave,
+    /// All that may be compared at all.
+    EverySave,
+}
+
+/// When the replicas of a leaf are compared.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Compared {
+    /// At the first save of each plan, and when every save is asked to.
+    #[default]
+    FirstSave,
+    /// When every save is asked to: they are known to drift apart in sound programs.
+    OnRequest,
+    /// At every save, whatever is asked: that they were equal once tells nothing of later.
+    EverySave,
+    /// Never: the user says that they differ.
+    Never,
+}
+
+/// A range of the bytes of a tensor's part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PartRange {
+    /// Index of the leaf in the catalog.
+    pub(crate) leaf: u32,
+    pub(crate) part: u32,
+    /// From the part's start.
+    pub(crate) at: u64,
+    pub(crate) bytes: u64,
+}
+
+impl State {
+    /// Which captures there are among its tensors.
+    pub(crate) fn captures(&self) -> Captures {
+        self.providers.iter().flatten().map(|provider| provider.capture()).collect()
+    }
+
+    /// The bytes of what is to be written.
+    pub(crate) fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
+        let leaf = &self.catalog.leaves[write.leaf as usize];
+        let of = self.providers[write.leaf as usize].get(write.part as usize);
+        let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
+        match &leaf.body {
+            LeafBody::Tensor { .. } if write.rows.is_some() => {
+                let (at, bytes) = self.extent(write)?;
+                Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
+            }
+            _ => Ok(Arc::clone(of)),
+        }
+    }
+
+    /// The bytes of a range of a part.
+    pub(crate) fn range(&self, range: &PartRange) -> Result<Arc<dyn Provider>> {
+        let of = self.provider(&Write::whole(range.leaf, range.part))?;
+        Ok(Arc::new(Run::new(of, range.at, range.bytes)))
+    }
+
+    /// Where that lies which is to be written, as far as the plan makes sense.
+    pub(crate) fn ranges(&self, writes: &[Write]) -> Vec<PartRange> {
+        let of = |write: &Write| {
+            let (at, bytes) = self.extent(write).ok()?;
+            Some(PartRange { leaf: write.leaf, part: write.part, at, bytes })
+        };
+        writes.iter().filter_map(of).collect()
+    }
+
+    /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
+    pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
+        let leaf = &self.catalog.leaves[write.leaf as usize];
+        match &leaf.body {
+            LeafBody::Tensor { dtype, parts, .. } => {
+                let bytes = leaf_region(leaf, write)?.numel() * dtype.size_bytes();
+                Ok((write.skipped(&parts[write.part as usize]) * dtype.size_bytes(), bytes))
+            }
+            LeafBody::Object { .. } | LeafBody::Alias { .. } => {
+                Err(Error::internal(format!("{}: it is no tensor and has no extents", leaf.name)))
+            }
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        self.catalog.validate()?;
+        if self.providers.len() != self.catalog.leaves.len() {
+            return Err(Error::internal(format!(
+                "expected the bytes of {} leaves, found those of {}",
+                self.catalog.leaves.len(),
+                self.providers.len()
+            )));
+        }
+        for (leaf, providers) in self.catalog.leaves.iter().zip(&self.providers) {
+            let expected: Vec<Option<u64>> = match &leaf.body {
+                LeafBody::Tensor { dtype, parts, .. } => {
+                    parts.iter().map(|part| Some(part.numel() * dtype.size_bytes())).collect()
+                }
+                LeafBody::Object { .. } => vec![None],
+                LeafBody::Alias { .. } => Vec::new(),
+            };
+            let fits = expected.len() == providers.len()
+                && expected.iter().zip(providers).all(|(bytes, provider)| bytes.is_none_or(|b| b == provider.bytes()));
+            if !fits {
+                let found: Vec<u64> = providers.iter().map(|provider| provider.bytes()).collect();
+                return Err(Error::invalid(format!(
+                    "leaf {}: its parts need {expected:?} bytes, its memory has {found:?}",
+                    leaf.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// That what was copied is what was there when the save was begun, as far as samples tell.
+    pub(crate) fn expect_whole(&self) -> Result<()> {
+        let torn = self.catalog.leaves.iter().zip(&self.providers);
+        let mut torn = torn.filter(|(_, providers)| providers.iter().any(|provider| provider.is_torn()));
+        let Some((first, _)) = torn.next() else { return Ok(()) };
+        let more = torn.count();
+        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        Err(Error::invalid(format!(
+            "{}{more} was written while it was being captured, by a way that is not announced: wait for staged() of \
+             the save before changing tensors in other ways than by a step of their optimizer",
+            first.name
+        )))
+    }
+
+    /// SHA-256 of every encoded value, in the catalog's order.
+    pub(crate) fn digests(&self) -> Result<Vec<[u8; 32]>> {
+        let leaves = self.catalog.leaves.iter().zip(&self.providers);
+        leaves
+            .filter(|(leaf, _)| matches!(leaf.body, LeafBody::Object { .. }))
+            .map(|(_, providers)| {
+                let mut bytes = vec![0; providers[0].bytes() as usize];
+                providers[0].fill(0, &mut bytes, &mut Fences::default())?;
+                Ok(sha256(&bytes))
+            })
+            .collect()
+    }
+}
+
+/// The region of a tensor's part that is to be written.
+pub(crate) fn leaf_region(leaf: &Leaf, write: &Write) -> Result<Region> {
+    let LeafBody::Tensor { parts, .. } = &leaf.body else {
+        return Err(Error::internal(format!("{}: it is no tensor and has no part {}", leaf.name, write.part)));
+    };
+    let region = parts.get(write.part as usize).and_then(|part| write.region(part));
+    region.ok_or_else(|| Error::internal(format!("{}: it has no {write:?}", leaf.name)))
+}

@@ -74,7 +74,12 @@ class Pending:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What this rank's part of the save did so far: bytes, files, and milliseconds until the end of each phase."""
+        """What this rank's part of the save did so far.
+
+        A dict with the milliseconds from the call to the end of each phase (``phases_ms``), what this rank wrote
+        (``bytes_written``, ``files_written``), and whether ``replicas`` were compared. The guide's page on tuning
+        explains each field and phase.
+        """
         report: dict[str, Any] = json.loads(self._pending.report())
         return report
 

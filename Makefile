@@ -29,7 +29,7 @@ bench-quick: setup
 lint: setup
 	@scripts/lint.sh
 
-# Rust pages in target/doc, Python pages in target/doc-python.
+# The guide for users in target/site/index.html, Rust pages in target/doc.
 docs: setup
 	@scripts/docs.sh
 

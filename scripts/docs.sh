@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rust pages in target/doc, Python pages in target/doc-python.
+# The guide with the Python reference in target/site, and the Rust pages in target/doc. A warning is a failure.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/site.sh
 RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked
-scripts/pydoc.sh

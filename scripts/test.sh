@@ -52,10 +52,11 @@ venv_step "ruff format" "$bin/ruff" format --check .
 venv_step "mypy" "$bin/mypy"
 venv_step "mypy, a user's script" user_types
 venv_step "stubs" stubs
-venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/python/test_readme.py
-venv_step "README" "$bin/pytest" --quiet tests/python/test_readme.py
+venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure \
+    --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py
+venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py tests/python/test_guide.py
 venv_step "structure" "$bin/pytest" --quiet tests/structure
-venv_step "pdoc" scripts/pydoc.sh
+venv_step "guide as a site" scripts/site.sh
 
 printf '\n=== summary\n'
 failed=()

@@ -12,10 +12,9 @@ Example::
         ckpt.step(step + 1, state)             # saves when due
     ckpt.close()                               # waits until the last save is durable
 
-The keys of a *state* are the user's; each becomes a directory of the checkpoint. Their values may be modules,
-optimizers, anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of all these and of plain
-Python values. :func:`save` and :func:`load` are the plain verbs for one checkpoint; a :class:`Checkpointer` takes a
-whole run.
+A *state* is a dict whose keys you choose; each becomes a directory of the checkpoint. Its values may be modules,
+optimizers, anything with ``state_dict`` and ``load_state_dict``, tensors and arrays, and dicts of these and of plain
+Python values. :func:`save` and :func:`load` handle one checkpoint; a :class:`Checkpointer` handles a whole run.
 """
 
 import importlib

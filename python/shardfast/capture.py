@@ -29,10 +29,10 @@ GLANCE_S = 0.1
 
 
 class Pending:
-    """A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
+    """A save in flight: first *requested*, then *staged* (the state may change), then *committed* (it is durable).
 
     Attributes:
-        url: Of the checkpoint.
+        url: The checkpoint.
     """
 
     def __init__(self, url: str, pending: _native.Pending, watched: Sequence[Watched]) -> None:
@@ -45,10 +45,10 @@ class Pending:
         self._is_raised = False
 
     def staged(self, timeout_s: float | None = None) -> None:
-        """Waits until the state may change.
+        """Waits until everything is copied: the state may change in any way.
 
         Raises:
-            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` if ``timeout_s`` is over first.
         """
         try:
             self.mind(timeout_s)
@@ -60,7 +60,7 @@ class Pending:
         """Waits until the checkpoint is durable and visible.
 
         Raises:
-            Error: What made the save fail, the same on every rank; :class:`Unavailable` when the time is over first.
+            Error: What made the save fail, the same on every rank; :class:`Unavailable` if ``timeout_s`` is over first.
         """
         try:
             self.end(timeout_s)
@@ -69,12 +69,17 @@ class Pending:
             raise
 
     def done(self) -> bool:
-        """Whether the save has ended, well or badly."""
+        """Tells whether the save has ended, with or without success."""
         return self._pending.done()
 
     @property
     def report(self) -> dict[str, Any]:
-        """What this rank's part of the save did so far: bytes, files, and milliseconds until the end of each phase."""
+        """What this rank's part of the save did so far.
+
+        A dict with the milliseconds from the call to the end of each phase (``phases_ms``), what this rank wrote
+        (``bytes_written``, ``files_written``), and whether ``replicas`` were compared. The guide's page on tuning
+        explains each field and phase.
+        """
         report: dict[str, Any] = json.loads(self._pending.report())
         return report
 

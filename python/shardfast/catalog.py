@@ -19,14 +19,14 @@ VALUE_BYTES_MAX = 1 << 30
 
 
 class PerRank:
-    """Declares that a value belongs to this rank alone: random states, a data loader's position.
+    """Declares that a value belongs to this rank alone: a data loader's position, a buffer.
 
-    May stand as a key's value or directly below it, in place of any encodable value or of an object with
-    ``state_dict``. Loading replaces :attr:`value` (or calls its ``load_state_dict``). When the number of ranks has
-    changed since the save, a load asks for a choice: see ``per_rank`` of :func:`shardfast.load`.
+    It may stand as a key's value or directly below a key, and holds any value or an object with ``state_dict``. A load
+    replaces :attr:`value`, or calls its ``load_state_dict``. If the number of ranks has changed since the save, a load
+    needs ``per_rank=``: see :func:`shardfast.load`.
 
-    The value is saved as it stands here. What changes from step to step is an object with ``state_dict``, such as
-    :class:`Stateful`; random states are :func:`random_state`.
+    The value is saved as it stands here. If it changes from step to step, use an object with ``state_dict``, such as
+    :class:`Stateful`. For random states use :func:`random_state`.
 
     Example::
 

@@ -27,9 +27,9 @@ IN_FLIGHT_MAX = 2
 class Checkpointer:
     """Saves and restores the checkpoints of one run, each called ``<url>/step-<step>``. Every rank of the job has one.
 
-    Up to two saves are in flight: a third one first waits until the oldest is durable. A failure in the background is
-    raised by the next call of any method, once, and never keeps the next save from being made. Where no call can raise
-    it any more, at the end of the process, the log shows it.
+    Up to two saves are in flight; a third one waits until the oldest is durable. A failure in the background is raised
+    by the next call of any method, once, and does not prevent the next save. If no method is called any more, the log
+    shows it at the end of the process.
 
     Example::
 
@@ -39,25 +39,25 @@ class Checkpointer:
                 ckpt.step(step + 1, state)
 
     Args:
-        url: Of the run: a path or a URL. A relative path is one of the current directory at this call, ``~`` the home
-            directory. The run's directory may hold anything else, such as logs: only directories ``step-<step>`` are
-            looked at. A directory of a step is the checkpoint's own: a save into one that holds other files is refused.
+        url: The directory of the run: a path or a URL. A relative path starts at the current directory of this call,
+            ``~`` at the home directory. The directory may hold anything else, such as logs: Shardfast looks only at
+            directories ``step-<step>``. Those are the checkpoints' own; a save into one that holds other files is
+            refused.
         every: When :meth:`step` saves, such as ``sf.steps(200)``; without it only :meth:`save` does.
-        keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; all of them without it. Others are
-            deleted after the next save is durable and seen to be complete, never before. Only Shardfast's own files are
-            ever deleted: a checkpoint in whose directory you put a file of your own stays whole, and a warning in the
-            log says so once.
+        keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; without it all of them. Others are
+            deleted only after a newer one is durable and was seen to be complete. Shardfast deletes only its own files:
+            if you put a file of your own into a checkpoint's directory, the checkpoint stays, and the log says so once.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         prove_except: As in :func:`shardfast.save`.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
-        timeout_s: How long ranks wait for each other.
+        timeout_s: How long ranks wait for each other, in seconds.
 
     Attributes:
-        url: Of the run.
-        newest: The step of the newest save that was begun or restored here, ``None`` before.
-        committed: The newest step known here to be durable, ``None`` before.
-        restored: What :meth:`restore` loaded.
+        url: The directory of the run.
+        newest: The step of the newest save that was begun or restored by this object; ``None`` before.
+        committed: The newest step that this object knows to be durable; ``None`` before.
+        restored: What :meth:`restore` loaded; ``None`` before.
     """
 
     def __init__(
@@ -108,12 +108,11 @@ class Checkpointer:
     ) -> int:
         """Loads the newest committed checkpoint of the run into ``state``. Every rank calls it.
 
-        What is not committed, because its save was cut off, is passed over with a warning in the log.
+        Passes over steps whose save was cut off, with a warning in the log. The other arguments, and the errors, are
+        those of :func:`shardfast.load`.
 
         Args:
-            older: If the newest committed checkpoint is damaged, take the one before it. Without this it is an error.
-
-        The other arguments are those of :func:`shardfast.load`; so are the errors.
+            older: If the newest committed checkpoint is damaged, load the one before it. Without this it is an error.
 
         Returns:
             The step that was restored; 0 when the run has no committed checkpoint.
@@ -147,14 +146,17 @@ class Checkpointer:
             return step
 
     def step(self, step: int, state: dict[str, Any]) -> bool:
-        """Saves if a save is due after ``step`` steps; whether it did. Every rank calls it after each step.
+        """Saves if a save is due after ``step`` steps. Every rank calls it after each step.
 
         Returns when everything is copied that may change before the next step of the optimizer; see
         :func:`shardfast.save_async`.
 
+        Returns:
+            Whether it saved.
+
         Raises:
-            Error: What failed in the background since the last call (the save that is due is begun all the same), or
-                why this one cannot be made.
+            Error: What failed in the background since the last call (the save that is due has begun all the same), or
+                why this save cannot be made.
         """
         due = self._every is not None and self._every.due(step)
         if not due:
@@ -164,7 +166,7 @@ class Checkpointer:
         return True
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Saves now, as :meth:`step` does when due."""
+        """Saves now, as :meth:`step` does when a save is due."""
         if self._closed:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
         expect_step(step)
@@ -232,11 +234,11 @@ class Checkpointer:
             del failures
 
     def wait(self) -> None:
-        """Waits until every save is durable; raises what failed."""
+        """Waits until every save is durable. Raises what failed."""
         self._settle(0)
 
     def close(self) -> None:
-        """Waits until every save is durable; raises what failed. The checkpointer can then save no more."""
+        """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
         self._closed = True
         try:
             self._settle(0)

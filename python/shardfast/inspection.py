@@ -16,19 +16,19 @@ from .verbs import Url, expect_url
 
 
 def mapped(url: Url) -> Mapped:
-    """Opens the checkpoint at ``url`` to look at it. Any process does so alone, whatever job it belongs to.
+    """Opens the checkpoint at ``url`` to look at it. Any process may do so by itself, whatever job it belongs to.
 
-    Reads the manifest only; of the data, what is looked at::
+    Reads the manifest, and of the data only what you look up::
 
         with sf.mapped("runs/gpt/step-00001000") as checkpoint:
             print(checkpoint["model/layers.0.weight"].norm(), checkpoint.value("extra/args"))
 
-    Tensors are those of the framework that this process has imported, PyTorch's before NumPy's.
+    Tensors are PyTorch's if this process has imported PyTorch, otherwise NumPy's arrays.
 
     Raises:
-        NotFound: If no checkpoint is committed there.
-        Invalid: If it is a run of checkpoints, or no framework was imported.
-        Unsupported: If it is of a newer format.
+        NotFound: No checkpoint is committed there. (For a run, name one of its steps.)
+        Invalid: No framework was imported.
+        Unsupported: The format is newer.
     """
     active = frameworks.active()
     place = expect_url(url)
@@ -40,18 +40,18 @@ def mapped(url: Url) -> Mapped:
 class Mapped(Mapping[str, Any]):
     """The tensors of a checkpoint, aliases too, by ``"key/name"``. Made by :func:`mapped`.
 
-    Looking a tensor up proves its bytes, the first time, and copies nothing when they lie in one piece. What was saved
-    in several parts is assembled in new memory, each time; :meth:`parts` shows it without a copy. Nothing else is
-    read: damage elsewhere does not matter.
+    The first lookup of a tensor verifies its bytes. It copies nothing if the tensor was saved in one part. A tensor
+    that was saved in several parts is assembled in new memory at each lookup; :meth:`parts` shows them without a copy.
+    Nothing else is read, so damage elsewhere does not matter.
 
-    Tensors stay after :meth:`close`, which the end of a ``with`` block calls, and after the checkpoint is deleted: each
-    keeps its file mapped. Only who cuts a file of a checkpoint short takes them away, and ends the process. Writing
-    into one changes a copy of the page that is this process's own, seen by all tensors of this object that lie there,
-    and never the file.
+    Tensors stay valid after :meth:`close`, which the end of a ``with`` block calls, and after the checkpoint is
+    deleted: each keeps its file mapped. If another program truncates a file of the checkpoint, the kernel ends this
+    process when it looks there. Writing into a tensor changes this process's copy of the page, which all tensors of
+    this object on that page share, and never the file.
 
-    Lookups raise ``KeyError`` for a name that the checkpoint has not, :class:`Corrupt` for damage, :class:`Unsupported`
-    for a storage whose objects cannot be mapped (``memory://``), and :class:`Invalid` for an element type that the
-    framework has not, or after :meth:`close`.
+    A lookup raises ``KeyError`` for a name that the checkpoint does not have, :class:`Corrupt` for damage,
+    :class:`Unsupported` for a storage that cannot be mapped (``memory://``), and :class:`Invalid` for an element type
+    that the framework does not have, or after :meth:`close`.
     """
 
     def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter]) -> None:
@@ -99,7 +99,7 @@ class Mapped(Mapping[str, Any]):
         return tensor
 
     def parts(self, name: str) -> list[tuple[Ints, Any]]:
-        """The tensor as it was saved, without a copy: where each part begins in the global shape, and the part."""
+        """Returns a tensor's saved parts without a copy: for each its offsets in the global shape, and the part."""
         (index, dtype, _), (_, mapped) = self._tensor(name), self._opened()
         view = self._adapters[0].view
         try:
@@ -108,15 +108,15 @@ class Mapped(Mapping[str, Any]):
             raise self._has_no_type(name, refused) from refused
 
     def value_names(self) -> list[str]:
-        """The names of what is no tensor."""
+        """Returns the names of the values: everything that is no tensor."""
         return list(self._values)
 
     def value(self, name: str, *, rank: int = 0, pickle: bool = False) -> Any:
-        """A Python value, the tensors in it as in the mapping.
+        """Returns a Python value; tensors in it are as in the mapping.
 
         Args:
-            name: Of the value: ``"key/name"``.
-            rank: Whose, of the ranks that saved; matters where their values differ.
+            name: The value's name: ``"key/name"``.
+            rank: Whose value, if it differed between the ranks that saved.
             pickle: Load pickles, which can run any code.
         """
         if name not in self._values:
@@ -131,7 +131,7 @@ class Mapped(Mapping[str, Any]):
         return raise_value(decode(data, name), how)
 
     def close(self) -> None:
-        """Ends looking. Tensors that were looked up stay as they are."""
+        """Closes the checkpoint. Tensors that were looked up stay valid."""
         self._open = None
 
     def __enter__(self) -> Mapped:

@@ -50,27 +50,26 @@ class Options:
 
 @dataclass
 class LoadPlan:
-    """What a load takes from a checkpoint into a state, on this rank. ``str()`` of it says so for people.
+    """What a load takes from a checkpoint into a state, on this rank. ``print`` shows it for people.
 
     Attributes:
-        url: Of the checkpoint.
-        step: The training step that it was saved at, if it is one of a run.
+        url: The checkpoint.
+        step: The training step that the checkpoint records; ``None`` if it records none.
         tensors: Names (``key/name``, as in the state) of the tensors that are loaded.
         values: Names of the Python values that are loaded.
-        renamed: Names in the state by names in the checkpoint, where they differ.
-        cast: Of tensors whose dtype changes: the saved dtype and the state's.
-        missing: Names that the state has and the checkpoint has not.
+        renamed: From names in the checkpoint to names in the state, where they differ.
+        cast: From names of tensors whose dtype changes to the saved dtype and the state's.
+        missing: Names that the state has and the checkpoint does not have.
         unexpected: Names that the checkpoint has and no rank's state has.
-        dropped: Optimizer state that is here and was not there at the save: a load removes it.
-        problems: Everything that forbids the load, of all ranks; empty after a load.
-        bytes_wanted: Bytes that this rank needs. This and the following are forecast by :func:`shardfast.plan_load`
-            only.
-        bytes_read: Bytes that it will read for them, or after a load: that it read from storage.
-        reads: Number of reads.
-        files: Number of files opened.
-        bytes_received: Bytes that other ranks read and sent.
-        bytes_sent: Bytes that were read here and sent to other ranks.
-        is_shared: Whether the ranks read for each other.
+        dropped: Optimizer state that the checkpoint does not have: a load removes it.
+        problems: Everything that prevents the load, of all ranks; empty after a load.
+        bytes_wanted: Bytes that this rank needs. Only :func:`shardfast.plan_load` sets it.
+        bytes_read: Bytes that this rank will read; after a load, bytes that it read from storage.
+        reads: Number of reads. Only :func:`shardfast.plan_load` sets it.
+        files: Number of files that this rank opens. Only :func:`shardfast.plan_load` sets it.
+        bytes_received: After a load, bytes that other ranks read and sent to this one.
+        bytes_sent: After a load, bytes that this rank read and sent to others.
+        is_shared: After a load, whether the ranks read for each other.
     """
 
     url: str

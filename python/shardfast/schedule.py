@@ -42,17 +42,17 @@ class Keep:
 
 
 def steps(count: int) -> Steps:
-    """Save every ``count`` steps: ``Checkpointer(url, every=sf.steps(200))``."""
+    """Saves every ``count`` steps: ``Checkpointer(url, every=sf.steps(200))``."""
     return Steps(_positive("steps", count))
 
 
 def last(count: int) -> Keep:
-    """Keep the newest ``count`` checkpoints: ``Checkpointer(url, keep=sf.last(3))``."""
+    """Keeps the newest ``count`` checkpoints: ``Checkpointer(url, keep=sf.last(3))``."""
     return Keep(last=_positive("last", count))
 
 
 def every(count: int) -> Keep:
-    """Keep every checkpoint whose step ``count`` divides: ``Checkpointer(url, keep=sf.last(3) | sf.every(10_000))``."""
+    """Keeps checkpoints whose step ``count`` divides: ``Checkpointer(url, keep=sf.last(3) | sf.every(10_000))``."""
     return Keep(every=_positive("every", count))
 
 

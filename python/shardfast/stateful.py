@@ -20,10 +20,10 @@ _log = logging.getLogger("shardfast")
 
 
 class Stateful:
-    """A value that is read by a function at each save, and set by another one at each load.
+    """A value that one function reads at each save, and another one sets at each load.
 
-    Stands where an object with ``state_dict`` may: as a key's value or directly below a key, alone or in
-    :class:`PerRank`. Both functions are called in the thread that saves or loads.
+    It may stand where an object with ``state_dict`` may: as a key's value or directly below a key, alone or in
+    :class:`PerRank`. Both functions run in the thread that saves or loads.
 
     Example::
 
@@ -31,11 +31,10 @@ class Stateful:
         state["extra"]["position"] = sf.PerRank(sf.Stateful(loader.tell, loader.seek))
 
     Args:
-        get: Is called without arguments by every call of :func:`save`, :func:`save_async` and
-            :meth:`Checkpointer.step` that saves; returns the value, of any kind that can be stored. :func:`load` and
-            :func:`plan_load` call it, too, to see which tensors they may fill.
-        set: Is called with the loaded value at the end of a load, when everything was proven and made on all ranks,
-            and everything else was installed.
+        get: Returns the value, of any kind that can be stored. Every call that saves calls it, without arguments.
+            :func:`load` and :func:`plan_load` call it, too, to see which tensors they may fill.
+        set: Takes the loaded value. A load calls it at its end, after it verified all bytes on all ranks and set
+            everything else.
     """
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
@@ -64,18 +63,18 @@ class Stateful:
 def random_state() -> PerRank:
     """The state of this process's global random generators, read at each save and set at the end of each load.
 
-    They are those of Python's ``random``; of NumPy's ``numpy.random``, if NumPy was imported; and of PyTorch for the
-    host and, once CUDA is in use, for each of its devices, if PyTorch was imported. Each rank has its own, as with
-    :class:`PerRank`: a load on another number of ranks asks for a choice (``per_rank=``) where they differ.
+    The generators are Python's ``random``; ``numpy.random``, if NumPy was imported; and, if PyTorch was imported, its
+    generators for the host and, once CUDA is in use, for each of its devices. Each rank has its own, as with
+    :class:`PerRank`: if they differ, a load on another number of ranks needs ``per_rank=``.
 
     Example::
 
         state = {"model": model, "optimizer": optimizer, "extra": {"random": sf.random_state()}}
 
-    A load raises :class:`Unsupported` where a framework was imported at the save and is not now, and :class:`Invalid`
-    where CUDA has another number of devices. What is here and was not at the save stays as it is, with a warning in
-    the log. Generators that a program makes itself, such as ``torch.Generator`` and ``numpy.random.default_rng``, are
-    not among them: give each a :class:`Stateful`.
+    A load raises :class:`Unsupported` if a framework was imported at the save and is not now, and :class:`Invalid` if
+    CUDA has another number of devices. Generators that the checkpoint does not have stay as they are, with a warning in
+    the log. Generators that your program makes, such as ``torch.Generator`` and ``numpy.random.default_rng``, are not
+    included: give each a :class:`Stateful`.
     """
     return PerRank(_RandomState())
 

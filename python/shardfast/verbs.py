@@ -40,39 +40,39 @@ def save(
 
     Args:
         url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. A relative
-            path is one of the current directory at this call, ``~`` the home directory. It is a directory of its own,
-            new, empty, or left by a save that was cut off: one that holds other files is refused. Nothing is ever
-            overwritten: a place that holds a committed checkpoint is a :class:`Conflict`.
-        state: A dict from names to what is saved under them: modules, optimizers (with their modules beside them),
-            anything with ``state_dict``/``load_state_dict``, tensors and arrays, and dicts of these and of plain Python
-            values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to be the same
-            on every rank; what belongs to one rank goes into :class:`PerRank`. Values are saved as they stand there;
-            what is to be read now is an object with ``state_dict``, a :class:`Stateful` or :func:`random_state`. One
-            value takes up to 1 GiB and 2**24 items: what is larger goes into tensors or arrays.
-        step: The training step, to be noted.
-        user: Anything else to be noted, shown by ``shardfast inspect``.
-        pickle: Pickle Python values that cannot be said as data. Such a checkpoint runs code when it is loaded, and
-            loads only with ``pickle=True``.
-        prove: When ranks compare what they hold in common. Ranks that hold the same part of a tensor are taken for
-            replicas, and share its writing. By default the first save of each layout in a process compares checksums of
-            all copies but those of modules' buffers; copies that differ fail that save, which names them and the ranks.
-            It reads what a rank holds and does not write once more, before the save is staged. ``True`` compares
-            everything, in every save. ``False`` compares nothing. What is not compared is saved as the lowest rank
-            holds it; :attr:`Pending.report` says so under ``"replicas"``. Optimizer state of another shape than its
-            sharded parameter is compared by every save.
+            path starts at the current directory of this call, ``~`` at the home directory. The directory must be new,
+            empty, or left by a save that was cut off; one that holds other files is refused. A committed checkpoint is
+            never overwritten.
+        state: A dict from names to what is saved under them: modules, optimizers (with their modules in the same
+            state), anything with ``state_dict`` and ``load_state_dict``, tensors and arrays, and dicts of these and of
+            plain Python values. Each key becomes a directory of the checkpoint. A tensor without a sharding is taken to
+            be the same on every rank; wrap what belongs to one rank in :class:`PerRank`. A value is saved as it stands
+            in the dict; to have it read at each save, use :class:`Stateful` or :func:`random_state`. One value takes at
+            most 1 GiB and 2**24 items; put larger ones into tensors or arrays.
+        step: The training step, which the checkpoint records.
+        user: Other texts to record, which ``shardfast inspect`` shows.
+        pickle: Pickle Python values that have no form as data. Such a checkpoint runs code when it is loaded, and loads
+            only with ``pickle=True``.
+        prove: When ranks compare their replicas. Ranks that hold the same part of a tensor are replicas, and share its
+            writing. By default the first save of each layout in a process compares checksums of all copies except
+            those of modules' buffers. If copies differ, the save fails and names them and their ranks. For this a rank
+            reads what it holds and does not write, before the save is staged. ``True`` compares everything in every
+            save; ``False`` compares nothing. The lowest rank that holds a part writes it if it is not compared.
+            :attr:`Pending.report` tells under ``"replicas"`` what was done. Optimizer state of another shape than its
+            sharded parameter is compared in every save.
         prove_except: Leaves whose copies may differ: patterns of keys (``"ema"``) or of leaves
-            (``"model/*.running_*"``). They are saved as the lowest rank holds them.
+            (``"model/*.running_*"``). The lowest rank that holds a part writes it.
         process_group: The ranks that make this call, if not all ranks of the job do: a ``torch.distributed`` process
-            group. They are a job of their own, in which ranks have their numbers in the group.
-        timeout_s: How long ranks wait for each other.
+            group. Its ranks are a job of their own, with their numbers in the group.
+        timeout_s: How long ranks wait for each other, in seconds.
 
     Raises:
-        Invalid: If the state cannot be stored, naming every offender, or the ranks' states contradict each other; if
-            the place holds files that are no checkpoint's.
-        Conflict: If a checkpoint is there already.
-        Corrupt: If something removed or changed the files of this save before its commit.
-        Exhausted: If the disk is full.
-        Unavailable: If the store or a rank cannot be reached.
+        Invalid: The state cannot be stored (the message names every offender), the ranks' states contradict each
+            other, or the directory holds files of something else.
+        Conflict: A committed checkpoint is there already.
+        Corrupt: Something removed or changed the files of this save before its commit.
+        Exhausted: The disk is full.
+        Unavailable: The storage or a rank cannot be reached.
     """
     session, describer = _describer(timeout_s, process_group)
     pending = begin(
@@ -105,15 +105,15 @@ def save_async(
 ) -> Pending:
     """Begins to save ``state`` and returns. Every rank of the job calls it.
 
-    What may change at any time is copied when this returns: Python values, buffers, small tensors, all that no
-    optimizer of the state owns. Parameters and the state of optimizers are copied while the training goes on: a step of
-    any optimizer and a ``load_state_dict`` wait until that is done, and so do :func:`load` and the next save. Who
-    changes them in another way first waits for :meth:`Pending.staged`; a save during which somebody did not fails on
-    every rank and leaves no checkpoint. What is written past PyTorch's version counters (through ``.data``, by foreign
-    code) is not noticed. Writing, flushing and the commit go on in the background; a process that ends waits for them.
+    When this returns, everything is copied that no optimizer of the state owns: Python values, buffers, small tensors.
+    Parameters and optimizer state are copied while the training goes on. A step of any optimizer and a
+    ``load_state_dict`` wait until that is done, and so do :func:`load` and the next save. Call :meth:`Pending.staged`
+    before modifying them any other way; otherwise the save fails on every rank and leaves no checkpoint. Writes that
+    PyTorch's version counters do not count (through ``.data``, by foreign code) are noticed only in part. Writing,
+    flushing and the commit go on in the background; a process that ends waits for them.
 
-    Arguments are those of :func:`save`, which also tells what may be raised: what happens until this returns here,
-    everything else by the :class:`Pending`.
+    The arguments are those of :func:`save`. So are the errors: this call raises what fails before it returns, the
+    :class:`Pending` everything else.
     """
     session, describer = _describer(timeout_s, process_group)
     return begin(
@@ -236,41 +236,42 @@ def load(
 ) -> LoadPlan:
     """Loads one checkpoint into ``state``, in this job's layout. Every rank of the job calls it.
 
-    Tensors are filled in place, whatever layout they were saved in. Optimizer state that does not exist yet is made.
-    Other values replace the entries of the state's dicts, or are given to ``load_state_dict``; of these nothing changes
-    before every byte was read and proven, and every rank has made its values.
+    Fills tensors in place, whatever layout they were saved in, and creates optimizer state that does not exist yet.
+    Other values replace the entries of the state's dicts, or go to ``load_state_dict``. These change only after all
+    bytes on all ranks were read and verified, and every rank has made its values.
 
-    Where several ranks want the same bytes, one of them reads them and passes them on: on one machine through memory
-    that they share, else over connections of their own, if a short trial shows that this is faster. Tensors on devices
-    are the exception: on several machines their bytes travel through the job's default process group if that is NCCL's,
-    so all ranks call this in the same order as that group's collectives, with none of them under way.
+    If several ranks want the same bytes, one of them reads these and passes them on: to ranks of its machine through
+    shared memory, to others over connections of their own if a short trial shows that this is faster. There is one
+    exception: if tensors are on devices of several machines and the default process group uses NCCL, the bytes travel
+    through that group. Then all ranks must call this in the same order as the group's collectives, while none of those
+    is running.
 
     Args:
-        url: Of the checkpoint.
-        state: As in :func:`save`. Values that only mark a place may be anything, such as ``None``.
-        strict: Refuse leaves that only the checkpoint has (on no rank is a place for them) or only the state has. With
-            ``False`` they are reported in the result.
-        rename: Names in the state by names in the checkpoint, ``"key/name"`` both, or a function from the one to the
-            other. What is renamed as a parameter is renamed in optimizers too.
+        url: The checkpoint.
+        state: As in :func:`save`. A value that only marks a place may be anything, such as ``None``.
+        strict: Refuse leaves that only the checkpoint has (no rank's state has them) or only the state has. With
+            ``False`` the result lists them.
+        rename: A dict from names in the checkpoint to names in the state, both ``"key/name"``, or a function from the
+            one to the other. A renamed parameter is renamed in optimizers, too.
         cast: Convert tensors whose dtype differs.
         only: Load a part: patterns of keys (``"model"``) or of leaves (``"model/layers.*"``), of names in the state.
-        per_rank: When values differ by rank and the number of ranks is not that of the save: ``"error"``; ``"rank0"``
-            gives everyone that of rank 0; ``"index"`` that of the rank with one's number modulo the saved number.
+        per_rank: What to do if values differ by rank and the number of ranks has changed. ``"error"`` raises.
+            ``"rank0"`` gives every rank what rank 0 saved. ``"index"`` gives rank *i* what rank *i* modulo the number
+            of saving ranks saved.
         pickle: Load pickles, which can run any code.
         process_group: As in :func:`save`.
-        timeout_s: How long ranks wait for each other.
+        timeout_s: How long ranks wait for each other, in seconds.
 
     Returns:
         What was loaded.
 
     Raises:
-        NotFound: If no checkpoint is committed there.
-        Invalid: If the checkpoint does not fit the state: missing, unexpected, wrong shape, wrong dtype, on any rank,
-            all in one error, the same on every rank.
-        Corrupt: If bytes are not those that were saved, or no value can be made of them. Tensors filled before that
-            keep what they got.
-        Unsupported: If it is of a newer format, or holds a value whose class was not imported, or one that is larger
-            than values may be.
+        NotFound: No checkpoint is committed there.
+        Invalid: The checkpoint does not fit the state. One error, the same on every rank, lists all leaves of all
+            ranks that are missing, unexpected, or of another shape or dtype.
+        Corrupt: Bytes are not those that were saved, or no value can be made of them. Tensors that were filled before
+            that keep the loaded data.
+        Unsupported: The format is newer, or a value's class is not imported, or a value is larger than the limit.
     """
     session = current(timeout_s, process_group)
     options, place = prepared(
@@ -295,10 +296,10 @@ def plan_load(
     process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
-    """What :func:`load` with these arguments would do: reads the manifest only, changes nothing. Every rank calls it.
+    """Tells what :func:`load` with these arguments would do. Every rank of the job calls it.
 
-    ``print(sf.plan_load(...))`` shows what would be loaded, renamed, cast, missing and unexpected, every problem that
-    would make the load fail, and how many bytes this rank would read.
+    Reads the manifest only, and changes nothing. ``print(sf.plan_load(...))`` shows what would be loaded, renamed,
+    cast, missing and unexpected, every problem that would make the load fail, and how many bytes this rank would read.
     """
     session = current(timeout_s, process_group)
     options, place = prepared(

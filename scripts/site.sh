@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The guide with the Python reference in target/site, which opens from disk. A warning, such as a link that leads
+# nowhere, is a failure.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+rm -rf target/site target/doctrees
+.venv/bin/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir target/doctrees docs target/site
+if grep --recursive --line-number --extended-regexp '(src|srcset)="(https?:)?//|@import|url\((https?:)?//' target/site \
+    --include='*.html' --include='*.css'; then
+    echo "site: the lines above load something from the network" >&2
+    exit 1
+fi
+echo "site: target/site/index.html"

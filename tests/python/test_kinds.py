@@ -270,7 +270,9 @@ def test_a_tensor_of_any_kind_is_stored_or_refused_by_name(kind):
         names = PLACES[place][1]
         is_less = kind == "subclass" and place in REPLACED
         for verb in ("save", "save_async"):
-            check(said[verb], "come back as a plain tensor" if is_less else saves, names, f"{verb}, {place}: {said[verb]}")
+            check(
+                said[verb], "come back as a plain tensor" if is_less else saves, names, f"{verb}, {place}: {said[verb]}"
+            )
         check(said["plan_load"], "", names, f"plan_load, {place}: {said['plan_load']}")
         is_replaced = place in REPLACED and (kind in KINDS or not said["load"])  # inside of some by wrapped ones, too
         check(said["load"], "" if is_replaced else loads, names, f"load, {place}: {said['load']}")

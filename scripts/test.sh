@@ -52,7 +52,8 @@ venv_step "ruff format" "$bin/ruff" format --check .
 venv_step "mypy" "$bin/mypy"
 venv_step "mypy, a user's script" user_types
 venv_step "stubs" stubs
-venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure \
+venv_step "wheels for other machines" scripts/wheel.sh
+venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
     --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py
 venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py tests/python/test_guide.py
 venv_step "structure" "$bin/pytest" --quiet tests/structure

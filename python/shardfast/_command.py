@@ -1,10 +1,20 @@
 """The ``shardfast`` command, as the wheel installs it."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 
 from ._native import cli_main
 
 
 def main() -> int:
     """Runs the command with this process's arguments; the result is the exit code."""
-    return cli_main(sys.argv)
+    return cli_main(sys.argv, _host)
+
+
+def _host() -> tuple[int | None, Sequence[tuple[str, str, str, str]]]:
+    """What Python knows of this machine; called only when the command tells of it, since it imports frameworks."""
+    from . import machine
+
+    return machine.examine()

@@ -399,5 +399,9 @@ def absolute_url(url: str) -> str:
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""
 
-def cli_main(argv: Sequence[str]) -> int:
-    """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code."""
+def cli_main(argv: Sequence[str], host: Callable[[], tuple[int | None, Sequence[tuple[str, str, str, str]]]]) -> int:
+    """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code.
+
+    ``host`` is called if the command tells of this machine: the staging budget of a process where one is set, and
+    findings, each its name, ``ok``, ``limited`` or ``failed``, what was found, and what follows.
+    """

@@ -263,6 +263,42 @@ def _tls() -> tuple[str, str, str] | None:
     raise Invalid(f"{' and '.join(missing)}: not set; TLS needs all of {TLS_CERT}, {TLS_KEY} and {TLS_CA}")
 
 
+class Settings(NamedTuple):
+    """What this process's environment says of its job."""
+
+    staging_bytes: int | None
+    is_encrypted: bool
+    problems: list[str]
+    """What is wrong with it: each begins with the variable's name."""
+
+
+def settings() -> Settings:
+    """The settings of this process, and what is wrong with them. Meets no other rank."""
+    staging_bytes, tls, problems = None, None, []
+    try:
+        staging_bytes = _staging_bytes()
+    except Invalid as error:
+        problems.append(str(error))
+    try:
+        _fan_out()
+    except Invalid as error:
+        problems.append(str(error))
+    try:
+        tls = _tls()
+        if tls is not None:
+            Place("127.0.0.1", 0, 1, "unused", tls=tls)  # reads the files, and listens nowhere
+    except Error as error:
+        problems.append(str(error))
+    return Settings(staging_bytes, tls is not None, problems)
+
+
+def address() -> str:
+    """Where this process would listen for ranks that join through it, as its environment is now: an IP address."""
+    root = os.environ.get(ROOT, "").rpartition(":")[0].strip("[]")
+    world = os.environ.get("WORLD_SIZE", "")
+    return _host(int(world) if world.isdecimal() else 0, root or os.environ.get("MASTER_ADDR", ""))
+
+
 def _number(name: str, least: int, default: int | None = None) -> int:
     text = os.environ.get(name, default)
     if text is None:

@@ -326,7 +326,8 @@ def fill(
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
     ``peer_reads`` is ``"always"`` to have bytes that several ranks want read by one of them, ``"never"`` to have each
-    read for itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the tensors are.
+    read for itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the
+    tensors are.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.plan.expect_no_problems()

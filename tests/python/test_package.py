@@ -73,6 +73,51 @@ def test_the_command_needs_no_framework_and_answers_programs(tmp_path, saved):
     assert "manifest-" in broken.stderr
 
 
+def findings(*arguments, **environment):
+    done = command("doctor", *arguments, "--json", **environment)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_doctor_tells_of_frameworks_whether_they_can_be_imported(tmp_path):
+    code, found = findings(tmp_path)
+    assert code == 0
+    assert (found["torch"]["status"], found["torch"]["found"]) == ("ok", torch.__version__)
+    assert (found["numpy"]["status"], found["numpy"]["found"]) == ("ok", np.__version__)
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
+    (tmp_path / "numpy.py").write_text("__version__ = '1.26.4'")
+    _, found = findings(tmp_path, PYTHONPATH=str(tmp_path))
+    assert (found["torch"]["status"], found["numpy"]["status"]) == ("limited", "limited")
+    assert "libtorch_cpu.so" in found["torch"]["found"]
+    assert "the oldest version that is tested is 2.4" in found["numpy"]["follows"]
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_doctor_tells_what_the_environment_sets_and_what_is_wrong_with_it(tmp_path):
+    for name in ("torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not imported: this test is about settings')")
+
+    def told(**environment):
+        return findings(tmp_path, PYTHONPATH=str(tmp_path), **environment)
+
+    code, found = told(SHARDFAST_STAGING_BYTES="8MiB", MASTER_ADDR="127.0.0.1")
+    assert (code, found["staging budget"]["status"]) == (0, "ok")
+    assert found["staging budget"]["found"].startswith("8.0 MiB for each process")
+    assert (found["address"]["found"], found["address"]["status"]) == ("127.0.0.1", "limited")
+    nowhere = dict.fromkeys(
+        ("SHARDFAST_TLS_CERT", "SHARDFAST_TLS_KEY", "SHARDFAST_TLS_CA"), str(tmp_path / "nowhere.pem")
+    )
+    wrong = {
+        "SHARDFAST_STAGING_BYTES='lots'": {"SHARDFAST_STAGING_BYTES": "lots"},
+        "SHARDFAST_FANOUT='1'": {"SHARDFAST_FANOUT": "1"},
+        str(tmp_path / "nowhere.pem"): nowhere,
+        "SHARDFAST_TLS_KEY and SHARDFAST_TLS_CA": {"SHARDFAST_TLS_CERT": "cert.pem"},
+    }
+    for expected, environment in wrong.items():
+        code, found = told(**environment)
+        assert (code, found["settings"]["status"], found["settings"]["found"]) == (1, "failed", expected)
+
+
 CALLS = {
     "no place": (lambda url: sf.save(None, state()), r"url: expected a path or a URL, found a NoneType"),
     "an empty place": (lambda url: sf.save("", state()), r"expected a path or a URL"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import ctypes, errno, sys
+import ctypes, errno, json, subprocess, sys
 import torch
 
 # seccomp(2): every io_uring call (425, 426, 427 on all architectures) answers with an error, every other one works.
@@ -39,6 +39,11 @@ sf.save(url, state)
 other = {"model": {"w": torch.zeros(3_000_000)}}
 sf.load(url, other)
 assert torch.equal(other["model"]["w"], state["model"]["w"])
+from pathlib import Path
+program = Path(sys.executable).with_name("shardfast")
+told = json.loads(subprocess.run([program, "doctor", url, "--json"], check=True, capture_output=True).stdout)
+(ring,) = (finding for finding in told["findings"] if finding["name"] == "io_uring")
+assert ring["status"] == "limited" and "several threads" in ring["follows"], ring
 print("saved and loaded")
 """
 

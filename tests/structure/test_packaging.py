@@ -41,7 +41,7 @@ def test_the_toolchain_is_the_declared_one():
     assert channel.startswith(declared), f"rust-toolchain.toml pins {channel}, Cargo.toml declares {declared}"
 
 
-@pytest.mark.parametrize("name", ["dev", "bench"])
+@pytest.mark.parametrize("name", ["dev", "bench", "wheel"])
 def test_lock_files_are_there_and_pin(name):
     wanted = re.findall(r"^([\w-]+==[\w.]+)", read(f"requirements/{name}.in"), re.MULTILINE)
     pinned = read(f"requirements/{name}.txt").splitlines()
@@ -51,11 +51,12 @@ def test_lock_files_are_there_and_pin(name):
     assert "Cargo.lock" in files(".lock"), "Remedy: commit Cargo.lock"
 
 
-def test_the_benchmarks_measure_what_the_tests_test():
+@pytest.mark.parametrize("name", ["bench", "wheel"])
+def test_what_is_measured_and_shipped_is_made_of_what_is_tested(name):
     tested = read("requirements/dev.txt").splitlines()
     names = {line.split("==")[0] for line in tested if "==" in line}
-    measured = read("requirements/bench.txt").splitlines()
-    found = [line for line in measured if line.split("==")[0] in names and line not in tested]
+    others = read(f"requirements/{name}.txt").splitlines()
+    found = [line for line in others if line.split("==")[0] in names and line not in tested]
     offenders("run scripts/lock.sh: where both lock files name a package they pin one version", found)
 
 

@@ -7,13 +7,14 @@ URL is a path, file:///path or memory://name; a checkpoint, or a run, whose newe
 
 Exit codes:
   0  fine
-  1  diff found a difference, or verify found damage
+  1  diff found a difference, verify found damage, or doctor found that nothing can be saved
   2  usage: the arguments, the URL or a permission must be mended
   3  there is no such checkpoint, run or key
   4  what is there cannot be read: corrupt, or written by a newer version
   5  anything else: the store cannot be reached or is full, the name is taken";
 
-/// Looks at checkpoints, proves them, compares them, and writes their tensors as plain safetensors.
+/// Looks at checkpoints, proves them, compares them, and writes their tensors as plain safetensors; looks at the
+/// machine.
 #[derive(Debug, Parser)]
 #[command(name = "shardfast", version, after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -74,6 +75,13 @@ pub(crate) enum Command {
         /// Most bytes of tensors in a file, such as 500MB or 2GiB; a larger tensor has a file of its own
         #[arg(long, default_value = "5GB", value_parser = size)]
         shard_size: u64,
+    },
+    /// Say what saves and loads will use on this machine, what is missing, and what follows from it
+    #[command(after_help = EXIT_CODES)]
+    Doctor {
+        /// Where checkpoints will be saved; a small file is written there and removed
+        #[arg(default_value = ".")]
+        path: String,
     },
 }
 

@@ -7,11 +7,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Diff, Engine, Exported, Located, Result, Summary, VerifyReport, diff, export, history, locate,
+    Checkpoint, Diff, Engine, Exported, Located, Result, Summary, VerifyReport, diff, examine, export, history, locate,
     locate_all, open, summary, verify,
 };
 
 use crate::args::Command;
+use crate::doctor::{Host, Report};
 use crate::text::size;
 use crate::{FINE, FOUND, describe};
 
@@ -25,7 +26,7 @@ pub(crate) struct Outcome {
 /// One rank agrees with itself at once.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-pub(crate) fn run(command: Command) -> Result<Outcome> {
+pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outcome> {
     match command {
         Command::Ls { url } => {
             let history = history(&url)?;
@@ -53,6 +54,11 @@ pub(crate) fn run(command: Command) -> Result<Outcome> {
             let exported: Exported = export(&checkpoint, &out, &key, shard_size)?;
             let text = describe::located(&located) + &describe::exported(&exported);
             Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
+        }
+        Command::Doctor { path } => {
+            let report = Report::new(&examine(&path)?, host());
+            let exit_code = if report.is_usable() { FINE } else { FOUND };
+            Ok(outcome(report.text(), &report, exit_code))
         }
     }
 }

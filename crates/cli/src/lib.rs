@@ -6,6 +6,7 @@
 mod args;
 mod commands;
 mod describe;
+mod doctor;
 mod text;
 
 use std::ffi::OsString;
@@ -15,10 +16,11 @@ use clap::Parser;
 use shardfast_engine::{Error, Kind};
 
 use args::Arguments;
+pub use doctor::{Finding, Host, Status};
 
 /// Nothing is wrong, nothing differs.
 const FINE: i32 = 0;
-/// `diff` found a difference, or `verify` damage.
+/// `diff` found a difference, `verify` damage, or `doctor` that nothing can be saved.
 const FOUND: i32 = 1;
 /// The call must be mended: arguments, a URL, a permission.
 const USAGE: i32 = 2;
@@ -30,8 +32,8 @@ const UNREADABLE: i32 = 4;
 const OTHER: i32 = 5;
 
 /// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the
-/// process's own standard output and error.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> i32 {
+/// process's own standard output and error. `host` is asked for what only the caller knows, if the command tells it.
+pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host) -> i32 {
     let arguments = match Arguments::try_parse_from(args) {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -40,7 +42,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> i32 {
             return error.exit_code();
         }
     };
-    let outcome = match commands::run(arguments.command) {
+    let outcome = match commands::run(arguments.command, host) {
         Ok(outcome) => outcome,
         Err(error) => {
             let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));

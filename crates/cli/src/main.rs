@@ -3,5 +3,5 @@
 use std::process::exit;
 
 fn main() {
-    exit(shardfast_cli::run(std::env::args_os()));
+    exit(shardfast_cli::run(std::env::args_os(), Default::default));
 }

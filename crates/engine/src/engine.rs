@@ -122,7 +122,11 @@ impl Engine {
 
 /// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
 pub fn staging_bytes_default(local_world: u32) -> u64 {
+    (memory_bytes() / 4 / u64::from(local_world.max(1))).max(64 << 20)
+}
+
+/// The machine's memory.
+pub(crate) fn memory_bytes() -> u64 {
     let memory = rustix::system::sysinfo();
-    let total = (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit));
-    (total / 4 / u64::from(local_world.max(1))).max(64 << 20)
+    (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit))
 }

@@ -17,6 +17,7 @@ use crate::reads::{Loaded, ReadPlan, ValueRef, data_bytes, value_sinks};
 use crate::sink::Want;
 use carrier::{Carrier, Handoff};
 use exchange::{Ended, GoOn, Neighbours, Shared, Trial, Trouble, Troubled};
+pub(crate) use terms::links_max;
 use terms::{Opening, Terms};
 
 /// Whether one rank reads for its peers what several want.

@@ -2,6 +2,7 @@
 
 mod borrowed;
 mod checkpoint;
+mod command;
 mod dlpack;
 mod errors;
 mod hold;
@@ -44,10 +45,11 @@ mod _native {
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 
-    /// Runs the `shardfast` command with these arguments, the program's name first, and returns its exit code.
+    /// Runs the `shardfast` command with these arguments, the program's name first, and returns its exit code. `host`
+    /// is called if the command tells of this machine.
     #[pyfunction]
-    fn cli_main(py: Python<'_>, argv: Vec<OsString>) -> i32 {
-        py.detach(|| shardfast_cli::run(argv))
+    fn cli_main(py: Python<'_>, argv: Vec<OsString>, host: Py<PyAny>) -> PyResult<i32> {
+        crate::command::run(py, argv, &host)
     }
 
     #[pymodule_init]

@@ -32,6 +32,7 @@
 
 mod devices;
 mod flights;
+pub mod probe;
 mod reader;
 
 use std::collections::BTreeSet;
@@ -60,13 +61,18 @@ struct Page([u8; ALIGNMENT]);
 
 /// Opens `file:///path`.
 pub(crate) fn open_url(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+    open_path(&path_of(url)?, devices)
+}
+
+/// The path in `file:///path`.
+fn path_of(url: &str) -> Result<String> {
     let invalid = |message| Error::new(Kind::Invalid, "open", url, message);
     let (_, location) = url.split_once("://").unwrap_or_default();
     let path = location.strip_prefix("localhost").unwrap_or(location);
     if !path.starts_with('/') {
         return Err(invalid("expected file:///absolute/path"));
     }
-    open_path(&percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?, devices)
+    percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))
 }
 
 /// Opens a plain path, absolute or relative to the current directory of this moment.

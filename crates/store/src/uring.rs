@@ -9,6 +9,7 @@ use io_uring::squeue::Entry;
 use io_uring::{IoUring, Probe, opcode, types};
 
 use crate::disk::{Errno, Flight, Ring, Sys};
+use crate::write::Buffer;
 
 /// Buffers and files that a ring registers; what has a higher number is used all the same, at a little more cost.
 const BUFFERS_MAX: u32 = 1024;
@@ -183,6 +184,33 @@ impl Drop for Uring {
     }
 }
 
+/// A page to try the ring with.
+struct Probed(Box<[u8; 4096]>);
+
+// SAFETY: a box's contents stay where they are, and nothing writes them; its ring never sees another buffer.
+#[allow(unsafe_code)]
+unsafe impl Buffer for Probed {
+    fn bytes(&self) -> &[u8] {
+        &self.0[..]
+    }
+
+    fn number(&self) -> Option<u32> {
+        Some(0)
+    }
+}
+
+/// Writes a page into a file in memory, and says whether the ring keeps numbered buffers mapped.
+///
+/// # Errors
+/// As [`Uring::new`]; what the write fails with.
+pub(crate) fn try_out() -> Sys<bool> {
+    let file = rustix::fs::memfd_create("shardfast-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut ring = Uring::new(1)?;
+    ring.submit(&file, Flight { buffer: Box::new(Probed(Box::new([0; 4096]))), range: 0..4096, offset: 0, write: 0 })?;
+    let (_, written) = ring.wait()?;
+    if written? == 4096 { Ok(ring.registers_buffers) } else { Err(Errno::IO) }
+}
+
 fn errno(error: std::io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
@@ -192,7 +220,6 @@ mod tests {
     use std::io::ErrorKind;
 
     use super::*;
-    use crate::write::Buffer;
 
     struct Page(Box<[u8]>, u32);
 
@@ -236,6 +263,14 @@ mod tests {
         ring.submit(&read_only, Flight { buffer, range: 0..10, offset: 0, write: 3 }).unwrap();
         let (flight, written) = ring.wait().unwrap();
         assert_eq!((flight.write, written), (3, Err(Errno::BADF)));
+    }
+
+    #[test]
+    fn a_probe_succeeds_where_a_ring_does() {
+        match Uring::new(1) {
+            Ok(ring) => assert!(try_out().is_ok_and(|registers| registers || !ring.registers_buffers)),
+            Err(errno) => assert_eq!(try_out(), Err(errno)),
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-"""Frameworks, one file each. An adapter is used once its framework has been imported; importing none is ours."""
+"""Frameworks, one file each. An adapter is used once its framework has been imported: saves and loads import none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ FRAMEWORKS = ("torch", "numpy")
 def active() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, in a fixed order."""
     return [_adapter(framework) for framework in FRAMEWORKS if framework in sys.modules]
+
+
+def installed() -> dict[str, tuple[str, bool]]:
+    """Imports each framework: its version and ``True``, or why it cannot be imported and ``False``."""
+    found = {}
+    for name in FRAMEWORKS:
+        try:
+            found[name] = str(importlib.import_module(name).__version__), True
+        except Exception as error:  # a broken installation fails in any way
+            found[name] = f"{type(error).__name__}: {error}", False
+    return found
 
 
 def random_generators() -> dict[str, RandomGenerators]:

@@ -289,7 +289,46 @@ fn who_reads_no_more_is_no_error() {
 fn the_library_is_the_command() {
     let args = |args: &[&str]| args.iter().map(std::ffi::OsString::from).collect::<Vec<_>>();
     save_ranks("memory://cli-run/step-00000001", Some(1), two_ranks());
-    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-run"])), 0);
-    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-nothing"])), 3);
-    assert_eq!(shardfast_cli::run(args(&["shardfast"])), 2);
+    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-run"]), Default::default), 0);
+    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-nothing"]), Default::default), 3);
+    assert_eq!(shardfast_cli::run(args(&["shardfast"]), Default::default), 2);
+}
+
+/// The finding of that name.
+fn finding<'a>(report: &'a Json, name: &str) -> &'a Json {
+    let findings = report["findings"].as_array().unwrap();
+    findings.iter().find(|finding| finding["name"] == name).unwrap_or_else(|| panic!("no {name}: {report:#}"))
+}
+
+#[test]
+fn doctor_tells_of_this_machine_and_leaves_it_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("not/yet");
+    let report = json(&["doctor", path.to_str().unwrap()], 0);
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let found = |name: &str| finding(&report, name)["found"].as_str().unwrap();
+    assert!(found("kernel").contains(kernel.trim()), "{report:#}");
+    assert!(found("file system").starts_with(&format!("{}: ", dir.path().display())), "{report:#}");
+    for name in ["io_uring", "direct I/O", "CUDA driver", "memory", "staging budget", "open files", "locked memory"] {
+        assert!(["ok", "limited"].contains(&finding(&report, name)["status"].as_str().unwrap()), "{report:#}");
+        assert_ne!(finding(&report, name)["follows"], "", "{name}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+
+    let said = text(&["doctor", dir.path().to_str().unwrap()], 0);
+    let starts: Vec<&str> = said.lines().skip(1).step_by(2).filter_map(|line| line.split(": ").next()).collect();
+    assert_eq!(starts.len(), report["findings"].as_array().unwrap().len(), "{said}");
+    assert!(starts.iter().all(|start| start.starts_with("ok  ") || start.starts_with("limited  ")), "{said}");
+    assert!(Command::new(env!("CARGO_BIN_EXE_shardfast")).arg("doctor").current_dir(dir.path()).status().is_ok());
+}
+
+#[test]
+fn doctor_fails_where_nothing_can_be_saved() {
+    // Nobody writes there, root neither.
+    let report = json(&["doctor", "/proc/self"], 1);
+    assert_eq!(finding(&report, "file system")["status"], "failed", "{report:#}");
+    assert!(text(&["doctor", "/proc/self"], 1).contains("\nfailed   file system: /proc/self: proc"));
+    assert!(error(&["doctor", "memory://x"], 2).contains("expected a path"));
+    assert!(error(&["doctor", "nosuch://x"], 4).contains("nosuch"));
 }

@@ -29,7 +29,7 @@ impl fmt::Debug for Tls {
 
 impl Tls {
     /// Reads PEM files. The certificate (with those between it and the authority, if any) must be valid for the DNS
-    /// name `shardfast`, for servers and for clients.
+    /// name `shardfast`, for servers and for clients. Keys are RSA, Ed25519, or ECDSA on P-256 or P-384.
     ///
     /// # Errors
     /// [`Error::Invalid`], with its name, when a file cannot be read or is not what it should be.

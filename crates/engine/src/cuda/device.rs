@@ -41,7 +41,7 @@ impl Devices {
     /// `Unsupported` without a driver or a device, saying what is missing; `Invalid` when there is no such device;
     /// `Unavailable` when it cannot be used.
     pub fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
-        let driver = self.driver.get_or_init(|| Driver::load(&self.library)).clone()?;
+        let driver = self.driver()?;
         let mut open = lock(&self.open);
         if let Some(device) = open.get(&ordinal) {
             return Ok(Arc::clone(device));
@@ -49,6 +49,20 @@ impl Devices {
         let device = Arc::new(Device::open(driver, ordinal)?);
         open.insert(ordinal, Arc::clone(&device));
         Ok(device)
+    }
+
+    /// How many devices this process has.
+    ///
+    /// # Errors
+    /// `Unsupported` without a driver or a device, saying what is missing; `Unavailable` when the driver fails.
+    pub fn count(&self) -> Result<u32> {
+        let driver = self.driver()?;
+        driver.expect_usable()?;
+        driver.device_count()
+    }
+
+    fn driver(&self) -> Result<Arc<Driver>> {
+        self.driver.get_or_init(|| Driver::load(&self.library)).clone()
     }
 }
 
@@ -67,10 +81,9 @@ struct Context {
 impl Context {
     #[allow(unsafe_code)]
     fn retain(driver: Arc<Driver>, ordinal: u32) -> Result<Context> {
-        let (mut count, mut device, mut handle) = (0, 0, 0);
-        // SAFETY: a place for one integer.
-        unsafe { driver.cuDeviceGetCount(&mut count) }?;
-        if i64::from(ordinal) >= i64::from(count) {
+        let (mut device, mut handle) = (0, 0);
+        let count = driver.device_count()?;
+        if ordinal >= count {
             return Err(Error::invalid(format!("cuda:{ordinal}: expected a device of this process, found {count}")));
         }
         // SAFETY: a place for one integer; the ordinal is below the count.

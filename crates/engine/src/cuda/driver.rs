@@ -156,6 +156,15 @@ impl Driver {
         Ok(Arc::new(driver))
     }
 
+    /// How many devices this process has.
+    #[allow(unsafe_code)]
+    pub(crate) fn device_count(&self) -> Result<u32> {
+        let mut count = 0;
+        // SAFETY: a place for one integer.
+        unsafe { self.cuDeviceGetCount(&mut count) }?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
     /// Refuses a fork of the process that loaded the driver.
     pub(crate) fn expect_usable(&self) -> Result<()> {
         let process = std::process::id();

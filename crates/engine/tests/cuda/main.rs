@@ -115,6 +115,7 @@ fn without_a_driver_everything_says_what_is_missing() {
         let error = absent.device(0).err().unwrap();
         assert_eq!(error.kind, Kind::Unsupported);
         assert!(error.message.contains("libcuda-that-is-nowhere.so.1"), "{error}");
+        assert_eq!(absent.count(), Err(error));
     }
     let error = Devices::of("libc.so.6").device(0).err().unwrap();
     assert_eq!(error.kind, Kind::Unsupported, "{error}");
@@ -124,6 +125,7 @@ fn without_a_driver_everything_says_what_is_missing() {
     let error = fake.devices().device(7).err().unwrap();
     assert_eq!(error.kind, Kind::Invalid);
     assert!(error.message.contains("cuda:7") && error.message.contains("found 2"), "{error}");
+    assert_eq!(fake.devices().count(), Ok(2));
     fake.fail("cuInit", 1, 100, false);
     assert_eq!(fake.devices().device(0).err().unwrap().kind, Kind::Unsupported);
 }

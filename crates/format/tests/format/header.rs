@@ -135,6 +135,22 @@ fn a_huge_file_is_laid_out_without_its_data() {
 }
 
 #[test]
+fn one_block_more_than_a_header_has_room_for_is_refused() {
+    let layout = |blocks: u64| FileLayout::new(&[entry("t", DType::U8, &[blocks * BLOCK_BYTES])], &BTreeMap::new());
+    // 16 digits for each block in 24,414 pages of header, less the rest of the JSON.
+    let most = (24_414 * 4096 - 8 - 160) / 16;
+    for blocks in [most + 1, 6_250_001, 1 << 40] {
+        let expected =
+            format!("data file: {} bytes of data need a header beyond 100000000 bytes", blocks * BLOCK_BYTES);
+        match layout(blocks) {
+            Err(Error::Invalid(message)) => assert!(message.starts_with(&expected), "{message}"),
+            Err(other) => panic!("{blocks} blocks: {other}"),
+            Ok(_) => panic!("{blocks} blocks are laid out"),
+        }
+    }
+}
+
+#[test]
 fn what_cannot_be_written_is_invalid() {
     let none = BTreeMap::new();
     let twice = [entry("t", DType::U8, &[1]), entry("u", DType::U8, &[1]), entry("t", DType::U8, &[2])];

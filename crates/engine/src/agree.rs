@@ -13,6 +13,7 @@ use crate::background::Background;
 use crate::calls::{self, Call, Calls, Spoken, Verdict, overtaken, too_late};
 use crate::cuda;
 use crate::error::{Error, Kind, Result, retry};
+use crate::layout::FileLimits;
 use crate::planning;
 use crate::staging::{PageLock, Staging};
 
@@ -37,6 +38,8 @@ pub struct Engine {
     is_page_locked: AtomicBool,
     pub(crate) background: Background,
     pub(crate) planned: std::sync::Mutex<planning::Memory>,
+    /// The same for all saves; tests lower it.
+    pub(crate) file_limits: FileLimits,
     calls: Arc<Calls>,
 }
 
@@ -76,6 +79,7 @@ impl Engine {
             is_page_locked: AtomicBool::new(false),
             background: Background::default(),
             planned: std::sync::Mutex::default(),
+            file_limits: FileLimits::default(),
             calls: Arc::default(),
         })
     }

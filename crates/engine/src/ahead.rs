@@ -33,7 +33,7 @@ pub(crate) struct Ahead {
 }
 
 /// A range of a part's bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Range {
     pub(crate) leaf: u32,
     pub(crate) part: u32,

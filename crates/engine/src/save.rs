@@ -354,10 +354,10 @@ impl Writing {
             return Err(error.clone());
         }
         let Written { entry_crcs, sums, .. } = &self.written;
-        // Parts were placed file by file, in the order of the entries.
-        let writes: Vec<Write> = self.placed.iter().map(|placed| placed.write).collect();
+        // Pieces were placed file by file, in the order of the entries.
         let crcs = entry_crcs.iter().flatten().chain(sums).copied();
-        let ranges = state.ranges(&writes).into_iter().chain(unwritten.iter().copied()).zip(crcs);
+        let written = self.placed.iter().map(|placed| placed.piece.range);
+        let ranges = written.chain(unwritten.iter().copied()).zip(crcs);
         Ok(Copies::new(&state.catalog, scope, ranges))
     }
 
@@ -384,30 +384,30 @@ fn receipt(
     let header_crcs =
         tensors.written.header_crcs.iter().chain(&values.written.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
-    placed.sort_by_key(|placed| placed.write);
-    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
+    placed.sort_by_key(|placed| placed.piece.range);
+    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.piece.range.bytes)).collect();
     let files = Arc::new(ValueFiles { files: values.shapes, extents });
     let is_known = planning::knows(operation, orders, compared, &files);
     let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
     let tensors = match orders.is_known {
         true => None,
-        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)?),
+        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)),
     };
     let news = (tensors.is_some() || values.is_some()).then_some(News { tensors, values });
     Ok(Receipt { news, header_crcs })
 }
 
-fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {
-    placed.sort_by_key(|placed| placed.write);
+fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Structure {
+    placed.sort_by_key(|placed| placed.piece.range);
     let mut placed = placed.into_iter().peekable();
     let mut structure = Structure { files, ..Structure::default() };
     for (index, leaf) in (0u32..).zip(&catalog.leaves) {
         match &leaf.body {
             LeafBody::Tensor { dtype, shape, parts } => {
                 let mut regions = Vec::new();
-                while let Some(Placed { write, file, offset, .. }) = placed.next_if(|placed| placed.write.leaf == index)
-                {
-                    regions.push((layout::region(leaf, &write)?, file, offset));
+                let is_of_it = |placed: &Placed| placed.piece.range.leaf == index;
+                while let Some(Placed { piece, file, offset }) = placed.next_if(is_of_it) {
+                    regions.push((piece.region, file, offset));
                 }
                 if !regions.is_empty() || parts.is_empty() {
                     let (name, layout, shape) = (leaf.name.clone(), leaf.layout.clone(), shape.clone());
@@ -418,7 +418,7 @@ fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) 
             LeafBody::Object { .. } => {}
         }
     }
-    Ok(structure)
+    structure
 }
 
 /// Gives the space of a failed attempt back. Its names are this attempt's alone, so nothing else can be hit; what
@@ -439,24 +439,20 @@ impl State {
         self.is_vouched_for && !self.is_waited_for
     }
 
-    /// The bytes of what is to be written.
-    pub(crate) fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
-        let leaf = &self.catalog.leaves[write.leaf as usize];
-        let of = self.providers[write.leaf as usize].get(write.part as usize);
-        let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
-        match &leaf.body {
-            LeafBody::Tensor { .. } if write.rows.is_some() => {
-                let (at, bytes) = self.extent(write)?;
-                Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
-            }
-            _ => Ok(Arc::clone(of)),
-        }
+    /// The bytes of a part, or of a value.
+    pub(crate) fn provider(&self, leaf: u32, part: u32) -> Result<Arc<dyn Provider>> {
+        let of = self.providers[leaf as usize].get(part as usize).map(Arc::clone);
+        let name = &self.catalog.leaves[leaf as usize].name;
+        of.ok_or_else(|| Error::internal(format!("{name}: it has no part {part}")))
     }
 
     /// The bytes of a range of a part.
     pub(crate) fn range(&self, range: &Range) -> Result<Arc<dyn Provider>> {
-        let of = self.provider(&Write::whole(range.leaf, range.part))?;
-        Ok(Arc::new(Run::new(of, range.at, range.bytes)))
+        let of = self.provider(range.leaf, range.part)?;
+        match (range.at, range.bytes) == (0, of.bytes()) {
+            true => Ok(of),
+            false => Ok(Arc::new(Run::new(of, range.at, range.bytes))),
+        }
     }
 
     /// Where that lies which is to be written, as far as the orders make sense.
@@ -469,7 +465,7 @@ impl State {
     }
 
     /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
-    fn extent(&self, write: &Write) -> Result<(u64, u64)> {
+    pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         match &leaf.body {
             LeafBody::Tensor { dtype, parts, .. } => {

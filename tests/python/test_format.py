@@ -14,6 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reader"))
 from shardfast_reader import Checkpoint
+from write_later import LATER
 
 DTYPES = [
     torch.bool,
@@ -171,3 +172,26 @@ def test_nothing_that_is_written_is_a_pickle(tmp_path):
             assert not file.read_bytes().startswith((b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")), file
     opened = Checkpoint(tmp_path / "one")
     assert opened.value("extra", "a", rank=0) == {"b": [1, None, 2.5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unknown-feature", r'"delta" of format 1\.3'),
+        ("codec-column", r'column "regions\.codec"'),
+        ("compressed", r'"codec" of format 1\.4'),
+        ("file-elsewhere", r'"files-elsewhere" of format 1\.5'),
+        ("file-elsewhere-unannounced", r'lies in "\.\./step-00000900"'),
+    ],
+)
+def test_what_a_later_version_writes_is_refused_by_name(name, message):
+    into = torch.zeros(16)
+    with pytest.raises(sf.Unsupported, match=message):
+        sf.load(LATER / name, {"model": {"w": into}})
+    assert not into.any()
+
+
+def test_what_a_later_version_writes_is_loaded_where_nothing_new_is_needed():
+    into = torch.zeros(16)
+    sf.load(LATER / "readable", {"model": {"w": into}}, only="model")
+    assert into.tolist() == [1.0] * 16

@@ -254,6 +254,7 @@ class Extent:
     file: int
     offset: int
     bytes: int
+    stored_bytes: int
 
 
 @dataclass
@@ -261,6 +262,7 @@ class DataFile:
     """A row of the table of files."""
 
     path: str
+    location: int
     bytes: int
     data_start: int
     header_crc: int
@@ -305,6 +307,7 @@ class Leaf:
 COLUMNS = {
     "files.paths": "U8",
     "files.path_ends": "U64",
+    "files.location": "U32",
     "files.bytes": "U64",
     "files.data_start": "U64",
     "files.header_crc": "U64",
@@ -325,14 +328,33 @@ COLUMNS = {
     "regions.file": "U32",
     "regions.file_offset": "U64",
     "regions.bytes": "U64",
+    "regions.stored_bytes": "U64",
     "values.ranks_end": "U64",
     "values.file": "U32",
     "values.file_offset": "U64",
     "values.bytes": "U64",
+    "values.stored_bytes": "U64",
     "ranks.start": "U32",
     "ranks.stop": "U32",
 }
 KINDS = ["tensor", "object", "alias"]
+
+
+def check_requires(text: str | None) -> None:
+    """The features that a reader must know: this one knows none."""
+    if text == "":
+        return
+    need(text is not None, "manifest: shardfast.requires is missing")
+    names = []
+    for feature in (text or "").split(" "):
+        found = re.fullmatch(r"([a-z][a-z0-9-]{0,63})>=([0-9]+\.[0-9]+)", feature)
+        if found is None:
+            raise Corrupt(f"manifest: shardfast.requires: found {text!r}")
+        for number in found[2].split("."):
+            decimal_number(number, "manifest: shardfast.requires", 2**32)
+        names.append(found[1])
+    need(all(a < b for a, b in itertools.pairwise(names)), f"manifest: shardfast.requires is not sorted: {text!r}")
+    raise Unsupported(f"manifest: it requires {text}, and this reader knows no feature of a later version than 1.0")
 
 
 class Manifest:
@@ -342,6 +364,7 @@ class Manifest:
         container = parse_container("manifest", data, len(data))
         metadata = container.metadata
         self.version = parse_version(metadata.get("shardfast.format"), "manifest: shardfast.format")
+        check_requires(metadata.get("shardfast.requires"))
         self.attempt = hex_digits(metadata.get("shardfast.attempt"), 16, "manifest: shardfast.attempt")
         self.world = decimal_number(metadata.get("shardfast.world"), "manifest: shardfast.world", 2**32)
         need(self.world > 0, "manifest: a world of no rank")
@@ -352,6 +375,10 @@ class Manifest:
         self.writer = metadata["shardfast.writer"]
         self.user = {key.removeprefix("user."): v for key, v in metadata.items() if key.startswith("user.")}
         self._columns = {name: self._column(container, data, name, dtype) for name, dtype in COLUMNS.items()}
+        for name in container.tensors:
+            if name not in COLUMNS and not name.startswith("info."):
+                raise Unsupported(f"manifest: the column {name!r} is not known")
+        self._strings = self._texts("strings.text", "strings.ends")
         self.files = self._files()
         self.leaves = self._leaves()
 
@@ -387,12 +414,16 @@ class Manifest:
 
     def _files(self) -> list[DataFile]:
         column = self._columns
-        self._rows("files.path_ends", "files.bytes", "files.data_start", "files.header_crc")
+        names = ("files.location", "files.bytes", "files.data_start", "files.header_crc")
+        self._rows("files.path_ends", *names)
         paths = self._texts("files.paths", "files.path_ends")
         need(len(set(paths)) == len(paths), "manifest: a file stands twice")
-        rows = zip(paths, column["files.bytes"], column["files.data_start"], column["files.header_crc"], strict=True)
-        files = [DataFile(*row) for row in rows]
+        files = [DataFile(*row) for row in zip(paths, *(column[name] for name in names), strict=True)]
         for file in files:
+            if file.location != 0:
+                need(file.location <= len(self._strings), f"manifest: file {file.path}: no string {file.location - 1}")
+                place = self._strings[file.location - 1]
+                raise Unsupported(f"manifest: file {file.path} lies in {place!r}, not in the checkpoint")
             for component in file.path.split("/"):
                 check_component(component, f"path {file.path!r}: component")
             sound = 0 < file.data_start <= min(file.bytes, 100_000_008) and file.data_start % 4096 == 0
@@ -401,20 +432,20 @@ class Manifest:
 
     def _extents(self, table: str) -> list[Extent]:
         column = self._columns
-        self._rows(f"{table}.file", f"{table}.file_offset", f"{table}.bytes")
-        rows = zip(column[f"{table}.file"], column[f"{table}.file_offset"], column[f"{table}.bytes"], strict=True)
-        extents = [Extent(*row) for row in rows]
+        names = [f"{table}.{name}" for name in ("file", "file_offset", "bytes", "stored_bytes")]
+        self._rows(*names)
+        extents = [Extent(*row) for row in zip(*(column[name] for name in names), strict=True)]
         for extent in extents:
             need(extent.file < len(self.files), f"manifest: there is no file {extent.file}")
             file = self.files[extent.file]
-            inside = file.data_start <= extent.offset and extent.offset + extent.bytes <= file.bytes
+            inside = file.data_start <= extent.offset and extent.offset + extent.stored_bytes <= file.bytes
             need(inside, f"manifest: {extent} is not inside the data of {file.path}")
         return extents
 
     def _leaves(self) -> list[Leaf]:
         column = self._columns
         count = self._rows(*(name for name in COLUMNS if name.startswith("leaves.")))
-        strings = self._texts("strings.text", "strings.ends")
+        strings = self._strings
         for name in ("leaves.key", "leaves.name", "leaves.layout"):
             need(all(i < len(strings) for i in column[name]), f"manifest: {name} names a string that is not there")
         extents, value_extents = self._extents("regions"), self._extents("values")
@@ -476,6 +507,8 @@ class Manifest:
         need((leaf.kind == "object") == bool(leaf.values), f"{leaf}: values and kind do not go together")
         if leaf.dtype is not None:
             self._check_tensor(leaf, ITEM_BYTES[leaf.dtype])
+        for extent in [part.extent for part in leaf.parts] + [copy.extent for copy in leaf.values]:
+            need(extent.stored_bytes == extent.bytes, f"{leaf}: {extent} is not stored as it is")
         taken: list[range] = []
         for copy in leaf.values:
             need(bool(copy.ranks), f"{leaf}: a value was saved by no rank")
@@ -561,7 +594,7 @@ class Checkpoint:
         proven = 0
         for i, file in enumerate(self.manifest.files):
             size = file.bytes - file.data_start
-            self._read(Extent(i, file.data_start, size), file.path)
+            self._read(Extent(i, file.data_start, size, size), file.path)
             proven += size
         for leaf in self.leaves:
             if leaf.kind == "tensor":
@@ -584,7 +617,7 @@ class Checkpoint:
     def _read(self, extent: Extent, what: str) -> bytes:
         entry, crcs = self.manifest.files[extent.file], self._blocks(extent.file)
         first = (extent.offset - entry.data_start) // BLOCK_BYTES
-        last = -(-(extent.offset + extent.bytes - entry.data_start) // BLOCK_BYTES)
+        last = -(-(extent.offset + extent.stored_bytes - entry.data_start) // BLOCK_BYTES)
         data = bytearray()
         with open(self.path / entry.path, "rb") as file:
             for block in range(first, last):
@@ -594,7 +627,7 @@ class Checkpoint:
                 need(crc64(found) == crcs[block], f"{what}: {entry.path}: the block at byte {start} is damaged")
                 data += found
         skip = extent.offset - entry.data_start - first * BLOCK_BYTES
-        return bytes(data[skip : skip + extent.bytes])
+        return bytes(data[skip : skip + extent.stored_bytes])
 
 
 def _runs(part: Part, shape: tuple[int, ...]) -> Iterator[int]:

@@ -138,6 +138,13 @@ def tampered(column: str, row: int, value: int) -> bytes:
         ("regions.file_offset", 0, 2**64 - 12),
         ("regions.file", 0, 3),
         ("regions.bytes", 0, 11),
+        ("regions.stored_bytes", 0, 11),
+        ("regions.stored_bytes", 1, 2**64 - 1),
+        ("values.bytes", 0, 40),
+        ("values.stored_bytes", 0, 40),
+        ("values.stored_bytes", 0, 0),
+        ("files.location", 2, 8),
+        ("files.location", 2, 2**32 - 1),
         ("regions.offsets", 2, 0),
         ("regions.offsets", 2, 2),
         ("regions.lengths", 0, 0),
@@ -169,10 +176,38 @@ def test_what_a_later_version_brings() -> None:
     for column, row in (("leaves.kind", 0), ("leaves.dtype", 2)):
         with pytest.raises(objects.Unsupported):
             reader.Manifest(tampered(column, row, 99))
+    with pytest.raises(objects.Unsupported, match="lies in 'model'"):
+        reader.Manifest(tampered("files.location", 2, 4))
     data = example()[MANIFEST]
     reader.Manifest(data.replace(b'"shardfast.format":"1.0"', b'"shardfast.format":"1.9"'))
     with pytest.raises(objects.Unsupported):
         reader.Manifest(data.replace(b'"shardfast.format":"1.0"', b'"shardfast.format":"2.0"'))
+
+
+@pytest.mark.parametrize(
+    ("requires", "error"),
+    [
+        ("", None),
+        (None, objects.Corrupt),
+        ("codec>=1.4", objects.Unsupported),
+        ("a-1>=1.4 b>=4.0", objects.Unsupported),
+        (" ", objects.Corrupt),
+        ("codec", objects.Corrupt),
+        ("codec>=1.04", objects.Corrupt),
+        ("codec>=1.4 ", objects.Corrupt),
+        ("codec>=1.4,delta>=1.4", objects.Corrupt),
+        ("Codec>=1.4", objects.Corrupt),
+        ("b>=1.4 a>=1.4", objects.Corrupt),
+        ("a>=1.4 a>=1.5", objects.Corrupt),
+        ("a" * 65 + ">=1.4", objects.Corrupt),
+    ],
+)
+def test_required_features(requires: str | None, error: type[Exception] | None) -> None:
+    if error is None:
+        reader.check_requires(requires)
+    else:
+        with pytest.raises(error):
+            reader.check_requires(requires)
 
 
 # What the specification's table of tags says, as bytes and as Python has it.

@@ -15,7 +15,7 @@ use crate::planning::{self, RankPlan, ValuePlan};
 use crate::progress::Progress;
 use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::replicas::{self, Copies, Scope};
-use crate::state::{PartRange, State, leaf_region};
+use crate::state::{PartRange, State};
 use crate::sums::Summed;
 use crate::writer::{self, FileJob, Written};
 
@@ -115,10 +115,10 @@ impl BatchOutcome {
             return Err(error.clone());
         }
         let Written { entry_crcs, sums, .. } = &self.written;
-        // Parts were placed file by file, in the order of the entries.
-        let writes: Vec<Write> = self.placed.iter().map(|placed| placed.write).collect();
+        // Pieces were placed file by file, in the order of the entries.
         let crcs = entry_crcs.iter().flatten().chain(sums).copied();
-        let ranges = state.ranges(&writes).into_iter().chain(self.unwritten.iter().copied()).zip(crcs);
+        let written = self.placed.iter().map(|placed| placed.piece.range);
+        let ranges = written.chain(self.unwritten.iter().copied()).zip(crcs);
         Ok(Copies::new(&state.catalog, scope, ranges))
     }
 }
@@ -144,31 +144,31 @@ pub(crate) fn receipt(
     let header_crcs =
         tensors.written.header_crcs.iter().chain(&values.written.header_crcs).map(|crc| crc.to_le_bytes()).collect();
     let mut placed = values.placed;
-    placed.sort_by_key(|placed| placed.write);
-    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.bytes)).collect();
+    placed.sort_by_key(|placed| placed.piece.range);
+    let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.piece.range.bytes)).collect();
     let files = Arc::new(ValueFiles { files: values.shapes, extents });
     let is_known = planning::knows(operation, plan, compared, &files);
     let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
     let tensors = match plan.is_known {
         true => None,
-        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)?),
+        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)),
     };
     let update = (tensors.is_some() || values.is_some()).then_some(LayoutUpdate { tensors, values });
     Ok(Receipt { update, header_crcs })
 }
 
 /// How the files of tensors look.
-fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Result<Structure> {
-    placed.sort_by_key(|placed| placed.write);
+fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Structure {
+    placed.sort_by_key(|placed| placed.piece.range);
     let mut placed = placed.into_iter().peekable();
     let mut structure = Structure { files, ..Structure::default() };
     for (index, leaf) in (0u32..).zip(&catalog.leaves) {
         match &leaf.body {
             LeafBody::Tensor { dtype, shape, parts } => {
                 let mut regions = Vec::new();
-                while let Some(Placed { write, file, offset, .. }) = placed.next_if(|placed| placed.write.leaf == index)
-                {
-                    regions.push((leaf_region(leaf, &write)?, file, offset));
+                let is_of_it = |placed: &Placed| placed.piece.range.leaf == index;
+                while let Some(Placed { piece, file, offset }) = placed.next_if(is_of_it) {
+                    regions.push((piece.region, file, offset));
                 }
                 if !regions.is_empty() || parts.is_empty() {
                     let (name, layout, shape) = (leaf.name.clone(), leaf.layout.clone(), shape.clone());
@@ -179,5 +179,5 @@ fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) 
             LeafBody::Object { .. } => {}
         }
     }
-    Ok(structure)
+    structure
 }

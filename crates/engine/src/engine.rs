@@ -13,6 +13,22 @@ use crate::error::{Result, retry};
 use crate::plans;
 use crate::staging::{PageLock, Staging};
 
+/// The most that one data file holds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FileLimits {
+    /// Bytes of data. Each 64 KiB of them take 16 bytes of the header.
+    pub(crate) data_bytes: u64,
+    /// Bytes that names and shapes take in the header.
+    pub(crate) entries_bytes: u64,
+}
+
+impl Default for FileLimits {
+    /// 16 MiB of header for checksums and 64 MiB for names: below the format's 100 MB.
+    fn default() -> FileLimits {
+        FileLimits { data_bytes: 64 << 30, entries_bytes: 64 << 20 }
+    }
+}
+
 /// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
 pub struct Engine {
     pub(crate) coord: Arc<dyn Ranks>,
@@ -23,6 +39,8 @@ pub struct Engine {
     is_page_locked: AtomicBool,
     pub(crate) background: Background,
     pub(crate) plans: std::sync::Mutex<plans::Plans>,
+    /// The same for all saves; tests lower it.
+    pub(crate) file_limits: FileLimits,
     pub(crate) calls: Arc<Calls>,
 }
 
@@ -62,6 +80,7 @@ impl Engine {
             is_page_locked: AtomicBool::new(false),
             background: Background::default(),
             plans: std::sync::Mutex::default(),
+            file_limits: FileLimits::default(),
             calls: Arc::default(),
         })
     }

@@ -64,7 +64,7 @@ pub enum Compared {
 }
 
 /// A range of the bytes of a tensor's part.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PartRange {
     /// Index of the leaf in the catalog.
     pub(crate) leaf: u32,
@@ -80,33 +80,20 @@ impl State {
         self.providers.iter().flatten().map(|provider| provider.capture()).collect()
     }
 
-    /// The bytes of what is to be written.
-    pub(crate) fn provider(&self, write: &Write) -> Result<Arc<dyn Provider>> {
-        let leaf = &self.catalog.leaves[write.leaf as usize];
-        let of = self.providers[write.leaf as usize].get(write.part as usize);
-        let of = of.ok_or_else(|| Error::internal(format!("{}: it has no part {}", leaf.name, write.part)))?;
-        match &leaf.body {
-            LeafBody::Tensor { .. } if write.rows.is_some() => {
-                let (at, bytes) = self.extent(write)?;
-                Ok(Arc::new(Run::new(Arc::clone(of), at, bytes)))
-            }
-            _ => Ok(Arc::clone(of)),
-        }
+    /// The bytes of a part, or of a value.
+    pub(crate) fn provider(&self, leaf: u32, part: u32) -> Result<Arc<dyn Provider>> {
+        let of = self.providers[leaf as usize].get(part as usize).map(Arc::clone);
+        let name = &self.catalog.leaves[leaf as usize].name;
+        of.ok_or_else(|| Error::internal(format!("{name}: it has no part {part}")))
     }
 
     /// The bytes of a range of a part.
     pub(crate) fn range(&self, range: &PartRange) -> Result<Arc<dyn Provider>> {
-        let of = self.provider(&Write::whole(range.leaf, range.part))?;
-        Ok(Arc::new(Run::new(of, range.at, range.bytes)))
-    }
-
-    /// Where that lies which is to be written, as far as the plan makes sense.
-    pub(crate) fn ranges(&self, writes: &[Write]) -> Vec<PartRange> {
-        let of = |write: &Write| {
-            let (at, bytes) = self.extent(write).ok()?;
-            Some(PartRange { leaf: write.leaf, part: write.part, at, bytes })
-        };
-        writes.iter().filter_map(of).collect()
+        let of = self.provider(range.leaf, range.part)?;
+        match (range.at, range.bytes) == (0, of.bytes()) {
+            true => Ok(of),
+            false => Ok(Arc::new(Run::new(of, range.at, range.bytes))),
+        }
     }
 
     /// Where in its part's bytes that lies which is to be written, and its length, in bytes.

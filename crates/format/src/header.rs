@@ -34,6 +34,19 @@ pub struct EntrySpec {
     pub shape: Dims,
 }
 
+impl EntrySpec {
+    /// The most bytes that it takes in a file's header, besides the checksums of its data.
+    pub fn header_bytes_max(&self) -> u64 {
+        let spelled = |byte| match byte {
+            b'"' | b'\\' => 2,
+            0..0x20 => 6,
+            _ => 1,
+        };
+        // The members' names, a dtype, two offsets and the brackets; each dimension is 20 digits and a comma.
+        128 + self.name.bytes().map(spelled).sum::<u64>() + 21 * self.shape.len() as u64
+    }
+}
+
 /// Where everything in a data file is going to lie.
 #[derive(Debug, Clone)]
 pub struct FileLayout {

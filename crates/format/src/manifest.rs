@@ -4,6 +4,7 @@
 mod build;
 mod check;
 mod codec;
+mod requires;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -135,7 +136,10 @@ struct Regions {
     lengths: Vec<u64>,
     file: Vec<u32>,
     offset: Vec<u64>,
+    /// Of its elements.
     bytes: Vec<u64>,
+    /// In its file: as many, so far.
+    stored_bytes: Vec<u64>,
     /// Where the coordinates of each leaf's first region stand. Not stored: it follows from the rest.
     coords_start: Vec<usize>,
 }
@@ -148,7 +152,10 @@ struct Values {
     rank_stop: Vec<u32>,
     file: Vec<u32>,
     offset: Vec<u64>,
+    /// Of its encoding.
     bytes: Vec<u64>,
+    /// In its file: as many, so far.
+    stored_bytes: Vec<u64>,
 }
 
 impl Strings {
@@ -219,8 +226,8 @@ impl Manifest {
                 offsets: Dims::from_slice(&self.regions.offsets[coords.clone()]),
                 lengths: Dims::from_slice(&self.regions.lengths[coords]),
             };
-            let Regions { file, offset, bytes, .. } = &self.regions;
-            (region, Extent { file: file[row], offset: offset[row], bytes: bytes[row] })
+            let Regions { file, offset, stored_bytes, .. } = &self.regions;
+            (region, Extent { file: file[row], offset: offset[row], bytes: stored_bytes[row] })
         })
     }
 
@@ -228,9 +235,9 @@ impl Manifest {
     /// all values of the leaf), and where its encoding lies. None unless it is an object.
     pub fn values(&self, i: usize) -> impl ExactSizeIterator<Item = (Vec<Range<u32>>, Extent)> + '_ {
         span(&self.leaves.values_end, i).map(move |row| {
-            let Values { ranks_end, rank_start, rank_stop, file, offset, bytes } = &self.values;
+            let Values { ranks_end, rank_start, rank_stop, file, offset, stored_bytes, .. } = &self.values;
             let ranks = span(ranks_end, row).map(|r| rank_start[r]..rank_stop[r]).collect();
-            (ranks, Extent { file: file[row], offset: offset[row], bytes: bytes[row] })
+            (ranks, Extent { file: file[row], offset: offset[row], bytes: stored_bytes[row] })
         })
     }
 

@@ -38,4 +38,4 @@ pub use local::{Claim, Local, Replicas, local, local_unshared, prove};
 pub use ranks::{RankSet, ranges};
 pub use save::{save, save_unshared};
 pub use share::{CHUNK_BLOCKS_MAX, Chunk, Chunks, Common, Matching, Sharing, Wanted, share};
-pub use write::{Rows, Write};
+pub use write::{Rows, Write, pieces};

@@ -52,6 +52,33 @@ impl Write {
     }
 }
 
+/// Cuts a region into regions of at most `elements_max` elements (but of one at least), each a run of its elements in
+/// row-major order: each with its first element, counted from the region's own first. Only a row that is too long by
+/// itself is cut along further dimensions.
+pub fn pieces(region: &Region, elements_max: u64) -> Vec<(Region, u64)> {
+    let mut out = Vec::new();
+    cut(region.clone(), 0, elements_max.max(1), &mut out);
+    out
+}
+
+fn cut(region: Region, first: u64, elements_max: u64, out: &mut Vec<(Region, u64)>) {
+    let numel = region.numel();
+    let Some(dim) = row_dim(&region).filter(|_| numel > elements_max) else {
+        return out.push((region, first));
+    };
+    let rows = region.lengths[dim];
+    let row_numel = numel / rows;
+    let count = (elements_max / row_numel).max(1);
+    let mut row = 0;
+    while row < rows {
+        let mut piece = region.clone();
+        piece.offsets[dim] += row;
+        piece.lengths[dim] = count.min(rows - row);
+        cut(piece, first + row * row_numel, elements_max, out);
+        row += count;
+    }
+}
+
 /// The dimension whose indices are a region's rows; `None` for a region of one element.
 pub(crate) fn row_dim(region: &Region) -> Option<usize> {
     region.lengths.iter().position(|&length| length > 1)
@@ -70,5 +97,37 @@ mod tests {
         assert_eq!((rows(4, 3).region(&part), rows(u64::MAX, 2).region(&part)), (None, None));
         assert_eq!((Write::whole(0, 0).region(&part), Write::whole(0, 0).skipped(&part)), (Some(part), 0));
         assert_eq!(rows(0, 1).region(&Region::new(&[3], &[1])), None);
+    }
+
+    /// Where an element of the region stands in row-major order.
+    fn index(region: &Region, coordinate: impl Fn(usize) -> u64) -> u64 {
+        (0..region.ndim()).fold(0, |index, d| index * region.lengths[d] + coordinate(d) - region.offsets[d])
+    }
+
+    #[test]
+    fn pieces_are_runs_of_the_region_and_all_of_it() {
+        let regions =
+            [Region::new(&[7, 4, 0], &[1, 6, 5]), Region::new(&[2], &[9]), Region::whole(&[]), Region::whole(&[0, 3])];
+        for region in regions {
+            for elements_max in [0, 1, 2, 4, 5, 6, 9, 10, 29, 30, u64::MAX] {
+                let mut end = 0;
+                for (piece, first) in pieces(&region, elements_max) {
+                    assert_eq!(first, end);
+                    assert!(piece.numel() <= elements_max.max(1), "{piece} of {region}, at most {elements_max}");
+                    let last = |d: usize| piece.offsets[d] + piece.lengths[d] - 1;
+                    if !piece.is_empty() {
+                        // Its elements are a run: as many as lie between its corners.
+                        assert_eq!(index(&region, |d| piece.offsets[d]), first);
+                        assert_eq!(index(&region, last), first + piece.numel() - 1, "{piece} of {region}");
+                    }
+                    end += piece.numel();
+                }
+                assert_eq!(end, region.numel());
+            }
+        }
+        let long = pieces(&Region::whole(&[2, 7, 3]), 6);
+        let bounds: Vec<(u64, u64, u64)> =
+            long.iter().map(|(p, _)| (p.offsets[0], p.offsets[1], p.lengths[1])).collect();
+        assert_eq!(bounds, [(0, 0, 2), (0, 2, 2), (0, 4, 2), (0, 6, 1), (1, 0, 2), (1, 2, 2), (1, 4, 2), (1, 6, 1)]);
     }
 }

@@ -4,6 +4,7 @@ mod checkpoints;
 mod diff;
 mod export;
 mod inspect;
+mod later;
 mod mapped;
 mod reading;
 mod stores;

@@ -84,6 +84,7 @@ impl ManifestBuilder {
                         regions.file.push(extent.file);
                         regions.offset.push(extent.offset);
                         regions.bytes.push(extent.bytes);
+                        regions.stored_bytes.push(extent.bytes);
                     }
                 }
                 Body::Object(mut copies) => {
@@ -97,6 +98,7 @@ impl ManifestBuilder {
                         values.file.push(extent.file);
                         values.offset.push(extent.offset);
                         values.bytes.push(extent.bytes);
+                        values.stored_bytes.push(extent.bytes);
                     }
                 }
                 Body::Alias(of) => {

@@ -55,7 +55,6 @@ impl Manifest {
     pub(super) fn check(&mut self) -> Checked {
         check_info(&self.info)?;
         check_files(&self.files)?;
-        self.strings.check("strings.ends")?;
         self.check_columns()?;
         self.place_coords()?;
         self.check_kinds()?;
@@ -72,9 +71,9 @@ impl Manifest {
         let names = [l.key.len(), l.name.len(), l.layout.len()];
         same_rows("leaves", &[n, names[0], names[1], names[2], l.dtype.len(), l.alias_of.len()])?;
         same_rows("leaves", &[n, l.dims_end.len(), l.regions_end.len(), l.values_end.len()])?;
-        same_rows("regions", &[r.file.len(), r.offset.len(), r.bytes.len()])?;
+        same_rows("regions", &[r.file.len(), r.offset.len(), r.bytes.len(), r.stored_bytes.len()])?;
         same_rows("regions", &[r.offsets.len(), r.lengths.len()])?;
-        same_rows("values", &[v.file.len(), v.offset.len(), v.bytes.len(), v.ranks_end.len()])?;
+        same_rows("values", &[v.file.len(), v.offset.len(), v.bytes.len(), v.stored_bytes.len(), v.ranks_end.len()])?;
         same_rows("ranks", &[v.rank_start.len(), v.rank_stop.len()])?;
         check_ends("leaves.dims_end", &l.dims_end, l.shape.len())?;
         check_ends("leaves.regions_end", &l.regions_end, r.file.len())?;
@@ -173,18 +172,18 @@ impl Manifest {
         }
         let numel = checked_numel(shape).unwrap_or(0);
         let (mut covered, mut last) = (0u64, None);
-        for (region, extent) in self.regions(i) {
+        for (row, (region, extent)) in span(&self.leaves.regions_end, i).zip(self.regions(i)) {
             if !region.fits(shape) {
                 return flaw(format!("the region {region} is not inside {shape:?}"));
             }
             if region.is_empty() && !region.is_whole(shape) {
                 return flaw(format!("the region {region} holds no element"));
             }
-            if extent.bytes != region.numel() * dtype.size_bytes() {
-                let expected = region.numel() * dtype.size_bytes();
-                return flaw(format!("region {region}: expected {expected} bytes of {dtype}, found {}", extent.bytes));
+            let (expected, found) = (region.numel() * dtype.size_bytes(), self.regions.bytes[row]);
+            if found != expected {
+                return flaw(format!("region {region}: expected {expected} bytes of {dtype}, found {found}"));
             }
-            if let Err(message) = self.inside(extent) {
+            if let Err(message) = self.inside(extent, expected) {
                 return flaw(format!("region {region}: {message}"));
             }
             if last.is_some_and(|last| last >= region.offsets) {
@@ -203,7 +202,7 @@ impl Manifest {
         let flaw = |message: String| corrupt(format!("object {}/{}: {message}", self.key(i), self.name(i)));
         let mut all = Vec::new();
         let mut last = None;
-        for (ranks, extent) in self.values(i) {
+        for (row, (ranks, extent)) in span(&self.leaves.values_end, i).zip(self.values(i)) {
             let world = self.info.world;
             let Some(first) = ranks.first().map(|range| range.start) else {
                 return flaw("a value was saved by no rank".to_owned());
@@ -214,7 +213,7 @@ impl Manifest {
             if last.is_some_and(|last| last >= first) || ranks.windows(2).any(|pair| pair[0].end > pair[1].start) {
                 return flaw("its ranks are out of order".to_owned());
             }
-            if let Err(message) = self.inside(extent) {
+            if let Err(message) = self.inside(extent, self.values.bytes[row]) {
                 return flaw(format!("the value of rank {first}: {message}"));
             }
             last = Some(first);
@@ -230,8 +229,13 @@ impl Manifest {
         Ok(())
     }
 
-    fn inside(&self, extent: Extent) -> Result<(), String> {
+    /// That an extent lies inside its file and holds `expected` bytes as they are: only a feature that the manifest
+    /// requires could say that they are stored in another number of bytes.
+    fn inside(&self, extent: Extent, expected: u64) -> Result<(), String> {
         let Extent { file, offset, bytes } = extent;
+        if bytes != expected {
+            return Err(format!("expected its {expected} bytes to be stored as they are, found {bytes} stored bytes"));
+        }
         let Some(entry) = self.files.get(file as usize) else {
             return Err(format!("there is no file {file}, only {}", self.files.len()));
         };

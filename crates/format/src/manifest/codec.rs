@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{FileEntry, Leaves, Manifest, Regions, SaveInfo, Strings, Values};
+use super::{FileEntry, Leaves, Manifest, Regions, SaveInfo, Strings, Values, requires};
 use crate::container::{self, Container, Entry, LENGTH_BYTES};
 use crate::digits::decimal_u64;
 use crate::dtype::DType;
@@ -14,13 +14,20 @@ pub(super) const KIND_TENSOR: u8 = 0;
 pub(super) const KIND_OBJECT: u8 = 1;
 pub(super) const KIND_ALIAS: u8 = 2;
 
+/// The location of a file of the checkpoint itself.
+const HERE: u32 = 0;
+
 const FORMAT: &str = "shardfast.format";
+const REQUIRES: &str = "shardfast.requires";
 const ATTEMPT: &str = "shardfast.attempt";
 const STEP: &str = "shardfast.step";
 const WORLD: &str = "shardfast.world";
 const CREATED: &str = "shardfast.created_unix_ms";
 const WRITER: &str = "shardfast.writer";
 const USER: &str = "user.";
+
+/// What the names of columns begin with that a reader may ignore.
+const INFORMATION: &str = "info.";
 
 /// The columns lie on multiples of this many bytes, so that they can be used where they are.
 const COLUMN_ALIGNMENT: u64 = 8;
@@ -49,9 +56,12 @@ impl Manifest {
         out.u64s("regions.lengths", regions.lengths.iter().copied());
         out.u64s("regions.file_offset", regions.offset.iter().copied());
         out.u64s("regions.bytes", regions.bytes.iter().copied());
+        out.u64s("regions.stored_bytes", regions.stored_bytes.iter().copied());
         out.u64s("values.ranks_end", values.ranks_end.iter().copied());
         out.u64s("values.file_offset", values.offset.iter().copied());
         out.u64s("values.bytes", values.bytes.iter().copied());
+        out.u64s("values.stored_bytes", values.stored_bytes.iter().copied());
+        out.u32s("files.location", &vec![HERE; files.len()]);
         out.u32s("leaves.key", &leaves.key);
         out.u32s("leaves.name", &leaves.name);
         out.u32s("leaves.layout", &leaves.layout);
@@ -67,21 +77,25 @@ impl Manifest {
         out.into_file(&info_metadata(info))
     }
 
-    /// Reads and checks a manifest. Columns and metadata that this build does not know are ignored.
+    /// Reads and checks a manifest. Metadata that this build does not know are ignored, and so are columns that are
+    /// information only.
     ///
     /// # Errors
-    /// `Unsupported` for another major version and for leaf kinds and dtypes of a later minor version; `Corrupt` for
-    /// everything else, naming the column, leaf or file at fault.
+    /// `Unsupported` for another major version and for what a later minor version adds: required features, columns,
+    /// files that lie elsewhere, kinds of leaves, dtypes. `Corrupt` for everything else. All name the feature, column,
+    /// leaf or file at fault.
     pub fn decode(bytes: &[u8]) -> Result<Manifest, Error> {
         let mut parsed = container::parse("manifest", bytes, bytes.len() as u64)?;
         check_version(&parsed.metadata)?;
+        check_required(&parsed.metadata)?;
         let info = info_of(std::mem::take(&mut parsed.metadata))?;
-        let source = Source { parsed, bytes };
-        let paths = Strings { text: source.text("files.paths")?, ends: source.u64s("files.path_ends")? };
+        let mut source = Source { parsed, bytes };
+        let strings = source.strings("strings.text", "strings.ends")?;
+        let (files, locations) = files_of(&mut source)?;
         let mut manifest = Manifest {
             info,
-            files: files_of(&source, &paths)?,
-            strings: Strings { text: source.text("strings.text")?, ends: source.u64s("strings.ends")? },
+            files,
+            strings,
             leaves: Leaves {
                 key: source.u32s("leaves.key")?,
                 name: source.u32s("leaves.name")?,
@@ -100,6 +114,7 @@ impl Manifest {
                 file: source.u32s("regions.file")?,
                 offset: source.u64s("regions.file_offset")?,
                 bytes: source.u64s("regions.bytes")?,
+                stored_bytes: source.u64s("regions.stored_bytes")?,
                 coords_start: Vec::new(),
             },
             values: Values {
@@ -109,8 +124,11 @@ impl Manifest {
                 file: source.u32s("values.file")?,
                 offset: source.u64s("values.file_offset")?,
                 bytes: source.u64s("values.bytes")?,
+                stored_bytes: source.u64s("values.stored_bytes")?,
             },
         };
+        source.expect_nothing_else()?;
+        check_locations(&manifest.files, &locations, &manifest.strings)?;
         manifest.check()?;
         Ok(manifest)
     }
@@ -130,9 +148,17 @@ fn check_version(metadata: &BTreeMap<String, String>) -> Result<(), Error> {
     }
 }
 
+fn check_required(metadata: &BTreeMap<String, String>) -> Result<(), Error> {
+    let Some(found) = metadata.get(REQUIRES) else {
+        return Err(Error::Corrupt(format!("manifest: metadata {REQUIRES:?} is missing")));
+    };
+    requires::check(found, metadata.get(WRITER).map(String::as_str).unwrap_or_default())
+}
+
 fn info_metadata(info: &SaveInfo) -> Vec<(String, String)> {
     let mut metadata = vec![
         (FORMAT.to_owned(), format!("{FORMAT_MAJOR}.{FORMAT_MINOR}")),
+        (REQUIRES.to_owned(), String::new()),
         (ATTEMPT.to_owned(), info.attempt.clone()),
         (WORLD.to_owned(), info.world.to_string()),
         (CREATED.to_owned(), info.created_unix_ms.to_string()),
@@ -162,19 +188,38 @@ fn info_of(metadata: BTreeMap<String, String>) -> Result<SaveInfo, Error> {
     })
 }
 
-fn files_of(source: &Source<'_>, paths: &Strings) -> Result<Vec<FileEntry>, Error> {
+/// The files, and the location of each.
+fn files_of(source: &mut Source<'_>) -> Result<(Vec<FileEntry>, Vec<u32>), Error> {
+    let paths = source.strings("files.paths", "files.path_ends")?;
+    let locations = source.u32s("files.location")?;
     let bytes = source.u64s("files.bytes")?;
     let data_start = source.u64s("files.data_start")?;
     let header_crc = source.u64s("files.header_crc")?;
-    super::check::same_rows("files", &[paths.ends.len(), bytes.len(), data_start.len(), header_crc.len()])?;
-    paths.check("files.path_ends")?;
+    let rows = [paths.ends.len(), locations.len(), bytes.len(), data_start.len(), header_crc.len()];
+    super::check::same_rows("files", &rows)?;
     let entry = |i: usize| FileEntry {
         path: paths.get(i as u32).to_owned(),
         bytes: bytes[i],
         data_start: data_start[i],
         header_crc: header_crc[i],
     };
-    Ok((0..bytes.len()).map(entry).collect())
+    Ok(((0..bytes.len()).map(entry).collect(), locations))
+}
+
+/// Checks that every file lies in the checkpoint itself.
+fn check_locations(files: &[FileEntry], locations: &[u32], strings: &Strings) -> Result<(), Error> {
+    let Some((file, location)) = files.iter().zip(locations).find(|(_, location)| **location != HERE) else {
+        return Ok(());
+    };
+    let (path, row) = (&file.path, location - 1);
+    if row as usize >= strings.ends.len() {
+        let rows = strings.ends.len();
+        return Err(Error::Corrupt(format!("manifest: file {path}: there is no string {row}, only {rows}")));
+    }
+    Err(Error::Unsupported(format!(
+        "manifest: file {path}: expected it in the checkpoint itself, found that it lies in {:?}; upgrade shardfast",
+        strings.get(row)
+    )))
 }
 
 /// Columns on their way into a file.
@@ -225,13 +270,14 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    fn column(&self, name: &str, dtype: DType) -> Result<&[u8], Error> {
-        let Some(entry) = self.parsed.entries.iter().find(|entry| entry.name == name) else {
+    /// Takes a column out.
+    fn column(&mut self, name: &str, dtype: DType) -> Result<&[u8], Error> {
+        let Some(place) = self.parsed.entries.iter().position(|entry| entry.name == name) else {
             return Err(Error::Corrupt(format!("manifest: the column {name} is missing")));
         };
-        let Entry { dtype: found, shape, span: (start, end), .. } = entry;
-        if *found != Ok(dtype) || shape.len() != 1 {
-            let found = found.as_ref().map_or_else(|name| name.clone(), |dtype| dtype.to_string());
+        let Entry { dtype: found, shape, span: (start, end), .. } = self.parsed.entries.swap_remove(place);
+        if found != Ok(dtype) || shape.len() != 1 {
+            let found = found.map_or_else(|name| name, |dtype| dtype.to_string());
             return Err(Error::Corrupt(format!(
                 "manifest: column {name}: expected a 1-D {dtype}, found {found} {shape:?}"
             )));
@@ -241,24 +287,41 @@ impl Source<'_> {
         Ok(&self.bytes[(data_start + start) as usize..(data_start + end) as usize])
     }
 
-    fn u8s(&self, name: &str) -> Result<Vec<u8>, Error> {
+    fn u8s(&mut self, name: &str) -> Result<Vec<u8>, Error> {
         Ok(self.column(name, DType::U8)?.to_vec())
     }
 
-    fn u32s(&self, name: &str) -> Result<Vec<u32>, Error> {
+    fn u32s(&mut self, name: &str) -> Result<Vec<u32>, Error> {
         let (values, _) = self.column(name, DType::U32)?.as_chunks();
         Ok(values.iter().map(|value| u32::from_le_bytes(*value)).collect())
     }
 
-    fn u64s(&self, name: &str) -> Result<Vec<u64>, Error> {
+    fn u64s(&mut self, name: &str) -> Result<Vec<u64>, Error> {
         let (values, _) = self.column(name, DType::U64)?.as_chunks();
         Ok(values.iter().map(|value| u64::from_le_bytes(*value)).collect())
     }
 
-    fn text(&self, name: &str) -> Result<String, Error> {
+    fn text(&mut self, name: &str) -> Result<String, Error> {
         String::from_utf8(self.u8s(name)?).map_err(|error| {
             let at = error.utf8_error().valid_up_to();
             Error::Corrupt(format!("manifest: column {name}: expected UTF-8, found something else at byte {at}"))
         })
+    }
+
+    fn strings(&mut self, text: &str, ends: &str) -> Result<Strings, Error> {
+        let strings = Strings { text: self.text(text)?, ends: self.u64s(ends)? };
+        strings.check(ends)?;
+        Ok(strings)
+    }
+
+    /// Checks that no column is left that may change what the others mean.
+    fn expect_nothing_else(&self) -> Result<(), Error> {
+        match self.parsed.entries.iter().map(|entry| &entry.name).find(|name| !name.starts_with(INFORMATION)) {
+            Some(name) => Err(Error::Unsupported(format!(
+                "manifest: expected the columns of format {FORMAT_MAJOR}.{FORMAT_MINOR}, found the column {name:?} of \
+                 another one; upgrade shardfast"
+            ))),
+            None => Ok(()),
+        }
     }
 }

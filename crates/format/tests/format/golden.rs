@@ -32,6 +32,7 @@ const HEADER_JSON: &str = r#"{"__metadata__":{"shardfast.blocks":"0123456789abcd
 
 /// The manifest's JSON in lines whose breaks are not in the file.
 const MANIFEST_JSON: &str = r#"{"__metadata__":{"shardfast.format":"1.0",
+"shardfast.requires":"",
 "shardfast.attempt":"0123456789abcdef",
 "shardfast.world":"2",
 "shardfast.created_unix_ms":"1763596800123",
@@ -50,21 +51,24 @@ const MANIFEST_JSON: &str = r#"{"__metadata__":{"shardfast.format":"1.0",
 "regions.lengths":{"dtype":"U64","shape":[4],"data_offsets":[240,272]},
 "regions.file_offset":{"dtype":"U64","shape":[2],"data_offsets":[272,288]},
 "regions.bytes":{"dtype":"U64","shape":[2],"data_offsets":[288,304]},
-"values.ranks_end":{"dtype":"U64","shape":[1],"data_offsets":[304,312]},
-"values.file_offset":{"dtype":"U64","shape":[1],"data_offsets":[312,320]},
-"values.bytes":{"dtype":"U64","shape":[1],"data_offsets":[320,328]},
-"leaves.key":{"dtype":"U32","shape":[3],"data_offsets":[328,340]},
-"leaves.name":{"dtype":"U32","shape":[3],"data_offsets":[340,352]},
-"leaves.layout":{"dtype":"U32","shape":[3],"data_offsets":[352,364]},
-"leaves.alias_of":{"dtype":"U32","shape":[3],"data_offsets":[364,376]},
-"regions.file":{"dtype":"U32","shape":[2],"data_offsets":[376,384]},
-"values.file":{"dtype":"U32","shape":[1],"data_offsets":[384,388]},
-"ranks.start":{"dtype":"U32","shape":[1],"data_offsets":[388,392]},
-"ranks.stop":{"dtype":"U32","shape":[1],"data_offsets":[392,396]},
-"leaves.kind":{"dtype":"U8","shape":[3],"data_offsets":[396,399]},
-"leaves.dtype":{"dtype":"U8","shape":[3],"data_offsets":[399,402]},
-"strings.text":{"dtype":"U8","shape":[28],"data_offsets":[402,430]},
-"files.paths":{"dtype":"U8","shape":[88],"data_offsets":[430,518]}}"#;
+"regions.stored_bytes":{"dtype":"U64","shape":[2],"data_offsets":[304,320]},
+"values.ranks_end":{"dtype":"U64","shape":[1],"data_offsets":[320,328]},
+"values.file_offset":{"dtype":"U64","shape":[1],"data_offsets":[328,336]},
+"values.bytes":{"dtype":"U64","shape":[1],"data_offsets":[336,344]},
+"values.stored_bytes":{"dtype":"U64","shape":[1],"data_offsets":[344,352]},
+"files.location":{"dtype":"U32","shape":[2],"data_offsets":[352,360]},
+"leaves.key":{"dtype":"U32","shape":[3],"data_offsets":[360,372]},
+"leaves.name":{"dtype":"U32","shape":[3],"data_offsets":[372,384]},
+"leaves.layout":{"dtype":"U32","shape":[3],"data_offsets":[384,396]},
+"leaves.alias_of":{"dtype":"U32","shape":[3],"data_offsets":[396,408]},
+"regions.file":{"dtype":"U32","shape":[2],"data_offsets":[408,416]},
+"values.file":{"dtype":"U32","shape":[1],"data_offsets":[416,420]},
+"ranks.start":{"dtype":"U32","shape":[1],"data_offsets":[420,424]},
+"ranks.stop":{"dtype":"U32","shape":[1],"data_offsets":[424,428]},
+"leaves.kind":{"dtype":"U8","shape":[3],"data_offsets":[428,431]},
+"leaves.dtype":{"dtype":"U8","shape":[3],"data_offsets":[431,434]},
+"strings.text":{"dtype":"U8","shape":[28],"data_offsets":[434,462]},
+"files.paths":{"dtype":"U8","shape":[88],"data_offsets":[462,550]}}"#;
 
 /// The manifest's columns, of eight-byte rows, four-byte rows and bytes.
 const MANIFEST_COLUMNS: &str = "
@@ -73,9 +77,10 @@ const MANIFEST_COLUMNS: &str = "
     1c00000000000000000000000000000000000000000000000200000000000000000000000000000000000000000000000200000000000000
     0100000000000000010000000000000001000000000000000200000000000000030000000000000000000000000000000000000000000000
     0100000000000000000000000000000001000000000000000300000000000000010000000000000003000000000000000010000000000000
-    0c100000000000000c000000000000000c00000000000000010000000000000000100000000000000500000000000000
-    0000000003000000030000000100000004000000050000000200000002000000060000000000000002000000000000000000000000000000
-    010000000000000002000000
+    0c100000000000000c000000000000000c000000000000000c000000000000000c0000000000000001000000000000000010000000000000
+    05000000000000000500000000000000
+    0000000000000000000000000300000003000000010000000400000005000000020000000200000006000000000000000200000000000000
+    0000000000000000010000000000000002000000
     01020000000f6578747261726e676d6f64656c74696564775b53686172642830295d6d6f64656c2f30303030302d3030302d303132333435
     363738396162636465662e7361666574656e736f727365787472612f30303030312d3030302d303132333435363738396162636465662e73
     61666574656e736f7273

@@ -135,6 +135,40 @@ fn a_huge_file_is_laid_out_without_its_data() {
 }
 
 #[test]
+fn an_entry_takes_no_more_of_a_header_than_it_says() {
+    let json_bytes = |entries: &[EntrySpec]| {
+        let header = FileLayout::new(entries, &BTreeMap::new()).unwrap().header(&[]).unwrap();
+        header[8..].trim_ascii_end().len() as u64
+    };
+    let names = ["", "w", "layers.0[0:4]", "\"\\", "\0\n\t\u{1f}\u{7f}", "\u{fc}\u{1f600}"];
+    for (name, dtype) in names.into_iter().flat_map(|name| DType::ALL.map(|dtype| (name, dtype))) {
+        let longest = if dtype == DType::F4x2 { u64::MAX / 2 } else { u64::MAX };
+        for shape in [&[0][..], &[0, longest], &[0, 1, 1], &[0; 64]] {
+            let spec = entry(name, dtype, shape);
+            let found = json_bytes(std::slice::from_ref(&spec)) - json_bytes(&[]);
+            // Its offsets are 0 and 0 here; 38 digits more at worst.
+            assert!(found + 38 <= spec.header_bytes_max(), "{spec:?}: {found} bytes");
+        }
+    }
+}
+
+#[test]
+fn one_block_more_than_a_header_has_room_for_is_refused() {
+    let layout = |blocks: u64| FileLayout::new(&[entry("t", DType::U8, &[blocks * BLOCK_BYTES])], &BTreeMap::new());
+    // 16 digits for each block in 24,414 pages of header, less the rest of the JSON.
+    let most = (24_414 * 4096 - 8 - 160) / 16;
+    for blocks in [most + 1, 6_250_001, 1 << 40] {
+        let expected =
+            format!("data file: {} bytes of data need a header beyond 100000000 bytes", blocks * BLOCK_BYTES);
+        match layout(blocks) {
+            Err(Error::Invalid(message)) => assert!(message.starts_with(&expected), "{message}"),
+            Err(other) => panic!("{blocks} blocks: {other}"),
+            Ok(_) => panic!("{blocks} blocks are laid out"),
+        }
+    }
+}
+
+#[test]
 fn what_cannot_be_written_is_invalid() {
     let none = BTreeMap::new();
     let twice = [entry("t", DType::U8, &[1]), entry("u", DType::U8, &[1]), entry("t", DType::U8, &[2])];

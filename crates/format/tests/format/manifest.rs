@@ -165,7 +165,7 @@ fn a_hundred_thousand_regions_come_back() {
         builder.tensor(&name("model", &format!("layers.{leaf}.weight")), DType::F32, &[1000, 4], "", &parts);
     }
     let bytes = builder.finish().unwrap().encode();
-    assert!(bytes.len() < 100_000 * 52 + 20_000, "{} bytes", bytes.len());
+    assert!(bytes.len() < 100_000 * 60 + 20_000, "{} bytes", bytes.len());
     let decoded = Manifest::decode(&bytes).unwrap();
     let sizes: Vec<usize> = (0..decoded.len()).map(|i| decoded.regions(i).len()).collect();
     assert_eq!(sizes, vec![1000; 100]);
@@ -222,9 +222,12 @@ struct Table {
 
 impl Table {
     fn sample() -> Table {
-        let bytes = manifest().encode();
-        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
-        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        Table::of(&manifest().encode())
+    }
+
+    fn of(bytes: &[u8]) -> Table {
+        let (_, header) = SafeTensors::read_metadata(bytes).unwrap();
+        let tensors = SafeTensors::deserialize(bytes).unwrap();
         let columns =
             tensors.tensors().into_iter().map(|(column, view)| (column, (view.dtype(), view.data().to_vec())));
         Table { columns: columns.collect(), metadata: header.metadata().clone().unwrap() }
@@ -256,14 +259,104 @@ impl Table {
 }
 
 #[test]
-fn what_a_later_minor_version_adds_is_ignored() {
+fn information_of_a_later_minor_version_is_ignored() {
     let mut table = Table::sample();
     assert_eq!(table.decode().unwrap(), manifest());
-    table.columns.insert("regions.colour".to_owned(), (safetensors::Dtype::F6_E2M3, vec![1; 3]));
-    table.columns.insert("zzz".to_owned(), (safetensors::Dtype::U64, vec![]));
+    table.columns.insert("info.colour".to_owned(), (safetensors::Dtype::F6_E2M3, vec![1; 3]));
+    table.columns.insert("info.".to_owned(), (safetensors::Dtype::U64, vec![]));
     table.metadata.insert("shardfast.format".to_owned(), "1.9".to_owned());
     table.metadata.insert("shardfast.mood".to_owned(), "good".to_owned());
     assert_eq!(table.decode().unwrap(), manifest());
+}
+
+#[test]
+fn other_columns_of_a_later_minor_version_are_unsupported() {
+    for (column, rows) in [("regions.codec", vec![1; 3]), ("zzz", vec![]), ("information", vec![0; 8]), ("", vec![])] {
+        let mut table = Table::sample();
+        table.columns.insert(column.to_owned(), (safetensors::Dtype::U8, rows));
+        table.columns.insert("info.colour".to_owned(), (safetensors::Dtype::U8, vec![1]));
+        let found = table.decode();
+        assert!(matches!(&found, Err(Error::Unsupported(m)) if m.contains(&format!("{column:?}"))), "{found:?}");
+    }
+}
+
+#[test]
+fn required_features_are_named_before_anything_else_is_looked_at() {
+    let mut table = Table::sample();
+    table.columns.clear();
+    table.metadata.retain(|key, _| key == "shardfast.writer");
+    table.metadata.insert("shardfast.format".to_owned(), "1.9".to_owned());
+    table.metadata.insert("shardfast.requires".to_owned(), "codec>=1.4 files-elsewhere>=1.10".to_owned());
+    let expected = "manifest: expected what format 1.0 can read, found a checkpoint that requires \"codec\" of format \
+                    1.4, \"files-elsewhere\" of format 1.10 (it was written by shardfast 0.1.0); upgrade shardfast";
+    assert_eq!(table.decode().unwrap_err(), Error::Unsupported(expected.to_owned()));
+    table.metadata.remove("shardfast.writer");
+    assert_eq!(
+        table.decode().unwrap_err(),
+        Error::Unsupported(expected.replace(" (it was written by shardfast 0.1.0)", ""))
+    );
+}
+
+#[test]
+fn requirements_have_one_spelling() {
+    let long = format!("{}>=1.4", "a".repeat(65));
+    for requires in [
+        " ",
+        "codec",
+        "codec>=",
+        "codec>=1",
+        "codec>=1.",
+        "codec>=1.04",
+        "codec>=1.4 ",
+        " codec>=1.4",
+        "codec>1.4",
+        "codec >=1.4",
+        ">=1.4",
+        "Codec>=1.4",
+        "4codec>=1.4",
+        "co_dec>=1.4",
+        "cod\u{e9}c>=1.4",
+        "b>=1.4 a>=1.4",
+        "a>=1.4 a>=1.5",
+        "a>=1.4  b>=1.4",
+        "a>=1.4,b>=1.4",
+        "a>=4294967296.0",
+        "a>=-1.0",
+        &long,
+    ] {
+        let mut table = Table::sample();
+        table.metadata.insert("shardfast.requires".to_owned(), requires.to_owned());
+        let found = table.decode();
+        assert!(
+            matches!(&found, Err(Error::Corrupt(m)) if m.contains("shardfast.requires")),
+            "{requires:?}: {found:?}"
+        );
+    }
+    for requires in ["a>=1.0", "a-1>=1.4 a2>=4.0", &long[1..]] {
+        let mut table = Table::sample();
+        table.metadata.insert("shardfast.requires".to_owned(), requires.to_owned());
+        assert!(matches!(table.decode(), Err(Error::Unsupported(_))), "{requires:?}");
+    }
+}
+
+#[test]
+fn a_file_elsewhere_is_unsupported_and_named() {
+    let elsewhere = "../step-00000900";
+    let mut builder = builder();
+    builder.tensor(&name("model", "zero"), DType::F32, &[0], elsewhere, &[]);
+    let bytes = builder.finish().unwrap().encode();
+    let mut table = Table::of(&bytes);
+    assert!(table.decode().is_ok());
+    // The layout's text is the last one.
+    let texts = table.rows("strings.ends") as u64;
+    let found = table.set("files.location", 1, texts).decode();
+    let expected = "manifest: file extra/00001-000-0123456789abcdef.safetensors: expected it in the checkpoint itself, \
+                    found that it lies in \"../step-00000900\"; upgrade shardfast";
+    assert_eq!(found.unwrap_err(), Error::Unsupported(expected.to_owned()));
+    for location in [texts + 1, u64::from(u32::MAX)] {
+        let found = table.set("files.location", 1, location).decode();
+        assert!(matches!(&found, Err(Error::Corrupt(m)) if m.contains("there is no string")), "{found:?}");
+    }
 }
 
 #[test]
@@ -306,9 +399,14 @@ fn every_column_and_every_metadata_is_needed() {
         // But for one more empty string, which nobody names.
         assert!(matches!(&found, Err(Error::Corrupt(_))) || column == "strings.ends", "{column}: {found:?}");
     }
-    for key in
-        ["shardfast.format", "shardfast.attempt", "shardfast.world", "shardfast.created_unix_ms", "shardfast.writer"]
-    {
+    for key in [
+        "shardfast.format",
+        "shardfast.requires",
+        "shardfast.attempt",
+        "shardfast.world",
+        "shardfast.created_unix_ms",
+        "shardfast.writer",
+    ] {
         let mut tampered = table.clone();
         tampered.metadata.remove(key);
         let found = tampered.decode();
@@ -359,21 +457,30 @@ fn an_extreme_number_in_any_row_is_an_error_or_keeps_the_promises() {
 #[test]
 fn columns_that_contradict_each_other_are_corrupt() {
     type Change = dyn Fn(&mut Table);
-    let cases: [(&str, &Change); 27] = [
+    let cases: [(&str, &Change); 34] = [
         ("before the data", &|t| _ = t.set("regions.file_offset", 1, 4095)),
         ("in the header", &|t| _ = t.set("regions.file_offset", 1, 0)),
         ("behind the file", &|t| _ = t.set("regions.file_offset", 1, 4096 + 200 - 47)),
         ("wrapping around", &|t| _ = t.set("regions.file_offset", 1, u64::MAX - 47)),
         ("the wrong size", &|t| _ = t.set("regions.bytes", 1, 47)),
+        ("stored in fewer bytes", &|t| _ = t.set("regions.stored_bytes", 1, 47)),
+        ("stored in more bytes", &|t| _ = t.set("regions.stored_bytes", 1, 49)),
+        ("stored in more bytes than there are", &|t| _ = t.set("regions.stored_bytes", 1, u64::MAX)),
+        ("stored in no bytes", &|t| _ = t.set("regions.stored_bytes", 1, 0)),
+        ("both sizes wrong", &|t| _ = t.set("regions.bytes", 1, 47).set("regions.stored_bytes", 1, 47)),
+        ("a value stored in fewer bytes", &|t| _ = t.set("values.stored_bytes", 0, 8)),
+        ("a value of more bytes than are stored", &|t| _ = t.set("values.bytes", 0, u64::MAX)),
         ("no such file", &|t| _ = t.set("regions.file", 0, 2)),
         ("a value before the data", &|t| _ = t.set("values.file_offset", 0, 4095)),
-        ("a value behind the file", &|t| _ = t.set("values.bytes", 0, 13)),
+        ("a value behind the file", &|t| _ = t.set("values.bytes", 0, 13).set("values.stored_bytes", 0, 13)),
         ("a value of no such file", &|t| _ = t.set("values.file", 0, 7)),
         ("a region outside", &|t| _ = t.set("regions.offsets", 2, 3)),
         ("a region that wraps", &|t| _ = t.set("regions.offsets", 2, u64::MAX - 1)),
         ("a region twice", &|t| _ = t.set("regions.offsets", 2, 0)),
         ("an empty region", &|t| _ = t.set("regions.lengths", 2, 0)),
-        ("a hole", &|t| _ = t.set("regions.lengths", 2, 1).set("regions.bytes", 2, 24)),
+        ("a hole", &|t| {
+            _ = t.set("regions.lengths", 2, 1).set("regions.bytes", 2, 24).set("regions.stored_bytes", 2, 24);
+        }),
         ("an alias of itself", &|t| _ = t.set("leaves.alias_of", 3, 3)),
         ("an alias of an object", &|t| _ = t.set("leaves.alias_of", 3, 0)),
         ("an alias of nothing", &|t| _ = t.set("leaves.alias_of", 3, 5)),

@@ -154,7 +154,7 @@ fn the_table_of_columns_is_the_codes() {
         tensors.tensors().into_iter().map(|(name, view)| (name, view.dtype().to_string())).collect();
     expected.sort();
     let mut found: Vec<(String, String)> =
-        table("### 7.2 Columns").into_iter().map(|row| (row[0].clone(), row[1].clone())).collect();
+        table("### 7.3 Columns").into_iter().map(|row| (row[0].clone(), row[1].clone())).collect();
     found.sort();
     assert_eq!(found, expected);
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
 use shardfast_format::{BLOCK_BYTES, DType, Dims, EntrySpec, FileLayout, ManifestBuilder, Tag, Value, crc64, object};
 
 use crate::sample;
@@ -36,7 +38,17 @@ pub(crate) fn headers() -> Vec<Vec<u8>> {
 /// Manifests.
 pub(crate) fn manifests() -> Vec<Vec<u8>> {
     let empty = ManifestBuilder::new(sample::info()).finish().expect("nothing is sound");
-    vec![sample::manifest().encode(), empty.encode()]
+    let bytes = sample::manifest().encode();
+    let (_, header) = SafeTensors::read_metadata(&bytes).expect("a manifest is a safetensors file");
+    let mut metadata = header.metadata().clone().expect("it has metadata");
+    metadata.insert("shardfast.format".to_owned(), "1.7".to_owned());
+    metadata.insert("shardfast.mood".to_owned(), "good".to_owned());
+    let tensors = SafeTensors::deserialize(&bytes).expect("a manifest is a safetensors file");
+    let mut columns = tensors.tensors();
+    let colours = TensorView::new(safetensors::Dtype::U8, vec![3], &[1, 2, 3]).expect("three bytes");
+    columns.push(("info.colour".to_owned(), colours));
+    let later = safetensors::serialize(columns, Some(metadata)).expect("a manifest with one column more");
+    vec![bytes, empty.encode(), later]
 }
 
 /// Commit records.

@@ -49,7 +49,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When the ranks do not all call it in time, or one of them refuses.
-    pub fn agree(&self, touched: &[u32], problems: &[String], deadline: Duration) -> Result<Opinion> {
+    pub fn agree_match(&self, touched: &[u32], problems: &[String], deadline: Duration) -> Result<MatchSummary> {
         let operation = self.engine.begin(format!("match {}", self.url), deadline);
         let contribution = Ok((touched.to_vec(), problems.to_vec()));
         operation.agree("open", contribution, |ranks: Vec<(Vec<u32>, Vec<String>)>| {
@@ -72,7 +72,7 @@ impl Checkpoint {
                 }
             }
             let untouched = (0..).zip(&is_touched).filter(|(_, touched)| !**touched).map(|(leaf, _)| leaf).collect();
-            Ok(vec![Opinion { untouched, problems: merged }; world])
+            Ok(vec![MatchSummary { untouched, problems: merged }; world])
         })
     }
 
@@ -97,7 +97,7 @@ impl Checkpoint {
 
 /// What all ranks make of a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Opinion {
+pub struct MatchSummary {
     /// The leaves that no rank has a place for.
     pub untouched: Vec<u32>,
     /// Each problem once, with the ranks that have it.

@@ -51,7 +51,7 @@ pub mod verify;
 mod writer;
 
 pub use capture::{Capture, Captures};
-pub use checkpoint::{Checkpoint, Opinion, open};
+pub use checkpoint::{Checkpoint, MatchSummary, open};
 pub use diff::{Diff, diff};
 pub use engine::{Engine, staging_bytes_default};
 pub use error::{Error, Kind, Result};

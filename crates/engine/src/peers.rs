@@ -1,7 +1,7 @@
 //! Bytes that come from a peer instead of from storage: where ranks want the same blocks, one of them reads for all.
 //!
-//! [`agree_route`] is the seam: all ranks say what they want, rank 0 finds whether and on which [`terms`] they share, and
-//! each gets its [`Route`]. [`exchange`] is what a shared load does; what its ranks send each other travels by a
+//! [`agree_route`] is the seam: all ranks say what they want, rank 0 decides whether and on which [`terms`] they share,
+//! and each gets its [`Route`]. [`exchange`] is what a shared load does; what its ranks send each other travels by a
 //! [`carrier`]: memory that ranks of a machine share, connections of the ranks' own, or the program's collectives.
 
 pub mod carrier;

@@ -1,10 +1,10 @@
 //! Who writes what: planned by each rank alone where it can, agreed once otherwise, then remembered.
 //!
-//! A rank that remembers a plan for what it holds, or that knows who holds what it holds, *drafts* its writes and
-//! begins with them at once: no message stands in front of the first byte. Meanwhile it opens the operation with what
-//! its draft rests on, and rank 0 finds whether all drafts are one plan. A rank without a draft opens with its catalog and
-//! waits for rank 0 to say what to write. What was drafted is binding: the others' plans are made around it, and where
-//! that is impossible the save fails on every rank.
+//! A rank that remembers a plan for what it holds, or that knows who holds what it holds, makes a *local plan* of its
+//! writes and begins with them at once: no message stands in front of the first byte. Meanwhile it opens the operation
+//! with what its local plan rests on, and rank 0 finds whether all local plans are one. A rank that cannot plan alone
+//! opens with its catalog and waits for rank 0 to say what to write. A local plan is binding: the others' plans are
+//! made around it, and where that is impossible the save fails on every rank.
 //!
 //! Nothing here is proof that a checkpoint is whole. That is the commit's, which counts what was written.
 
@@ -45,7 +45,7 @@ pub(crate) struct RankPlan {
     pub(crate) all: Option<Arc<GlobalPlan>>,
 }
 
-/// The writes that a rank begins with, and what they rest on.
+/// The writes that a rank plans alone and begins with, and what they rest on.
 pub(crate) struct LocalPlan {
     pub(crate) writes: Arc<Vec<Write>>,
     /// The remembered plan that it is, if a save of that has found the ranks' replicas equal.
@@ -108,14 +108,14 @@ impl<'a> Planning<'a> {
         Holdings { catalog: (**self.catalog).clone(), rules: (*self.rules).clone() }
     }
 
-    /// Agrees with all ranks on who writes which parts and which values, while `write` is given the parts that this rank
-    /// writes: at once if `local` says so, else when rank 0 has. `local` is what this rank begins with, or its failure;
-    /// `admit` rank 0's last word before anything is agreed; `digests` those of this rank's values. The agreement's
-    /// failure cancels what `progress` belongs to.
+    /// Agrees with all ranks on who writes which parts and which values, while `write` is given the parts that this
+    /// rank writes: at once if `local` says so, else when rank 0 has. `local` is what this rank begins with, or its
+    /// failure; `admit` rank 0's last word before anything is agreed; `digests` those of this rank's values. The
+    /// agreement's failure cancels what `progress` belongs to.
     ///
     /// # Errors
-    /// The agreement's are the same on every rank: what any of them brought, what `admit` said, or how their catalogs or
-    /// plans contradict each other. Nothing is written when there is no plan.
+    /// The agreement's are the same on every rank: what any of them brought, what `admit` said, or how their catalogs
+    /// or plans contradict each other. Nothing is written when there is no plan.
     pub(crate) fn agree_while<T>(
         &self,
         local: Result<Option<LocalPlan>>,
@@ -148,9 +148,9 @@ impl<'a> Planning<'a> {
     }
 
     /// Agrees with all ranks on who writes which parts.
-    fn resolve(&self, draft: Result<Option<LocalPlan>>, admit: impl FnOnce() -> Result<()>) -> Result<RankPlan> {
+    fn resolve(&self, local: Result<Option<LocalPlan>>, admit: impl FnOnce() -> Result<()>) -> Result<RankPlan> {
         let (mut drafted, mut is_local) = (None, false);
-        let first = draft.map(|draft| match draft {
+        let first = local.map(|local| match local {
             Some(LocalPlan { writes, opening, .. }) => {
                 is_local = matches!(opening, Opening::Local { .. });
                 drafted = Some(writes);

@@ -25,7 +25,7 @@ mod batches;
 pub(crate) const READERS: usize = 8;
 
 /// Reads that are announced before they are made: what a disk can fetch while the cores work off what has come.
-const AHEAD: usize = 32;
+const ANNOUNCED_READS: usize = 32;
 
 /// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
 const OPEN_MAX: usize = 256;
@@ -384,7 +384,7 @@ pub(crate) fn each_ahead<T: Send>(
     announce: impl Fn(&T) -> bool,
     work: impl Fn(T) + Sync,
 ) {
-    let (sender, receiver) = crossbeam_channel::bounded(AHEAD);
+    let (sender, receiver) = crossbeam_channel::bounded(ANNOUNCED_READS);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         let mut threads = 0;

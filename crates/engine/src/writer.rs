@@ -29,7 +29,7 @@ use crate::sums::{self, Part, Piece, Summed, Sums};
 
 /// Filled slots that wait for the store while somebody waits for the save: running further ahead brings its end no
 /// nearer, and touches memory that is in no cache or was never used.
-const AHEAD: usize = 4;
+const FILLED_SLOTS_MAX: usize = 4;
 
 /// One data file to be written.
 pub(crate) struct FileJob {
@@ -57,9 +57,10 @@ pub(crate) struct Written {
 }
 
 /// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no provider that is captured eagerly will be asked again, and when none at all will. While the program goes on it
-/// copies as fast as it can, as far as the staging memory reaches; for a `blocking` save, as fast as the store. Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what
-/// is copied does.
+/// when no provider that is captured eagerly will be asked again, and when none at all will. While the program goes on
+/// it copies as fast as it can, as far as the staging memory reaches; for a `blocking` save, as fast as the store.
+/// Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what is copied
+/// does.
 ///
 /// # Errors
 /// The first failure of a provider or of the store. No provider is asked any more once this has returned.
@@ -188,7 +189,7 @@ impl FileJob {
 fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, blocking: bool) {
     let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = if blocking { bounded::<(usize, Slot)>(AHEAD) } else { unbounded() };
+    let (sender, receiver) = if blocking { bounded::<(usize, Slot)>(FILLED_SLOTS_MAX) } else { unbounded() };
     let pieces = run.sums.pieces();
     let eager = run.chunks.iter().map(|chunk| chunk.is_eager).chain(pieces.iter().map(|piece| piece.is_eager));
     let captured = Countdown::new(eager.filter(|is_eager| *is_eager).count(), || progress.captured());

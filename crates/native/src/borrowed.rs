@@ -11,7 +11,7 @@ use crate::near;
 
 /// So many items ahead of the one that is looked at, an item of a list is fetched into the cache; if it is a dict, half
 /// as many ahead its table, and a quarter as many ahead its values.
-const AHEAD: usize = 32;
+const ITEMS_AHEAD: usize = 32;
 
 /// So many entries ahead of the one that is looked at, the key and the value of an entry of a dict are fetched.
 const ENTRIES_AHEAD: usize = 16;
@@ -25,26 +25,26 @@ pub(crate) unsafe fn items_while<'py>(
     mut take: impl FnMut(&Bound<'py, PyAny>) -> bool,
 ) -> usize {
     let count = list.len();
-    let mut ring = [std::ptr::null_mut(); AHEAD];
+    let mut ring = [std::ptr::null_mut(); ITEMS_AHEAD];
     let mut next = 0; // to be asked of the list: asking costs more than keeping
     for index in 0..count {
-        while next < count.min(index + AHEAD) {
+        while next < count.min(index + ITEMS_AHEAD) {
             // SAFETY: the list has such an item, and keeps it, as the caller vouches.
             let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), next as ffi::Py_ssize_t) };
             near::fetch(item);
-            ring[next % AHEAD] = item;
+            ring[next % ITEMS_AHEAD] = item;
             next += 1;
         }
-        if index + AHEAD / 2 < next {
+        if index + ITEMS_AHEAD / 2 < next {
             // SAFETY: it is an item of the list.
-            unsafe { near::fetch_table(ring[(index + AHEAD / 2) % AHEAD]) };
+            unsafe { near::fetch_table(ring[(index + ITEMS_AHEAD / 2) % ITEMS_AHEAD]) };
         }
-        if index + AHEAD / 4 < next {
+        if index + ITEMS_AHEAD / 4 < next {
             // SAFETY: it is an item of the list.
-            unsafe { near::fetch_values(ring[(index + AHEAD / 4) % AHEAD]) };
+            unsafe { near::fetch_values(ring[(index + ITEMS_AHEAD / 4) % ITEMS_AHEAD]) };
         }
         // SAFETY: as above.
-        let item = unsafe { Borrowed::from_ptr(list.py(), ring[index % AHEAD]) };
+        let item = unsafe { Borrowed::from_ptr(list.py(), ring[index % ITEMS_AHEAD]) };
         if !take(&item) {
             return index;
         }

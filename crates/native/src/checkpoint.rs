@@ -147,8 +147,8 @@ impl Checkpoint {
     ) -> PyResult<(Vec<u32>, Vec<(Vec<u32>, String)>)> {
         let timeout = seconds(timeout_s)?;
         let checkpoint = self.checkpoint.get()?;
-        let opinion = py.detach(|| checkpoint.agree(&touched, &problems, timeout)).map_err(raise)?;
-        Ok((opinion.untouched, opinion.problems))
+        let summary = py.detach(|| checkpoint.agree_match(&touched, &problems, timeout)).map_err(raise)?;
+        Ok((summary.untouched, summary.problems))
     }
 
     /// What this rank's `load` would read: bytes_wanted, bytes_read, reads, files. Touches no data.
@@ -171,8 +171,8 @@ impl Checkpoint {
     }
 
     /// Fills the wants' memory; returns the encoded values, in order, and what was moved for it: bytes_read,
-    /// bytes_received, bytes_sent, is_shared. Every rank calls it, with the same `peer_reads` ("auto", "always", "never"),
-    /// and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
+    /// bytes_received, bytes_sent, is_shared. Every rank calls it, with the same `peer_reads` ("auto", "always" or
+    /// "never"), and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
     /// `streams` are as in `save`.
     #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     #[allow(clippy::type_complexity)] // it is what Python gets

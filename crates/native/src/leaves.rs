@@ -231,10 +231,11 @@ enum Body {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts `(offsets,
-    /// lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA device if
-    /// the memory is one's, `capture` the name of a [`Capture`], and `holders` the ranks that hold the same parts or `None`, `compared` when their copies are compared, one of "first save", "on request", "every save"
-    /// and "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
+    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts
+    /// `(offsets, lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA
+    /// device if the memory is one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
+    /// or `None`, and `compared` when their copies are compared, one of "first save", "on request", "every save" and
+    /// "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
     fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
         let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>, Compared), Body)>::new(), 0);

@@ -52,7 +52,7 @@ const TRIAL_PART: u64 = 8;
 pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 
 /// Rounds that are read while another one is swapped.
-const AHEAD: usize = 2;
+const ROUNDS_AHEAD: usize = 2;
 
 /// Chunks that are announced before they are read, when there are no rounds.
 const ANNOUNCED: usize = 32;
@@ -468,7 +468,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
 
     /// Plans rounds and begins to read for them.
     fn plan(&mut self) -> Result<()> {
-        let most = if self.trial.is_some() { 1 } else { AHEAD };
+        let most = if self.trial.is_some() { 1 } else { ROUNDS_AHEAD };
         while self.ahead.len() < most && !self.is_planned {
             let free = self.shared.neighbours.window.as_ref().map_or(usize::MAX, |window| window.free_slots());
             if free < self.round_slots() && !self.ahead.is_empty() {

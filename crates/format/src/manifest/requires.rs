@@ -31,8 +31,8 @@ pub(super) fn check(requires: &str, writer: &str) -> Result<(), Error> {
     }
     let by = if writer.is_empty() { String::new() } else { format!(" (it was written by {writer})") };
     Err(Error::Unsupported(format!(
-        "manifest: expected what format {FORMAT_MAJOR}.{FORMAT_MINOR} can read, found a checkpoint that requires {}{by}; \
-         upgrade shardfast",
+        "manifest: expected what format {FORMAT_MAJOR}.{FORMAT_MINOR} can read, found a checkpoint that requires \
+         {}{by}; upgrade shardfast",
         unknown.join(", ")
     )))
 }

@@ -5,7 +5,7 @@
 //! ```
 //! [`checkpoint`](crate::checkpoint) opens and matches. Each rank plans its reads alone. Then the ranks agree that all
 //! have a plan, and where the bytes come from: from storage, or from a peer that wants the same
-//! ([`peers`](crate::peers)). Each rank reads, proves and scatters; in the end all agree that everything arrived everywhere.
+//! (`peers.rs`). Each rank reads, proves and scatters; in the end all agree that everything arrived everywhere.
 
 use std::time::Duration;
 

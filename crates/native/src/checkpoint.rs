@@ -172,7 +172,8 @@ impl Checkpoint {
 
     /// Fills the wants' memory; returns the encoded values, in order, and what was moved for it: bytes_read,
     /// bytes_received, bytes_sent, is_shared. Every rank calls it, with the same `peer_reads` ("auto", "always" or
-    /// "never"), and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it meanwhile.
+    /// "never"), and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it
+    /// meanwhile.
     /// `streams` are as in `save`.
     #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     #[allow(clippy::type_complexity)] // it is what Python gets

@@ -1,4 +1,5 @@
-//! `shardfast._native`: what Python calls of the engine. It knows no framework, and while the engine works it never calls Python.
+//! `shardfast._native`: what Python calls of the engine. It knows no framework, and while the engine works it never
+//! calls Python.
 
 mod borrowed;
 mod checkpoint;

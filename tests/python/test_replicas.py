@@ -170,3 +170,9 @@ def test_each_layout_is_compared_once(ranks, tmp_path):
 def test_what_prove_is_not_is_refused(tmp_path):
     with pytest.raises(sf.Invalid, match=r"prove='model': expected None, True or False"):
         sf.save(tmp_path / "one", {"w": {"w": torch.zeros(3)}}, prove="model")
+
+
+def test_a_rank_alone_has_no_replicas(tmp_path):
+    pending = sf.save_async(tmp_path / "one", {"model": {"w": torch.ones(4)}})
+    pending.committed()
+    assert pending.report["replicas"] == "none: one rank holds all"

@@ -35,6 +35,7 @@ pub(crate) struct Scope {
     /// The others that the first save of a plan compares; ascending.
     first: Vec<u32>,
     prove: Prove,
+    is_alone: bool,
     /// The plan whose replicas this rank trusts to be equal, and does not read beside.
     trusted: Option<PlanId>,
     /// The last plan whose replicas were equal, and what this rank held then.
@@ -43,9 +44,9 @@ pub(crate) struct Scope {
 
 impl Scope {
     pub(crate) fn of(state: &State, prove: Prove, world: u32) -> Scope {
-        let (trusted, before) = (None, None);
-        let mut scope = Scope { rules: Arc::default(), first: Vec::new(), prove, trusted, before };
-        if world == 1 {
+        let (is_alone, trusted, before) = (world == 1, None, None);
+        let mut scope = Scope { rules: Arc::default(), first: Vec::new(), prove, is_alone, trusted, before };
+        if is_alone {
             return scope;
         }
         let mut rules = Rules::default();
@@ -76,6 +77,7 @@ impl Scope {
     /// What the report of a save under this plan says.
     pub(crate) fn outcome(&self, plan: &RankPlan) -> &'static str {
         match self.prove {
+            _ if self.is_alone => "none: one rank holds all",
             Prove::Nothing => "not compared: of each region the lowest rank's copy",
             Prove::FirstSave if plan.status.is_proven => "compared by an earlier save",
             Prove::FirstSave | Prove::EverySave => "compared",

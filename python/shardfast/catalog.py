@@ -291,8 +291,9 @@ class Hold:
 
 Kind = Literal["names", "objects", "object", "entries", "groups", "state"]
 """What stands in an attribute: a dict or a set of which the names count; a dict of objects of the bundle or ``None``;
-one such object; a dict of entries by name; a list of dicts, each with a list of *members* under ``"params"``; or a dict
-by member of dicts of entries, and by name of an entry. Names are texts or whole numbers."""
+one such object; a dict of entries by name; a list of dicts, each with a list of *members* under the name that
+:attr:`Outline.members` gives; or a dict by member of dicts of entries, and by name of an entry. Names are texts or
+whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +324,7 @@ class Outline:
         sharded: Numbers, among the tensors, of those that wrap this rank's memory, with their layouts.
         wrapper: How these tell of it.
         values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
+        members: The name under which a group lists its members, where an attribute is of kind ``"groups"``.
     """
 
     objects: Sequence[tuple[Any, Sequence[tuple[str, Kind]]]]
@@ -332,6 +334,7 @@ class Outline:
     sharded: Sequence[tuple[int, Any]]
     wrapper: Wrapper | None
     values: Callable[[Sequence[Any]], Mapping[str, object]]
+    members: str = ""
 
 
 @dataclass(frozen=True, slots=True)

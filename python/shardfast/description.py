@@ -489,7 +489,7 @@ def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
     given = []
     for one in outlines:
         wrapper = None if one.wrapper is None else (one.wrapper.layout, one.wrapper.inner, one.wrapper.kind)
-        given.append((one.objects, one.tensors, one.parameters, one.others, one.sharded, wrapper))
+        given.append((one.objects, one.tensors, one.parameters, one.others, one.sharded, wrapper, one.members))
     try:
         return _native.Outline(given)
     except _UNTOLD:

@@ -36,7 +36,7 @@ def made():
         children={"below": below, "none": None},
         other=inner,
         entries={"w": first, "again": first, "text": "a text", "sharded": wrapping(torch.ones(2), LAYOUT)},
-        groups=[{"params": [first, second]}, {"params": [third], "lr": 0.1}],
+        groups=[{"listed": [first, second]}, {"listed": [third], "lr": 0.1}],
         state={first: {"step": 1, "mean": torch.ones(4)}, third: {}, "total": 3},
     )
     attributes = [("names", "names"), ("set", "names"), ("children", "objects"), ("other", "object"),
@@ -45,7 +45,8 @@ def made():
     # w again text sharded | step mean | total | w
     tensors, parameters, others = [0, 1, 3, 5, 7], [0, 1], [4, 6]
     wrapper = Wrapper("sharded_as", "inner_memory", torch.Tensor)
-    return box, Outline(objects, tensors, parameters, others, [(2, LAYOUT)], wrapper, lambda entries: {})
+    sharded = [(2, LAYOUT)]
+    return box, Outline(objects, tensors, parameters, others, sharded, wrapper, lambda entries: {}, members="listed")
 
 
 def test_what_is_the_same_is_told_with_what_it_holds_now():
@@ -106,17 +107,17 @@ CHANGES = {
     "other memory inside": lambda box: setattr(box.entries["sharded"], "inner_memory", torch.ones(2)),
     "another class inside": lambda box: setattr(box.entries["sharded"], "inner_memory", box.entries["sharded"]),
     "nothing inside": lambda box: delattr(box.entries["sharded"], "inner_memory"),
-    "another group": lambda box: box.groups.append({"params": []}),
-    "groups cut otherwise": lambda box: box.groups[1]["params"].insert(0, box.groups[0]["params"].pop()),
-    "no members": lambda box: box.groups[1].pop("params"),
-    "another member": lambda box: box.groups[0]["params"].__setitem__(0, torch.ones(1)),
-    "members in another order": lambda box: box.groups[0]["params"].reverse(),
-    "a member twice": lambda box: box.groups[0]["params"].__setitem__(1, box.groups[0]["params"][0]),
-    "state of another member": lambda box: box.state.update({box.groups[0]["params"][1]: {}}),
+    "another group": lambda box: box.groups.append({"listed": []}),
+    "groups cut otherwise": lambda box: box.groups[1]["listed"].insert(0, box.groups[0]["listed"].pop()),
+    "no members": lambda box: box.groups[1].pop("listed"),
+    "another member": lambda box: box.groups[0]["listed"].__setitem__(0, torch.ones(1)),
+    "members in another order": lambda box: box.groups[0]["listed"].reverse(),
+    "a member twice": lambda box: box.groups[0]["listed"].__setitem__(1, box.groups[0]["listed"][0]),
+    "state of another member": lambda box: box.state.update({box.groups[0]["listed"][1]: {}}),
     "state of none any more": lambda box: box.state.clear(),
-    "state that is no dict": lambda box: box.state.update({box.groups[1]["params"][0]: []}),
+    "state that is no dict": lambda box: box.state.update({box.groups[1]["listed"][0]: []}),
     "state under another name": lambda box: box.state.update(sum=box.state.pop("total")),
-    "another entry of state": lambda box: box.state[box.groups[1]["params"][0]].update(step=1),
+    "another entry of state": lambda box: box.state[box.groups[1]["listed"][0]].update(step=1),
     "state of another type": lambda box: box.state.update(total="3"),
     "a class in the slots": lambda box: vars(box.children["below"]).pop("entries"),
 }

@@ -25,7 +25,7 @@ enum Kind {
     Object,
     /// A dict of entries by name.
     Entries,
-    /// A list of dicts, each with a list of members under "params".
+    /// A list of dicts, each with a list of members under the bundle's name for them.
     Groups,
     /// A dict by member of dicts of entries by name; or, under a name of its own, of an entry.
     State,
@@ -85,6 +85,8 @@ struct Bundle {
     /// Which of the tensors are sharded, and how.
     sharded: Vec<(usize, Py<PyAny>)>,
     wrapper: Option<Wrapper>,
+    /// The name under which a group lists its members.
+    members: Py<PyString>,
 }
 
 /// The objects of a state's bundles as they were when this was made, of which nothing is kept alive but names and
@@ -97,7 +99,7 @@ pub(crate) struct Outline {
     near: Near,
 }
 
-/// `(objects, tensors, parameters, others, sharded, wrapper)`, as [`Outline`] takes a bundle.
+/// `(objects, tensors, parameters, others, sharded, wrapper, members)`, as [`Outline`] takes a bundle.
 type Given<'py> = (
     Vec<(Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)>,
     Vec<usize>,
@@ -105,21 +107,23 @@ type Given<'py> = (
     Vec<usize>,
     Vec<(usize, Bound<'py, PyAny>)>,
     Option<(Bound<'py, PyString>, Bound<'py, PyString>, Bound<'py, PyType>)>,
+    Bound<'py, PyString>,
 );
 
 #[pymethods]
 impl Outline {
-    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper)`:
+    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper, members)`:
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
-    ///   whose "params" are members) and "state" (a dict by member of dicts of entries, or by name of an entry). What
-    ///   is met in them in this order numbers the entries.
+    ///   that list members) and "state" (a dict by member of dicts of entries, or by name of an entry). What is met in
+    ///   them in this order numbers the entries.
     /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
     /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
     /// - `others`: numbers of the entries that are wanted, too.
     /// - `sharded`: `(number among the tensors, layout)` of those that wrap this rank's memory.
     /// - `wrapper`: the names of these tensors' attributes for the layout and for the memory, and its exact type.
+    /// - `members`: the name under which a group lists its members.
     ///
     /// Raises `TypeError` for what cannot be looked at again, and what the framework raises of tensors that do not tell
     /// where they lie.
@@ -165,7 +169,7 @@ impl Outline {
         let mut seen = Seen::default();
         for bundle in &self.bundles {
             let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
-            let mut walk = Walk::new(&objects, Some(&bundle.met));
+            let mut walk = Walk::new(&objects, bundle.members.bind(py), Some(&bundle.met));
             walk.near = is_new.then(|| std::mem::take(&mut seen.near));
             if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen.tensors)? {
                 return Ok(None);
@@ -184,7 +188,7 @@ impl Outline {
 
 impl Bundle {
     fn new<'py>(given: Given<'py>) -> PyResult<Bundle> {
-        let (objects, tensors, parameters, wanted, sharded, wrapper) = given;
+        let (objects, tensors, parameters, wanted, sharded, wrapper, members) = given;
         let part = |(object, attributes): (Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)| {
             let kinds = attributes.into_iter().map(|(name, kind)| Ok((name.unbind(), Kind::from_name(&kind)?)));
             let part = Part {
@@ -195,7 +199,7 @@ impl Bundle {
         };
         let parts = objects.into_iter().map(part).collect::<PyResult<Vec<_>>>()?;
         let (objects, parts): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        let mut walk = Walk::new(&objects, None);
+        let mut walk = Walk::new(&objects, &members, None);
         if !walk.all(&parts)? {
             return Err(unstable());
         }
@@ -220,6 +224,7 @@ impl Bundle {
                 inner: inner.unbind(),
                 kind: kind.unbind(),
             }),
+            members: members.unbind(),
         })
     }
 
@@ -249,6 +254,8 @@ impl Bundle {
 /// One walk through the objects of a bundle: it notes what it meets, or compares it with what was met before.
 struct Walk<'a, 'py> {
     objects: &'a [Bound<'py, PyAny>],
+    /// The name under which a group lists its members.
+    members_name: &'a Bound<'py, PyString>,
     known: Option<&'a Met>,
     made: Met,
     /// How much of what is known was met.
@@ -265,7 +272,7 @@ struct Walk<'a, 'py> {
 }
 
 impl<'a, 'py> Walk<'a, 'py> {
-    fn new(objects: &'a [Bound<'py, PyAny>], known: Option<&'a Met>) -> Self {
+    fn new(objects: &'a [Bound<'py, PyAny>], members_name: &'a Bound<'py, PyString>, known: Option<&'a Met>) -> Self {
         let mut object_numbers = HashMap::new();
         if known.is_none() {
             object_numbers
@@ -274,6 +281,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         let (entries, members) = (Vec::with_capacity(known.map_or(0, |met| met.names.len())), Vec::new());
         Walk {
             objects,
+            members_name,
             known,
             made: Met::default(),
             lengths: 0,
@@ -354,7 +362,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     fn group(&mut self, group: &Bound<'py, PyAny>) -> Option<bool> {
-        let members = group.cast::<PyDict>().ok()?.get_item(intern!(group.py(), "params")).ok()??;
+        let members = group.cast::<PyDict>().ok()?.get_item(self.members_name).ok()??;
         let members = members.cast::<PyList>().ok()?;
         let first = self.members.len();
         // SAFETY: the closure counts a reference and does nothing else.

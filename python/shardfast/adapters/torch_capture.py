@@ -269,6 +269,7 @@ def outline_of_optimizers(
         sharded,
         WRAPPER if sharded else None,
         values_of,
+        members="params",
     )
 
 

@@ -1,4 +1,4 @@
-//! Lets ranks agree, with deadlines.
+//! Lets ranks agree, with deadlines, and carries bytes between pairs of them.
 //!
 //! There is one primitive, [`Coord::agree`]: every rank contributes opaque bytes under a topic, rank 0 decides once
 //! over all of them, and every rank gets its own answer, or every rank gets the same error. Gathering, scattering,
@@ -7,6 +7,8 @@
 //!
 //! Ranks talk along a [tree](Topology): each to its parent and its children only, one message a round and direction.
 //! [`node`] is what a rank does in it, without threads, sockets or clocks.
+//!
+//! Bulk transport is a room of its own: [`peers`] carries messages of any size between pairs of ranks, past the tree.
 //!
 //! # Contract
 //!

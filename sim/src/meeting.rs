@@ -21,7 +21,7 @@ use shardfast_store::simdisk::SimDisk;
 
 use crate::disk::RankDisk;
 use crate::journal::{Journal, of_downward, of_upward};
-use crate::process::{Call, Process, Seat, Word};
+use crate::process::{Call, Process, ProcessCoord, Word};
 use crate::scenario::{Scenario, Weather, What};
 use crate::truth::{Mischief, TOUCHED};
 
@@ -156,8 +156,8 @@ impl<'a> Meeting<'a> {
             let traps = scenario.traps.iter().filter(|(of, _)| *of == rank).map(|(_, trap)| trap.clone()).collect();
             let process = Process::new(rank, sender.clone(), traps);
             let (world, meeting) = (topology.world(), Name(scenario.meeting));
-            let seat = Seat { process: Arc::clone(&process), world, meeting };
-            let engine = Engine::new(Arc::new(seat), STAGING_BYTES_MIN).expect("the least that is allowed");
+            let coord = ProcessCoord { process: Arc::clone(&process), world, meeting };
+            let engine = Engine::new(Arc::new(coord), STAGING_BYTES_MIN).expect("the least that is allowed");
             Rank { process, engine, node: Some(Node::new(&topology, rank)), tasks: BTreeMap::new() }
         };
         let past = Past {

@@ -115,13 +115,13 @@ impl Process {
 }
 
 /// A rank's place in a simulated meeting: every call waits until the simulation answers it.
-pub(crate) struct Seat {
+pub(crate) struct ProcessCoord {
     pub(crate) process: Arc<Process>,
     pub(crate) world: u32,
     pub(crate) meeting: Meeting,
 }
 
-impl Coord for Seat {
+impl Coord for ProcessCoord {
     fn rank(&self) -> u32 {
         self.process.rank
     }

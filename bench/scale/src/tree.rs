@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use serde::Serialize;
+use shardfast_coord::Encoded;
 use shardfast_coord::Topology;
-use shardfast_coord::node::{Downward, Effect, Encoded, Node, Reply, Upward};
+use shardfast_coord::node::{Downward, Effect, Node, Reply, Upward};
 
 use crate::timed;
 

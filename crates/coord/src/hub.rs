@@ -11,11 +11,11 @@ use crate::{Decide, Error};
 pub(crate) const LEFT: &str = "it closed its coordinator";
 
 /// Brings a reply to whoever waits for it. Never blocks.
-pub(crate) type Seat = Box<dyn FnOnce(Reply) + Send>;
+pub(crate) type Waiter = Box<dyn FnOnce(Reply) + Send>;
 
 /// A node with a lock, a clock and links. Its methods do not wait for anybody.
 pub(crate) trait Hub {
-    fn contribute(&self, topic: &str, contribution: Contribution, seat: Seat, deadline: Duration);
+    fn contribute(&self, topic: &str, contribution: Contribution, waiter: Waiter, deadline: Duration);
 
     fn decided(&self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> Result<Vec<u8>, Error>;
 
@@ -34,11 +34,11 @@ pub(crate) fn agree(
     deadline: Duration,
 ) -> Result<Vec<u8>, Error> {
     let (sender, receiver) = mpsc::sync_channel(1);
-    let seat = Box::new(move |reply| {
+    let waiter = Box::new(move |reply| {
         // A node replies once, and the receiver waits below.
         let _ = sender.try_send(reply);
     });
-    hub.contribute(topic, contribution, seat, deadline);
+    hub.contribute(topic, contribution, waiter, deadline);
     let reply = loop {
         match receiver.recv_timeout(hub.due_in().unwrap_or(Duration::MAX)) {
             Ok(reply) => break reply,

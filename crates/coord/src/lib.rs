@@ -56,6 +56,7 @@ use std::time::Duration;
 pub use error::{Error, Failure, NO_WORD, Ranks, SAMPLE_BYTES};
 pub use local::{local, local_tree, solo};
 pub use topology::Topology;
+pub use wire::Encoded;
 
 /// Decides a round: gets every rank's contribution in the order of the ranks, gives every rank's answer in that order,
 /// or the reason why there is none.

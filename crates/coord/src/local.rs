@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::hub::{self, Hub, LEFT, Seat};
+use crate::hub::{self, Hub, LEFT, Waiter};
 use crate::node::{Contribution, Effect, Effects, Node, Reply};
 use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
@@ -13,7 +13,7 @@ struct Nodes {
     topology: Topology,
     meeting: Meeting,
     started: Instant,
-    nodes: Mutex<Vec<Option<Node<Seat>>>>,
+    nodes: Mutex<Vec<Option<Node<Waiter>>>>,
 }
 
 struct Local {
@@ -52,13 +52,13 @@ pub fn local_tree(topology: Topology) -> Vec<Arc<dyn Coord>> {
 }
 
 impl Nodes {
-    fn nodes(&self) -> MutexGuard<'_, Vec<Option<Node<Seat>>>> {
+    fn nodes(&self) -> MutexGuard<'_, Vec<Option<Node<Waiter>>>> {
         // No code of ours panics with the lock held, and nodes are whole between any two of their methods.
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes a node and all that follows from it; then, without the lock, answers those who wait.
-    fn act<T>(&self, rank: u32, act: impl FnOnce(&mut Node<Seat>, Duration) -> (T, Effects<Seat>)) -> Option<T> {
+    fn act<T>(&self, rank: u32, act: impl FnOnce(&mut Node<Waiter>, Duration) -> (T, Effects<Waiter>)) -> Option<T> {
         let mut replies = Vec::new();
         let result = {
             let mut nodes = self.nodes();
@@ -73,17 +73,17 @@ impl Nodes {
 
     fn deliver(
         &self,
-        nodes: &mut [Option<Node<Seat>>],
+        nodes: &mut [Option<Node<Waiter>>],
         rank: u32,
-        effects: Effects<Seat>,
+        effects: Effects<Waiter>,
         now: Duration,
-        replies: &mut Vec<(Seat, Reply)>,
+        replies: &mut Vec<(Waiter, Reply)>,
     ) {
         let mut due: VecDeque<_> = effects.into_iter().map(|effect| (rank, effect)).collect();
         while let Some((from, effect)) = due.pop_front() {
             let (to, effects) = match effect {
-                Effect::Reply(seat, reply) => {
-                    replies.push((seat, reply));
+                Effect::Reply(waiter, reply) => {
+                    replies.push((waiter, reply));
                     continue;
                 }
                 Effect::Up(message) => {
@@ -113,15 +113,15 @@ impl Nodes {
     }
 }
 
-fn hand_out(replies: Vec<(Seat, Reply)>) {
-    for (seat, reply) in replies {
-        seat(reply);
+fn hand_out(replies: Vec<(Waiter, Reply)>) {
+    for (waiter, reply) in replies {
+        waiter(reply);
     }
 }
 
 impl Hub for Local {
-    fn contribute(&self, topic: &str, contribution: Contribution, seat: Seat, deadline: Duration) {
-        self.nodes.act(self.rank, |node, now| ((), node.contribute(topic, contribution, seat, now, deadline)));
+    fn contribute(&self, topic: &str, contribution: Contribution, waiter: Waiter, deadline: Duration) {
+        self.nodes.act(self.rank, |node, now| ((), node.contribute(topic, contribution, waiter, now, deadline)));
     }
 
     fn decided(&self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> Result<Vec<u8>, Error> {

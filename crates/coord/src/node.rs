@@ -1,7 +1,7 @@
 //! One rank's node of the tree: contributions go up, answers come down.
 //!
 //! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is (any origin, never backwards), a
-//! *seat* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s
+//! *waiter* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s
 //! that the caller carries out in their order. Equal inputs give equal effects.
 //!
 //! # Protocol
@@ -48,11 +48,10 @@ use std::time::Duration;
 pub use self::bundle::Bundle;
 use self::inbox::Inbox;
 pub use self::message::{Downward, FAILURES_MAX, Failures, FromChild, FromParent, Part, Report, Upward};
-use self::round::{Round, Seated, Stage, check_topic};
+use self::round::{Round, Stage, Waiting, check_topic};
 pub use self::watch::SILENCE;
 use self::watch::{Look, Wanted, Watch};
 use crate::topology::Position;
-pub use crate::wire::Encoded;
 use crate::{Absent, Error, PAYLOAD_BYTES_MAX, Topology};
 
 /// How long a node that closes a round waits for its children, for each level below it.
@@ -62,7 +61,7 @@ pub const CLOSING: Duration = Duration::from_millis(500);
 pub const GRACE: Duration = Duration::from_secs(5);
 
 /// How many failed rounds are remembered for a rank that comes late to them.
-const OWED_MAX: usize = 4096;
+const UNDELIVERED_ERRORS_MAX: usize = 4096;
 
 /// A rank's part of a round: its bytes, or why it has none.
 pub type Contribution = Result<Vec<u8>, String>;
@@ -78,21 +77,21 @@ pub enum Reply {
 
 /// What the caller of a node has to do.
 #[derive(Debug, PartialEq)]
-pub enum Effect<S> {
+pub enum Effect<W> {
     /// Send this to the parent.
     Up(Upward),
     /// Send this to that child.
     Down(u32, Downward),
-    /// Answer the local call that waits on this seat.
-    Reply(S, Reply),
+    /// Answer the local call that this waiter stands for.
+    Reply(W, Reply),
 }
 
 /// What the caller has to do, in this order.
-pub type Effects<S> = Vec<Effect<S>>;
+pub type Effects<W> = Vec<Effect<W>>;
 
 /// One rank's node.
 #[derive(Debug)]
-pub struct Node<S> {
+pub struct Node<W> {
     rank: u32,
     world: u32,
     subtree: Range<u32>,
@@ -101,12 +100,12 @@ pub struct Node<S> {
     parent: Option<Parent>,
     /// Ascending.
     children: Vec<Child>,
-    rounds: BTreeMap<String, Round<S>>,
+    rounds: BTreeMap<String, Round<W>>,
     /// Failed rounds that this rank has yet to come to, oldest first.
-    owed: VecDeque<(String, Error)>,
+    undelivered_errors: VecDeque<(String, Error)>,
     /// The first rank that went, and how, as rank 0 has it; where that cannot be heard any more, the parent.
     lost: Option<(u32, String)>,
-    effects: Effects<S>,
+    effects: Effects<W>,
 }
 
 #[derive(Debug)]
@@ -128,9 +127,9 @@ struct Child {
     failed: BTreeMap<String, u64>,
 }
 
-impl<S> Node<S> {
+impl<W> Node<W> {
     /// The node of `rank` in that tree; `rank` must be below its world.
-    pub fn new(topology: &Topology, rank: u32) -> Node<S> {
+    pub fn new(topology: &Topology, rank: u32) -> Node<W> {
         let Position { parent, subtree, children, height } = topology.position(rank);
         let child = |subtree| Child {
             subtree,
@@ -148,7 +147,7 @@ impl<S> Node<S> {
             parent: parent.map(|rank| Parent { rank, sent: 0, inbox: Inbox::new(), watch: Watch::default() }),
             children: children.into_iter().map(child).collect(),
             rounds: BTreeMap::new(),
-            owed: VecDeque::new(),
+            undelivered_errors: VecDeque::new(),
             lost: None,
             effects: Vec::new(),
         }
@@ -159,15 +158,15 @@ impl<S> Node<S> {
         &mut self,
         topic: &str,
         contribution: Contribution,
-        seat: S,
+        waiter: W,
         now: Duration,
         deadline: Duration,
-    ) -> Effects<S> {
+    ) -> Effects<W> {
         let refused = if let Err(error) = check_topic(topic) {
             Some(error)
-        } else if let Some(index) = self.owed.iter().position(|(owed, _)| owed == topic) {
-            self.owed.remove(index).map(|(_, error)| error)
-        } else if let Some(error) = self.rounds.get_mut(topic).and_then(|round| round.come_unheard(topic)) {
+        } else if let Some(index) = self.undelivered_errors.iter().position(|(failed, _)| failed == topic) {
+            self.undelivered_errors.remove(index).map(|(_, error)| error)
+        } else if let Some(error) = self.rounds.get_mut(topic).and_then(|round| round.join_after_timeout(topic)) {
             Some(error)
         } else if self.rounds.get(topic).is_some_and(|round| round.has_come) {
             let rank = self.rank;
@@ -176,12 +175,12 @@ impl<S> Node<S> {
             None
         };
         if let Some(error) = refused {
-            return vec![Effect::Reply(seat, Reply::Answer(Err(error)))];
+            return vec![Effect::Reply(waiter, Reply::Answer(Err(error)))];
         }
         let round = self.open(topic, now, now.saturating_add(deadline));
         round.has_come = true;
         let gives_up = now.saturating_add(deadline.saturating_mul(2)).saturating_add(GRACE);
-        round.seated = Some(Seated { seat, deadline, gives_up });
+        round.waiting = Some(Waiting { waiter, deadline, gives_up });
         if matches!(round.stage, Stage::Gathering | Stage::Closing { .. }) {
             round.own = Some(round::bounded(contribution).map(Into::into));
             self.advance(topic, now);
@@ -194,7 +193,7 @@ impl<S> Node<S> {
         &mut self,
         topic: &str,
         decision: Result<Vec<Vec<u8>>, String>,
-    ) -> (Result<Vec<u8>, Error>, Effects<S>) {
+    ) -> (Result<Vec<u8>, Error>, Effects<W>) {
         if !self.rounds.get(topic).is_some_and(|round| matches!(round.stage, Stage::Deciding)) {
             return (Err(Error::Invalid(format!("no round of {topic:?} is being decided"))), Vec::new());
         }
@@ -225,7 +224,7 @@ impl<S> Node<S> {
     }
 
     /// A message of a child has arrived. One that cannot be meant costs the child its place.
-    pub fn hear_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<S> {
+    pub fn hear_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<W> {
         if let Some(sender) = self.child(child) {
             sender.watch.heard();
             match message.word {
@@ -253,7 +252,7 @@ impl<S> Node<S> {
     }
 
     /// A message of the parent has arrived. One that cannot be meant costs the parent its place.
-    pub fn hear_parent(&mut self, message: Downward, now: Duration) -> Effects<S> {
+    pub fn hear_parent(&mut self, message: Downward, now: Duration) -> Effects<W> {
         if let Some(parent) = &mut self.parent {
             parent.watch.heard();
             match message.word {
@@ -291,7 +290,7 @@ impl<S> Node<S> {
     }
 
     /// The child `rank` is gone.
-    pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<S> {
+    pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         if let Some(child) = self.child(rank) {
             child.is_lost = true;
         }
@@ -304,19 +303,19 @@ impl<S> Node<S> {
 
     /// Somebody who says that it is `rank` cannot take its place, so that this world will never be complete: as if that
     /// rank had gone.
-    pub fn refuse(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<S> {
+    pub fn refuse(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         self.report_lost(rank, cause.to_owned(), now);
         self.effects()
     }
 
     /// The parent is gone, and with it all but the own subtree.
-    pub fn lose_parent(&mut self, cause: &str, now: Duration) -> Effects<S> {
+    pub fn lose_parent(&mut self, cause: &str, now: Duration) -> Effects<W> {
         self.detach(cause, now);
         self.effects()
     }
 
     /// Time passes. Needed whenever [`due`](Node::due) says so; at any other time it does nothing.
-    pub fn tick(&mut self, now: Duration) -> Effects<S> {
+    pub fn tick(&mut self, now: Duration) -> Effects<W> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
         }
@@ -342,8 +341,8 @@ impl<S> Node<S> {
             }
         }
         for (topic, round) in &mut self.rounds {
-            if let Some(Seated { seat, deadline, .. }) = round.seated.take_if(|seated| seated.gives_up <= now) {
-                self.effects.push(Effect::Reply(seat, Reply::Answer(Err(undecided(topic, deadline)))));
+            if let Some(Waiting { waiter, deadline, .. }) = round.waiting.take_if(|waiting| waiting.gives_up <= now) {
+                self.effects.push(Effect::Reply(waiter, Reply::Answer(Err(undecided(topic, deadline)))));
             }
         }
         self.effects()
@@ -386,7 +385,7 @@ impl<S> Node<S> {
         self.children.iter().any(|known| known.subtree.start == child && !known.is_lost)
     }
 
-    fn effects(&mut self) -> Effects<S> {
+    fn effects(&mut self) -> Effects<W> {
         std::mem::take(&mut self.effects)
     }
 
@@ -394,11 +393,11 @@ impl<S> Node<S> {
         self.children.iter_mut().find(|child| child.subtree.start == rank && !child.is_lost)
     }
 
-    fn topics(&self, choose: impl Fn(&Round<S>) -> bool) -> Vec<String> {
+    fn topics(&self, choose: impl Fn(&Round<W>) -> bool) -> Vec<String> {
         self.rounds.iter().filter(|(_, round)| choose(round)).map(|(topic, _)| topic.clone()).collect()
     }
 
-    fn open(&mut self, topic: &str, opened: Duration, expires: Duration) -> &mut Round<S> {
+    fn open(&mut self, topic: &str, opened: Duration, expires: Duration) -> &mut Round<W> {
         let round = self.rounds.entry(topic.to_owned()).or_insert_with(|| Round::new(opened, expires));
         round.opened = round.opened.min(opened);
         round.expires = round.expires.min(expires);
@@ -457,7 +456,7 @@ impl<S> Node<S> {
     fn watch_children(
         &mut self,
         now: Duration,
-        wanted: impl Fn(&BTreeMap<String, Round<S>>, &Child) -> Option<Wanted>,
+        wanted: impl Fn(&BTreeMap<String, Round<W>>, &Child) -> Option<Wanted>,
     ) {
         let mut is_found_silent = false;
         for child in self.children.iter_mut().filter(|child| !child.is_lost) {
@@ -485,8 +484,8 @@ impl<S> Node<S> {
     fn give_up(&mut self, topic: &str, rank: u32) {
         let Some(round) = self.rounds.get_mut(topic).filter(|round| round.unheard.is_none()) else { return };
         round.unheard = Some(rank);
-        if let Some(Seated { seat, .. }) = round.seated.take() {
-            self.effects.push(Effect::Reply(seat, Reply::Answer(Err(round::unheard(topic, rank)))));
+        if let Some(Waiting { waiter, .. }) = round.waiting.take() {
+            self.effects.push(Effect::Reply(waiter, Reply::Answer(Err(round::unheard(topic, rank)))));
         }
         self.down(|_| Some(FromParent::Unheard { topic: topic.to_owned(), rank }));
     }
@@ -532,8 +531,8 @@ impl<S> Node<S> {
             // Whoever is not rank 0 and has no parent is a part of the world.
             Some(payloads) if self.rank == 0 => {
                 round.stage = Stage::Deciding;
-                if let Some(Seated { seat, .. }) = round.seated.take() {
-                    self.effects.push(Effect::Reply(seat, Reply::Decide(payloads)));
+                if let Some(Waiting { waiter, .. }) = round.waiting.take() {
+                    self.effects.push(Effect::Reply(waiter, Reply::Decide(payloads)));
                 }
             }
             Some(_) => {
@@ -556,9 +555,9 @@ impl<S> Node<S> {
             let answers = answers.slice(subtree.start - first..subtree.end - first);
             Some(FromParent::Answer { topic: topic.to_owned(), answers })
         });
-        let seated = self.rounds.remove(topic).and_then(|round| round.seated);
-        if let (Some(Seated { seat, .. }), Some(own)) = (seated, answers.get(0)) {
-            self.effects.push(Effect::Reply(seat, Reply::Answer(Ok(own.to_vec()))));
+        let waiting = self.rounds.remove(topic).and_then(|round| round.waiting);
+        if let (Some(Waiting { waiter, .. }), Some(own)) = (waiting, answers.get(0)) {
+            self.effects.push(Effect::Reply(waiter, Reply::Answer(Ok(own.to_vec()))));
         }
     }
 
@@ -571,15 +570,15 @@ impl<S> Node<S> {
         }
         match round {
             Some(round) if round.has_come => {
-                if let Some(Seated { seat, .. }) = round.seated {
-                    self.effects.push(Effect::Reply(seat, Reply::Answer(Err(error.clone()))));
+                if let Some(Waiting { waiter, .. }) = round.waiting {
+                    self.effects.push(Effect::Reply(waiter, Reply::Answer(Err(error.clone()))));
                 }
             }
             _ => {
-                if self.owed.len() == OWED_MAX {
-                    self.owed.pop_front();
+                if self.undelivered_errors.len() == UNDELIVERED_ERRORS_MAX {
+                    self.undelivered_errors.pop_front();
                 }
-                self.owed.push_back((topic.to_owned(), error.clone()));
+                self.undelivered_errors.push_back((topic.to_owned(), error.clone()));
             }
         }
     }
@@ -622,7 +621,7 @@ impl Child {
 }
 
 /// When it matters whether that child lives; never where nobody waits for it.
-fn wants<S>(rounds: &BTreeMap<String, Round<S>>, child: &Child) -> Option<Wanted> {
+fn wants<W>(rounds: &BTreeMap<String, Round<W>>, child: &Child) -> Option<Wanted> {
     let waiting = rounds.values().filter(|round| !child.is_lost && round.waits_for_child(child.subtree.start));
     waiting.map(Round::wanted).reduce(Wanted::and)
 }

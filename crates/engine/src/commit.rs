@@ -17,7 +17,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use shardfast_format::index::HUGGING_FACE_INDEX;
+use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{
     COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, Manifest, SaveInfo, hugging_face_index, manifest_name, sha256,
 };

@@ -337,8 +337,8 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     Ok(OpenFile { object, header })
 }
 
-/// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read. `again` is
-/// whether other ranks read the same bytes.
+/// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read.
+/// `shared_on_host` is whether other ranks read the same bytes.
 ///
 /// # Errors
 /// `Corrupt` names the checkpoint, the leaves, the file and the byte range; no byte of a damaged block reaches a sink.
@@ -348,14 +348,14 @@ pub(crate) fn run(
     reads: impl Iterator<Item = Read>,
     sinks: &[&Sink],
     staging: &Arc<Staging>,
-    again: bool,
+    shared_on_host: bool,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), FirstFailure::default());
     let stretches = Stretches::new(reads.map(|read| Planned { range: files.range(&read), read }));
     let announced = stretches.take_while(|_| !failure.is_set()).map(|(planned, stretch)| {
         let read = &planned.read;
         let is_host = is_host(read, sinks);
-        let upcoming = Upcoming { again, lent: if is_host { stretch } else { 0..0 } };
+        let upcoming = Upcoming { shared_on_host, lent: if is_host { stretch } else { 0..0 } };
         let fetch = files.prefetch(read.file, planned.range.clone(), &upcoming).unwrap_or_else(|error| {
             let leaves = files.leaves_in(read.file, &(0..u64::MAX));
             failure.set(error.within(format_args!("{leaves} cannot be read")));

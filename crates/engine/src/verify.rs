@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
-use shardfast_format::index::HUGGING_FACE_INDEX;
+use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
 use shardfast_format::{LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
 use shardfast_store::{Fetch, Store, Upcoming};

@@ -4,9 +4,6 @@ use std::collections::BTreeMap;
 
 use crate::manifest::{LeafKind, Manifest};
 
-/// The file's name in the key's directory.
-pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
-
 /// `model.safetensors.index.json` for a key that holds tensors only, all of them whole: which of the directory's files
 /// holds which tensor. Aliases stand for no data of their own and are left to the model that ties them. `None` when the
 /// key holds no tensor, an object, or a tensor that is cut or lies outside the key's directory.

@@ -111,6 +111,11 @@ struct Strings {
     ends: Vec<u64>,
 }
 
+/// What the column `leaves.kind` says.
+const KIND_TENSOR: u8 = 0;
+const KIND_OBJECT: u8 = 1;
+const KIND_ALIAS: u8 = 2;
+
 /// Columns of one row per leaf. Ends are cumulative: what belongs to leaf `i` reaches from `ends[i - 1]` (0 for the
 /// first) to `ends[i]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -192,8 +197,8 @@ impl Manifest {
     /// When `i` is not below [`Manifest::len`]; so do all methods that take a leaf's index.
     pub fn leaf(&self, i: usize) -> LeafRef<'_> {
         let kind = match self.leaves.kind[i] {
-            codec::KIND_TENSOR => LeafKind::Tensor { dtype: self.dtype(i), shape: self.shape(i) },
-            codec::KIND_OBJECT => LeafKind::Object,
+            KIND_TENSOR => LeafKind::Tensor { dtype: self.dtype(i), shape: self.shape(i) },
+            KIND_OBJECT => LeafKind::Object,
             _ => LeafKind::Alias { of: self.leaves.alias_of[i] as usize },
         };
         LeafRef { key: self.key(i), name: self.name(i), layout: self.strings.get(self.leaves.layout[i]), kind }

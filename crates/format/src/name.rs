@@ -2,7 +2,6 @@
 
 use crate::digits::hex_u64;
 use crate::error::Error;
-use crate::index::HUGGING_FACE_INDEX;
 use crate::region::Region;
 
 /// The record that makes a checkpoint exist; published last.
@@ -10,6 +9,9 @@ pub const COMMIT: &str = "COMMIT";
 
 /// Longest key, in bytes: it must fit into one component of any file system's path.
 pub const KEY_BYTES_MAX: usize = 200;
+
+/// The index of a key's directory, which makes it open in the Hugging Face stack.
+pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
 
 const STEP_PREFIX: &str = "step-";
 const MANIFEST_PREFIX: &str = "manifest-";

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use crate::disk::{Errno, Sys};
+use crate::sys::{Errno, Sys};
 
 /// The call's number, one for all architectures, which the C library's headers learn late.
 const SYS_CACHESTAT: libc::c_long = 451;

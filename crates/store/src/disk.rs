@@ -4,22 +4,18 @@
 
 use std::ffi::OsString;
 use std::io::IoSliceMut;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags};
-pub use rustix::io::Errno;
 use rustix::io::ReadWriteFlags;
 
 use crate::cachestat;
 use crate::map::Mapping;
+pub use crate::ring::{Flight, Ring};
+pub use crate::sys::{Errno, Sys};
 use crate::uring::Uring;
-use crate::write::Buffer;
-
-/// A system call's result.
-pub type Sys<T> = Result<T, Errno>;
 
 /// What a path or an open file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,36 +109,6 @@ pub trait Disk: Send + Sync + 'static {
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
     }
-}
-
-/// A write in flight.
-pub struct Flight {
-    /// The memory.
-    pub buffer: Box<dyn Buffer>,
-    /// The part of it that is to be written.
-    pub range: Range<usize>,
-    /// To which offset of the file.
-    pub offset: u64,
-    /// Which of its owner's writes it belongs to.
-    pub write: usize,
-}
-
-/// A queue of writes: memory goes in, and comes back with the outcome, in any order.
-pub trait Ring {
-    /// An open file.
-    type File;
-
-    /// Begins a write.
-    ///
-    /// # Errors
-    /// `EBUSY` when as many are in flight as the queue was made for; anything else is the end of the queue.
-    fn submit(&mut self, file: &Self::File, flight: Flight) -> Sys<()>;
-
-    /// Waits for a write, at least one of which must be in flight: how many bytes it took, or why it took none.
-    ///
-    /// # Errors
-    /// The end of the queue.
-    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)>;
 }
 
 /// The machine's own file systems.

@@ -31,8 +31,10 @@ pub mod local;
 mod map;
 pub mod memory;
 mod name;
+mod ring;
 #[cfg(feature = "testing")]
 pub mod simdisk;
+mod sys;
 pub mod uring;
 mod write;
 
@@ -240,7 +242,7 @@ pub trait ObjectReader: Send + Sync {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Upcoming {
     /// Whether others of this machine will read it too, so that it is kept for them.
-    pub again: bool,
+    pub shared_on_host: bool,
     /// Bytes around it that the reader will be asked to [lend](ObjectReader::lend) as well, all of them; none if it
     /// will not be asked to lend this range either.
     pub lent: Range<u64>,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::disk::{Errno, Sys};
+use crate::sys::{Errno, Sys};
 
 /// File systems whose cached pages are this machine's own: no server takes them back while they are looked at. By
 /// `linux/magic.h`: ext4, XFS, Btrfs, F2FS, tmpfs.

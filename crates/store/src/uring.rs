@@ -8,7 +8,8 @@ use std::time::Duration;
 use io_uring::squeue::Entry;
 use io_uring::{IoUring, Probe, opcode, types};
 
-use crate::disk::{Errno, Flight, Ring, Sys};
+use crate::ring::{Flight, Ring};
+use crate::sys::{Errno, Sys};
 use crate::write::Buffer;
 
 /// Buffers and files that a ring registers; what has a higher number is used all the same, at a little more cost.

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::frames::Outbound;
-use crate::hub::{Hub, Seat};
+use crate::hub::{Hub, Waiter};
 use crate::node::{Contribution, Downward, Effect, Effects, Node, Reply, Upward};
 use crate::{Absent, Error, Topology};
 
@@ -26,7 +26,7 @@ pub(super) struct ProcessHub {
 }
 
 struct Linked {
-    node: Node<Seat>,
+    node: Node<Waiter>,
     /// What goes to the parent; none once this rank leaves or has lost it.
     up: Option<UnboundedSender<Outbound<Upward>>>,
     /// What goes to each child, also before it has joined; without those that are lost.
@@ -124,7 +124,7 @@ impl ProcessHub {
     }
 
     /// Changes the node, sends what follows, and then, without the lock, answers those who wait.
-    fn act<T>(&self, act: impl FnOnce(&mut Node<Seat>, Duration) -> (T, Effects<Seat>)) -> T {
+    fn act<T>(&self, act: impl FnOnce(&mut Node<Waiter>, Duration) -> (T, Effects<Waiter>)) -> T {
         let mut replies = Vec::new();
         let result = {
             let mut linked = self.linked();
@@ -142,25 +142,25 @@ impl ProcessHub {
                             let _ = down.send(Outbound::Message(message));
                         }
                     }
-                    Effect::Reply(seat, reply) => replies.push((seat, reply)),
+                    Effect::Reply(waiter, reply) => replies.push((waiter, reply)),
                 }
             }
             result
         };
         self.changed.notify_one();
-        for (seat, reply) in replies {
+        for (waiter, reply) in replies {
             if matches!(reply, Reply::Decide(_) | Reply::Answer(Ok(_))) {
                 self.has_met.fetch_or(true, Ordering::Relaxed);
             }
-            seat(reply);
+            waiter(reply);
         }
         result
     }
 }
 
 impl Hub for ProcessHub {
-    fn contribute(&self, topic: &str, contribution: Contribution, seat: Seat, deadline: Duration) {
-        self.act(|node, now| ((), node.contribute(topic, contribution, seat, now, deadline)));
+    fn contribute(&self, topic: &str, contribution: Contribution, waiter: Waiter, deadline: Duration) {
+        self.act(|node, now| ((), node.contribute(topic, contribution, waiter, now, deadline)));
     }
 
     fn decided(&self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> Result<Vec<u8>, Error> {

@@ -17,14 +17,14 @@ const TOPIC_BYTES_MAX: usize = 4096;
 const REASON_BYTES_MAX: usize = 16 << 10;
 
 #[derive(Debug)]
-pub(super) struct Round<S> {
+pub(super) struct Round<W> {
     pub(super) opened: Duration,
     pub(super) expires: Duration,
     pub(super) stage: Stage,
     /// Whether this rank's call has come, also when it has given up since.
     pub(super) has_come: bool,
     /// Who waits here.
-    pub(super) seated: Option<Seated<S>>,
+    pub(super) waiting: Option<Waiting<W>>,
     pub(super) own: Option<Result<Bytes, String>>,
     /// Whether the parent was told that the time of this round is over here.
     pub(super) is_overdue: bool,
@@ -51,20 +51,20 @@ pub(super) enum Stage {
 
 /// The local call that waits.
 #[derive(Debug)]
-pub(super) struct Seated<S> {
-    pub(super) seat: S,
+pub(super) struct Waiting<W> {
+    pub(super) waiter: W,
     pub(super) deadline: Duration,
     pub(super) gives_up: Duration,
 }
 
-impl<S> Round<S> {
-    pub(super) fn new(opened: Duration, expires: Duration) -> Round<S> {
+impl<W> Round<W> {
+    pub(super) fn new(opened: Duration, expires: Duration) -> Round<W> {
         Round {
             opened,
             expires,
             stage: Stage::Gathering,
             has_come: false,
-            seated: None,
+            waiting: None,
             own: None,
             is_overdue: false,
             unheard: None,
@@ -79,7 +79,7 @@ impl<S> Round<S> {
             Stage::Reported if self.is_overdue_at(Duration::MAX) => Some(self.expires),
             Stage::Reported | Stage::Deciding => None,
         };
-        let gives_up = self.seated.as_ref().map(|seated| seated.gives_up);
+        let gives_up = self.waiting.as_ref().map(|waiting| waiting.gives_up);
         stage.into_iter().chain(gives_up).min()
     }
 
@@ -95,7 +95,7 @@ impl<S> Round<S> {
 
     /// Whether somebody in this subtree waits, so that the parent had better live.
     pub(super) fn waits_for_parent(&self) -> bool {
-        let somebody_waits = self.seated.is_some() || !self.has_come;
+        let somebody_waits = self.waiting.is_some() || !self.has_come;
         somebody_waits && self.unheard.is_none() && self.stage != Stage::Deciding
     }
 
@@ -109,7 +109,7 @@ impl<S> Round<S> {
     }
 
     /// What this rank's call is told at once: the others have given the round up, and it comes only now.
-    pub(super) fn come_unheard(&mut self, topic: &str) -> Option<Error> {
+    pub(super) fn join_after_timeout(&mut self, topic: &str) -> Option<Error> {
         let rank = self.unheard.filter(|_| !self.has_come)?;
         self.has_come = true;
         Some(unheard(topic, rank))

@@ -77,8 +77,8 @@ impl Tree {
             }
             let (node, now) = (&mut self.nodes[to as usize], self.now);
             let effects = match effect {
-                Effect::Reply(seat, reply) => {
-                    told.push((seat, reply));
+                Effect::Reply(waiter, reply) => {
+                    told.push((waiter, reply));
                     continue;
                 }
                 Effect::Up(message) => node.hear_child(from, carried(message, &mut self.taken[to as usize].0), now),
@@ -139,7 +139,7 @@ impl Tree {
     }
 
     fn is_quiet(&self) -> bool {
-        self.nodes.iter().all(|node| node.rounds.is_empty() && node.owed.is_empty())
+        self.nodes.iter().all(|node| node.rounds.is_empty() && node.undelivered_errors.is_empty())
     }
 }
 
@@ -630,12 +630,12 @@ fn wrong_calls_and_wrong_decisions_are_named() {
 #[test]
 fn what_is_kept_and_passed_on_is_bounded() {
     let mut tree = Tree::new(2, 1, 2);
-    for round in 0..OWED_MAX * 2 {
+    for round in 0..UNDELIVERED_ERRORS_MAX * 2 {
         tree.come(0, &round.to_string());
         tree.pass(LONG);
     }
-    assert_eq!(tree.nodes[1].owed.len(), OWED_MAX);
-    assert!(matches!(tree.come(1, &(OWED_MAX * 2 - 1).to_string())[..], [(1, Reply::Answer(Err(_)))]));
+    assert_eq!(tree.nodes[1].undelivered_errors.len(), UNDELIVERED_ERRORS_MAX);
+    assert!(matches!(tree.come(1, &(UNDELIVERED_ERRORS_MAX * 2 - 1).to_string())[..], [(1, Reply::Answer(Err(_)))]));
     assert_eq!(tree.come(1, "0"), vec![]);
     assert!(tree.nodes[0].children[0].failed.is_empty());
 

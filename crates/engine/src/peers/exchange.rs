@@ -199,9 +199,9 @@ impl Shared<'_> {
     }
 
     /// Says that a chunk will be read soon; on how many threads that is done best.
-    fn announce(&self, chunk: &Chunk, again: bool) -> Result<usize> {
+    fn announce(&self, chunk: &Chunk, shared_on_host: bool) -> Result<usize> {
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-        let upcoming = Upcoming { again, ..Upcoming::default() };
+        let upcoming = Upcoming { shared_on_host, ..Upcoming::default() };
         let fetch = self.files.prefetch(chunk.file, range, &upcoming).map_err(|error| {
             let leaves = self.files.leaves_in(chunk.file, &chunk.range);
             error.within(format_args!("{leaves} cannot be read"))
@@ -340,7 +340,7 @@ impl Shared<'_> {
         for start in [first, first + (end - first) / 2 / BLOCK_BYTES * BLOCK_BYTES] {
             let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
             let began = Instant::now();
-            self.files.prefetch(file, range.clone(), &Upcoming { again: true, ..Upcoming::default() })?;
+            self.files.prefetch(file, range.clone(), &Upcoming { shared_on_host: true, ..Upcoming::default() })?;
             self.files.read_blocks(file, range.clone(), &mut memory, |_| true)?;
             let bytes = range.end - range.start;
             let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::{Extent, FileEntry, Leaves, Manifest, Regions, SaveInfo, Strings, Values, codec};
+use super::{
+    Extent, FileEntry, KIND_ALIAS, KIND_OBJECT, KIND_TENSOR, Leaves, Manifest, Regions, SaveInfo, Strings, Values,
+};
 use crate::catalog::LeafName;
 use crate::dtype::DType;
 use crate::error::Error;
@@ -71,10 +73,10 @@ impl ManifestBuilder {
             columns.key.push(strings.id(&name.key));
             columns.name.push(strings.id(&name.name));
             columns.layout.push(strings.id(&layout));
-            let (mut kind, mut code, mut target) = (codec::KIND_OBJECT, 0, 0);
+            let (mut kind, mut code, mut target) = (KIND_OBJECT, 0, 0);
             match body {
                 Body::Tensor(dtype, shape, mut parts) => {
-                    (kind, code) = (codec::KIND_TENSOR, dtype.code());
+                    (kind, code) = (KIND_TENSOR, dtype.code());
                     columns.shape.extend_from_slice(&shape);
                     parts.sort_by(|a, b| a.0.offsets.cmp(&b.0.offsets));
                     for (region, extent) in parts {
@@ -102,7 +104,7 @@ impl ManifestBuilder {
                     }
                 }
                 Body::Alias(of) => {
-                    kind = codec::KIND_ALIAS;
+                    kind = KIND_ALIAS;
                     target = match names.binary_search(&of) {
                         Ok(index) => index as u32,
                         Err(_) => {

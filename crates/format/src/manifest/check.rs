@@ -1,6 +1,6 @@
 //! Everything that a manifest promises its readers, checked once in linear time (plus a sort of file paths).
 
-use super::{Extent, FileEntry, Manifest, SaveInfo, Strings, codec, span};
+use super::{Extent, FileEntry, KIND_ALIAS, KIND_OBJECT, KIND_TENSOR, Manifest, SaveInfo, Strings, span};
 use crate::container::{JSON_BYTES_MAX, LENGTH_BYTES, NDIM_MAX, tensor_bytes};
 use crate::dtype::DType;
 use crate::error::Error;
@@ -105,7 +105,7 @@ impl Manifest {
 
     /// Before anything is held against what may only be new.
     fn check_kinds(&self) -> Checked {
-        match self.leaves.kind.iter().position(|&kind| kind > codec::KIND_ALIAS) {
+        match self.leaves.kind.iter().position(|&kind| kind > KIND_ALIAS) {
             Some(i) => Err(Error::Unsupported(format!(
                 "manifest: leaf {}/{}: kind {} is not known; upgrade shardfast",
                 self.key(i),
@@ -130,7 +130,7 @@ impl Manifest {
         let shape = self.shape(i);
         let (regions, values) = (span(&self.leaves.regions_end, i).len(), span(&self.leaves.values_end, i).len());
         match kind {
-            codec::KIND_TENSOR => {
+            KIND_TENSOR => {
                 if values != 0 || target != 0 {
                     return corrupt(format!("tensor {key}/{name}: has values or a target"));
                 }
@@ -141,7 +141,7 @@ impl Manifest {
                 };
                 self.check_tensor(i, dtype)
             }
-            codec::KIND_OBJECT => {
+            KIND_OBJECT => {
                 if regions != 0 || !shape.is_empty() || code != 0 || target != 0 {
                     return corrupt(format!("object {key}/{name}: has a shape, a dtype, regions or a target"));
                 }
@@ -153,7 +153,7 @@ impl Manifest {
                     return corrupt(format!("alias {key}/{name}: has a shape, a dtype, regions or values"));
                 }
                 match self.leaves.kind.get(target as usize) {
-                    Some(&codec::KIND_TENSOR) => Ok(()),
+                    Some(&KIND_TENSOR) => Ok(()),
                     Some(_) => corrupt(format!("alias {key}/{name}: its target, leaf {target}, is no tensor")),
                     None => corrupt(format!("alias {key}/{name}: there is no leaf {target}, only {}", self.len())),
                 }

@@ -10,10 +10,6 @@ use crate::error::Error;
 use crate::region::Dims;
 use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, other_major, parse_version};
 
-pub(super) const KIND_TENSOR: u8 = 0;
-pub(super) const KIND_OBJECT: u8 = 1;
-pub(super) const KIND_ALIAS: u8 = 2;
-
 /// The location of a file of the checkpoint itself.
 const HERE: u32 = 0;
 

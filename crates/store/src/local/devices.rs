@@ -251,8 +251,8 @@ mod tests {
             let expected = if reads_direct { Fetch::WhenRead } else { Fetch::Begun };
             assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), expected);
             // What others will read too goes into the page cache all the same.
-            let again = Upcoming { again: true, ..Upcoming::default() };
-            assert_eq!(object.prefetch(0, 1 << 20, &again), Fetch::Begun);
+            let shared = Upcoming { shared_on_host: true, ..Upcoming::default() };
+            assert_eq!(object.prefetch(0, 1 << 20, &shared), Fetch::Begun);
             assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
         }

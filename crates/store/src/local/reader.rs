@@ -71,7 +71,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         if self.direct.is_some() && self.disk.cached_bytes(&self.file, offset, bytes).is_ok_and(is_most_of(bytes)) {
             return Fetch::Cached;
         }
-        if !upcoming.again && self.way().is_some() {
+        if !upcoming.shared_on_host && self.way().is_some() {
             return Fetch::WhenRead;
         }
         if self.direct.is_some() && self.is_cached(offset, bytes) {
@@ -309,7 +309,7 @@ mod tests {
         };
         let object = open();
         let announce = |object: &dyn ObjectReader, at: usize, bytes: usize, lent: Range<usize>| {
-            let upcoming = Upcoming { again: true, lent: lent.start as u64..lent.end as u64 };
+            let upcoming = Upcoming { shared_on_host: true, lent: lent.start as u64..lent.end as u64 };
             object.prefetch(at as u64, bytes as u64, &upcoming)
         };
         if cached() > 0 || announce(&*object, 3 * UNIT, UNIT / 2, 3 * UNIT..4 * UNIT) != Fetch::WhenLent {

@@ -10,13 +10,16 @@
 //!
 //! Each copy of the library file that a process loads is a driver of its own.
 
+mod answer;
 mod memory;
+mod queue;
 mod state;
 mod stream;
 
 use std::ffi::{CStr, c_char};
 
-use state::{Code, State, call, current, state};
+use answer::Code;
+use state::{State, call, current, state};
 
 /// Devices that there are.
 const DEVICES: i32 = 2;
@@ -35,10 +38,10 @@ macro_rules! exports {
 
 exports! {
     cuInit(flags: u32) = state().init(flags);
-    cuGetErrorName(code: Code, name: usize) = state::error_name(code, name);
-    cuGetErrorString(code: Code, text: usize) = state::error_text(code, text);
-    cuDeviceGetCount(count: usize) = memory::put(count, DEVICES);
-    cuDeviceGet(device: usize, ordinal: i32) = memory::put(device, ordinal);
+    cuGetErrorName(code: Code, name: usize) = answer::error_name(code, name);
+    cuGetErrorString(code: Code, text: usize) = answer::error_text(code, text);
+    cuDeviceGetCount(count: usize) = answer::put(count, DEVICES);
+    cuDeviceGet(device: usize, ordinal: i32) = answer::put(device, ordinal);
     cuDevicePrimaryCtxRetain(context: usize, device: i32) = state().retain(context, device);
     cuDevicePrimaryCtxRelease_v2(device: i32) = state().release(device);
     cuCtxPushCurrent_v2(context: usize) = state::push_context(context);
@@ -48,7 +51,7 @@ exports! {
     cuStreamDestroy_v2(stream: usize) = stream::destroy(stream);
     cuStreamSynchronize(stream: usize) = stream::synchronize(stream);
     cuStreamWaitEvent(stream: usize, event: usize, _flags: u32) = stream::wait_event(stream, event);
-    cuStreamIsCapturing(stream: usize, status: usize) = memory::put(status, u32::from(state().is_capturing(stream)));
+    cuStreamIsCapturing(stream: usize, status: usize) = answer::put(status, u32::from(state().is_capturing(stream)));
     cuEventCreate(handle: usize, _flags: u32) = stream::create_event(handle);
     cuEventDestroy_v2(event: usize) = stream::destroy_event(event);
     cuEventRecord(event: usize, stream: usize) = stream::record(event, stream);
@@ -61,7 +64,7 @@ exports! {
     cuPointerGetAttribute(value: usize, attribute: u32, address: usize) =
         state().memory.attribute(value, attribute, address);
 
-    fakeAlloc(address: usize, bytes: usize) = memory::put(address, state().memory.allocate(bytes, current()?));
+    fakeAlloc(address: usize, bytes: usize) = answer::put(address, state().memory.allocate(bytes, current()?));
     fakeFree(address: usize) = state().memory.free(address);
     fakeWrite(address: usize, from: usize, bytes: usize) = state().memory.write(address, from, bytes);
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);
@@ -75,8 +78,8 @@ exports! {
     fakeForgetWaits(forgets: bool) = state().forget_waits(forgets);
     fakeLockAll(locks: bool) = state().memory.lock_all(locks);
     fakeCapture(stream: usize, captures: bool) = state().capture(stream, captures);
-    fakeCalls(name: usize, count: usize) = memory::put(count, state().calls(&text(name)));
-    fakeLive(handles: usize) = memory::put(handles, state().live());
+    fakeCalls(name: usize, count: usize) = answer::put(count, state().calls(&text(name)));
+    fakeLive(handles: usize) = answer::put(handles, state().live());
 }
 
 #[allow(unsafe_code)]

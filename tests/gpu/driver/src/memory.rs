@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::DEVICES;
-use crate::state::{ALREADY_REGISTERED, Answer, Code, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_REGISTERED};
+use crate::answer::{ALREADY_REGISTERED, Answer, Code, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_REGISTERED, get, put};
 
 /// Device memory begins here: addresses that no process can have, so that touching them ends the program.
 const DEVICE_BASE: usize = 1 << 60;
@@ -219,22 +219,4 @@ fn load(from: usize, into: &mut [u8]) {
 fn store(to: usize, bytes: &[u8]) {
     // SAFETY: as `load`, for writing.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }
-}
-
-/// Writes a result where the caller wants it.
-#[allow(unsafe_code)]
-pub(crate) fn put<T>(address: usize, value: T) -> Answer {
-    if address == 0 {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the driver's functions are given places for results of these types.
-    unsafe { (address as *mut T).write(value) };
-    Ok(())
-}
-
-/// Reads an argument that is given by its address.
-#[allow(unsafe_code)]
-pub(crate) fn get<T: std::marker::Copy>(address: usize) -> Result<T, Code> {
-    // SAFETY: the driver's functions are given arguments of these types.
-    if address == 0 { Err(INVALID_VALUE) } else { Ok(unsafe { (address as *const T).read() }) }
 }

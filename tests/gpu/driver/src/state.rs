@@ -2,43 +2,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::CStr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::DEVICES;
-use crate::memory::{self, Memory};
-use crate::stream::{Flag, Stream};
-
-/// A `CUresult`.
-pub(crate) type Code = u32;
-
-/// What a function says.
-pub(crate) type Answer = Result<(), Code>;
-
-/// Name, number and text of the results that this driver gives by itself.
-const RESULTS: [(&CStr, Code, &CStr); 12] = [
-    (c"CUDA_ERROR_INVALID_VALUE", INVALID_VALUE, c"invalid argument"),
-    (c"CUDA_ERROR_OUT_OF_MEMORY", 2, c"out of memory"),
-    (c"CUDA_ERROR_NOT_INITIALIZED", NOT_INITIALIZED, c"initialization error"),
-    (c"CUDA_ERROR_INVALID_CONTEXT", INVALID_CONTEXT, c"invalid device context"),
-    (c"CUDA_ERROR_ECC_UNCORRECTABLE", 214, c"uncorrectable ECC error encountered"),
-    (c"CUDA_ERROR_INVALID_HANDLE", INVALID_HANDLE, c"invalid resource handle"),
-    (c"CUDA_ERROR_ILLEGAL_ADDRESS", ILLEGAL_ADDRESS, c"an illegal memory access was encountered"),
-    (c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", ALREADY_REGISTERED, c"part or all of the memory is registered"),
-    (c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", NOT_REGISTERED, c"pointer does not correspond to registered memory"),
-    (c"CUDA_ERROR_LAUNCH_FAILED", 719, c"unspecified launch failure"),
-    (c"CUDA_ERROR_NOT_PERMITTED", 800, c"operation not permitted"),
-    (c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", CAPTURE_UNSUPPORTED, c"not permitted when stream is capturing"),
-];
-
-pub(crate) const INVALID_VALUE: Code = 1;
-pub(crate) const NOT_INITIALIZED: Code = 3;
-pub(crate) const INVALID_CONTEXT: Code = 201;
-pub(crate) const INVALID_HANDLE: Code = 400;
-pub(crate) const ILLEGAL_ADDRESS: Code = 700;
-pub(crate) const ALREADY_REGISTERED: Code = 712;
-pub(crate) const NOT_REGISTERED: Code = 713;
-pub(crate) const CAPTURE_UNSUPPORTED: Code = 900;
+use crate::answer::{
+    Answer, CAPTURE_UNSUPPORTED, Code, ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED, get, put,
+};
+use crate::memory::Memory;
+use crate::queue::{Flag, Stream};
 
 const CAPTURE_MODE_RELAXED: u32 = 2;
 
@@ -159,7 +130,7 @@ impl State {
 
     pub(crate) fn retain(&mut self, context: usize, device: i32) -> Answer {
         self.retained[device as usize] += 1;
-        memory::put(context, CONTEXT_BASE + device as usize)
+        put(context, CONTEXT_BASE + device as usize)
     }
 
     pub(crate) fn release(&mut self, device: i32) -> Answer {
@@ -222,16 +193,6 @@ impl State {
     }
 }
 
-pub(crate) fn error_name(code: Code, name: usize) -> Answer {
-    let found = RESULTS.iter().find(|(_, number, _)| *number == code).ok_or(INVALID_VALUE)?;
-    memory::put(name, found.0.as_ptr() as usize)
-}
-
-pub(crate) fn error_text(code: Code, text: usize) -> Answer {
-    let found = RESULTS.iter().find(|(_, number, _)| *number == code).ok_or(INVALID_VALUE)?;
-    memory::put(text, found.2.as_ptr() as usize)
-}
-
 pub(crate) fn push_context(context: usize) -> Answer {
     let device = context.checked_sub(CONTEXT_BASE).ok_or(INVALID_CONTEXT)?;
     if state().retained.get(device).is_none_or(|&retained| retained == 0) {
@@ -243,10 +204,10 @@ pub(crate) fn push_context(context: usize) -> Answer {
 
 pub(crate) fn pop_context(context: usize) -> Answer {
     let popped = CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
-    memory::put(context, popped)
+    put(context, popped)
 }
 
 pub(crate) fn exchange_capture_mode(mode: usize) -> Answer {
-    let before = CAPTURE_MODE.replace(memory::get(mode)?);
-    memory::put(mode, before)
+    let before = CAPTURE_MODE.replace(get(mode)?);
+    put(mode, before)
 }

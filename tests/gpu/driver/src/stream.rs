@@ -1,78 +1,13 @@
-//! Streams: queues, each worked off in order by a thread of its own. Events: marks in such a queue.
+//! Streams and events by their handles, and what streams are given to do.
 
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use crate::memory::{self, Copy};
-use crate::state::{Answer, Code, INVALID_HANDLE, current, state};
-
-type Job = Box<dyn FnOnce(&mut Delays) + Send>;
-
-/// A queue of jobs; its thread ends when the queue does.
-pub(crate) struct Stream {
-    jobs: Sender<Job>,
-}
-
-/// Something that happens once.
-#[derive(Default)]
-pub(crate) struct Flag {
-    is_set: Mutex<bool>,
-    changed: Condvar,
-}
-
-impl Flag {
-    pub(crate) fn set(&self) {
-        *self.is_set.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.changed.notify_all();
-    }
-
-    fn wait(&self) {
-        let mut is_set = self.is_set.lock().unwrap_or_else(PoisonError::into_inner);
-        while !*is_set {
-            is_set = self.changed.wait(is_set).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-/// How long a device takes to get to the next job.
-struct Delays(u64);
-
-impl Delays {
-    fn sleep(&mut self) {
-        let delay_max_us = state().delay_max_us;
-        if delay_max_us > 0 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            thread::sleep(Duration::from_micros(self.0 % (delay_max_us + 1)));
-        }
-    }
-}
-
-impl Stream {
-    fn new(seed: u64) -> Stream {
-        let (jobs, queue) = channel::<Job>();
-        thread::spawn(move || {
-            let mut delays = Delays(seed | 1);
-            queue.into_iter().for_each(|job| job(&mut delays));
-        });
-        Stream { jobs }
-    }
-
-    fn push(&self, job: impl FnOnce(&mut Delays) + Send + 'static) -> Answer {
-        self.jobs.send(Box::new(job)).map_err(|_| INVALID_HANDLE)
-    }
-
-    /// A flag that is set when everything is done that the stream has been given.
-    fn mark(&self) -> Result<Arc<Flag>, Code> {
-        let flag = Arc::<Flag>::default();
-        let set = Arc::clone(&flag);
-        self.push(move |_| set.set())?;
-        Ok(flag)
-    }
-}
+use crate::answer::{Answer, Code, INVALID_HANDLE, put};
+use crate::memory::Copy;
+use crate::queue::{Flag, Stream};
+use crate::state::{current, state};
 
 /// The stream of that handle in the thread's context; 0 is the default one.
 fn stream(handle: usize) -> Result<Arc<Stream>, Code> {
@@ -89,7 +24,7 @@ pub(crate) fn create(place: usize) -> Answer {
     let handle = state.handle();
     let stream = Arc::new(Stream::new(state.seed.wrapping_mul(handle as u64 | 1)));
     state.streams.insert((handle, device), stream);
-    memory::put(place, handle)
+    put(place, handle)
 }
 
 pub(crate) fn destroy(handle: usize) -> Answer {
@@ -108,7 +43,7 @@ pub(crate) fn create_event(place: usize) -> Answer {
     let flag = Arc::<Flag>::default();
     flag.set();
     state.events.insert(handle, flag);
-    memory::put(place, handle)
+    put(place, handle)
 }
 
 pub(crate) fn destroy_event(handle: usize) -> Answer {
@@ -142,7 +77,8 @@ pub(crate) fn copy(copy: Copy, handle: usize) -> Answer {
     let stream = stream(handle)?;
     let is_asynchronous = state().memory.admit(&copy)?;
     stream.push(move |delays| {
-        delays.sleep();
+        let delay_max_us = state().delay_max_us;
+        delays.sleep(delay_max_us);
         let mut state = state();
         if state.lost.is_none()
             && let Err(code) = state.memory.make(&copy)

@@ -1,0 +1,6 @@
+//! What system calls answer.
+
+pub use rustix::io::Errno;
+
+/// A system call's result.
+pub type Sys<T> = Result<T, Errno>;

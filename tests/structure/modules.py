@@ -54,8 +54,12 @@ def uses(source: str) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
 
     What a path names in the crate's root counts for the module that the root takes it from.
     """
-    known = {module_of(name, source): name for name in files(".rs") if name.startswith(f"{source}/")}
-    codes = {module: without_unit_tests(rust_code(read(name))) for module, name in known.items() if not _is_test(name)}
+    codes: dict[tuple[str, ...], str] = {}
+    for name in files(".rs"):
+        if name.startswith(f"{source}/") and not _is_test(name):
+            # Where there is a `main.rs` beside `lib.rs`, both are the root.
+            module = module_of(name, source)
+            codes[module] = codes.get(module, "") + without_unit_tests(rust_code(read(name)))
     exported: dict[str, tuple[str, ...]] = {}
     for tree in _USE.findall(codes.get((), "")):
         for path in _expanded(tree):

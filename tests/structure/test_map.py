@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from modules import circles, uses
 from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rust_code, table, without_unit_tests
 
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
@@ -29,7 +30,18 @@ FORBIDDEN = {
     "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b",
     "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b",
     "cli": r"\bpyo3\b",
+    # Which backend it is, sockets and their libraries, who listens. `local::probe` looks at the machine for `doctor`.
+    "engine": r"\bpyo3\b|(?i:python)|\bPy[A-Z]\w*|\bstd::net\b|\b(?:tokio|tonic|prost|grpc|rustls)\b"
+    r"|(?i:\w*(?:tcp|udp|unix)_?(?:stream|listener|socket)\w*)|(?i:io_?uring)|\b(?:Local|Memory)Store\b"
+    r"|\bshardfast_store::(?:disk|map|memory|uring|local::(?!probe\b))|\b(?:log|tracing)::|\be?print(?:ln)?!",
+    # What a framework calls its own parts, which its adapter says.
+    "native": r"(?i)(?<![a-z])(?:params|param_groups|param_names|state_dict|optimizers?|exp_avg|placements|device_mesh"
+    r"|local_tensor|requires_grad|untyped_storage|data_ptr|dtensor|fsdp)(?![a-z])",
 }
+# In these crates texts count, too: names of attributes stand in them.
+WITH_TEXTS = {"native"}
+# Where the interpreter is taken back: to make Python's errors, and for what only Python knows of the machine.
+ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs"}
 
 
 def crates() -> dict[str, dict[str, str]]:
@@ -101,10 +113,38 @@ def test_a_crate_does_not_know_what_its_charter_forbids(crate):
     found = []
     for name in files(".rs"):
         if name.startswith(f"crates/{crate}/src/") and not name.endswith("/tests.rs"):
-            code = without_unit_tests(rust_code(read(name)))
+            code = without_unit_tests(rust_code(read(name), keep_texts=crate in WITH_TEXTS))
             for number, line in enumerate(code.splitlines(), 1):
                 found += [f"{name}:{number}: {match[0]}" for match in re.finditer(FORBIDDEN[crate], line)]
     offenders(f"crates/{crate} may not know {crates()[crate]['may not know']}: move it to where that is known", found)
+
+
+def test_the_engine_never_waits_for_python():
+    """Methods of `_native` let go of the interpreter while the engine works; nothing takes it back on the way."""
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in files(".rs")
+        if name.startswith("crates/native/src/") and name not in ATTACHES
+        for number, line in enumerate(rust_code(read(name)).splitlines(), 1)
+        if re.search(r"\bPython::(?:try_)?attach\b", line)
+    ]
+    offenders("take what is needed from Python before the engine is called, or after it", found)
+
+
+def sources_of_crates() -> list[str]:
+    """The `src` folders of all crates, those of the tests and the bench too."""
+    return sorted({name[: name.index("/src/")] + "/src" for name in files(".rs") if "/src/" in name})
+
+
+@pytest.mark.parametrize("source", sources_of_crates())
+def test_modules_do_not_use_each_other_in_circles(source):
+    used = uses(source)
+    found = []
+    for circle in circles(used):
+        for module in circle:
+            others = sorted({"::".join(other) for other in used[tuple(module.split("::"))]} & set(circle))
+            found.append(f"{source}: {module} uses {', '.join(others)}")
+    offenders("give what they share a room of its own, below both, or move the function to where its types are", found)
 
 
 def test_no_framework_is_named_in_rust():

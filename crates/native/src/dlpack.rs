@@ -113,10 +113,13 @@ mod tests {
 
     static NUMBERS: [i64; 4] = [2, 3, 12, 4];
 
-    /// Tells of an object of type "Tensor"; refuses any other.
+    /// Tells of an object with an attribute `data`; refuses any other.
+    ///
+    /// # Safety
+    /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
     unsafe extern "C" fn tell(object: *mut c_void, out: *mut Tensor) -> c_int {
         Python::attach(|py| {
-            // SAFETY: the caller hands over a live object.
+            // SAFETY: the caller vouches for the object.
             let object = unsafe { Bound::from_borrowed_ptr(py, object.cast()) };
             let Ok(data) = object.getattr("data").and_then(|data| data.extract::<usize>()) else {
                 PyTypeError::new_err("no data").restore(py);

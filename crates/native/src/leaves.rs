@@ -600,8 +600,12 @@ mod tests {
     fn a_capture_has_a_name_and_gives_way_to_what_can_be_done() {
         let (whole, on_device) = ("((0, 0), (8, 6), 4096, (24, 4))", "((0, 0), (8, 6), 4096, (24, 4), 0)");
         let scattered = "((0, 0), (8, 6), 4096, (48, 8))";
-        let names =
-            [("inline", Capture::Inline), ("eager", Capture::Eager), ("lazy", Capture::Lazy), ("owned", Capture::Owned)];
+        let names = [
+            ("inline", Capture::Inline),
+            ("eager", Capture::Eager),
+            ("lazy", Capture::Lazy),
+            ("owned", Capture::Owned),
+        ];
         for (word, expected) in names {
             assert_eq!(capture(word, whole), Ok(expected));
         }

@@ -3,7 +3,10 @@
 # after Python has freed it, or of memory behind its end, ends the run with a report.
 #
 # Needs gcc, which brings the sanitizer's runtime (libasan). Python takes every object from malloc, so that the
-# sanitizer knows each of them. Not part of `make test`: it builds everything once more.
+# sanitizer knows each of them. It does not see a use of a freed list, dict, tuple or float while Python keeps it for
+# the next one, nor what Python's own functions read; mistakes show where their items are followed.
+#
+# Not part of `make test`: it builds everything once more, and takes six minutes on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

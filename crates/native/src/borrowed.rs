@@ -131,7 +131,9 @@ mod tests {
         stop: usize,
         walk: impl FnOnce(&mut dyn FnMut(&Bound<'_, PyAny>) -> bool) -> usize,
     ) {
-        let counts = |objects: &[Bound<'_, PyAny>]| objects.iter().map(|one| one.get_refcnt()).collect::<Vec<_>>();
+        // SAFETY: they are live objects.
+        let count = |object: &Bound<'_, PyAny>| unsafe { ffi::Py_REFCNT(object.as_ptr()) };
+        let counts = |objects: &[Bound<'_, PyAny>]| objects.iter().map(count).collect::<Vec<_>>();
         let before = counts(expected);
         let mut met = Vec::new();
         let taken = walk(&mut |item| {

@@ -523,8 +523,11 @@ pub(crate) fn wants(
 mod tests {
     use super::*;
 
+    /// A block's region, address, strides and device.
+    type Fields = (Region, usize, Vec<i64>, Option<u32>);
+
     /// What `blocks` makes of a part, said in Python, of a tensor of shape [4, 6] and 4 bytes an element.
-    fn made(code: &std::ffi::CStr) -> Result<Vec<(Region, usize, Vec<i64>, Option<u32>)>, String> {
+    fn made(code: &std::ffi::CStr) -> Result<Vec<Fields>, String> {
         Python::initialize();
         Python::attach(|py| {
             let part = py.eval(code, None, None).unwrap().cast_into::<PyTuple>().unwrap();

@@ -133,12 +133,14 @@ mod tests {
         Python::attach(|py| {
             for code in [c"{}", c"{n: [n] for n in range(9)}", c"[]", c"None", c"1.5", c"type"] {
                 let object = py.eval(code, None, None).unwrap();
-                let count = object.get_refcnt();
+                // SAFETY: it is a live object.
+                let count = || unsafe { ffi::Py_REFCNT(object.as_ptr()) };
+                let before = count();
                 // SAFETY: it is a live object that nothing else knows.
                 unsafe { fetch_table(object.as_ptr()) };
                 // SAFETY: as above.
                 unsafe { fetch_values(object.as_ptr()) };
-                assert_eq!(object.get_refcnt(), count);
+                assert_eq!(count(), before);
             }
         });
     }

@@ -8,6 +8,7 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import math
 import pathlib
 import pickle
@@ -481,6 +482,32 @@ def test_what_changes_while_it_is_said_is_encoded_as_it_was():
     assert decode(Value(inner, lower).encoded(), "x") == {"a": 1, "b": "said", "c": 2}
     below.update({Stranger(): 1, "x": [3]})
     assert decode(Value(below, lower).encoded(), "x") == {"said": 1, "x": [3]}
+
+
+def test_no_garbage_is_collected_while_a_container_is_walked():
+    """Python may collect garbage when an object is made, and a finalizer may change what is walked."""
+
+    class Garbage:
+        def __init__(self, target):
+            self.target, self.cycle = target, self
+
+        def __del__(self):
+            self.target.clear()
+
+    for value in [{(n,): n for n in range(200)}, {(n, "text"): [n] for n in range(200)}]:
+        whole = [value, *map(str, range(40))]
+        items = list(whole)
+        thresholds = gc.get_threshold()
+        Garbage(items)
+        gc.set_threshold(1, 1, 1)
+        try:
+            encoded = Value(items).encoded()
+        finally:
+            gc.set_threshold(*thresholds)
+        before, after = Value(whole).encoded(), Value([]).encoded()
+        assert encoded in (before, after), "what it held before the finalizer ran, or after"
+        gc.collect()
+        assert items == []
 
 
 def test_a_key_is_not_taken_for_another_that_stood_at_its_address():

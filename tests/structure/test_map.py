@@ -183,6 +183,15 @@ def test_unsafe_stands_only_where_the_map_says_and_is_argued():
     offenders("remove the file from ARCHITECTURE.md, 'Where unsafe stands'", sorted(allowed - used))
 
 
+def test_the_binding_declares_that_it_needs_the_gil():
+    """Only a Python without the GIL looks at it, so what is written counts."""
+    declared = re.findall(r"#\[pymodule\b[^\]]*\]", rust_code(read("crates/native/src/lib.rs")))
+    assert declared == ["#[pymodule(gil_used = true)]"], (
+        "Remedy: declare `gil_used = true`; crates/native walks containers without counting references, so no "
+        "other thread may change them meanwhile"
+    )
+
+
 def without_trait_contracts(code: str) -> str:
     """Rust code without the `unsafe` of functions in an `unsafe impl`: it repeats the trait's contract."""
     for match in reversed(list(re.finditer(r"\bunsafe impl\b", code))):

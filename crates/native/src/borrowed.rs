@@ -105,3 +105,91 @@ pub(crate) unsafe fn entries_while<'py>(
     }
     taken
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shorter than, as long as, and longer than what is fetched ahead.
+    const COUNTS: [usize; 9] = [0, 1, 15, 16, 17, 31, 32, 33, 200];
+
+    /// Dicts of one entry each, which nothing else refers to.
+    fn dicts(py: Python<'_>, count: usize) -> Vec<Bound<'_, PyDict>> {
+        (0..count)
+            .map(|number| {
+                let dict = PyDict::new(py);
+                dict.set_item(number, number).unwrap();
+                dict
+            })
+            .collect()
+    }
+
+    /// Calls `walk` with a function to take items, which stops before the item `stop`. Expects that it was given the
+    /// `expected` objects from the front on, and that no reference was counted.
+    fn expect_walk(
+        expected: &[Bound<'_, PyAny>],
+        stop: usize,
+        walk: impl FnOnce(&mut dyn FnMut(&Bound<'_, PyAny>) -> bool) -> usize,
+    ) {
+        // SAFETY: they are live objects.
+        let count = |object: &Bound<'_, PyAny>| unsafe { ffi::Py_REFCNT(object.as_ptr()) };
+        let counts = |objects: &[Bound<'_, PyAny>]| objects.iter().map(count).collect::<Vec<_>>();
+        let before = counts(expected);
+        let mut met = Vec::new();
+        let taken = walk(&mut |item| {
+            let is_taken = met.len() < stop;
+            if is_taken {
+                met.push(item.as_ptr());
+            }
+            is_taken
+        });
+        assert_eq!(taken, stop.min(expected.len()));
+        assert_eq!(met, expected[..taken].iter().map(|one| one.as_ptr()).collect::<Vec<_>>());
+        assert_eq!(counts(expected), before);
+    }
+
+    #[test]
+    fn items_come_in_order_and_uncounted() {
+        Python::initialize();
+        Python::attach(|py| {
+            for count in COUNTS {
+                let items: Vec<_> = dicts(py, count).into_iter().map(Bound::into_any).collect();
+                let (list, tuple) = (PyList::new(py, &items).unwrap(), PyTuple::new(py, &items).unwrap());
+                for stop in [0, 1, count / 2, count] {
+                    // SAFETY: the functions note addresses.
+                    expect_walk(&items, stop, |take| unsafe { items_while(&list, take) });
+                    // SAFETY: as above.
+                    expect_walk(&items, stop, |take| unsafe { parts_while(&tuple, take) });
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn entries_come_in_order_and_uncounted() {
+        Python::initialize();
+        Python::attach(|py| {
+            for count in COUNTS {
+                let values: Vec<_> = dicts(py, 2 * count).into_iter().map(Bound::into_any).collect();
+                let dict = PyDict::new(py);
+                values.iter().enumerate().for_each(|(key, value)| dict.set_item(key, value).unwrap());
+                // Holes in the dict's table.
+                (0..count).for_each(|key| dict.del_item(2 * key).unwrap());
+                let left: Vec<_> = values.into_iter().skip(1).step_by(2).collect();
+                for stop in [0, 1, count / 2, count] {
+                    let mut keys = Vec::new();
+                    expect_walk(&left, stop, |take| {
+                        let both = |key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>| {
+                            keys.push(key.extract::<usize>().unwrap());
+                            take(value)
+                        };
+                        // SAFETY: reading an int runs no code of the program.
+                        unsafe { entries_while(&dict, both) }
+                    });
+                    let asked = (stop + 1).min(count); // the one at which it stopped, too
+                    assert_eq!(keys, (0..asked).map(|number| 2 * number + 1).collect::<Vec<_>>());
+                }
+            }
+        });
+    }
+}

@@ -106,3 +106,90 @@ fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &m
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    static NUMBERS: [i64; 4] = [2, 3, 12, 4];
+
+    /// Tells of an object with an attribute `data`; refuses any other.
+    ///
+    /// # Safety
+    /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
+    unsafe extern "C" fn tell(object: *mut c_void, out: *mut Tensor) -> c_int {
+        Python::attach(|py| {
+            // SAFETY: the caller vouches for the object.
+            let object = unsafe { Bound::from_borrowed_ptr(py, object.cast()) };
+            let Ok(data) = object.getattr("data").and_then(|data| data.extract::<usize>()) else {
+                PyTypeError::new_err("no data").restore(py);
+                return -1;
+            };
+            let told = Tensor {
+                data: data as *const c_void,
+                device_type: 1,
+                device_id: 0,
+                ndim: 2,
+                dtype: [2, 32, 1, 0],
+                shape: NUMBERS.as_ptr(),
+                strides: NUMBERS[2..].as_ptr(),
+                byte_offset: 16,
+            };
+            // SAFETY: there is room for one, as the caller vouches.
+            unsafe { out.write(told) };
+            0
+        })
+    }
+
+    /// A type whose objects such a table tells of.
+    fn kind(py: Python<'_>, major: u32) -> Bound<'_, PyAny> {
+        let nothing = std::ptr::null();
+        let table = Exchange {
+            major,
+            minor: 3,
+            older: nothing,
+            managed_tensor_allocator: nothing,
+            managed_tensor_from_py_object: nothing,
+            managed_tensor_to_py_object: nothing,
+            tensor_from_py_object: Some(tell),
+            current_work_stream: nothing,
+        };
+        let table = std::ptr::NonNull::from(Box::leak(Box::new(table))).cast(); // such tables live as long as a process
+        // SAFETY: it is such a table.
+        let capsule = unsafe { PyCapsule::new_with_pointer(py, table, CAPSULE) }.unwrap();
+        let kind = py.eval(c"type('Tensor', (), {})", None, None).unwrap();
+        kind.setattr(ATTRIBUTE, capsule).unwrap();
+        kind
+    }
+
+    #[test]
+    fn places_differ_where_tensors_do() {
+        Python::initialize();
+        Python::attach(|py| {
+            let tensor = |kind: &Bound<'_, PyAny>, data: usize| {
+                let tensor = kind.call0().unwrap().unbind();
+                tensor.setattr(py, "data", data).unwrap();
+                tensor.into_bound(py)
+            };
+            let (one, other) = (kind(py, MAJOR), kind(py, MAJOR));
+            let places = places_of(py, &[tensor(&one, 4096), tensor(&other, 4096), tensor(&one, 4096)]).unwrap();
+            let each: Vec<_> = places.chunks(places.len() / 3).collect();
+            assert_eq!(each[0], each[2]);
+            assert_ne!(each[0], each[1], "the type in Python counts");
+            assert_ne!(places_of(py, &[tensor(&one, 8192)]).unwrap(), each[0]);
+            assert_eq!(each[0][8..16], (4096u64 + 16).to_ne_bytes());
+            assert_eq!(each[0][32..], NUMBERS.map(i64::to_ne_bytes).concat());
+        });
+    }
+
+    #[test]
+    fn what_cannot_be_told_is_an_error() {
+        Python::initialize();
+        Python::attach(|py| {
+            let error = |tensor| places_of(py, &[tensor]).unwrap_err().value(py).to_string();
+            assert_eq!(error(kind(py, MAJOR).call0().unwrap()), "no data");
+            assert_eq!(error(kind(py, MAJOR + 1).call0().unwrap()), "expected DLPack 1, found 2");
+            assert!(error(py.None().into_bound(py)).contains(ATTRIBUTE));
+        });
+    }
+}

@@ -518,3 +518,104 @@ pub(crate) fn wants(
     }
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A block's region, address, strides and device.
+    type Fields = (Region, usize, Vec<i64>, Option<u32>);
+
+    /// What `blocks` makes of a part, said in Python, of a tensor of shape [4, 6] and 4 bytes an element.
+    fn made(code: &std::ffi::CStr) -> Result<Vec<Fields>, String> {
+        Python::initialize();
+        Python::attach(|py| {
+            let part = py.eval(code, None, None).unwrap().cast_into::<PyTuple>().unwrap();
+            let blocks = blocks(&part, &[4, 6], DType::F32, &"model/w");
+            let fields = |block: Block| (block.region, block.address, block.strides_bytes, block.device);
+            blocks.map(|blocks| blocks.into_iter().map(fields).collect()).map_err(|error| error.value(py).to_string())
+        })
+    }
+
+    #[test]
+    fn a_box_is_one_block() {
+        let region = Region::new(&[1, 0], &[2, 6]);
+        assert_eq!(made(c"((1, 0), (2, 6), 4096, (24, 4))"), Ok(vec![(region.clone(), 4096, vec![24, 4], None)]));
+        assert_eq!(made(c"([1, 0], [2, 6], 4096, [24, 4], 3)"), Ok(vec![(region, 4096, vec![24, 4], Some(3))]));
+    }
+
+    #[test]
+    fn a_flat_run_is_blocks_that_lie_behind_each_other() {
+        let blocks = made(c"('flat', 4, 21, 4096, 1)").unwrap();
+        let expected = [
+            (Region::new(&[0, 4], &[1, 2]), 4096),
+            (Region::new(&[1, 0], &[2, 6]), 4096 + 2 * 4),
+            (Region::new(&[3, 0], &[1, 3]), 4096 + 14 * 4),
+        ];
+        assert_eq!(blocks.len(), expected.len());
+        for ((region, address, strides_bytes, device), expected) in blocks.into_iter().zip(expected) {
+            assert_eq!(strides_bytes, [region.lengths[1] as i64 * 4, 4]);
+            assert_eq!(((region, address), device), (expected, Some(1)));
+        }
+        assert_eq!(made(c"('flat', 7, 7, 4096)"), Ok(vec![]));
+    }
+
+    #[test]
+    fn what_lies_outside_of_the_shape_is_refused() {
+        let wrong = [
+            (c"('flat', 4, 25, 4096)", "the run 4..25 is outside of the shape [4, 6]"),
+            (c"('flat', 5, 4, 4096)", "the run 5..4 is outside"),
+            (c"((3, 0), (2, 6), 4096, (24, 4))", "is outside of the shape [4, 6]"),
+            (c"((2**64 - 1, 0), (2, 6), 4096, (24, 4))", "is outside of the shape [4, 6]"),
+            (c"((1,), (2, 6), 4096, (24, 4))", "expected 2 offsets, lengths and strides, found 1, 2 and 2"),
+            (c"((1, 0), (-2, 6), 4096, (24, 4))", "can't convert negative"),
+        ];
+        for (code, expected) in wrong {
+            let message = made(code).expect_err("refused");
+            assert!(message.contains(expected), "{code:?}: {message}");
+        }
+    }
+
+    #[test]
+    fn long_runs_and_whole_tensors_are_read_quickly() {
+        let quick = |lengths: &[u64], strides: &[i64]| is_quick(&Strided::new(4096, lengths, strides, 4));
+        assert!(quick(&[3], &[4]), "one run, though a short one");
+        assert!(quick(&[10, 1024], &[8192, 4]), "rows of 4096 bytes");
+        assert!(!quick(&[10, 1023], &[8192, 4]), "shorter rows");
+        assert!(!quick(&[4096], &[8]), "each element alone");
+    }
+
+    /// How a tensor of one part is captured.
+    fn capture(word: &str, part: &str) -> Result<Capture, String> {
+        Python::initialize();
+        Python::attach(|py| {
+            let code = std::ffi::CString::new(format!("('F32', (8, 6), [{part}], '{word}')")).unwrap();
+            let leaf = py.eval(&code, None, None).unwrap().cast_into::<PyTuple>().unwrap();
+            match tensor(&leaf, &LeafName::new("model", "w")) {
+                Ok((_, Body::Tensor(capture, _))) => Ok(capture),
+                Ok(_) => Err("no tensor".to_owned()),
+                Err(error) => Err(error.value(py).to_string()),
+            }
+        })
+    }
+
+    #[test]
+    fn a_capture_has_a_name_and_gives_way_to_what_can_be_done() {
+        let (whole, on_device) = ("((0, 0), (8, 6), 4096, (24, 4))", "((0, 0), (8, 6), 4096, (24, 4), 0)");
+        let scattered = "((0, 0), (8, 6), 4096, (48, 8))";
+        let names = [
+            ("inline", Capture::Inline),
+            ("eager", Capture::Eager),
+            ("lazy", Capture::Lazy),
+            ("owned", Capture::Owned),
+        ];
+        for (word, expected) in names {
+            assert_eq!(capture(word, whole), Ok(expected));
+        }
+        assert_eq!(capture("inline", on_device), Ok(Capture::Eager));
+        assert_eq!(capture("lazy", on_device), Ok(Capture::Lazy));
+        assert_eq!(capture("lazy", scattered), Ok(Capture::Eager));
+        assert_eq!(capture("inline", scattered), Ok(Capture::Inline));
+        assert_eq!(capture("later", whole), Err("leaf model/w: there is no capture \"later\"".to_owned()));
+    }
+}

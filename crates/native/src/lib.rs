@@ -21,7 +21,10 @@ mod values;
 use pyo3::prelude::*;
 
 /// The Rust core of Shardfast. What it offers to people is in the package `shardfast`.
-#[pymodule(gil_used = false)]
+///
+/// The module needs the GIL: walks through the program's containers count no references, so no other thread may change
+/// a container meanwhile. A Python without the GIL turns it on, with a warning, when it imports a module that says so.
+#[pymodule(gil_used = true)]
 mod _native {
     use std::ffi::OsString;
 

@@ -93,3 +93,55 @@ pub(crate) unsafe fn fetch_values(object: *mut ffi::PyObject) {
         fetch(value.wrapping_byte_add(LINE_BYTES));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_object_points_to_is_fetched_if_the_object_is_long_enough() {
+        Python::initialize();
+        Python::attach(|py| {
+            let object = |code| py.eval(code, None, None).unwrap();
+            let bare = object(c"object()");
+            let dict = object(c"{1: 2}");
+            let with_field = object(c"[1]");
+            let mut near = Near::default();
+            near.add(&bare);
+            assert_eq!(near.0, [bare.as_ptr() as usize], "nothing stands behind its type");
+            for (object, field) in [(&dict, TABLE_AT), (&with_field, FIELD_AT)] {
+                let mut near = Near::default();
+                near.add(object);
+                let address = object.as_ptr() as usize;
+                // SAFETY: dicts and lists are longer than that.
+                let behind = unsafe { *((address + field) as *const usize) };
+                let lines = (0..LINES_BEHIND).map(|line| behind + line * LINE_BYTES);
+                assert_eq!(near.0, std::iter::once(address).chain(lines).collect::<Vec<_>>());
+                near.fetch();
+            }
+        });
+    }
+
+    #[test]
+    fn an_address_that_leads_nowhere_does_nothing() {
+        Near(vec![0, 1, LINE_BYTES, usize::MAX, usize::MAX - LINE_BYTES, 1 << 63]).fetch();
+    }
+
+    #[test]
+    fn only_dicts_have_a_table_to_fetch() {
+        Python::initialize();
+        Python::attach(|py| {
+            for code in [c"{}", c"{n: [n] for n in range(9)}", c"[]", c"None", c"1.5", c"type"] {
+                let object = py.eval(code, None, None).unwrap();
+                // SAFETY: it is a live object.
+                let count = || unsafe { ffi::Py_REFCNT(object.as_ptr()) };
+                let before = count();
+                // SAFETY: it is a live object that nothing else knows.
+                unsafe { fetch_table(object.as_ptr()) };
+                // SAFETY: as above.
+                unsafe { fetch_values(object.as_ptr()) };
+                assert_eq!(count(), before);
+            }
+        });
+    }
+}

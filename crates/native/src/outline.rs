@@ -478,3 +478,18 @@ impl Same {
             && self.first.iter().zip(addresses).all(|(&first, address)| addresses[first] == *address)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn which_are_the_same_does_not_depend_on_where_they_are() {
+        let same = Same::of(&[10, 20, 10, 30]);
+        assert!(same.holds_of(&[10, 20, 10, 30]));
+        assert!(same.holds_of(&[7, 9, 7, 8]));
+        for other in [&[7, 9, 6, 8][..], &[7, 9, 7, 9], &[7, 7, 7, 8], &[9, 7, 7, 8], &[7, 9, 7], &[7, 9, 7, 8, 7]] {
+            assert!(!same.holds_of(other), "{other:?}");
+        }
+    }
+}

@@ -44,3 +44,59 @@ impl Spots {
         self.0.iter().map(look).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the spots of elements of 4 bytes lie: their addresses, and their places in the part's bytes.
+    fn spots(address: usize, lengths: &[u64], strides_bytes: &[i64]) -> Vec<(usize, u64)> {
+        let mut spots = Spots::default();
+        spots.0.push((0, 0));
+        let numbers = spots.add(&Strided::new(address, lengths, strides_bytes, 4));
+        assert_eq!(numbers, 1..spots.0.len());
+        spots.0.split_off(1)
+    }
+
+    #[test]
+    fn there_is_one_for_so_many_bytes_up_to_a_limit() {
+        let count = |bytes: u64| spots(1 << 40, &[bytes / 4], &[4]).len() as u64;
+        assert_eq!([count(8), count(BYTES_EACH), count(2 * BYTES_EACH - 4)], [1, 1, 1]);
+        assert_eq!([count(2 * BYTES_EACH), count(5 * BYTES_EACH + 4)], [2, 5]);
+        assert_eq!([count(LOOKS_MAX * BYTES_EACH), count(100 * LOOKS_MAX * BYTES_EACH)], [LOOKS_MAX, LOOKS_MAX]);
+    }
+
+    #[test]
+    fn each_lies_inside_of_the_part() {
+        for elements in [2, 3, 5, 1000, (BYTES_EACH - 1) / 4, 3 * BYTES_EACH / 4 + 1, 33 * BYTES_EACH / 4 + 3] {
+            for (address, at) in spots(1 << 40, &[elements], &[4]) {
+                assert_eq!(address, (1 << 40) + at as usize);
+                assert!(at + SAMPLE_BYTES as u64 <= elements * 4, "{at} of {elements} elements");
+            }
+        }
+    }
+
+    #[test]
+    fn each_lies_inside_of_a_run() {
+        // Rows of 16 bytes, 64 bytes from each other: the middle is the sixth row of ten.
+        assert_eq!(spots(1 << 40, &[10, 4], &[64, 4]), [((1 << 40) + 5 * 64, 80)]);
+    }
+
+    #[test]
+    fn what_is_shorter_than_a_look_has_none() {
+        assert_eq!(spots(1 << 40, &[0], &[4]), []);
+        assert_eq!(spots(1 << 40, &[1], &[4]), []);
+        assert_eq!(spots(1 << 40, &[100], &[8]), [], "each element lies alone");
+    }
+
+    #[test]
+    fn a_look_reads_what_is_there() {
+        let mut memory: Vec<u8> = (0..64).collect();
+        let mut spots = Spots::default();
+        spots.add(&Strided::new(memory.as_ptr() as usize, &[64], &[1], 1));
+        let looks = |spots: &Spots| spots.look().iter().map(|sample| (sample.at, sample.bytes)).collect::<Vec<_>>();
+        assert_eq!(looks(&spots), [(32, [32, 33, 34, 35, 36, 37, 38, 39])]);
+        memory[33] = 0;
+        assert_eq!(looks(&spots), [(32, [32, 0, 34, 35, 36, 37, 38, 39])]);
+    }
+}

@@ -331,7 +331,7 @@ impl<'py> Walk<'_, 'py> {
                     may_collide |= key.get_type_ptr() == &raw mut ffi::PyTuple_Type;
                     self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1)
                 });
-                taken == entries && (!may_collide || matches!(expect_spread(dict), Ok(None)))
+                taken == entries && (!may_collide || is_spread(dict))
             } else if is_list {
                 let list = value.cast_unchecked::<PyList>();
                 let items = list.len();
@@ -577,6 +577,18 @@ fn expect_spread(dict: &Bound<'_, PyDict>) -> PyResult<Option<String>> {
     dict.keys().iter().find_map(|key| spread.add(&key).transpose()).transpose()
 }
 
+/// Whether [`expect_spread`] finds nothing wrong, of a dict whose keys were encoded quietly.
+///
+/// # Safety
+/// No other thread runs code of the program meanwhile.
+unsafe fn is_spread(dict: &Bound<'_, PyDict>) -> bool {
+    let mut spread = Spread::default();
+    // A list of the keys would be a new object, and Python may collect garbage when one is made, which runs finalizers.
+    // SAFETY: to hash such a key runs no code of the program.
+    dict.len() <= EQUAL_HASHES_MAX
+        || unsafe { entries_while(dict, |key, _| matches!(spread.add(key), Ok(None))) } == dict.len()
+}
+
 fn to_dict<'py>(py: Python<'py>, entries: Vec<(object::Value, object::Value)>) -> PyResult<Bound<'py, PyDict>> {
     // Few integers of 64 bits and few floats share a hash, and tagged values become keys later.
     let may_collide = |key: &object::Value| matches!(key, object::Value::Int(Int::Big { .. }));
@@ -621,3 +633,6 @@ fn to_python<'py>(py: Python<'py>, value: object::Value) -> PyResult<Bound<'py, 
         }
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,6 +39,10 @@ def _stall(found: dict[str, Any]) -> list[Row]:
             reached = calls["median"] <= 1 and calls["max"] <= 5
             text = f"{calls['median']:.2f} ms, worst {calls['max']:.2f} ms of {len(calls['values'])}"
             rows.append((f"stall, {name}", "median 1 ms, worst 5 ms", text, reached))
+    for name, systems in found["first_ms"].items():
+        if systems.get(OURS):
+            first = systems[OURS]["median"]
+            rows.append((f"stall of the first save, {name}", "10 ms", f"{first:.1f} ms", first <= 10))
     return rows
 
 

@@ -1,7 +1,8 @@
 """How long the call of an asynchronous save holds up the training, by number and size of tensors and by values.
 
 Every save is waited for before the next one begins, and the optimizer steps in between: what is measured is the call
-alone, on an otherwise idle machine, with the plan cached.
+alone, on an otherwise idle machine, with the plan cached. The first save of a process is measured apart, in processes
+of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shardfast as sf
 import torch
 import torch.distributed as dist
-from asynchronous import AsyncSystem, ShardfastAsync, asynchronous_systems, show_notes
+from asynchronous import AsyncSystem, DcpAsync, ShardfastAsync, asynchronous_systems, show_notes
 from figures import OURS, Figures, median, ours_first, spread, summary, table
 from ranks import Settings, attempt, of_all, remove, run, turned
 from states import counted, values
@@ -21,6 +23,8 @@ from states import counted, values
 KIB, MIB, MB = 1 << 10, 1 << 20, 1_000_000
 WARM_UPS = 2
 RIVAL_SAVES = 5
+FIRST_ROUNDS = 7
+FIRST_RIVAL = "DCP async, thread"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def measure(settings: Settings) -> Figures:
     }
     if not settings.quick:
         figures["price_ms"] = _prices(times)
+    figures["first_ms"] = _first(settings, found["failed"])
     show_notes(found["notes"], found["failed"])
     return figures
 
@@ -103,6 +108,51 @@ def _prices(times: dict[Case, Times]) -> dict[str, float]:
     for what, price in prices.items():
         print(f"  {what}: {price:.3f} ms")
     return prices
+
+
+def _first(settings: Settings, failed: dict[str, str]) -> dict[str, Any]:
+    """The first save of a process, by state and system; each in fresh processes."""
+    figures: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for case in QUICK[:1] if settings.quick else (CASES[0], BASE):
+        calls: dict[str, list[float]] = {name: [] for name in (OURS, FIRST_RIVAL) if name not in failed}
+        for _ in range(1 if settings.quick else FIRST_ROUNDS):
+            for name in calls:
+                calls[name] += run(_first_worker, settings, case, name)
+        figures[case.name] = {name: summary(of) for name, of in calls.items()}
+        for name, of in calls.items():
+            rows.append([case.name, name, len(of), f"{median(of):.1f}", f"{max(of):.1f}", spread(of, 1)])
+    title = (
+        f"first save of a process, {settings.processes} processes, after the making of a Checkpointer and its restore"
+    )
+    table(title, ("state", "system", "calls", "median ms", "worst ms", "(min .. max)"), rows)
+    return figures
+
+
+def _first_worker(settings: Settings, case: Case, name: str) -> list[float]:
+    module, optimizer = counted(case.tensors, case.bytes_each)
+    path = settings.where / "first"
+    state = {"model": module, "optimizer": optimizer, "extra": {"step": 1}}
+    if name == OURS:
+        ckpt = sf.Checkpointer(path, every=sf.steps(1))
+        ckpt.restore(state)
+    else:
+        rival = DcpAsync(process=False)
+    optimizer.step()
+    dist.barrier()
+    began = time.perf_counter()
+    if name == OURS:
+        ckpt.step(1, state)
+    else:
+        rival.begin(path, module, optimizer, state["extra"])
+    took = (time.perf_counter() - began) * 1e3
+    if name == OURS:
+        ckpt.close()
+    else:
+        rival.finish()
+        rival.close()
+    remove(path)
+    return of_all(took)
 
 
 def _worker(settings: Settings, cases: tuple[Case, ...]) -> dict[str, Any]:

@@ -165,6 +165,16 @@ class InFlight:
         self._watcher: threading.Thread | None = None
         self.is_over = False
 
+    def prepare(self) -> None:
+        """Starts the thread that minds saves, before the first one needs it."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="shardfast-watch", daemon=True)
+            self._watcher.start()
+
     def add(self, pending: Pending) -> None:
         """Minds a save from now on: until it is staged, and at the end of the process."""
         with self._lock:
@@ -173,9 +183,7 @@ class InFlight:
             self._alive.add(pending)
             if pending.is_watched:
                 self._unstaged = (*self._unstaged, pending)
-                if self._watcher is None:
-                    self._watcher = threading.Thread(target=self._watch, name="shardfast-watch", daemon=True)
-                    self._watcher.start()
+                self._start()
                 self._watched.put(pending)
 
     def staged(self) -> None:

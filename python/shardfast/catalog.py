@@ -151,6 +151,20 @@ class Source(NamedTuple):
     is_copy: bool = False
 
 
+class Origin(NamedTuple):
+    """A tensor that is to be saved.
+
+    Attributes:
+        layout: As :meth:`Adapter.layout` tells it.
+        identity: As :meth:`Adapter.identity` tells it.
+        source: As :meth:`Adapter.source` gives it, if that is the tensor's own memory and found without more ado.
+    """
+
+    layout: Layout
+    identity: Hashable
+    source: Source | None
+
+
 class Target(NamedTuple):
     """Memory to load into, for each region of the layout.
 
@@ -518,6 +532,14 @@ class Adapter(Protocol):
 
     def source(self, tensor: Any) -> Source:
         """Memory to save from: the tensor's own on the host or a CUDA device, a copy elsewhere."""
+        ...
+
+    def origin(self, tensor: Any) -> Origin:
+        """What a save asks of ``tensor`` first, at once: a state has many tensors.
+
+        Raises:
+            Refused: As :meth:`layout`.
+        """
         ...
 
     def stream(self, device: int) -> int | None:

@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any
 
 from . import _native
+from . import adapters as frameworks
 from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
-from .session import TIMEOUT_S, current
+from .session import TIMEOUT_S, current, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -94,6 +95,10 @@ class Checkpointer:
         self._running: list[tuple[Pending, Future[None]]] = []
         self._spared: set[str] = set()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
+        # The first save stops the training for what is not done before it.
+        frameworks.active()
+        in_flight.prepare()
+        prepare(process_group)
 
     def restore(
         self,

@@ -27,8 +27,10 @@ from .catalog import (
     Layout,
     Leaf,
     ObjectLeaf,
+    Origin,
     Outline,
     Refused,
+    Source,
     TensorLeaf,
     item_bytes,
 )
@@ -168,6 +170,11 @@ class _Named(NamedTuple):
     place: str
     identity: Hashable
     compared: Compared
+    known: Source | None
+    """Its memory, if the adapter has told it."""
+
+    def source(self) -> Source:
+        return self.known or self.adapter.source(self.tensor)
 
 
 class _Leaves:
@@ -186,11 +193,11 @@ class _Leaves:
         for name, tensor in entry.bundle.tensors().items():
             adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
             place = f"{entry.place}.{name}"
-            layout = _layout(adapter, tensor, place)
-            if layout.holders is None and name in holders and _is_whole(layout):
-                layout = layout._replace(holders=holders[name])
+            origin = _origin(adapter, tensor, place)
+            if origin.layout.holders is None and name in holders and _is_whole(origin.layout):
+                origin = origin._replace(layout=origin.layout._replace(holders=holders[name]))
             when = compared.get(name, "first save")
-            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, layout, when)
+            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, origin, when)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -215,14 +222,14 @@ class _Leaves:
         self._places[key, name] = place
 
     def _standing(self, entry: TensorEntry) -> None:
-        layout = _layout(entry.adapter, entry.tensor, entry.place)
-        if is_kept(layout, keeps_random_states if entry.pure else keeps_values):
+        origin = _origin(entry.adapter, entry.tensor, entry.place)
+        if is_kept(origin.layout, keeps_random_states if entry.pure else keeps_values):
             self._value(entry.key, entry.name, entry.tensor, keeps_all, entry.place)
         else:
-            self._laid_out(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, layout)
+            self._laid_out(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, origin)
 
     def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
-        self._laid_out(key, name, adapter, tensor, place, _layout(adapter, tensor, place))
+        self._laid_out(key, name, adapter, tensor, place, _origin(adapter, tensor, place))
 
     def _laid_out(
         self,
@@ -231,13 +238,14 @@ class _Leaves:
         adapter: Adapter,
         tensor: object,
         place: str,
-        layout: Layout,
+        origin: Origin,
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
         if any(fnmatchcase(f"{key}/{name}" if "/" in pattern else key, pattern) for pattern in self._excepted):
             compared = "never"
-        self.named.append(_Named(key, name, layout, adapter, tensor, place, adapter.identity(tensor), compared))
+        layout, identity, source = origin
+        self.named.append(_Named(key, name, layout, adapter, tensor, place, identity, compared, source))
 
     def _value(
         self,
@@ -266,9 +274,9 @@ def _is_whole(layout: Layout) -> bool:
     return _held_bytes(layout) == math.prod(layout.shape) * item_bytes(layout.dtype)
 
 
-def _layout(adapter: Adapter, tensor: object, place: str) -> Layout:
+def _origin(adapter: Adapter, tensor: object, place: str) -> Origin:
     try:
-        return adapter.layout(tensor)
+        return adapter.origin(tensor)
     except Refused as refused:
         raise Invalid(f"{place}: {refused}") from refused
 
@@ -328,7 +336,9 @@ class _Found:
         aliases: list[Leaf] = []
         for numbers in by_identity.values():
             # Every rank must choose the same name for the tensor itself, whatever the order of its dicts.
-            first, *others = sorted((self.named[number] for number in numbers), key=lambda one: (one.key, one.name))
+            if len(numbers) > 1:
+                numbers.sort(key=lambda number: self.named[number][:2])
+            first, *others = map(self.named.__getitem__, numbers)
             aliases += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
             is_announced = any(id(self.named[number].tensor) in self.announced for number in numbers)
             tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
@@ -338,7 +348,7 @@ class _Found:
         numbers_of: dict[tuple[str, str], list[int]] = {}
         for first, numbers, size, is_announced in tensors:
             try:
-                source = first.adapter.source(first.tensor)
+                source = first.source()
             except Refused as refused:
                 raise Invalid(f"{first.place}: {refused}") from refused
             is_small = size <= SMALL_BYTES_MAX or (eager <= EAGER_BYTES_MAX and not is_announced)
@@ -455,7 +465,7 @@ class _Known:
         if leaves is None:
             return None
         try:
-            sources = [named.adapter.source(named.tensor) for named in leaves.named]
+            sources = [named.source() for named in leaves.named]
         except Refused:  # a new description names it
             return None
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
@@ -525,7 +535,7 @@ def _described(
     lazy, watched = [], []
     for adapter, of in numbers_of.items():
         places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
-        own = [adapter.source(found.named[number].tensor).owner for number in of]
+        own = [found.named[number].source().owner for number in of]
         lazy.append(_Lazy(held(adapter.hold(own)), of, places))
         watched += [one for one in [lazy[-1].watched(own)] if one is not None]
     owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])

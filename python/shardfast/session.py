@@ -14,6 +14,7 @@ the group.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import ipaddress
@@ -103,22 +104,10 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
             if ``process_group`` is none that this rank is in; if this is a process of several that are in no process
             group and are not told where rank 0 is.
     """
-    distributed = sys.modules.get("torch.distributed")
-    is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    job: Any
-    meet: Callable[[float, int | None], tuple[Session, Invalid | None]]
-    members: _Members | None
-    if process_group is not None:
-        members = _members(distributed if is_initialized else None, process_group)
-    else:
-        members = _Members(distributed.group.WORLD, None) if distributed is not None and is_initialized else None
-    if members is not None:
-        job, meet = members.group, functools.partial(_met_by_store, distributed, members)
-    elif ROOT in os.environ:
-        job, meet = _environment(), _met_by_environment
-    else:
-        _expect_one_process()
+    found = _job(process_group)
+    if found is None:
         return alone()
+    job, meet = found
     with _lock:
         known = _sessions.get(job)
         if known is None:
@@ -134,6 +123,37 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
     if problem is not None:
         session.refuse(Invalid.__name__, str(problem), timeout_s)
     return session
+
+
+_Meet = Callable[[float, int | None], tuple[Session, Invalid | None]]
+"""Brings the ranks of a job together, within seconds and with staging memory; beside it what is wrong here."""
+
+
+def _job(process_group: Any) -> tuple[Any, _Meet] | None:
+    """The job of this process and how its ranks meet; ``None`` for one process alone."""
+    distributed = sys.modules.get("torch.distributed")
+    is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    members: _Members | None
+    if process_group is not None:
+        members = _members(distributed if is_initialized else None, process_group)
+    else:
+        members = _Members(distributed.group.WORLD, None) if distributed is not None and is_initialized else None
+    if members is not None:
+        return members.group, functools.partial(_met_by_store, distributed, members)
+    if ROOT in os.environ:
+        return _environment(), _met_by_environment
+    _expect_one_process()
+    return None
+
+
+def prepare(process_group: Any = None) -> None:
+    """Makes the session of a process that is alone, before :func:`current` asks for it.
+
+    Waits for no other rank: the ranks of a job meet in their first call. What is wrong is raised there, too.
+    """
+    with contextlib.suppress(Error):
+        if _job(process_group) is None:
+            alone()
 
 
 def alone() -> Session:

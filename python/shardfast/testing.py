@@ -123,6 +123,9 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     assert layout == adapter.layout(tensor), "a layout does not change by being asked for"
     destination, target = adapter.destination(tensor, layout.dtype), adapter.target(tensor, layout.dtype)
     assert destination[:2] == (layout, adapter.identity(tensor)), "a load is told what a save is"
+    origin = adapter.origin(tensor)
+    assert origin[:2] == (layout, adapter.identity(tensor)), "what is told at once is what is told one by one"
+    assert origin.source is None or origin.source.memory == adapter.source(tensor).memory
     if destination.target is not None:
         assert target.finish is None, "what is at hand is the tensor's own memory"
         assert destination.target.memory == target.memory, "what is at hand is where a load goes"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardfast.adapters import torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
-from shardfast.catalog import Destination, Flat, Layout, Memory, Refused, Region, Source, Target
+from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Refused, Region, Source, Target
 from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -794,6 +794,9 @@ class Flattened:
 
     def source(self, tensor):
         return Source((Memory(tensor.ctypes.data),), tensor)
+
+    def origin(self, tensor):
+        return Origin(self.layout(tensor), self.identity(tensor), self.source(tensor))
 
     def target(self, tensor, dtype):
         return Target((Memory(tensor.ctypes.data),), tensor)

@@ -183,3 +183,28 @@ def test_the_command_works_where_there_is_no_torch(tmp_path):
     done = subprocess.run([command, "verify", str(tmp_path / "run")], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "model/" in done.stdout
+
+
+def test_what_a_first_save_needs_is_there_before_it(tmp_path):
+    code = f"""
+import os, sys, threading, torch, shardfast as sf
+ckpt = sf.Checkpointer({str(tmp_path / "run")!r}, every=sf.steps(1))
+from shardfast import session
+threads = [thread.name for thread in threading.enumerate()]
+print("shardfast-watch" in threads, session._solo.cache_info().currsize)
+before = set(sys.modules)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt.step(1, {{"model": model, "optimizer": optimizer, "extra": {{"step": 1}}}})
+print(sorted(name for name in set(sys.modules) - before if name.startswith("shardfast")))
+ckpt.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.splitlines() == ["True 1", "[]"]
+
+
+def test_making_one_waits_for_no_other_rank_and_raises_nothing_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ckpt = sf.Checkpointer(tmp_path / "run")
+    with pytest.raises(sf.Invalid, match="WORLD_SIZE=2"):
+        ckpt.save(1, {"extra": {"step": 1}})

@@ -19,6 +19,7 @@ from ..catalog import (
     Layout,
     Memory,
     Module,
+    Origin,
     Refused,
     Region,
     Source,
@@ -67,6 +68,9 @@ class NumpyAdapter:
     def source(self, tensor: Array) -> Source:
         native = np.asarray(tensor, dtype=tensor.dtype.newbyteorder("="))
         return Source(_memory(native), native, is_copy=not tensor.dtype.isnative)
+
+    def origin(self, tensor: Array) -> Origin:
+        return Origin(self.layout(tensor), self.identity(tensor), None)
 
     def stream(self, device: int) -> int | None:
         return None

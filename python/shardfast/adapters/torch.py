@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ..catalog import (
     Layout,
     Memory,
     Module,
+    Origin,
     Refused,
     Region,
     Rounds,
@@ -70,6 +71,33 @@ def _layout(there: Placed, dtype: str) -> Layout:
     return Layout(dtype, there.shape, there.regions, there.text, there.holders)
 
 
+class _Ordinary(NamedTuple):
+    """A contiguous tensor in memory of torch's own, which this rank holds as one box: what most tensors are."""
+
+    layout: Layout
+    identity: Hashable
+    memory: Memory
+    local: torch.Tensor
+
+
+def _ordinary(tensor: torch.Tensor, dtype: str | None) -> _Ordinary | None:
+    """``tensor``, if it is an ordinary one of type ``dtype``: all about it, at once."""
+    local = local_of(tensor)
+    if type(local) not in ORDINARY or local.layout is not torch.strided or local.is_nested:
+        return None
+    kind = local.dtype
+    if dtype is None or kind is not OF_NAME.get(dtype) or not local.is_contiguous() or not is_direct(local):
+        return None
+    layout = _whole(dtype, tensor.shape) if local is tensor else _one_box(tensor, local, dtype)
+    pointer = ordinary_address(local) if layout is not None else None
+    if layout is None or pointer is None:
+        return None
+    stride, item = local.stride(), local.element_size()
+    device = local.device.index if local.is_cuda else None
+    memory = Memory(pointer, tuple([step * item for step in stride]), device)
+    return _Ordinary(layout, (local.device, pointer, layout.shape, local.shape, stride, kind), memory, local)
+
+
 class TorchAdapter:
     """PyTorch: plain tensors, ``DTensor``, ``nn.Module`` and ``torch.optim.Optimizer``."""
 
@@ -110,6 +138,13 @@ class TorchAdapter:
             plain = local.resolve_conj().resolve_neg().cpu()
             return Source(memory(tensor, plain), plain, is_copy=plain is not local)
 
+    def origin(self, tensor: torch.Tensor) -> Origin:
+        expect_understood_tensor(tensor)
+        found = _ordinary(tensor, DTYPES.get(tensor.dtype))
+        if found is None:
+            return Origin(self.layout(tensor), self.identity(tensor), None)
+        return Origin(found.layout, found.identity, Source((found.memory,), found.local))
+
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
@@ -136,19 +171,10 @@ class TorchAdapter:
 
     def destination(self, tensor: torch.Tensor, dtype: str) -> Destination:
         expect_understood_tensor(tensor)
-        local = local_of(tensor)
-        if type(local) in ORDINARY and local.layout is torch.strided and not local.is_nested:
-            kind = local.dtype
-            if kind is OF_NAME.get(dtype) and local.is_contiguous() and is_direct(local):
-                layout = _whole(dtype, tensor.shape) if local is tensor else _one_box(tensor, local, dtype)
-                pointer = ordinary_address(local) if layout is not None else None
-                if layout is not None and pointer is not None:
-                    stride, item = local.stride(), local.element_size()
-                    device = local.device.index if local.is_cuda else None
-                    memory = Memory(pointer, tuple([step * item for step in stride]), device)
-                    identity = (local.device, pointer, layout.shape, local.shape, stride, kind)
-                    return Destination(layout, identity, Target((memory,), local))
-        return self._destination(tensor)
+        found = _ordinary(tensor, dtype)
+        if found is None:
+            return self._destination(tensor)
+        return Destination(found.layout, found.identity, Target((found.memory,), found.local))
 
     @named
     def _destination(self, tensor: torch.Tensor) -> Destination:

@@ -101,8 +101,9 @@ class Modules:
                 else:
                     self._values[name] = value
             for original, parameter in module.named_parameters(remove_duplicate=False):
-                if names(original) not in self.parameters:
-                    self.parameters[names(original)] = parameter
+                name = names(original)
+                if name not in self.parameters:
+                    self.parameters[name] = parameter
                     self._of_parameters.append((id(module), original))
 
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:

@@ -22,6 +22,7 @@ import machine
 import planning
 import replicas
 import resharding
+import restart
 import sharing
 import small
 import stall
@@ -33,6 +34,7 @@ from ranks import Settings
 MEASURES = {
     "transfer": (transfer.measure, "durable save, cold and warm load, processor time, timeline"),
     "resharding": (resharding.measure, "cold load into another layout"),
+    "restart": (restart.measure, "the first large load of a process beside the next ones"),
     "sharing": (sharing.measure, "ranks that read for each other, beside each for itself"),
     "small": (small.measure, "5,000 tensors of 1 KiB"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),

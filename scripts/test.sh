@@ -56,6 +56,7 @@ venv_step "wheels for other machines" scripts/wheel.sh
 venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
     --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py
 venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py tests/python/test_guide.py
+venv_step "memory that Python owns" scripts/memcheck.sh
 venv_step "structure" "$bin/pytest" --quiet tests/structure
 venv_step "guide as a site" scripts/site.sh
 

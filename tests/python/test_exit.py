@@ -181,6 +181,7 @@ while not ckpt._running[0][1].done():
 
 def test_ctrl_c_at_the_end_leaves_the_save_and_ends(run, tmp_path):
     body = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 pending = sf.save_async(run + "/second", state)
 pending.committed = lambda *timeout: time.sleep(30)  # a save that does not end
 timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))

@@ -58,7 +58,7 @@ def block_end(code: str, start: int) -> int:
 
 def without_unit_tests(code: str) -> str:
     """Rust code with its `#[cfg(test)]` modules blanked."""
-    for match in reversed(list(re.finditer(r"#\[cfg\(test\)\]\s*mod\s+\w+\s*\{", code))):
+    for match in reversed(list(re.finditer(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*mod\s+\w+\s*\{", code))):
         end = block_end(code, match.start())
         code = code[: match.start()] + re.sub(r"[^\n]", " ", code[match.start() : end]) + code[end:]
     return code

@@ -138,6 +138,7 @@ class TorchAdapter:
             plain = local.resolve_conj().resolve_neg().cpu()
             return Source(memory(tensor, plain), plain, is_copy=plain is not local)
 
+    @named
     def origin(self, tensor: torch.Tensor) -> Origin:
         expect_understood_tensor(tensor)
         found = _ordinary(tensor, DTYPES.get(tensor.dtype))

@@ -16,6 +16,7 @@ THREADS = 2
 
 
 def measure(settings: Settings) -> Figures:
+    shutil.rmtree(settings.where / "restart", ignore_errors=True)  # what a run that was cut off left
     found: dict[str, list[list[float]]] = {system.name: [] for system in _systems()}
     size = run(_save, settings)
     for _ in range(1 if settings.quick else 2 * ROUNDS_MAX):

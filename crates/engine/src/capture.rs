@@ -8,9 +8,9 @@ pub enum Capture {
     /// Before all else, while the call waits: the program may change the tensor as soon as the call returns.
     Eager,
     /// While the program goes on, which changes the tensor only after [`Pending::staged`](crate::Pending::staged). The
-    /// save commits when the caller has [confirmed](crate::Pending::confirm_unmodified) that nobody changed it before.
+    /// save commits when the caller has [confirmed](crate::Pending::confirm_unmodified) that it was not modified.
     Lazy,
-    /// At any time: nobody changes the bytes before the save is staged.
+    /// At any time: the bytes do not change before the save is staged.
     Owned,
 }
 

@@ -129,7 +129,7 @@ impl Engine {
                 let lock = unsafe { device.page_lock(memory) }?;
                 Ok(Box::new(lock) as Box<dyn Send>)
             });
-            // Whoever stages meanwhile waits for it. Without a thread the memory stays as it is, and copies are slower.
+            // A save or load that stages meanwhile waits for it. If no thread can be made, copies are slower.
             let _ = std::thread::Builder::new()
                 .name("shardfast-page-lock".into())
                 .spawn(move || staging.page_lock(page_lock));

@@ -204,7 +204,7 @@ impl SharedLoad<'_> {
             return Ok(Some((Box::new(rounds), Neighbours::default())));
         }
         let known = sharing.as_ref().map_err(Error::clone).map(|sharing| {
-            // Whoever has nothing in common with others has nothing against it either.
+            // A rank that shares no blocks agrees to either way.
             let is_cached = |_: &Sharing| self.checkpoint.files.are_cached(|| plan.tensors.spans());
             let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
             (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))

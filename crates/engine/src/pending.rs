@@ -52,8 +52,8 @@ impl Pending {
         self.wait("captured", timeout, |state| if state.captured { Some(Ok(())) } else { state.outcome.clone() })
     }
 
-    /// Confirms that nobody modified what is captured [lazily](crate::Capture::Lazy) before the save was staged. Only
-    /// the first call counts; a failure fails the save on every rank.
+    /// Confirms that [lazily](crate::Capture::Lazy) captured tensors were not modified before the save was staged.
+    /// Only the first call counts; a failure fails the save on every rank.
     pub fn confirm_unmodified(&self, unmodified: Result<()>) {
         self.shared.lock().confirmed.get_or_insert(unmodified);
         self.shared.changed.notify_all();

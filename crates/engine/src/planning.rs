@@ -129,7 +129,7 @@ impl<'a> Planning<'a> {
             let (sender, planned) = bounded(1);
             let agreement = threads.spawn(move || {
                 let plan = self.resolve(local, admit);
-                // Nobody listens where the writes are known.
+                // A rank that knows its writes does not receive them here.
                 let _ = sender.send(plan.as_ref().map(|plan| Arc::clone(&plan.writes)).map_err(Error::clone));
                 let agreed = plan.and_then(|plan| {
                     let values = assign_values(self.operation, &plan, self.catalog, digests())?;

@@ -80,7 +80,7 @@ impl Shared {
 }
 
 impl Progress {
-    /// Of work that nobody waits for in parts.
+    /// For work of which no caller waits for `captured` or `staged`.
     pub(crate) fn detached() -> Progress {
         Progress { shared: Arc::new(Shared::new(true)) }
     }
@@ -101,7 +101,7 @@ impl Progress {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until the caller confirms that nobody modified what is captured lazily.
+    /// Waits until the caller confirms that lazily captured tensors were not modified.
     pub(crate) fn confirmation(&self, timeout: Duration) -> Result<()> {
         self.shared.wait(Some(timeout), |state| state.confirmed.clone()).unwrap_or_else(|| {
             let message = "timed out waiting for confirmation that tensors were not modified during capture";

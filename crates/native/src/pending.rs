@@ -76,8 +76,8 @@ impl Pending {
         self.wait(py, timeout_s, shardfast_engine::Pending::staged)
     }
 
-    /// Confirms of a save with tensors that are captured lazily that nobody modified them before it was staged, or
-    /// fails it on every rank with this kind and message. It commits only after this; only the first call counts.
+    /// Confirms that lazily captured tensors were not modified before the save was staged, or fails the save on every
+    /// rank with this kind and message. It commits only after this; only the first call counts.
     #[pyo3(signature = (kind_name=None, message=""))]
     fn confirm_unmodified(&self, kind_name: Option<&str>, message: &str) -> PyResult<()> {
         let unmodified = kind_name.map(kind).transpose()?.map_or(Ok(()), |kind| Err(Error::new(kind, message)));

@@ -325,7 +325,7 @@ fn doctor_tells_of_this_machine_and_leaves_it_as_it_was() {
 
 #[test]
 fn doctor_fails_where_nothing_can_be_saved() {
-    // Nobody writes there, root neither.
+    // No user can write there, not even root.
     let report = json(&["doctor", "/proc/self"], 1);
     assert_eq!(finding(&report, "file system")["status"], "failed", "{report:#}");
     assert!(text(&["doctor", "/proc/self"], 1).contains("\nfailed   file system: /proc/self: proc"));

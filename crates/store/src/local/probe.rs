@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_to_is_found() {
-        // Nobody writes there, root neither.
+        // No user can write there, not even root.
         let found = directory("/proc/self").unwrap();
         assert_eq!(found.mount.unwrap().file_system, "proc");
         assert!(found.takes_direct.is_err());

@@ -22,8 +22,9 @@ use crate::writer::{self, FileJob, Written};
 /// Files that are to be written.
 pub(crate) struct Batch {
     jobs: Result<Vec<FileJob>>,
-    /// What is read beside, to be compared, and as what is to be summed.
+    /// What this rank holds and does not write, read to be compared with other ranks' copies.
     unwritten: Vec<PartRange>,
+    /// The bytes of `unwritten`, in order.
     summed: Vec<Summed>,
     shapes: Vec<FileShape>,
     placed: Vec<Placed>,

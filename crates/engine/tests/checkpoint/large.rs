@@ -272,6 +272,10 @@ fn a_blocking_save_copies_no_further_ahead_than_the_store_needs() {
     assert!(asked <= slots / 2, "{asked} of {slots}");
 }
 
+fn sparse_place(blocking: bool) -> Destination {
+    Destination { blocking, ..destination("sparse") }
+}
+
 /// How much of a state is copied in a save whose store takes nothing: at least `expected` requests, and those that come
 /// in a while after them.
 fn asked_while_stalled(staging_bytes: u64, blocking: bool, expected: u64) -> u64 {
@@ -280,13 +284,7 @@ fn asked_while_stalled(staging_bytes: u64, blocking: bool, expected: u64) -> u64
     let counted = Arc::new(Counted::default());
     let state = state("w", DType::U8, &[counted.bytes()], Arc::clone(&counted) as Arc<dyn Provider>);
     store.stall(true);
-    let pending = save_to(
-        &engine,
-        Ok(Arc::clone(&store) as Arc<dyn Store>),
-        Destination { blocking, ..destination("sparse") },
-        state,
-        LONG,
-    );
+    let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), sparse_place(blocking), state, LONG);
     let asked = || counted.0.load(Ordering::SeqCst);
     while asked() < expected {
         assert!(!pending.done());
@@ -311,13 +309,7 @@ fn a_store_that_panics_fails_the_save() {
         store.trouble.has_defect.store(true, Ordering::SeqCst);
         let engine = Engine::new(shardfast_coord::solo(), staging::STAGING_BYTES_MIN).unwrap();
         let state = state("w", DType::U8, &[40 << 20], Arc::new(Counted::default()));
-        let pending = save_to(
-            &engine,
-            Ok(store as Arc<dyn Store>),
-            Destination { blocking, ..destination("sparse") },
-            state,
-            LONG,
-        );
+        let pending = save_to(&engine, Ok(store as Arc<dyn Store>), sparse_place(blocking), state, LONG);
         let error = pending.committed(Some(Duration::from_secs(20))).unwrap_err();
         assert_eq!(error.kind, shardfast_engine::Kind::Internal, "{error}");
     }
@@ -334,13 +326,7 @@ fn what_could_not_be_written_is_written_again_as_it_was_copied() {
         let counted = Arc::new(Counted::default());
         let shape = [counted.bytes()];
         let state = state("w", DType::U8, &shape, Arc::clone(&counted) as Arc<dyn Provider>);
-        let pending = save_to(
-            &engine,
-            Ok(Arc::clone(&store) as Arc<dyn Store>),
-            Destination { blocking, ..destination("sparse") },
-            state,
-            LONG,
-        );
+        let pending = save_to(&engine, Ok(Arc::clone(&store) as Arc<dyn Store>), sparse_place(blocking), state, LONG);
         let saved = pending.committed(Some(Duration::from_secs(20)));
         if failures == u64::MAX {
             let error = saved.unwrap_err();

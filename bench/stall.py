@@ -25,6 +25,7 @@ WARM_UPS = 2
 RIVAL_SAVES = 5
 FIRST_ROUNDS = 7
 FIRST_RIVAL = "DCP async, thread"
+RESTARTED = f"{OURS}, restarted"
 
 
 @dataclass(frozen=True)
@@ -115,44 +116,59 @@ def _first(settings: Settings, failed: dict[str, str]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     rows: list[list[object]] = []
     for case in QUICK[:1] if settings.quick else (CASES[0], BASE):
-        calls: dict[str, list[float]] = {name: [] for name in (OURS, FIRST_RIVAL) if name not in failed}
+        calls: dict[str, list[float]] = {
+            name: [] for name in (OURS, RESTARTED, FIRST_RIVAL) if name == RESTARTED or name not in failed
+        }
         for _ in range(1 if settings.quick else FIRST_ROUNDS):
             for name in calls:
+                if name == RESTARTED:
+                    run(_save_worker, settings, case)
                 calls[name] += run(_first_worker, settings, case, name)
         figures[case.name] = {name: summary(of) for name, of in calls.items()}
         for name, of in calls.items():
             rows.append([case.name, name, len(of), f"{median(of):.1f}", f"{max(of):.1f}", spread(of, 1)])
     title = (
-        f"first save of a process, {settings.processes} processes, after the making of a Checkpointer and its restore"
+        f"first save of a process, {settings.processes} processes, after the making of a Checkpointer and its restore, "
+        "which finds a checkpoint where restarted"
     )
     table(title, ("state", "system", "calls", "median ms", "worst ms", "(min .. max)"), rows)
     return figures
 
 
+def _save_worker(settings: Settings, case: Case) -> None:
+    with sf.Checkpointer(settings.where / "first") as ckpt:
+        ckpt.save(1, _state(case))
+
+
 def _first_worker(settings: Settings, case: Case, name: str) -> list[float]:
-    module, optimizer = counted(case.tensors, case.bytes_each)
+    state = _state(case)
     path = settings.where / "first"
-    state = {"model": module, "optimizer": optimizer, "extra": {"step": 1}}
-    if name == OURS:
-        ckpt = sf.Checkpointer(path, every=sf.steps(1))
-        ckpt.restore(state)
-    else:
+    if name == FIRST_RIVAL:
         rival = DcpAsync(process=False)
-    optimizer.step()
+    else:
+        ckpt = sf.Checkpointer(path, every=sf.steps(1))
+        restored = ckpt.restore(state)
+        assert restored == (1 if name == RESTARTED else 0), restored
+    state["optimizer"].step()
     dist.barrier()
     began = time.perf_counter()
-    if name == OURS:
-        ckpt.step(1, state)
+    if name == FIRST_RIVAL:
+        rival.begin(path, state["model"], state["optimizer"], state["extra"])
     else:
-        rival.begin(path, module, optimizer, state["extra"])
+        ckpt.step(2, state)
     took = (time.perf_counter() - began) * 1e3
-    if name == OURS:
-        ckpt.close()
-    else:
+    if name == FIRST_RIVAL:
         rival.finish()
         rival.close()
+    else:
+        ckpt.close()
     remove(path)
     return of_all(took)
+
+
+def _state(case: Case) -> dict[str, Any]:
+    module, optimizer = counted(case.tensors, case.bytes_each)
+    return {"model": module, "optimizer": optimizer, "extra": {"step": 1}}
 
 
 def _worker(settings: Settings, cases: tuple[Case, ...]) -> dict[str, Any]:

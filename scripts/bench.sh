@@ -37,4 +37,6 @@ if ! is_stamped wheel "$wheel"; then
     .venv/bin/uv pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
     echo "$wheel" >"$venv/wheel.stamp"
 fi
+# Processes of a job find the byte code of what they import; without it they would compile all of it each time.
+unset PYTHONDONTWRITEBYTECODE
 exec "$venv/bin/python" bench/run.py "$@"

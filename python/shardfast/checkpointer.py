@@ -148,6 +148,7 @@ class Checkpointer:
                 below = step
                 continue
             self.newest = self.committed = step
+            self._describer.prepare(state, pickle=self._pickle, excepted=patterns(self._prove_except))
             return step
 
     def step(self, step: int, state: dict[str, Any]) -> bool:

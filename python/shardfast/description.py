@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -136,6 +137,11 @@ class Describer:
                 describer._known = None
 
         self._forget = forget
+
+    def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> None:
+        """Describes the state, so that the first save finds it described. What cannot be described, a save refuses."""
+        with suppress(Exception):
+            self.describe(state, pickle=pickle, excepted=excepted)
 
     def describe(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description:
         """The state as it is now. Copies of leaves that ``excepted`` selects are never compared between ranks.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import shardfast as sf
 import torch
+from shardfast import description
 from torch import nn
 
 
@@ -49,6 +50,41 @@ def flip(file: Path, offset: int) -> None:
 def test_a_run_that_never_saved_starts_at_0(tmp_path):
     assert restored(tmp_path / "none") == 0
     assert not (tmp_path / "none").exists(), "reading must create nothing"
+
+
+def test_the_first_save_after_a_restore_finds_the_state_described(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    into = state_of(0)
+    with sf.Checkpointer(tmp_path, every=sf.steps(1)) as ckpt:
+        ckpt.restore(into)
+        monkeypatch.setattr(description, "_described", None)  # describing once more would raise
+        into["extra"]["step"] = 2
+        with torch.no_grad():
+            into["model"].weight.fill_(2)
+            into["model"].bias.fill_(-2)
+        ckpt.step(2, into)
+    assert restored(tmp_path) == 2
+
+
+def test_a_state_that_can_be_restored_but_not_saved_is_refused_by_the_save(tmp_path):
+    class Reader:
+        position = 0
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+        def state_dict(self):
+            if self.position:
+                raise RuntimeError("the reader is closed")
+            return {"position": 5}
+
+    with sf.Checkpointer(tmp_path, every=sf.steps(1)) as ckpt:
+        ckpt.step(1, {"reader": Reader()})
+    into = {"reader": Reader()}
+    with sf.Checkpointer(tmp_path, every=sf.steps(1)) as ckpt:
+        assert ckpt.restore(into) == 1 and into["reader"].position == 5
+        with pytest.raises(RuntimeError, match="the reader is closed"):
+            ckpt.step(2, into)
 
 
 def test_the_newest_committed_checkpoint_is_restored_and_what_is_cut_off_is_named(tmp_path, caplog):

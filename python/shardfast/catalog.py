@@ -59,10 +59,12 @@ class Region(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """The run ``[start, stop)`` of the row-major flattened global tensor, in elements. Never empty."""
+    """The run ``[start, stop)`` of the row-major flattened global tensor, or of a box in it. Never empty."""
 
     start: int
     stop: int
+    box: Region | None = None
+    """Where the run lies in a box, that box: ``start`` and ``stop`` count its elements in row-major order."""
 
 
 class Memory(NamedTuple):
@@ -192,6 +194,50 @@ class Destination(NamedTuple):
     layout: Layout
     identity: Hashable
     target: Target | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """This rank's part of a tensor, given as a plain tensor and its place.
+
+    A framework that is built on another one has tensors that lie in plain tensors of that one, such as parameters in a
+    flat buffer. Its bundles give parts. Names and places are theirs; the adapter of the plain tensors says the rest.
+
+    Attributes:
+        tensor: Its elements in row-major order are those of the regions, one region behind the other. Contiguous,
+            except that one box of its own shape may have any strides.
+        shape: The global shape, in elements.
+        regions: As in :class:`Layout`, like ``text`` and ``holders``.
+        text: See there.
+        holders: See there.
+        sharers: All ranks of the job that hold any of the tensor's elements, where that is known.
+        within: The object that the framework changes: ``tensor`` is a view of it, shares its memory and its count of
+            writes. What optimizers step and bundles announce is this object.
+        start: Where ``within`` is a buffer of several parts, the number of its elements before this one.
+        length: Likewise the number of all its elements; 0 where ``within`` is the part alone.
+        several: One list for all leaves that are read from the same memory and are not tied, such as the one step
+            counter of a flat buffer. A load fills the memory if the saved ones are equal, and refuses them otherwise;
+            here it notes the names of those that it was given.
+        name: The leaf's, where there are several.
+        refusal: Why a load cannot write to it now; empty if it can.
+    """
+
+    tensor: Any
+    shape: Ints
+    regions: tuple[Region | Flat, ...]
+    text: str = ""
+    holders: Ints | None = None
+    sharers: Ints | None = None
+    within: Any = None
+    start: int = 0
+    length: int = 0
+    several: list[str] | None = None
+    name: str = ""
+    refusal: str = ""
+
+
+NamedPart = tuple[str, Part | None]
+"""The name of a parameter, and what of the elements of an optimizer's tensor it is; ``None`` if it is that tensor."""
 
 
 Capture = Literal["inline", "eager", "lazy", "owned"]
@@ -373,7 +419,7 @@ class Bundle(Protocol):
     """
 
     parameters: dict[str, Any]
-    """By FQN the parameters that a module holds or an optimizer owns."""
+    """By FQN the parameters that a module holds, as tensors or parts, or the tensors that an optimizer steps."""
 
     def announce(self, notice: Callable[[], None]) -> Sequence[Any]:
         """Has ``notice`` called before the framework changes the bundle's tensors, for as long as the bundle lives.
@@ -403,7 +449,7 @@ class Bundle(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Any]:
-        """The tensors there are now, by leaf name."""
+        """The tensors there are now, by leaf name, or this rank's parts of them."""
         ...
 
     def values(self) -> Mapping[str, object]:
@@ -415,7 +461,7 @@ class Bundle(Protocol):
         ...
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
-        """A tensor for the saved tensor ``name``, not yet installed; with ``dry`` one without memory, to plan with.
+        """A tensor, or a part, for the saved tensor ``name``, not yet installed; with ``dry`` without memory, to plan.
 
         Args:
             name: Of the leaf.
@@ -509,7 +555,27 @@ class RandomGenerators(Protocol):
         ...
 
 
-class Adapter(Protocol):
+class Objects(Protocol):
+    """One framework's modules and optimizers. Of a framework that is built on another one it is all there is to say."""
+
+    def module(self, value: object) -> Module | None:
+        """``value`` as a bundle, if it is a module or a list of modules (pipeline stages) of this framework."""
+        ...
+
+    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
+        """``value`` as a bundle, if it is an optimizer or a list of them.
+
+        Args:
+            value: See above.
+            names: What the parameters of the state's modules are called, by ``id`` of what an optimizer steps.
+
+        Raises:
+            Refused: If it holds a parameter without a name.
+        """
+        ...
+
+
+class Adapter(Objects, Protocol):
     """One framework's tensors, said as regions. ``shardfast.testing`` holds the contract as checks.
 
     An adapter knows its framework and this module, and nothing of files, ranks' agreement or other adapters.
@@ -599,18 +665,6 @@ class Adapter(Protocol):
 
     def identity(self, tensor: Any) -> Hashable:
         """Equal for two tensors exactly if they are the same elements in the same memory."""
-        ...
-
-    def module(self, value: object) -> Module | None:
-        """``value`` as a bundle, if it is a module or a list of modules (pipeline stages)."""
-        ...
-
-    def optimizer(self, value: object, names: Mapping[int, str]) -> Bundle | None:
-        """``value`` as a bundle, if it is an optimizer or a list of them; ``names`` are FQNs by ``id`` of a parameter.
-
-        Raises:
-            Refused: If it holds a parameter without a name.
-        """
         ...
 
     def expect_remade(self, tensor: Any) -> None:

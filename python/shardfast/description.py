@@ -37,6 +37,7 @@ from .catalog import (
 )
 from .collection import Paused
 from .errors import Invalid
+from .parts import Parts, adapter_of, changed_as, flat_run, numel_of
 from .state import (
     BundleEntry,
     Entry,
@@ -171,7 +172,7 @@ class _Named(NamedTuple):
     key: str
     name: str
     layout: Layout
-    adapter: Adapter
+    adapter: Adapter | Parts
     tensor: Any
     place: str
     identity: Hashable
@@ -197,7 +198,7 @@ class _Leaves:
     def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
         compared = entry.bundle.compared()
         for name, tensor in entry.bundle.tensors().items():
-            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+            adapter = adapter_of(tensor, self._adapters)
             place = f"{entry.place}.{name}"
             origin = _origin(adapter, tensor, place)
             if origin.layout.holders is None and name in holders and _is_whole(origin.layout):
@@ -241,7 +242,7 @@ class _Leaves:
         self,
         key: str,
         name: str,
-        adapter: Adapter,
+        adapter: Adapter | Parts,
         tensor: object,
         place: str,
         origin: Origin,
@@ -280,7 +281,7 @@ def _is_whole(layout: Layout) -> bool:
     return _held_bytes(layout) == math.prod(layout.shape) * item_bytes(layout.dtype)
 
 
-def _origin(adapter: Adapter, tensor: object, place: str) -> Origin:
+def _origin(adapter: Adapter | Parts, tensor: Any, place: str) -> Origin:
     try:
         return adapter.origin(tensor)
     except Refused as refused:
@@ -289,8 +290,7 @@ def _origin(adapter: Adapter, tensor: object, place: str) -> Origin:
 
 def _held_bytes(layout: Layout) -> int:
     """Bytes of this rank's part."""
-    parts = (r.stop - r.start if isinstance(r, Flat) else math.prod(r.lengths) for r in layout.regions)
-    return sum(parts) * item_bytes(layout.dtype)
+    return sum(map(numel_of, layout.regions)) * item_bytes(layout.dtype)
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,10 @@ class _Found:
             leaves.add(other)
         return _Found(walked.adapters, bundles, leaves.named, in_bundles, leaves.objects, announced)
 
+    def is_announced(self, number: int) -> bool:
+        """Whether a bundle announces changes of that one of ``named``."""
+        return id(changed_as(self.named[number].tensor)) in self.announced
+
     def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[int]]]:
         """The leaves, and for each tensor leaf the numbers of its names among ``named``."""
         by_identity: dict[Hashable, list[int]] = {}
@@ -346,7 +350,7 @@ class _Found:
                 numbers.sort(key=lambda number: self.named[number][:2])
             first, *others = map(self.named.__getitem__, numbers)
             aliases += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
-            is_announced = any(id(self.named[number].tensor) in self.announced for number in numbers)
+            is_announced = any(self.is_announced(number) for number in numbers)
             tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
         eager = sum(size for _, _, size, is_announced in tensors if not is_announced)
         inline = 0  # bytes that are copied in the call
@@ -528,12 +532,12 @@ def _described(
     leaves, numbers = found.leaves()
     native = _native.Described([native_leaf(leaf) for leaf in leaves])
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
-    numbers_of: dict[Adapter, list[int]] = {}
+    numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
     for leaf in tensors:
         # In a bundle, if it stands in one: what is captured lazily does.
         of_leaf = numbers[leaf.key, leaf.name]
-        number = min(of_leaf, key=lambda number: (id(found.named[number].tensor) not in found.announced, number))
+        number = min(of_leaf, key=lambda number: (not found.is_announced(number), number))
         if leaf.capture == "lazy":
             numbers_of.setdefault(found.named[number].adapter, []).append(number)
         elif leaf.capture == "eager" and number < found.in_bundles:
@@ -572,7 +576,7 @@ def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
     parts: list[tuple[Any, ...]] = []
     for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
         if isinstance(region, Flat):
-            parts.append(("flat", region.start, region.stop, memory.pointer, *memory.where))
+            parts.append(flat_run(region, memory))
         else:
             parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
     return (

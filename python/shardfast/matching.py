@@ -24,6 +24,7 @@ from .catalog import (
 )
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options
+from .parts import Parts, adapter_of, flat_run, row_major
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
@@ -37,7 +38,7 @@ class _Want(NamedTuple):
     """A tensor to fill from a saved one."""
 
     leaf: SavedTensor
-    adapter: Adapter
+    adapter: Adapter | Parts
     tensor: Any
     destination: Destination
     place: str
@@ -109,7 +110,7 @@ class Matching:
         self._filled: dict[Hashable, tuple[int, str]] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._bundles: list[_Received] = []
-        self._finish: list[Callable[[], None]] = []
+        self._finish: list[tuple[str, Callable[[], None]]] = []
         self._install: list[Callable[[], None]] = []
         self._install_last: list[Callable[[], None]] = []
         self._owners: list[object] = []
@@ -202,7 +203,7 @@ class Matching:
 
     # Tensors
 
-    def _into(self, key: str, name: str, adapter: Adapter, tensor: Any, place: str) -> None:
+    def _into(self, key: str, name: str, adapter: Adapter | Parts, tensor: Any, place: str) -> None:
         """Whatever is saved under the name goes into a tensor of the state."""
         leaf = self._find(key, name)
         if leaf is None:
@@ -220,7 +221,7 @@ class Matching:
 
         self._value(leaf, place, receive, None)
 
-    def _fill(self, saved: SavedTensor, adapter: Adapter, tensor: Any, name: str) -> None:
+    def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, name: str) -> None:
         """Checks a saved tensor against one of the state, and wants it."""
         try:
             destination = adapter.destination(tensor, saved.dtype)
@@ -239,7 +240,9 @@ class Matching:
             self.plan.cast[name] = (saved.dtype, layout.dtype)
         self._want(saved, adapter, tensor, destination, name)
 
-    def _want(self, saved: SavedTensor, adapter: Adapter, tensor: Any, destination: Destination, name: str) -> None:
+    def _want(
+        self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, destination: Destination, name: str
+    ) -> None:
         index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
             self._wants.append(_Want(saved, adapter, tensor, destination, name))
@@ -294,7 +297,7 @@ class Matching:
             )
 
     def _allocate(self, saved: SavedTensor, name: str) -> Any:
-        """A new tensor of the state's first framework, wanted."""
+        """A new plain tensor of the state's first framework, wanted."""
         if not self._adapters:
             self.plan.problems.append(f"{name} is a tensor in the checkpoint: import the framework that shall hold it")
             return None
@@ -385,7 +388,7 @@ class Matching:
         absent = set(bundle.absent)
         for name, tensor in tensors.items():
             if name not in absent:
-                adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+                adapter = adapter_of(tensor, self._adapters)
                 self._into(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
         for name, value in values.items():
             leaf = self._find(entry.key, entry.prefix + name) if name not in absent else None
@@ -417,7 +420,7 @@ class Matching:
             tensor = entry.bundle.create(
                 name, saved.dtype, saved.shape, layout=saved.layout, beside=beside, dry=self._dry
             )
-            adapter = next(adapter for adapter in self._adapters if adapter.is_tensor(tensor))
+            adapter = adapter_of(tensor, self._adapters)
             destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{full}: {refused}")
@@ -442,14 +445,14 @@ class Matching:
         out = []
         for want in self._wants:
             for region in want.destination.layout.regions:
-                strides = [] if isinstance(region, Flat) else _row_major(region.lengths, item_bytes(want.leaf.dtype))
-                out.append(_native_want(want.leaf.index, region, Memory(0, tuple(strides))))
+                strides = () if isinstance(region, Flat) else row_major(region.lengths, item_bytes(want.leaf.dtype))
+                out.append(_native_want(want.leaf.index, region, Memory(0, strides)))
         return out
 
     def bind(self) -> list[NativeWant]:
         """The wants with their memory, which this object keeps allocated."""
         out = []
-        owners: dict[Adapter, list[object]] = {}
+        owners: dict[Adapter | Parts, list[object]] = {}
         for want in self._wants:
             try:
                 target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
@@ -457,7 +460,7 @@ class Matching:
                 raise Invalid(f"{want.place}: {refused}") from refused
             owners.setdefault(want.adapter, []).append(target.owner)
             if target.finish is not None:
-                self._finish.append(target.finish)
+                self._finish.append((want.place, target.finish))
             for region, memory in zip(want.destination.layout.regions, target.memory, strict=True):
                 out.append(_native_want(want.leaf.index, region, memory))
         for adapter, of in owners.items():
@@ -471,8 +474,11 @@ class Matching:
 
     def make(self, encoded: Sequence[bytes]) -> None:
         """Makes the values from their bytes (in the order of :meth:`value_wants`), and checks what takes them."""
-        for finish in self._finish:
-            finish()
+        for place, finish in self._finish:
+            try:
+                finish()
+            except Refused as refused:
+                raise Invalid(f"{place}: {refused}") from refused
         remaining = iter(encoded)
         for value in self._values:
             made = [self._raise(value, next(remaining)) for _ in value.copies]
@@ -587,16 +593,8 @@ def _copy_of(leaf: SavedObject, rank: int) -> int | None:
 
 def _native_want(index: int, region: Any, memory: Memory) -> NativeWant:
     if isinstance(region, Flat):
-        return (index, "flat", region.start, region.stop, memory.pointer, *memory.where)
+        return (index, *flat_run(region, memory))
     return (index, region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where)
-
-
-def _row_major(lengths: Sequence[int], item: int) -> list[int]:
-    strides = []
-    for length in reversed(lengths):
-        strides.append(item)
-        item *= length
-    return strides[::-1]
 
 
 def _by_ranks(ranks: Sequence[int], problem: str, world: int) -> str:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import adapters as frameworks
-from .catalog import Adapter, Bundle, Layout, Module, PerRank, Refused, item_bytes
+from .catalog import Adapter, Bundle, Layout, Module, NamedPart, PerRank, Refused, item_bytes
 from .errors import Invalid
+from .parts import changed_as, name_of
 from .values import DEPTH_MAX, Trail, dotted
 
 VALUE = "value"
@@ -139,13 +140,13 @@ class Walked:
 class _Named:
     """The names of what an optimizer may own, and the keys under which it stands, by ``id``."""
 
-    names: dict[int, str]
+    names: dict[int, list[NamedPart]]
     keys: dict[int, str]
 
     def add(self, tensor: object, key: str, name: str) -> None:
-        """The first name counts."""
-        if id(tensor) not in self.names:
-            self.names[id(tensor)], self.keys[id(tensor)] = name, key
+        """The first name of a tensor or a part counts."""
+        if self.keys.setdefault(id(changed_as(tensor)), key) == key:
+            name_of(tensor, name, self.names)
 
 
 def walk(state: object) -> Walked:
@@ -278,15 +279,15 @@ def _owner(value: object, adapters: Sequence[Adapter]) -> Adapter | None:
 
 def _module(unit: Unit, adapters: Sequence[Adapter]) -> Module | None:
     try:
-        answers = (adapter.module(unit.value) for adapter in adapters)
+        answers = (framework.module(unit.value) for framework in (*frameworks.built_on_others(), *adapters))
         return next((module for module in answers if module is not None), None)
     except Refused as refused:
         raise Invalid(f"{unit.place}: {refused}") from refused
 
 
-def _optimizer(unit: Unit, adapters: Sequence[Adapter], names: Mapping[int, str]) -> Bundle | None:
+def _optimizer(unit: Unit, adapters: Sequence[Adapter], names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
     try:
-        answers = (adapter.optimizer(unit.value, names) for adapter in adapters)
+        answers = (framework.optimizer(unit.value, names) for framework in (*frameworks.built_on_others(), *adapters))
         return next((optimizer for optimizer in answers if optimizer is not None), None)
     except Refused as refused:
         raise Invalid(f"{unit.place}: {refused}") from refused

@@ -209,7 +209,10 @@ def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any
 
 def _expect_in_bounds(rank: int, region: Region | Flat, shape: Ints) -> None:
     if isinstance(region, Flat):
-        assert 0 <= region.start < region.stop <= math.prod(shape), f"rank {rank}: {region} in {shape}"
+        if region.box is not None:
+            _expect_in_bounds(rank, region.box, shape)
+        lengths = shape if region.box is None else region.box.lengths
+        assert 0 <= region.start < region.stop <= math.prod(lengths), f"rank {rank}: {region} in {shape}"
         return
     assert len(region.offsets) == len(region.lengths) == len(shape), f"rank {rank}: {region} in {shape}"
     bounds = zip(region.offsets, region.lengths, shape, strict=True)
@@ -220,7 +223,13 @@ def _expect_in_bounds(rank: int, region: Region | Flat, shape: Ints) -> None:
 def _runs(region: Region | Flat, shape: Ints) -> Iterator[tuple[int, int]]:
     """The region's elements in row-major order as runs ``(first flat index, count)`` of the global tensor."""
     if isinstance(region, Flat):
-        yield region.start, region.stop - region.start
+        runs = [(0, math.prod(shape))] if region.box is None else _runs(region.box, shape)
+        skipped = 0
+        for start, count in runs:
+            first, last = max(region.start - skipped, 0), min(region.stop - skipped, count)
+            if first < last:
+                yield start + first, last - first
+            skipped += count
         return
     if not shape:
         yield 0, 1

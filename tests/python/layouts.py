@@ -4,13 +4,23 @@ The sizes are chosen to be uneven: eleven rows on four ranks, ten cut by tensor 
 rows on four ranks, of which two hold nothing.
 """
 
+import functools
 import zlib
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
@@ -75,6 +85,25 @@ def _tp(model: Net) -> nn.Module:
     return model
 
 
+def _fsdp1(strategy: ShardingStrategy, use_orig_params: bool, model: Net) -> nn.Module:
+    is_hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        device_mesh=_mesh(2, "replicas", "shards") if is_hybrid else None,
+    )
+
+
+FSDP1 = {
+    f"fsdp1_{strategy.name.strip('_').lower()}_{kind}": functools.partial(_fsdp1, strategy, use_orig_params)
+    for strategy in ShardingStrategy
+    for kind, use_orig_params in (("orig", True), ("flat", False))
+}
+"""``FullyShardedDataParallel``; those with groups of replicas need an even number of ranks, four at least."""
+
 LAYOUTS = {
     "plain": lambda model: model,
     "ddp": nn.parallel.DistributedDataParallel,
@@ -82,8 +111,9 @@ LAYOUTS = {
     "hsdp": lambda model: _fully_shard(model, _mesh(2, "replicas", "shards")),
     "fsdp_tp": _fsdp_tp,
     "tp": _tp,
+    **FSDP1,
 }
-PARALLEL = [name for name in LAYOUTS if name != "plain"]
+PARALLEL = [name for name in LAYOUTS if name != "plain" and name not in FSDP1]
 
 
 def build(layout: str, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -196,14 +226,60 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
     numbers = expected()
+    if isinstance(model, FullyShardedDataParallel):
+        _fill_fsdp1(model, optimizer, numbers)
+        return
     for name, tensor in held(model, optimizer).items():
         local(tensor).copy_(mine(numbers[name], tensor))
 
 
 def differing(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the tensors that are not the known ones, bit by bit, in the rank's part of them; or are not there."""
-    numbers, tensors = expected(), held(model, optimizer)
+    numbers = expected()
+    if isinstance(model, FullyShardedDataParallel):
+        whole = whole_of_fsdp1(model, optimizer)
+        return [name for name in numbers | whole if not same_bits(numbers.get(name, torch.tensor(())), whole[name])]
+    tensors = held(model, optimizer)
     wrong = [name for name in numbers if name not in tensors]
     return wrong + [
         name for name, tensor in tensors.items() if not same_bits(local(tensor), mine(numbers[name], tensor))
     ]
+
+
+# FSDP1, by its own full state dicts
+
+
+def _full(model: nn.Module) -> AbstractContextManager[object]:
+    # With offload_to_cpu, torch 2.15 gives exp_avg as exp_avg_sq.
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=False),
+        FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
+    )
+
+
+def whole_of_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a model under FSDP1 and of its optimizer, gathered by PyTorch, by leaf name."""
+    with _full(model):
+        tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    for name, parts in state.items():
+        tensors |= {f"optimizer/state.{name}.{part}": value for part, value in parts.items()}
+    return tensors
+
+
+def _fill_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: dict[str, Tensor]) -> None:
+    with _full(model):
+        model.load_state_dict({name: numbers[f"model/{name}"] for name in model.state_dict()})
+        whole = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for name, parts in whole["state"].items():
+            parts.update({part: numbers[f"optimizer/state.{name}.{part}"].clone() for part in parts})
+        optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, whole))
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The plain tensors in which a rank's part of a state lies."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for parts in optimizer.state.values() for value in parts.values()]
+    return list(map(local, tensors))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardfast.adapters import torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
 from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Refused, Region, Source, Target
+from shardfast.parts import names_of
 from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -546,7 +547,7 @@ def check_fsdp2(rank, world, dims):
         if isinstance(tensor, DTensor):
             whole_tensor = tensor.detach().full_tensor()
             assert assemble(everyone) == data(whole_tensor), name
-    bundle = ADAPTER.optimizer(optimizer, {id(p): fqn for fqn, p in module.parameters.items()})
+    bundle = ADAPTER.optimizer(optimizer, names_of(module.parameters))
     for name, tensor in bundle.tensors().items():
         assert assemble(gather(snapshot(ADAPTER, tensor))), name
     assert {name for name in bundle.tensors() if name.endswith("exp_avg")} == {
@@ -582,7 +583,7 @@ def stepped(optimizer, skip=()):
 
 
 def fqns(model):
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+    return names_of(dict(model.named_parameters()))
 
 
 def test_state_is_named_by_parameters():
@@ -614,7 +615,7 @@ def test_a_parameter_of_no_module_is_refused():
     optimizer = torch.optim.SGD(
         [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(3, 4))]}]
     )
-    named = {id(optimizer.param_groups[0]["params"][0]): "w"}
+    named = names_of({"w": optimizer.param_groups[0]["params"][0]})
     with pytest.raises(Refused, match=r"shape \(3, 4\) in param_groups\[1\] belongs to no module of the state"):
         ADAPTER.optimizer(optimizer, named)
 
@@ -622,7 +623,7 @@ def test_a_parameter_of_no_module_is_refused():
 def test_two_parameters_of_one_name_are_refused():
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(Refused, match="two of its parameters are called 'w'"):
-        ADAPTER.optimizer(torch.optim.SGD([one, other]), {id(one): "w", id(other): "w"})
+        ADAPTER.optimizer(torch.optim.SGD([one, other]), names_of({"w": one}) | names_of({"w": other}))
 
 
 def test_state_is_created_as_the_optimizer_would():
@@ -759,7 +760,7 @@ def check_zero(rank, world):
     model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
     optimizer.step()
     module = ADAPTER.module(model)
-    bundle = ADAPTER.optimizer(optimizer, {id(p): fqn for fqn, p in module.parameters.items()})
+    bundle = ADAPTER.optimizer(optimizer, names_of(module.parameters))
     return set(bundle.tensors()), bundle.values()["param_groups"][0]["params"]
 
 
@@ -852,6 +853,6 @@ def test_optimizers_announce_their_steps(kind):
         optimizer.step()
 
     step()
-    bundle = ADAPTER.optimizer(optimizer, {id(p): name for name, p in model.named_parameters()})
+    bundle = ADAPTER.optimizer(optimizer, names_of(dict(model.named_parameters())))
     check_announced(ADAPTER, bundle, step)
     check_writes_are_seen(ADAPTER, bundle, lambda tensor: tensor.detach().add_(1))

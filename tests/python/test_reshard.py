@@ -6,7 +6,7 @@ import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from layouts import PARALLEL, build, differing, expected, fill, held, known, local, same_bits, train
+from layouts import PARALLEL, build, differing, expected, fill, held, known, local, memory, same_bits, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -26,12 +26,12 @@ def expect_known(rank, world, layouts, url):
         assert differing(model, optimizer) == [], layout
         model, optimizer = build(layout, seed=2)
         fill(model, optimizer)
-        for tensor in held(model, optimizer).values():
-            local(tensor).zero_()
-        before = {name: local(tensor).data_ptr() for name, tensor in held(model, optimizer).items()}
+        for tensor in memory(model, optimizer):
+            tensor.zero_()
+        before = [tensor.data_ptr() for tensor in memory(model, optimizer)]
         plan = sf.load(url, {"model": model, "optimizer": optimizer})
         assert differing(model, optimizer) == [], layout
-        assert before == {name: local(tensor).data_ptr() for name, tensor in held(model, optimizer).items()}
+        assert before == [tensor.data_ptr() for tensor in memory(model, optimizer)], "tensors are filled in place"
         assert sorted(plan.tensors) == sorted(expected()), "every tensor once"
 
 

@@ -232,8 +232,9 @@ enum Body {
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts
-    /// `(offsets, lengths, pointer, strides_bytes)` or `("flat", start, stop, pointer)`, behind it the number of a CUDA
-    /// device if the memory is one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
+    /// `(offsets, lengths, pointer, strides_bytes)`, `("flat", start, stop, pointer)` or, in a box,
+    /// `("flat", start, stop, pointer, (offsets, lengths))`, behind it the number of a CUDA device if the memory is
+    /// one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
     /// or `None`, and `compared` when their copies are compared, one of "first save", "on request", "every save" and
     /// "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
     #[new]
@@ -432,53 +433,80 @@ where
     }
 }
 
-/// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)` or
-/// `("flat", start, stop, pointer)`, and behind it the number of a device if it is one's.
+/// The regions and memory of one part: `(offsets, lengths, pointer, strides_bytes)`, `("flat", start, stop, pointer)`
+/// or `("flat", start, stop, pointer, (offsets, lengths))`, a run through that box; and behind it the number of a
+/// device if it is one's.
 fn blocks(
     part: &Bound<'_, PyTuple>,
     shape: &[u64],
     dtype: DType,
     name: &impl std::fmt::Display,
 ) -> PyResult<Vec<Block>> {
-    let item = dtype.size_bytes();
-    let (part, device) = match part.len() {
-        5 => (&part.get_slice(0, 4), Some(part.get_item(4)?.extract::<u32>()?)),
-        _ => (part, None),
-    };
-    if part.get_item(0)?.is_instance_of::<PyString>() {
-        let (_, start, stop, mut pointer): (String, u64, u64, usize) = part.extract()?;
-        let numel = checked_numel(shape);
-        if start > stop || numel.is_none_or(|numel| stop > numel) {
-            return Err(invalid(format!("leaf {name}: the run {start}..{stop} is outside of the shape {shape:?}")));
-        }
-        let regions = Region::flat_run(shape, start, stop).map(|region| {
-            let strides_bytes = row_major_strides(&region.lengths, item).iter().map(|&stride| stride as i64).collect();
-            let address = pointer;
-            pointer += (region.numel() * item) as usize;
-            Block { region, address, strides_bytes, device }
-        });
-        return Ok(regions.collect());
+    let is_flat = part.get_item(0)?.is_instance_of::<PyString>();
+    let is_in_box = is_flat && part.len() > 4 && part.get_item(4)?.is_instance_of::<PyTuple>();
+    let fields = if is_in_box { 5 } else { 4 };
+    let device = (part.len() > fields).then(|| part.get_item(fields)?.extract::<u32>()).transpose()?;
+    if is_flat {
+        let (_, start, stop, pointer): (String, u64, u64, usize) = part.get_slice(0, 4).extract()?;
+        let frame = match is_in_box {
+            true => {
+                let frame = part.get_item(4)?.cast_into::<PyTuple>()?;
+                boxed(&numbers::<u64>(&frame, 0)?, &numbers::<u64>(&frame, 1)?, shape, name)?
+            }
+            false => Region::whole(shape),
+        };
+        return run(&frame, start..stop, pointer, device, dtype.size_bytes(), name);
     }
     let (offsets, lengths): (Vec<u64>, Vec<u64>) = (numbers(part, 0)?, numbers(part, 1)?);
     let (address, strides_bytes): (usize, Vec<i64>) = (part.get_item(2)?.extract()?, numbers(part, 3)?);
-    if [offsets.len(), lengths.len(), strides_bytes.len()] != [shape.len(); 3] {
-        return Err(invalid(format!(
-            "leaf {name}: expected {} offsets, lengths and strides, found {}, {} and {}",
-            shape.len(),
-            offsets.len(),
-            lengths.len(),
-            strides_bytes.len()
-        )));
-    }
-    let region = Region::new(&offsets, &lengths);
-    if !region.fits(shape) {
-        return Err(invalid(format!("leaf {name}: the region {region} is outside of the shape {shape:?}")));
+    let region = boxed(&offsets, &lengths, shape, name)?;
+    if strides_bytes.len() != shape.len() {
+        let found = strides_bytes.len();
+        return Err(invalid(format!("leaf {name}: expected {} strides, found {found}", shape.len())));
     }
     Ok(vec![Block { region, address, strides_bytes, device }])
 }
 
-/// What a load is to fill: `(leaf_index, offsets, lengths, pointer, strides_bytes)` or
-/// `(leaf_index, "flat", start, stop, pointer)`, and behind it the number of a device if it is one's.
+/// A box in a tensor of `shape`.
+fn boxed(offsets: &[u64], lengths: &[u64], shape: &[u64], name: &impl std::fmt::Display) -> PyResult<Region> {
+    if [offsets.len(), lengths.len()] != [shape.len(); 2] {
+        let (expected, offsets, lengths) = (shape.len(), offsets.len(), lengths.len());
+        return Err(invalid(format!(
+            "leaf {name}: expected {expected} offsets and lengths, found {offsets} and {lengths}"
+        )));
+    }
+    let region = Region::new(offsets, lengths);
+    if !region.fits(shape) {
+        return Err(invalid(format!("leaf {name}: the region {region} is outside of the shape {shape:?}")));
+    }
+    Ok(region)
+}
+
+/// The blocks of a run through the elements of a box, which lie one behind the other from `pointer` on.
+fn run(
+    frame: &Region,
+    elements: Range<u64>,
+    mut pointer: usize,
+    device: Option<u32>,
+    item: u64,
+    name: &impl std::fmt::Display,
+) -> PyResult<Vec<Block>> {
+    let (start, stop) = (elements.start, elements.end);
+    if start > stop || checked_numel(&frame.lengths).is_none_or(|numel| stop > numel) {
+        let shape = &frame.lengths;
+        return Err(invalid(format!("leaf {name}: the run {start}..{stop} is outside of the shape {shape:?}")));
+    }
+    let blocks = Region::flat_run(&frame.lengths, start, stop).map(|mut region| {
+        let strides_bytes = row_major_strides(&region.lengths, item).iter().map(|&stride| stride as i64).collect();
+        let address = pointer;
+        pointer += (region.numel() * item) as usize;
+        region.offsets.iter_mut().zip(&frame.offsets).for_each(|(offset, first)| *offset += first);
+        Block { region, address, strides_bytes, device }
+    });
+    Ok(blocks.collect())
+}
+
+/// What a load is to fill: the index of a leaf, and behind it a part as [`blocks`] takes it.
 pub(crate) fn wants(
     engine: &Engine,
     manifest: &Manifest,
@@ -561,13 +589,31 @@ mod tests {
     }
 
     #[test]
+    fn a_flat_run_in_a_box_lies_behind_its_corner() {
+        // Rows 1 to 3 and columns 2 to 5: the run begins in its first row and ends in its third.
+        let blocks = made(c"('flat', 1, 7, 4096, ((1, 2), (3, 3)), 2)").unwrap();
+        let fields = |(region, address, _, device): &Fields| (region.clone(), *address, *device);
+        let found: Vec<_> = blocks.iter().map(fields).collect();
+        let expected = [
+            (Region::new(&[1, 3], &[1, 2]), 4096, Some(2)),
+            (Region::new(&[2, 2], &[1, 3]), 4096 + 2 * 4, Some(2)),
+            (Region::new(&[3, 2], &[1, 1]), 4096 + 5 * 4, Some(2)),
+        ];
+        assert_eq!(found, expected);
+        assert_eq!(made(c"('flat', 0, 24, 4096, ((0, 0), (4, 6)))"), made(c"('flat', 0, 24, 4096)"));
+    }
+
+    #[test]
     fn what_lies_outside_of_the_shape_is_refused() {
         let wrong = [
             (c"('flat', 4, 25, 4096)", "the run 4..25 is outside of the shape [4, 6]"),
             (c"('flat', 5, 4, 4096)", "the run 5..4 is outside"),
             (c"((3, 0), (2, 6), 4096, (24, 4))", "is outside of the shape [4, 6]"),
             (c"((2**64 - 1, 0), (2, 6), 4096, (24, 4))", "is outside of the shape [4, 6]"),
-            (c"((1,), (2, 6), 4096, (24, 4))", "expected 2 offsets, lengths and strides, found 1, 2 and 2"),
+            (c"((1,), (2, 6), 4096, (24, 4))", "expected 2 offsets and lengths, found 1 and 2"),
+            (c"((1, 0), (2, 6), 4096, (4,))", "expected 2 strides, found 1"),
+            (c"('flat', 0, 10, 4096, ((1, 2), (3, 3)))", "the run 0..10 is outside of the shape [3, 3]"),
+            (c"('flat', 0, 4, 4096, ((2, 2), (3, 3)))", "is outside of the shape [4, 6]"),
             (c"((1, 0), (-2, 6), 4096, (24, 4))", "can't convert negative"),
         ];
         for (code, expected) in wrong {

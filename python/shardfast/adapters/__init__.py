@@ -6,14 +6,24 @@ import functools
 import importlib
 import sys
 
-from ..catalog import Adapter, RandomGenerators
+from ..catalog import Adapter, Objects, RandomGenerators
 
 FRAMEWORKS = ("torch", "numpy")
+"""Those with tensors of their own. A new whole tensor is one of the first that is imported."""
+
+BUILT_ON_OTHERS = {"torch.distributed.fsdp": "torch_fsdp"}
+"""The files of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
+one stands first, and is asked first."""
 
 
 def active() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, in a fixed order."""
     return [_adapter(framework) for framework in FRAMEWORKS if framework in sys.modules]
+
+
+def built_on_others() -> list[Objects]:
+    """What knows modules and optimizers of frameworks built on others that this process has imported."""
+    return [_objects(file) for module, file in BUILT_ON_OTHERS.items() if module in sys.modules]
 
 
 def installed() -> dict[str, tuple[str, bool]]:
@@ -37,3 +47,9 @@ def random_generators() -> dict[str, RandomGenerators]:
 def _adapter(framework: str) -> Adapter:
     adapter: Adapter = importlib.import_module(f"{__name__}.{framework}").adapter()
     return adapter
+
+
+@functools.cache
+def _objects(file: str) -> Objects:
+    objects: Objects = importlib.import_module(f"{__name__}.{file}").objects()
+    return objects

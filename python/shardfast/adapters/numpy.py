@@ -19,6 +19,7 @@ from ..catalog import (
     Layout,
     Memory,
     Module,
+    NamedPart,
     Origin,
     Refused,
     Region,
@@ -124,7 +125,7 @@ class NumpyAdapter:
     def module(self, value: object) -> Module | None:
         return None
 
-    def optimizer(self, value: object, names: Mapping[int, str]) -> Bundle | None:
+    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
         return None
 
     def expect_remade(self, tensor: Array) -> None:

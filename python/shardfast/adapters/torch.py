@@ -20,6 +20,7 @@ from ..catalog import (
     Layout,
     Memory,
     Module,
+    NamedPart,
     Origin,
     Refused,
     Region,
@@ -209,7 +210,7 @@ class TorchAdapter:
         modules = Modules(parts)
         return Module(modules, modules.parameters)
 
-    def optimizer(self, value: object, names: Mapping[int, str]) -> Optimizers | None:
+    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Optimizers | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if not parts:
             return None

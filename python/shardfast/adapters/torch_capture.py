@@ -93,7 +93,7 @@ def _is_of_torch(hook: object) -> bool:
     return isinstance(hook, _BeforeLoad) or getattr(hook, "__module__", "").startswith(_OF_TORCH)
 
 
-def _loads_by_itself(module: nn.Module) -> bool:
+def loads_by_itself(module: nn.Module) -> bool:
     """Whether loading a state dict does more to the module than to fill its parameters and buffers."""
     own = vars(module)
     kind: Any = type(module)
@@ -121,7 +121,7 @@ def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
         module: The whole.
         entries: By name in its state dict.
     """
-    paths = {path for path, part in module.named_modules() if _loads_by_itself(part)}
+    paths = {path for path, part in module.named_modules() if loads_by_itself(part)}
     every = dict(module.named_modules(remove_duplicate=False))
     paths.update(next(_prefixes(name, every)) for name in entries)
     for path in sorted(paths):
@@ -180,8 +180,8 @@ def _is_plain(module: nn.Module) -> bool:
     if not all(isinstance(vars(module).get(name), (dict, set)) for name, _ in _OF_MODULES):
         return False  # another torch
     hooks = [hook for name in _HOOKS for hook in vars(module)[name].values()]
-    # FSDP's puts the sharded parameters into the slots: when they are there, it has nothing to do.
-    return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard") for hook in hooks)
+    # FSDP2's put the sharded parameters into the slots: when these are there, they do nothing. FSDP1's are not run.
+    return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 Place = tuple[int, str]
@@ -189,13 +189,13 @@ Place = tuple[int, str]
 
 
 def outline_of_modules(
-    roots: Sequence[nn.Module], tensors: Mapping[Place, torch.Tensor], parameters: Sequence[Place]
+    roots: Sequence[nn.Module], tensors: Sequence[tuple[Place, Any]], parameters: Sequence[Place]
 ) -> Outline | None:
     """The outline of modules; ``None`` where only making their state dicts again tells what they hold.
 
     Args:
         roots: The modules.
-        tensors: Those of the bundle, by their places: paths below a root.
+        tensors: Those of the bundle with their places, paths below a root; a part with that of what it lies within.
         parameters: The places of the parameters.
     """
     modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
@@ -211,10 +211,10 @@ def outline_of_modules(
         path, _, name = place[1].rpartition(".")
         return number[below[place[0], path], name]
 
-    sharded = _sharded(tensors.values())
+    sharded = _sharded(tensor for _, tensor in tensors)
     return Outline(
         [(module, _OF_MODULES) for module in modules],
-        list(map(number_of, tensors)),
+        [number_of(place) for place, _ in tensors],
         list(map(number_of, parameters)),
         (),
         sharded,
@@ -225,7 +225,7 @@ def outline_of_modules(
 
 def outline_of_optimizers(
     optimizers: Sequence[tuple[Any, Any]],
-    tensors: Mapping[Place, torch.Tensor],
+    tensors: Sequence[tuple[Place, Any]],
     values: Mapping[str, Place],
     groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
 ) -> Outline | None:
@@ -233,7 +233,8 @@ def outline_of_optimizers(
 
     Args:
         optimizers: With what holds each one's state (itself, or the optimizer inside).
-        tensors: Those of the bundle, by their places: whose they are, and their names.
+        tensors: Those of the bundle with their places, whose they are and their names; a part with that of what it
+            lies within.
         values: Likewise the places of the other entries, by leaf name, groups excepted.
         groups: Makes the values of the groups.
     """
@@ -259,11 +260,11 @@ def outline_of_optimizers(
         of_all = [group for optimizer in live for group in optimizer.param_groups]
         return {**dict(zip(names, entries, strict=True)), **groups(of_all)}
 
-    sharded = _sharded(tensors.values())
+    sharded = _sharded(tensor for _, tensor in tensors)
     others = [number[place] for place in values.values()]
     return Outline(
         objects,
-        [number[place] for place in tensors],
+        [number[place] for place, _ in tensors],
         (),
         others,
         sharded,
@@ -273,5 +274,5 @@ def outline_of_optimizers(
     )
 
 
-def _sharded(tensors: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
+def _sharded(tensors: Iterable[Any]) -> list[tuple[int, Any]]:
     return [(number, getattr(tensor, WRAPPER.layout)) for number, tensor in enumerate(tensors) if is_dtensor(tensor)]

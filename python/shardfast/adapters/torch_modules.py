@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..catalog import Compared, Ints, Outline, Refused, Restored
+from ..catalog import Compared, Ints, Outline, Part, Refused, Restored
 from .torch_capture import Place, announce_loads, load_by_hooks, outline_of_modules
 from .torch_memory import identity
 from .torch_placement import chunks, everyone
@@ -67,44 +67,64 @@ def _replicated(module: nn.Module) -> Iterator[_Replicated]:
             yield _Replicated(prefix, frozenset(getattr(wrapper, "parameters_to_ignore", ())))
 
 
+def _are_one(one: torch.Tensor | Part, other: torch.Tensor | Part) -> bool:
+    """Whether two are the same elements in the same memory."""
+    if isinstance(one, Part) or isinstance(other, Part):
+        return one is other
+    return identity(one) == identity(other)
+
+
 class Modules:
     """One module, or several parts of one (pipeline stages), as named tensors and values."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._of_parameters: list[Place] = []
-        self.parameters: dict[str, nn.Parameter] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, nn.Parameter | Part] = {}
+        self._tensors: dict[str, torch.Tensor | Part] = {}
         self._values: dict[str, object] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._derived: list[str] = []
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
-            expect_understood_module(module)
             names = _Names(module)
             self._replicated[id(module)] = list(_replicated(module))
-            state = module.state_dict(keep_vars=True)
+            state = self._state_of(module)
             own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
             for original, value in state.items():
                 name = names(original)
-                is_tensor = isinstance(value, torch.Tensor) and original.rsplit(".", 1)[-1] != _EXTRA_STATE
+                is_extra = original.rsplit(".", 1)[-1] == _EXTRA_STATE
+                is_tensor = isinstance(value, (torch.Tensor, Part)) and not is_extra
                 if name in self._places:
                     twin = self._tensors.get(name)
-                    if twin is None or not is_tensor or identity(twin) != identity(value):
+                    if twin is None or not is_tensor or not _are_one(twin, value):
                         raise Refused(f"two parts of the module have an entry {name!r}, and they are not the same")
                     continue
                 self._places[name] = (module, original)
                 if is_tensor:
                     self._tensors[name] = value
-                    if id(value) not in own:
+                    if isinstance(value, torch.Tensor) and id(value) not in own:
                         self._derived.append(name)
                 else:
                     self._values[name] = value
-            for original, parameter in module.named_parameters(remove_duplicate=False):
+            for original, parameter in self._parameters_of(module, state):
                 name = names(original)
                 if name not in self.parameters:
                     self.parameters[name] = parameter
-                    self._of_parameters.append((id(module), original))
+                    self._of_parameters.append(self._slot(module, original))
+
+    def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
+        """The tensors, parts and other values of a module, by their names in its state dict."""
+        expect_understood_module(module)
+        return module.state_dict(keep_vars=True)
+
+    def _slot(self, module: nn.Module, original: str) -> Place:
+        """Where an entry of the module's state dict stands in it."""
+        return id(module), original
+
+    def _parameters_of(self, module: nn.Module, state: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter | Part]]:
+        """The parameters of a module by name, among them those of ``state`` that are parts."""
+        return module.named_parameters(remove_duplicate=False)
 
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
         for module in self._modules:
@@ -125,10 +145,12 @@ class Modules:
     def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
-        tensors = {(id(self._places[name][0]), self._places[name][1]): own for name, own in self._tensors.items()}
+        tensors: list[tuple[Place, Any]] = [
+            (self._slot(module, original), self._tensors[name]) for name, (module, original) in self._places.items()
+        ]
         return outline_of_modules(self._modules, tensors, self._of_parameters)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         return self._tensors
 
     def values(self) -> Mapping[str, object]:

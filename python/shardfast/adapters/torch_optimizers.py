@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Compared, Ints, Outline, Refused, Restored
+from ..catalog import Compared, Ints, NamedPart, Outline, Part, Refused, Region, Restored
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
     expect_same,
@@ -37,6 +38,27 @@ class _Held(NamedTuple):
     holder: Any
 
 
+class _Owned(NamedTuple):
+    """A parameter that an optimizer steps, or a part of it that has a name of its own.
+
+    Attributes:
+        state: What holds its state, by parameter.
+        parameter: What the optimizer steps.
+        group: Its group.
+        part: Which of its elements have the name; ``None`` if it is a tensor of that name itself.
+    """
+
+    state: Any
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    part: Part | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of it, so that its optimizer has nothing to step here."""
+        return self.part is not None and not self.part.regions
+
+
 class Optimizers:
     """One optimizer, or several (pipeline stages), in terms of parameters' names, never of their positions.
 
@@ -44,11 +66,13 @@ class Optimizers:
     parameter, and ``param_groups``, a list of the groups with their parameters' names.
     """
 
-    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, Sequence[NamedPart]]) -> None:
         self._groups: list[dict[str, Any]] = []
         self._group_names: list[list[str]] = []
         self._classes: list[str] = []
-        self._owned: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
+        self._owned: dict[str, _Owned] = {}
+        self._several: dict[Place, list[str]] = {}
+        self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
         self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
         self.parameters: dict[str, torch.Tensor] = {}
@@ -58,21 +82,21 @@ class Optimizers:
             self._groups += optimizer.param_groups
             self._group_names += named
             self._classes += [_class_of(holder)] * len(named)
-            fqns = {id(p): fqn for group, of in zip(optimizer.param_groups, named, strict=True)
-                    for p, fqn in zip(group["params"], of, strict=True)}  # fmt: skip
-            for group, of in zip(optimizer.param_groups, named, strict=True):
-                self.parameters.update(zip(of, group["params"], strict=True))
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.parameters.update(dict.fromkeys((fqn for fqn, _ in names[id(parameter)]), parameter))
             self._states.append(holder.state)
             for group in holder.param_groups:
                 for parameter in group["params"]:
-                    fqn = fqns[id(parameter)]
-                    if self._owned.setdefault(fqn, (holder.state, parameter, group))[1] is not parameter:
-                        raise Refused(
-                            f"two of its parameters are called {fqn!r}: hold their modules under one key of the state, "
-                            "in one nn.ModuleDict"
-                        )
+                    for fqn, part in names[id(parameter)]:
+                        owned = self._owned.setdefault(fqn, _Owned(holder.state, parameter, group, part))
+                        if owned.parameter is not parameter:
+                            raise Refused(
+                                f"two of its parameters are called {fqn!r}: hold their modules under one key of the "
+                                "state, in one nn.ModuleDict"
+                            )
 
-    def _name(self, number: int, group: dict[str, Any], names: Mapping[int, str]) -> list[str]:
+    def _name(self, number: int, group: dict[str, Any], names: Mapping[int, Sequence[NamedPart]]) -> list[str]:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise Refused(
@@ -80,16 +104,35 @@ class Optimizers:
                     "the state, so it has no name: put its module, or a dict of the parameters themselves (those of "
                     "a state_dict() are others), into the state, beside the optimizer"
                 )
-        return [names[id(parameter)] for parameter in group["params"]]
+        return [fqn for parameter in group["params"] for fqn, _ in names[id(parameter)]]
 
     def _entries(self) -> Iterator[tuple[str, object, Place]]:
-        for fqn, (state, parameter, _) in self._owned.items():
-            for name, value in state.get(parameter, {}).items():
-                yield f"state.{fqn}.{name}", value, (id(parameter), name)
+        for fqn, owned in self._owned.items():
+            for name, value in owned.state.get(owned.parameter, {}).items() if not owned.is_empty else ():
+                leaf = f"state.{fqn}.{name}"
+                entry = value
+                if owned.part is not None and isinstance(value, torch.Tensor):
+                    entry = self._part(leaf, owned.part, value, (id(owned.parameter), name))
+                yield leaf, entry, (id(owned.parameter), name)
         for _, _, holder in self._held:
             for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
                     yield f"global.{name}", value, (id(holder), name)
+
+    def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
+        """The part of a state that belongs to a part of a parameter."""
+        if not value.ndim:
+            if not part.length:
+                return value
+            whole, several = (Region((), ()),), self._several.setdefault(place, [])
+            return Part(value, (), whole, holders=part.sharers, within=value, several=several, name=leaf)
+        if tuple(value.shape) != ((part.length,) if part.length else tuple(part.tensor.shape)):
+            raise Refused(
+                f"{leaf} has shape {tuple(value.shape)}, and this rank holds {part.tensor.numel()} elements of "
+                "a flat parameter: state of that is understood where it has a number for each element, or one in all"
+            )
+        mine = value.detach()[part.start : part.start + part.tensor.numel()] if part.length else value.detach()
+        return replace(part, tensor=mine, within=value, refusal="")
 
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
         announce_steps(notice)
@@ -103,10 +146,10 @@ class Optimizers:
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         known: dict[str, Ints] = {}
-        for fqn, (state, parameter, _) in self._owned.items():
+        for fqn, (state, parameter, _, part) in self._owned.items():
             if any(held.holder is not held.optimizer for held in self._held):
                 break
-            whole = of.get(id(parameter))
+            whole = of.get(id(parameter)) if part is None else part.sharers
             if whole is None and is_dtensor(parameter) and mesh_covers_job(parameter):
                 whole = everyone()
             if whole is not None:
@@ -118,7 +161,7 @@ class Optimizers:
         # What is made of a shard alone may be equal while it is zero. A step counter is what it is of any shard.
         return {
             f"state.{fqn}.{name}": "every save"
-            for fqn, (state, parameter, _) in self._owned.items()
+            for fqn, (state, parameter, _, _) in self._owned.items()
             if is_dtensor(parameter)
             for name, value in state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and not is_dtensor(value)
@@ -128,24 +171,24 @@ class Optimizers:
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held):
             return None
-        tensors: dict[Place, torch.Tensor] = {}
+        tensors: list[tuple[Place, Any]] = []
         values: dict[str, Place] = {}
         for name, value, place in self._entries():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, (torch.Tensor, Part)):
                 values[name] = place
             elif chunks(value) is None:
-                tensors[place] = value
+                tensors.append((place, value))
             else:
                 return None
         groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
         optimizers = [(held.optimizer, held.holder) for held in self._held]
         return outline_of_optimizers(optimizers, tensors, values, groups)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {name: value for name, value, _ in self._entries() if isinstance(value, torch.Tensor)}
+    def tensors(self) -> Mapping[str, torch.Tensor | Part]:
+        return {name: value for name, value, _ in self._entries() if isinstance(value, (torch.Tensor, Part))}
 
     def values(self) -> Mapping[str, object]:
-        values = {name: value for name, value, _ in self._entries() if not isinstance(value, torch.Tensor)}
+        values = {name: value for name, value, _ in self._entries() if not isinstance(value, (torch.Tensor, Part))}
         return {**values, **groups_value(self._groups, self._group_names, self._classes)}
 
     def _split(self, name: str) -> tuple[str, str] | None:
@@ -159,7 +202,10 @@ class Optimizers:
         return None
 
     def accepts(self, name: str) -> bool:
-        return self._split(name) is not None or (name.startswith("global.") and bool(self._states))
+        place = self._split(name)
+        if place is not None:
+            return not self._owned[place[0]].is_empty
+        return name.startswith("global.") and bool(self._states)
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         place = self._split(name)
@@ -168,10 +214,13 @@ class Optimizers:
         with torch.inference_mode(False), torch.no_grad():
             if place is None:
                 return torch.empty(shape, dtype=kind, device="meta" if dry else "cpu")
-            _, parameter, group = self._owned[place[0]]
+            _, parameter, group, part = self._owned[place[0]]
             is_step = place[1] == "step"
             on_host = is_step and not (group.get("fused") or group.get("capturable"))
-            device = torch.device("meta" if dry else "cpu" if on_host else parameter.device)
+            at = parameter if part is None else part.tensor
+            device = torch.device("meta" if dry else "cpu" if on_host else at.device)
+            if part is not None:
+                return self._create_part(name, (id(parameter), place[1]), part, shape, kind, device)
             if shape == tuple(parameter.shape) and not is_step:
                 return torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
             # State of another shape than its parameter (row-wise, factored) is sharded where it was, and where the job
@@ -179,6 +228,21 @@ class Optimizers:
             if is_dtensor(parameter) and shape and (layout or not beside):
                 return empty_beside(parameter, shape, kind, device)
             return torch.empty(shape, dtype=kind, device=device)
+
+    def _create_part(
+        self, leaf: str, place: Place, part: Part, shape: Ints, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | Part:
+        """A new state that belongs to a part of a parameter; parts of one buffer have one buffer of state."""
+        if shape and shape != part.shape:
+            raise Refused(
+                f"it has shape {list(shape)} in the checkpoint, and this rank holds a run of elements of a parameter "
+                f"of shape {list(part.shape)}: its state has a number for each element, or one in all"
+            )
+        size = () if not shape else (part.length,) if part.length else tuple(part.tensor.shape)
+        made = self._buffers.get(place)
+        if made is None or not part.length:
+            made = self._buffers[place] = torch.zeros(size, dtype=dtype, device=device)
+        return self._part(leaf, part, made, place)
 
     def drops(self, name: str) -> bool:
         return name != "param_groups"
@@ -225,12 +289,12 @@ class Optimizers:
 
         def install() -> None:
             for name in gone:
-                self._drop(name)
+                self._drop(name, gone)
             for name, value in entries.items():
                 place = self._split(name)
                 if place is not None:
-                    state, owner, _ = self._owned[place[0]]
-                    state[owner][place[1]] = value
+                    owned = self._owned[place[0]]
+                    owned.state[owned.parameter][place[1]] = value.within if isinstance(value, Part) else value
                 else:
                     self._states[0][name.removeprefix("global.")] = value
             for group, said in groups:
@@ -251,13 +315,20 @@ class Optimizers:
         place = self._split(name)
         return None if place is None else place[0]
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, name: str, gone: Collection[str]) -> None:
         place = self._split(name)
         if place is None:
             for state in self._states:
                 state.pop(name.removeprefix("global."), None)
             return
-        state, owner, _ = self._owned[place[0]]
+        state, owner, _, part = self._owned[place[0]]
+        if part is not None and part.length:
+            others = (fqn for fqn, owned in self._owned.items() if owned.parameter is owner)
+            if not all(f"state.{fqn}.{place[1]}" in gone for fqn in others):
+                value = state[owner][place[1]]
+                if value.ndim:  # of an element that never was stepped
+                    value.detach()[part.start : part.start + part.tensor.numel()].zero_()
+                return
         state[owner].pop(place[1], None)
         if not state[owner]:
             del state[owner]  # optimizers make the state of a parameter that has none

@@ -16,14 +16,6 @@ from torch import nn
 
 from ..catalog import Refused
 
-_FULL_STATE_DICT = (
-    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
-    "options=StateDictOptions(full_state_dict=True))"
-)
-_FSDP_WAYS_OUT = (
-    f"shard the model with FSDP2 (fully_shard), or put the full state dict into the state: {_FULL_STATE_DICT}"
-)
-
 _PARTITIONED = {
     "deepspeed": "DeepSpeed",
     "megatron": "Megatron",
@@ -48,16 +40,6 @@ def expect_understood_module(module: nn.Module) -> None:
             f"a {_qualified(module)}, which holds an optimizer beside its module: put its module into the state, and "
             "save what else it holds with its own library"
         )
-    of_fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for path, part in module.named_modules() if of_fsdp is not None else ():
-        if not isinstance(part, of_fsdp.FullyShardedDataParallel):
-            continue
-        if part.sharding_strategy is not of_fsdp.ShardingStrategy.NO_SHARD:
-            where = f"its part {path!r}" if path else "it"
-            raise Refused(
-                f"{where} is wrapped in FullyShardedDataParallel ({part.sharding_strategy.name}), whose flat shards "
-                f"have the same names on all ranks: {_FSDP_WAYS_OUT}"
-            )
     for name, parameter in module.named_parameters():
         marks = parameter.__dict__  # quicker than to ask for what few parameters have
         if "ds_id" in marks:
@@ -85,8 +67,8 @@ def expect_understood_tensor(tensor: torch.Tensor) -> None:
         )
     if "_fsdp_flattened" in tensor.__dict__:
         raise Refused(
-            "a parameter that FullyShardedDataParallel has flattened, of which this rank holds a run of elements: "
-            f"{_FSDP_WAYS_OUT}"
+            "a parameter that FullyShardedDataParallel has flattened, of which this rank holds a run of elements: put "
+            "the wrapped module itself into the state, not what is inside of it"
         )
 
 

@@ -1,0 +1,305 @@
+"""``FullyShardedDataParallel`` (FSDP1): parameters that lie in flat buffers, each rank's run of them said as parts.
+
+Where a parameter lies is read from the flat parameter's own records (``_param_infos``, ``_shard_param_infos``), as
+PyTorch's ``FlatParamHandle`` wrote them: no collective, no whole tensor. With ``use_orig_params=True`` an optimizer
+steps views of the flat buffer, one for each parameter; without it the flat parameter itself, which all are runs of.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+
+from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused, Restored
+from .torch_capture import Place, loads_by_itself
+from .torch_modules import Modules
+from .torch_refused import expect_understood_module
+
+Wrapped = fsdp.FullyShardedDataParallel
+
+
+class _Handle:
+    """A flat parameter and the wrapper that shards it.
+
+    Attributes:
+        wrapper: The ``FullyShardedDataParallel`` module.
+        handle: Its ``FlatParamHandle``.
+        flat: The flat parameter.
+        local: This rank's shard of it.
+    """
+
+    def __init__(self, path: str, wrapper: Any) -> None:
+        self._where = f"its part {path!r}" if path else "it"
+        self.wrapper, self.handle = wrapper, wrapper._handle
+        self.flat = self.handle.flat_param
+        # It is noted at the first forward. Before, the flat parameter is the shard.
+        noted = getattr(self.flat, "_local_shard", None)
+        self.local: torch.Tensor = (self.flat if noted is None else noted).detach()
+        self._expect_understood()
+
+    def _expect_understood(self) -> None:
+        if self.handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
+            raise Refused(f"{self._where} is inside summon_full_params(): save and load outside of it")
+        if any(extension is not None for extension in self.flat._param_extensions):
+            raise Refused(
+                f"{self._where} is wrapped in FullyShardedDataParallel and has parameters that are sharded in another "
+                "way, too (tensor parallelism): shard it with FSDP2 (fully_shard)"
+            )
+        for info, is_contiguous in zip(self.flat._param_infos, self.flat._contiguities, strict=True):
+            if not is_contiguous:
+                raise Refused(
+                    f"{self._where} is wrapped in FullyShardedDataParallel, and its parameter {info.param_name!r} was "
+                    "not contiguous then, so that its run of elements is no run of the parameter: make it contiguous "
+                    "before"
+                )
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the whole flat parameter stands in place of the shard."""
+        return bool(self.flat.data_ptr() != self.local.data_ptr() or self.flat.numel() != self.local.numel())
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be loaded now."""
+        is_idle = self.wrapper.training_state is TrainingState.IDLE
+        if is_idle and not self.handle._needs_pre_backward_unshard:
+            return ""
+        return (
+            f"{self._where} is between forward and backward, and a backward would mix what the forward used with what "
+            "is loaded: load before the forward or after the backward, and run forwards without a backward under "
+            "torch.no_grad()"
+        )
+
+    @property
+    def text(self) -> str:
+        """The layout in words."""
+        return f"FSDP1({self.wrapper.sharding_strategy.name}, {self.handle.process_group.size()} ranks)"
+
+    @functools.cached_property
+    def _ranks(self) -> list[Ints] | None:
+        """By shard the ranks of the job that hold it; ``None`` where groups of ranks do not tell that of all ranks."""
+        distributed = torch.distributed
+        me, world = distributed.get_rank(), distributed.get_world_size()
+        group = distributed.get_process_group_ranks(self.handle.process_group)
+        if not self.handle.uses_sharded_strategy:
+            return [tuple(sorted(group))] if len(group) == world else None
+        across = getattr(self.wrapper, "_inter_node_pg", None)  # ranks with copies of this rank's shard
+        copies = [me] if across is None else distributed.get_process_group_ranks(across)
+        firsts = [copy - group.index(me) for copy in copies]
+        shards = [tuple(sorted(first + number for first in firsts)) for number in range(len(group))]
+        is_grid = sorted(itertools.chain.from_iterable(shards)) == [*range(world)]
+        is_mine = all(rank in shards[number] for number, rank in enumerate(group))
+        return shards if is_grid and is_mine else None
+
+    def _sharers(self, first: int, last: int) -> Ints | None:
+        """The ranks that hold any of those elements of the whole flat parameter, both ends included."""
+        if self._ranks is None:
+            return None
+        if not self.handle.uses_sharded_strategy:
+            return self._ranks[0]
+        size = self.local.numel()
+        return tuple(sorted(itertools.chain.from_iterable(self._ranks[first // size : last // size + 1])))
+
+    @property
+    def _holders(self) -> Ints | None:
+        """The ranks that hold this rank's shard."""
+        if self._ranks is None:
+            return None
+        return next(ranks for ranks in self._ranks if torch.distributed.get_rank() in ranks)
+
+    def parts(self) -> Iterator[tuple[nn.Module, str, Part]]:
+        """The parameters in it, with the modules that hold them and their names there."""
+        flat, text, holders, refusal = self.flat, self.text, self._holders, self.refusal
+        spans = zip(self.handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        records = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+        found: dict[tuple[int, str], Part] = {}
+        for number, ((info, shape, shard), span) in enumerate(
+            zip(records, [span for span, is_padding in spans if not is_padding], strict=True)
+        ):
+            regions: tuple[Flat, ...] = ()
+            tensor = self.local[:0]
+            if shard.in_shard:
+                regions = (Flat(shard.intra_param_start_idx, shard.intra_param_end_idx + 1),)
+                tensor = self.local[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
+            within, start, length = flat, shard.offset_in_shard or 0, self.local.numel()
+            if self.handle._use_orig_params:
+                within, start, length = flat._params[number], 0, 0
+            part = Part(
+                _counting_writes_of(within, start, tensor, self.handle.uses_sharded_strategy),
+                tuple(shape),
+                regions,
+                text,
+                holders,
+                self._sharers(*span),
+                within=within,
+                start=start,
+                length=length,
+                refusal=refusal,
+            )
+            found[id(info.module), info.param_name] = part
+            yield info.module, info.param_name, part
+        for shared in flat._shared_param_infos:
+            yield shared.module, shared.param_name, found[id(shared.prim_module), shared.prim_param_name]
+
+    def reshard(self) -> None:
+        """Lets go of what was gathered before a load, so that the next forward gathers what was loaded."""
+        is_sharded = self.handle.uses_sharded_strategy and hasattr(self.flat, "_full_param_padded")
+        if is_sharded and not self.handle.needs_unshard():
+            runtime._reshard(self.wrapper, self.handle, True)
+
+
+def _counting_writes_of(within: torch.Tensor, start: int, tensor: torch.Tensor, is_sharded: bool) -> torch.Tensor:
+    """``tensor`` as a view of ``within``, whose version counter counts its writes, if that lies there now.
+
+    A parameter that is not sharded keeps its shape.
+    """
+    flat = within.detach()
+    if not flat.is_contiguous():
+        return tensor
+    view = flat.view(-1)[start : start + tensor.numel()]
+    if view.numel() != tensor.numel() or view.data_ptr() != tensor.data_ptr() or view.dtype is not tensor.dtype:
+        return tensor
+    return view if is_sharded or view.numel() != flat.numel() else flat
+
+
+class FsdpModules(Modules):
+    """Modules with parts that are wrapped in ``FullyShardedDataParallel``."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._handles: list[_Handle] = []
+        self._slots: dict[tuple[int, str], str] = {}
+        super().__init__(modules)
+
+    def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
+        if not _is_wrapped(module):
+            return super()._state_of(module)
+        expect_understood_module(module)
+        state: dict[str, Any] = {}
+        _collect(module, "", state)
+        paths: dict[int, list[str]] = {}
+        for path, part in module.named_modules(remove_duplicate=False):
+            paths.setdefault(id(part), []).append(path)
+        for path, wrapper in module.named_modules():
+            if not isinstance(wrapper, Wrapped) or wrapper._handle is None:
+                continue
+            handle = _Handle(path, wrapper)
+            self._handles.append(handle)
+            flat_names = [name for name, value in state.items() if value is handle.flat]
+            for name in flat_names:
+                del state[name]
+            for holder, name, part in handle.parts():
+                for path in paths[id(holder)]:
+                    original = f"{path}.{name}" if path else name
+                    state[original] = part
+                    if flat_names:
+                        self._slots[id(module), original] = flat_names[0]
+        _expect_whole_below(module, state)
+        return state
+
+    def _parameters_of(self, module: nn.Module, state: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter | Part]]:
+        parts = {name: value for name, value in state.items() if isinstance(value, Part)}
+        for name, parameter in super()._parameters_of(module, state):
+            if name not in parts and not _is_flat(parameter):
+                yield name, parameter
+        yield from parts.items()
+
+    def _slot(self, module: nn.Module, original: str) -> Place:
+        return id(module), self._slots.get((id(module), original), original)
+
+    def outline(self) -> Outline | None:
+        return None if any(handle.is_unsharded for handle in self._handles) else super().outline()
+
+    def restore(
+        self,
+        created: Mapping[str, torch.Tensor],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
+        absent: Sequence[str] = (),
+    ) -> Restored:
+        restored = super().restore(created, values, parameter, strict=strict, absent=absent)
+
+        def install() -> None:
+            for handle in self._handles:
+                handle.reshard()
+            restored.install()
+
+        return Restored(install, restored.missing, restored.unexpected)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return any(isinstance(part, Wrapped) for part in module.modules())
+
+
+def _is_flat(parameter: object) -> bool:
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+    """What ``module.state_dict(keep_vars=True)`` would give without the hooks of FSDP1, which gather."""
+    if type(module).state_dict is not nn.Module.state_dict or "state_dict" in vars(module):
+        raise Refused(
+            f"its part {prefix.rstrip('.')!r} has a state_dict() of its own and FullyShardedDataParallel around it, "
+            "which would gather for that: give it get_extra_state() instead, or shard it with FSDP2 (fully_shard)"
+        )
+    for hook in module._state_dict_pre_hooks.values():
+        if not _is_of_fsdp(hook):
+            hook(module, prefix, True)
+    module._save_to_state_dict(state, prefix, True)
+    for name, part in module._modules.items():
+        if part is not None:
+            _collect(part, f"{prefix}{name}.", state)
+    for hook in module._state_dict_hooks.values():
+        if not _is_of_fsdp(hook):
+            raise Refused(
+                f"its part {prefix.rstrip('.')!r} has a hook on its state dict, {getattr(hook, '__qualname__', hook)}, "
+                "and FullyShardedDataParallel around it would gather for that: remove the hook, or shard with FSDP2"
+            )
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+
+
+def _expect_whole_below(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuses modules that load themselves and would be given flat shards."""
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(part, Wrapped) or not loads_by_itself(part):
+            continue
+        below = (name for name, value in state.items() if name.startswith(prefix) and isinstance(value, Part))
+        flat = next(below, None)
+        if flat is not None:
+            raise Refused(
+                f"its part {path!r} does more at a load than to fill tensors (a hook or a method of its own), and this "
+                f"rank has a shard of its {flat!r} only: move that into get_extra_state() and set_extra_state()"
+            )
+
+
+class FsdpObjects:
+    """Modules with ``FullyShardedDataParallel`` in them. Optimizers step parts of them by name, as any do."""
+
+    def module(self, value: object) -> Module | None:
+        """See :class:`shardfast.catalog.Objects`."""
+        parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        if not parts or not all(isinstance(part, nn.Module) for part in parts) or not any(map(_is_wrapped, parts)):
+            return None
+        modules = FsdpModules(parts)
+        return Module(modules, modules.parameters)
+
+    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> None:
+        """Never: PyTorch's own optimizers are the torch adapter's."""
+
+
+def objects() -> FsdpObjects:
+    """What knows this framework's objects."""
+    return FsdpObjects()

@@ -1,0 +1,197 @@
+"""Parts of tensors, given as plain tensors and their places: an adapter for them, built on that of the plain ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .catalog import (
+    Adapter,
+    Destination,
+    Flat,
+    Hold,
+    Ints,
+    Layout,
+    Memory,
+    NamedPart,
+    Origin,
+    Part,
+    Refused,
+    Region,
+    Source,
+    Target,
+    item_bytes,
+)
+
+
+def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
+    """What answers for a tensor of a bundle, or for a part of one."""
+    plain = tensor.tensor if isinstance(tensor, Part) else tensor
+    adapter = next(adapter for adapter in adapters if adapter.is_tensor(plain))
+    return Parts(adapter) if isinstance(tensor, Part) else adapter
+
+
+def name_of(tensor: object, name: str, names: dict[int, list[NamedPart]]) -> bool:
+    """Notes the name of a module's tensor or part, by ``id`` of what an optimizer steps; the first one of each counts.
+
+    Returns:
+        Whether it was noted.
+    """
+    part = tensor if isinstance(tensor, Part) else None
+    known = names.setdefault(id(changed_as(tensor)), [])
+    if any(other is part for _, other in known):
+        return False
+    known.append((name, part))
+    return True
+
+
+def names_of(parameters: Mapping[str, object]) -> dict[int, list[NamedPart]]:
+    """The names of a module's parameters, as :meth:`Objects.optimizer` takes them."""
+    names: dict[int, list[NamedPart]] = {}
+    for name, parameter in parameters.items():
+        name_of(parameter, name, names)
+    return names
+
+
+def changed_as(tensor: object) -> object:
+    """The object that a bundle announces changes of: the tensor itself, or what a part lies within."""
+    return tensor.within if isinstance(tensor, Part) and tensor.within is not None else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Answers for parts as an :class:`Adapter` does for tensors.
+
+    Attributes:
+        plain: The adapter of the plain tensors.
+    """
+
+    plain: Adapter
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether it is a part."""
+        return isinstance(value, Part)
+
+    def layout(self, part: Part) -> Layout:
+        """The part's place, with the element type of the plain tensor."""
+        return _layout(part, self.plain.layout(part.tensor))
+
+    def identity(self, part: Part) -> Hashable:
+        """Equal for the same elements of one memory, except of leaves that are not tied."""
+        return _identity(part, self.plain.identity(part.tensor))
+
+    def source(self, part: Part) -> Source:
+        """The plain tensor's memory, by region."""
+        source, plain = self.plain.source(part.tensor), self.plain.layout(part.tensor)
+        return Source(_memory(part, plain, source.memory), source.owner, source.is_copy)
+
+    def origin(self, part: Part) -> Origin:
+        """All of these at once."""
+        plain = self.plain.origin(part.tensor)
+        layout, source = _layout(part, plain.layout), plain.source
+        if source is not None:
+            source = Source(_memory(part, plain.layout, source.memory), source.owner)
+        return Origin(layout, _identity(part, plain.identity), source)
+
+    def destination(self, part: Part, dtype: str) -> Destination:
+        """The layout, and the memory if a load may write there."""
+        if part.refusal:
+            raise Refused(part.refusal)
+        plain = self.plain.destination(part.tensor, dtype)
+        layout, target = _layout(part, plain.layout), plain.target
+        if target is not None:
+            target = None if part.several is not None else _placed(part, plain.layout, target)
+        return Destination(layout, _identity(part, plain.identity), target)
+
+    def target(self, part: Part, dtype: str) -> Target:
+        """Memory for a load. Where several leaves have one memory, the first fills it, the others are compared."""
+        plain = self.plain.layout(part.tensor)
+        if part.several is None or not part.several:
+            if part.several is not None:
+                part.several.append(part.name)
+            return _placed(part, plain, self.plain.target(part.tensor, dtype))
+        # What is loaded for the first leaf stays, and this one is compared with it.
+        staging = self.plain.allocate(plain.dtype, plain.shape)
+        target, first = self.plain.target(staging, dtype), part.several[0]
+
+        def compare() -> None:
+            if target.finish is not None:
+                target.finish()
+            if self.plain.lower_value(part.tensor) != self.plain.lower_value(staging):
+                raise Refused(
+                    f"it differs from {first} in the checkpoint, and here both lie in one tensor: load into a layout "
+                    "that keeps them apart"
+                )
+
+        return Target(_memory(part, plain, target.memory), target.owner, compare)
+
+    def hold(self, tensors: Sequence[Any]) -> Hold:
+        """As the plain tensors are held."""
+        return self.plain.hold(tensors)
+
+    def wrote(self, owners: Sequence[Any]) -> None:
+        """As of plain tensors."""
+        self.plain.wrote(owners)
+
+    def fill(self, part: Part, value: object) -> None:
+        """Copies a value where several leaves have one memory; no value is a part of a tensor."""
+        if part.several is None:
+            raise Refused("the checkpoint holds a value where this rank has a part of a tensor")
+        self.plain.fill(part.tensor, value)
+
+
+def _layout(part: Part, plain: Layout) -> Layout:
+    given, needed = math.prod(plain.shape), sum(map(numel_of, part.regions))
+    if given != needed:
+        raise Refused(f"its part here has {given} elements, and its place in {list(part.shape)} has {needed}")
+    return Layout(plain.dtype, part.shape, part.regions, part.text, part.holders)
+
+
+def _identity(part: Part, plain: Hashable) -> Hashable:
+    return plain, part.shape, part.regions, part.name if part.several is not None else ""
+
+
+def _memory(part: Part, plain: Layout, memory: Sequence[Memory]) -> tuple[Memory, ...]:
+    """Where each region of a part lies, from where the plain tensor does."""
+    if not part.regions:
+        return ()
+    (there,) = memory
+    first, item = part.regions[0], item_bytes(plain.dtype)
+    if len(part.regions) == 1 and isinstance(first, Region) and first.lengths == plain.shape:
+        return (there,)
+    expected = row_major(plain.shape, item)
+    steps = zip(plain.shape, there.strides_bytes, expected, strict=True)
+    if any(size > 1 and stride != wanted for size, stride, wanted in steps):
+        raise Refused("its part here is not contiguous, so that a run of its elements lies nowhere: make it contiguous")
+    out, pointer = [], there.pointer
+    for region in part.regions:
+        strides = () if isinstance(region, Flat) else row_major(region.lengths, item)
+        out.append(Memory(pointer, strides, there.device))
+        pointer += numel_of(region) * item
+    return tuple(out)
+
+
+def _placed(part: Part, plain: Layout, target: Target) -> Target:
+    return Target(_memory(part, plain, target.memory), target.owner, target.finish)
+
+
+def flat_run(region: Flat, memory: Memory) -> tuple[Any, ...]:
+    """A run and where it lies, as Rust takes it."""
+    box = () if region.box is None else (tuple(region.box),)
+    return ("flat", region.start, region.stop, memory.pointer, *box, *memory.where)
+
+
+def numel_of(region: Region | Flat) -> int:
+    """The number of elements."""
+    return region.stop - region.start if isinstance(region, Flat) else math.prod(region.lengths)
+
+
+def row_major(lengths: Sequence[int], item: int) -> Ints:
+    """The distances in bytes between neighbours per dimension, of elements of ``item`` bytes in row-major order."""
+    strides = []
+    for length in reversed(lengths):
+        strides.append(item)
+        item *= length
+    return tuple(strides[::-1])

@@ -97,6 +97,7 @@ class Checkpointer:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
         # The first save stops the training for what is not done before it.
         frameworks.active()
+        frameworks.built_on_others()
         in_flight.prepare()
         prepare(process_group)
 

@@ -224,13 +224,13 @@ def test_the_command_works_where_there_is_no_torch(tmp_path):
 def test_what_a_first_save_needs_is_there_before_it(tmp_path):
     code = f"""
 import os, sys, threading, torch, shardfast as sf
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
 ckpt = sf.Checkpointer({str(tmp_path / "run")!r}, every=sf.steps(1))
 from shardfast import session
 threads = [thread.name for thread in threading.enumerate()]
 print("shardfast-watch" in threads, session._solo.cache_info().currsize)
 before = set(sys.modules)
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.AdamW(model.parameters())
 ckpt.step(1, {{"model": model, "optimizer": optimizer, "extra": {{"step": 1}}}})
 print(sorted(name for name in set(sys.modules) - before if name.startswith("shardfast")))
 ckpt.close()

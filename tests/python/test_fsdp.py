@@ -420,6 +420,24 @@ def test_loads_in_the_middle_of_a_step_are_refused(ranks, tmp_path):
     ranks(2)(check_refusals, f"{tmp_path}")
 
 
+def check_unknown_records(rank, world, url):
+    model, optimizer = build("fsdp1_full_shard_flat")
+    train(model, optimizer, range(1))
+    records = model._handle.flat_param._shard_param_infos
+    del model._handle.flat_param._shard_param_infos
+    with pytest.raises(sf.Invalid, match=r"model: it is wrapped in .*, and PyTorch 2\.\S+ keeps other"):
+        sf.save(url, state_of(model, optimizer))
+    model._handle.flat_param._shard_param_infos = records
+    channels = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    model = FSDP(nn.Sequential(channels), device_id=torch.device("cpu"))
+    with pytest.raises(sf.Invalid, match=r"its parameter 'weight' was not contiguous then"):
+        sf.save(url, {"model": model})
+
+
+def test_records_that_are_not_known_are_refused(ranks, tmp_path):
+    ranks(2)(check_unknown_records, f"{tmp_path}/none")
+
+
 def check_wrapped_again(rank, world, url):
     """Parameters that moved to other flat parameters, which the optimizer does not step."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp import _runtime_utils as runtime
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused, Restored
 from .torch_capture import Place, loads_by_itself
@@ -27,39 +26,56 @@ Wrapped = fsdp.FullyShardedDataParallel
 
 
 class _Handle:
-    """A flat parameter and the wrapper that shards it.
+    """A flat parameter and the wrapper that shards it, as PyTorch's private records say.
 
     Attributes:
-        wrapper: The ``FullyShardedDataParallel`` module.
-        handle: Its ``FlatParamHandle``.
         flat: The flat parameter.
         local: This rank's shard of it.
+
+    Raises:
+        Refused: If the records are not those of a PyTorch that we know, or speak of what cannot be said as runs.
     """
 
     def __init__(self, path: str, wrapper: Any) -> None:
         self._where = f"its part {path!r}" if path else "it"
-        self.wrapper, self.handle = wrapper, wrapper._handle
-        self.flat = self.handle.flat_param
-        # It is noted at the first forward. Before, the flat parameter is the shard.
-        noted = getattr(self.flat, "_local_shard", None)
-        self.local: torch.Tensor = (self.flat if noted is None else noted).detach()
-        self._expect_understood()
-
-    def _expect_understood(self) -> None:
-        if self.handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
+        try:
+            self._handle = handle = wrapper._handle
+            self.flat = flat = handle.flat_param
+            # The shard is noted at the first forward. Before, the flat parameter is the shard.
+            noted = getattr(flat, "_local_shard", None)
+            self.local: torch.Tensor = (flat if noted is None else noted).detach()
+            self._is_sharded: bool = handle.uses_sharded_strategy
+            self._is_original: bool = handle._use_orig_params
+            self._originals = flat._params if self._is_original else [flat] * len(flat._param_infos)
+            self._records = list(zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True))
+            spans = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+            self._spans = [span for span, is_padding in spans if not is_padding]
+            self._shared = flat._shared_param_infos
+            self._across = getattr(wrapper, "_inter_node_pg", None)
+            is_summoned = handle._training_state.name == "SUMMON_FULL_PARAMS"
+            is_extended = any(extension is not None for extension in flat._param_extensions)
+            apart = [
+                info.param_name for info, whole in zip(flat._param_infos, flat._contiguities, strict=True) if not whole
+            ]
+            self._is_between = wrapper.training_state.name != "IDLE" or handle._needs_pre_backward_unshard
+            self._text = f"FSDP1({wrapper.sharding_strategy.name}, {handle.process_group.size()} ranks)"
+        except (AttributeError, TypeError, ValueError) as error:
+            raise Refused(
+                f"{self._where} is wrapped in FullyShardedDataParallel, and PyTorch {torch.__version__} keeps other "
+                f"records of that than Shardfast knows ({error}): shard it with FSDP2 (fully_shard)"
+            ) from error
+        if is_summoned:
             raise Refused(f"{self._where} is inside summon_full_params(): save and load outside of it")
-        if any(extension is not None for extension in self.flat._param_extensions):
+        if is_extended:
             raise Refused(
                 f"{self._where} is wrapped in FullyShardedDataParallel and has parameters that are sharded in another "
                 "way, too (tensor parallelism): shard it with FSDP2 (fully_shard)"
             )
-        for info, is_contiguous in zip(self.flat._param_infos, self.flat._contiguities, strict=True):
-            if not is_contiguous:
-                raise Refused(
-                    f"{self._where} is wrapped in FullyShardedDataParallel, and its parameter {info.param_name!r} was "
-                    "not contiguous then, so that its run of elements is no run of the parameter: make it contiguous "
-                    "before"
-                )
+        if apart:
+            raise Refused(
+                f"{self._where} is wrapped in FullyShardedDataParallel, and its parameter {apart[0]!r} was not "
+                "contiguous then, so that its run of elements is no run of the parameter: make it contiguous before"
+            )
 
     @property
     def is_unsharded(self) -> bool:
@@ -67,10 +83,9 @@ class _Handle:
         return bool(self.flat.data_ptr() != self.local.data_ptr() or self.flat.numel() != self.local.numel())
 
     @property
-    def refusal(self) -> str:
+    def _refusal(self) -> str:
         """Why nothing can be loaded now."""
-        is_idle = self.wrapper.training_state is TrainingState.IDLE
-        if is_idle and not self.handle._needs_pre_backward_unshard:
+        if not self._is_between:
             return ""
         return (
             f"{self._where} is between forward and backward, and a backward would mix what the forward used with what "
@@ -78,21 +93,16 @@ class _Handle:
             "torch.no_grad()"
         )
 
-    @property
-    def text(self) -> str:
-        """The layout in words."""
-        return f"FSDP1({self.wrapper.sharding_strategy.name}, {self.handle.process_group.size()} ranks)"
-
     @functools.cached_property
     def _ranks(self) -> list[Ints] | None:
         """By shard the ranks of the job that hold it; ``None`` where groups of ranks do not tell that of all ranks."""
         distributed = torch.distributed
         me, world = distributed.get_rank(), distributed.get_world_size()
-        group = distributed.get_process_group_ranks(self.handle.process_group)
-        if not self.handle.uses_sharded_strategy:
+        group = distributed.get_process_group_ranks(self._handle.process_group)
+        if not self._is_sharded:
             return [tuple(sorted(group))] if len(group) == world else None
-        across = getattr(self.wrapper, "_inter_node_pg", None)  # ranks with copies of this rank's shard
-        copies = [me] if across is None else distributed.get_process_group_ranks(across)
+        # Ranks with copies of this rank's shard.
+        copies = [me] if self._across is None else distributed.get_process_group_ranks(self._across)
         firsts = [copy - group.index(me) for copy in copies]
         shards = [tuple(sorted(first + number for first in firsts)) for number in range(len(group))]
         is_grid = sorted(itertools.chain.from_iterable(shards)) == [*range(world)]
@@ -103,7 +113,7 @@ class _Handle:
         """The ranks that hold any of those elements of the whole flat parameter, both ends included."""
         if self._ranks is None:
             return None
-        if not self.handle.uses_sharded_strategy:
+        if not self._is_sharded:
             return self._ranks[0]
         size = self.local.numel()
         return tuple(sorted(itertools.chain.from_iterable(self._ranks[first // size : last // size + 1])))
@@ -117,26 +127,20 @@ class _Handle:
 
     def parts(self) -> Iterator[tuple[nn.Module, str, Part]]:
         """The parameters in it, with the modules that hold them and their names there."""
-        flat, text, holders, refusal = self.flat, self.text, self._holders, self.refusal
-        spans = zip(self.handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
-        records = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+        holders, refusal = self._holders, self._refusal
         found: dict[tuple[int, str], Part] = {}
-        for number, ((info, shape, shard), span) in enumerate(
-            zip(records, [span for span, is_padding in spans if not is_padding], strict=True)
-        ):
+        for (info, shape, shard), span, within in zip(self._records, self._spans, self._originals, strict=True):
             regions: tuple[Flat, ...] = ()
             tensor = self.local[:0]
             if shard.in_shard:
                 regions = (Flat(shard.intra_param_start_idx, shard.intra_param_end_idx + 1),)
                 tensor = self.local[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
-            within, start, length = flat, shard.offset_in_shard or 0, self.local.numel()
-            if self.handle._use_orig_params:
-                within, start, length = flat._params[number], 0, 0
+            start, length = (0, 0) if self._is_original else (shard.offset_in_shard or 0, self.local.numel())
             part = Part(
-                _counting_writes_of(within, start, tensor, self.handle.uses_sharded_strategy),
+                _counting_writes_of(within, start, tensor, self._is_sharded),
                 tuple(shape),
                 regions,
-                text,
+                self._text,
                 holders,
                 self._sharers(*span),
                 within=within,
@@ -146,14 +150,15 @@ class _Handle:
             )
             found[id(info.module), info.param_name] = part
             yield info.module, info.param_name, part
-        for shared in flat._shared_param_infos:
+        for shared in self._shared:
             yield shared.module, shared.param_name, found[id(shared.prim_module), shared.prim_param_name]
 
     def reshard(self) -> None:
         """Lets go of what was gathered before a load, so that the next forward gathers what was loaded."""
-        is_sharded = self.handle.uses_sharded_strategy and hasattr(self.flat, "_full_param_padded")
-        if is_sharded and not self.handle.needs_unshard():
-            runtime._reshard(self.wrapper, self.handle, True)
+        is_lazy = not hasattr(self.flat, "_full_param_padded")  # nothing was gathered yet
+        if self._is_sharded and not is_lazy and not self._handle.needs_unshard():
+            self._handle.reshard(free_unsharded_flat_param=True)
+            self._handle.post_reshard()
 
 
 def _counting_writes_of(within: torch.Tensor, start: int, tensor: torch.Tensor, is_sharded: bool) -> torch.Tensor:
@@ -188,7 +193,7 @@ class FsdpModules(Modules):
         for path, part in module.named_modules(remove_duplicate=False):
             paths.setdefault(id(part), []).append(path)
         for path, wrapper in module.named_modules():
-            if not isinstance(wrapper, Wrapped) or wrapper._handle is None:
+            if not isinstance(wrapper, Wrapped) or getattr(wrapper, "_handle", None) is None:
                 continue
             handle = _Handle(path, wrapper)
             self._handles.append(handle)
@@ -251,14 +256,15 @@ def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
             f"its part {prefix.rstrip('.')!r} has a state_dict() of its own and FullyShardedDataParallel around it, "
             "which would gather for that: give it get_extra_state() instead, or shard it with FSDP2 (fully_shard)"
         )
-    for hook in module._state_dict_pre_hooks.values():
+    own = vars(module)
+    for hook in own["_state_dict_pre_hooks"].values():
         if not _is_of_fsdp(hook):
             hook(module, prefix, True)
-    module._save_to_state_dict(state, prefix, True)
-    for name, part in module._modules.items():
+    operator.methodcaller("_save_to_state_dict", state, prefix, True)(module)
+    for name, part in own["_modules"].items():
         if part is not None:
             _collect(part, f"{prefix}{name}.", state)
-    for hook in module._state_dict_hooks.values():
+    for hook in own["_state_dict_hooks"].values():
         if not _is_of_fsdp(hook):
             raise Refused(
                 f"its part {prefix.rstrip('.')!r} has a hook on its state dict, {getattr(hook, '__qualname__', hook)}, "

@@ -197,7 +197,7 @@ class _Leaves:
 
     def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
         compared = entry.bundle.compared()
-        for name, tensor in entry.bundle.tensors().items():
+        for name, tensor in entry.tensors().items():
             adapter = adapter_of(tensor, self._adapters)
             place = f"{entry.place}.{name}"
             origin = _origin(adapter, tensor, place)
@@ -319,7 +319,7 @@ class _Found:
         of_parameters = {
             id(tensor): known[name]
             for entry, known in zip(bundles, holders, strict=True)
-            for name, tensor in (entry.bundle.tensors().items() if known else ())
+            for name, tensor in (entry.tensors().items() if known else ())
             if name in known
         }
         for entry, known in zip(bundles, holders, strict=True):

@@ -371,7 +371,7 @@ class Matching:
     def _bundle(self, entry: BundleEntry) -> None:
         bundle = _Received(entry)
         self._bundles.append(bundle)
-        tensors, values = entry.bundle.tensors(), entry.bundle.values()
+        tensors, values = entry.tensors(), entry.bundle.values()
         # What is saved of a bundle is all of it: its values say so, which are saved whatever else there is.
         is_saved = any(
             (entry.key, entry.prefix + name) in self._ours

@@ -78,6 +78,17 @@ class BundleEntry:
     owned: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For an optimizer the names of its parameters, by the keys under which they stand."""
 
+    def tensors(self) -> Mapping[str, Any]:
+        """The bundle's tensors and parts.
+
+        Raises:
+            Invalid: Naming one that cannot be stored.
+        """
+        try:
+            return self.bundle.tensors()
+        except Refused as refused:
+            raise Invalid(f"{self.place}: {refused}") from refused
+
 
 @dataclass(frozen=True)
 class ValueEntry:

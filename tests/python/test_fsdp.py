@@ -438,6 +438,20 @@ def test_records_that_are_not_known_are_refused(ranks, tmp_path):
     ranks(2)(check_unknown_records, f"{tmp_path}/none")
 
 
+def check_factored(rank, world, url):
+    for layout in ("fsdp1_full_shard_flat", "fsdp1_full_shard_orig"):
+        model, optimizer = build(layout)
+        train(model, optimizer, range(1))
+        state = next(state for state in optimizer.state.values() if state["exp_avg"].numel() > 3)
+        state["row"] = torch.ones(3)
+        with pytest.raises(sf.Invalid, match=r"optimizer: state\.\S+\.row has shape \(3,\).*a number for each element"):
+            sf.save(url, state_of(model, optimizer))
+
+
+def test_state_of_another_shape_than_a_flat_parameter_is_refused(ranks, tmp_path):
+    ranks(2)(check_factored, f"{tmp_path}/none")
+
+
 def check_wrapped_again(rank, world, url):
     """Parameters that moved to other flat parameters, which the optimizer does not step."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -15,6 +15,7 @@ from .torch_capture import Place, announce_loads, load_by_hooks, outline_of_modu
 from .torch_memory import identity
 from .torch_placement import chunks, everyone
 from .torch_refused import expect_understood_module
+from .torch_wrapped import CONSTANTS, expect_same_constants, unwrapped, wraps
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
@@ -85,6 +86,7 @@ class Modules:
         self._values: dict[str, object] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._derived: list[str] = []
+        self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
             names = _Names(module)
@@ -101,7 +103,9 @@ class Modules:
                         raise Refused(f"two parts of the module have an entry {name!r}, and they are not the same")
                     continue
                 self._places[name] = (module, original)
-                if is_tensor:
+                if is_tensor and wraps(value):
+                    self._unwrap(name, module, original, value)
+                elif is_tensor:
                     self._tensors[name] = value
                     if isinstance(value, torch.Tensor) and id(value) not in own:
                         self._derived.append(name)
@@ -112,6 +116,17 @@ class Modules:
                 if name not in self.parameters:
                     self.parameters[name] = parameter
                     self._of_parameters.append(self._slot(module, original))
+
+    def _unwrap(self, name: str, module: nn.Module, original: str, outer: torch.Tensor) -> None:
+        """Takes the tensors inside of one that wraps them."""
+        try:
+            inside = unwrapped(outer)
+        except Refused as refused:
+            raise Refused(f"{name}: {refused}") from refused
+        for below, tensor in inside.tensors.items():
+            self._tensors[f"{name}.{below}"] = tensor
+            self._places[f"{name}.{below}"] = (module, original)
+        self._constants[f"{name}.{CONSTANTS}"] = inside.constants
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
         """The tensors, parts and other values of a module, by their names in its state dict."""
@@ -140,10 +155,16 @@ class Modules:
 
     def compared(self) -> Mapping[str, Compared]:
         # Statistics of normalisation layers drift apart in sound programs.
-        return {name: "on request" for name in self._tensors if name not in self.parameters}
+        own = {self._places[name] for name in self.parameters if name in self._places}
+        return {name: "on request" for name in self._tensors if self._places[name] not in own}
 
     def outline(self) -> Outline | None:
-        if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
+        if (
+            self._derived
+            or self._values
+            or self._constants
+            or any(chunks(tensor) is not None for tensor in self._tensors.values())
+        ):
             return None
         tensors: list[tuple[Place, Any]] = [
             (self._slot(module, original), self._tensors[name]) for name, (module, original) in self._places.items()
@@ -154,7 +175,7 @@ class Modules:
         return self._tensors
 
     def values(self) -> Mapping[str, object]:
-        return self._values
+        return {**self._values, **self._constants}
 
     def accepts(self, name: str) -> bool:
         return False
@@ -184,6 +205,9 @@ class Modules:
     ) -> Restored:
         # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
         entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}
+        for name in values.keys() & self._constants.keys():
+            expect_same_constants(name, self._constants[name], values[name])
+        values = {name: value for name, value in values.items() if name not in self._constants}
         for name, value in {**{name: self._tensors[name] for name in self._derived}, **values}.items():
             module, original = self._places[name]
             entries[id(module)][original] = value

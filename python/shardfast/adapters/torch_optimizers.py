@@ -22,6 +22,7 @@ from .torch_groups import (
 )
 from .torch_memory import OF_NAME, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
+from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, unwrapped, wraps
 
 
 class _Held(NamedTuple):
@@ -72,6 +73,7 @@ class Optimizers:
         self._classes: list[str] = []
         self._owned: dict[str, _Owned] = {}
         self._several: dict[Place, list[str]] = {}
+        self._constants: dict[str, dict[str, object]] = {}
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
         self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
@@ -111,6 +113,9 @@ class Optimizers:
             for name, value in owned.state.get(owned.parameter, {}).items() if not owned.is_empty else ():
                 leaf = f"state.{fqn}.{name}"
                 entry = value
+                if wraps(value):
+                    yield from self._unwrap(leaf, owned, value, (id(owned.parameter), name))
+                    continue
                 if owned.part is not None and isinstance(value, torch.Tensor):
                     entry = self._part(leaf, owned.part, value, (id(owned.parameter), name))
                 yield leaf, entry, (id(owned.parameter), name)
@@ -118,6 +123,24 @@ class Optimizers:
             for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
                     yield f"global.{name}", value, (id(holder), name)
+
+    def _unwrap(
+        self, leaf: str, owned: _Owned, outer: torch.Tensor, place: Place
+    ) -> Iterator[tuple[str, object, Place]]:
+        """The tensors inside of one that wraps them, and what it was made with."""
+        if owned.part is not None:
+            raise Refused(
+                f"{leaf} is a {type(outer).__name__}, which wraps other tensors, and its parameter is a run of a flat "
+                "one, in which blocks end elsewhere than parameters: shard with FSDP2 (fully_shard)"
+            )
+        try:
+            inside = unwrapped(outer)
+        except Refused as refused:
+            raise Refused(f"{leaf}: {refused}") from refused
+        for name, tensor in inside.tensors.items():
+            yield f"{leaf}.{name}", tensor, place
+        self._constants[f"{leaf}.{CONSTANTS}"] = inside.constants
+        yield f"{leaf}.{CONSTANTS}", inside.constants, place
 
     def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
         """The part of a state that belongs to a part of a parameter."""
@@ -142,6 +165,7 @@ class Optimizers:
                 announced += [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 for entries in holder.state.values():
                     announced += entries.values() if isinstance(entries, dict) else ()
+        announced += [inner for outer in announced if wraps(outer) for inner in inner_tensors(outer)]
         return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
@@ -180,6 +204,8 @@ class Optimizers:
                 tensors.append((place, value))
             else:
                 return None
+        if self._constants:
+            return None
         groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
         optimizers = [(held.optimizer, held.holder) for held in self._held]
         return outline_of_optimizers(optimizers, tensors, values, groups)
@@ -215,6 +241,11 @@ class Optimizers:
             if place is None:
                 return torch.empty(shape, dtype=kind, device="meta" if dry else "cpu")
             _, parameter, group, part = self._owned[place[0]]
+            if "." in place[1]:
+                raise Refused(
+                    "it is part of a tensor that wraps others, and a load fills such tensors, it makes none: step the "
+                    "optimizer once before the load, so that its state is there"
+                )
             is_step = place[1] == "step"
             on_host = is_step and not (group.get("fused") or group.get("capturable"))
             at = parameter if part is None else part.tensor
@@ -278,7 +309,9 @@ class Optimizers:
         entries: dict[str, object] = {}
         unexpected = []
         for name, value in {**created, **values}.items():
-            if self._parameter_of(name) in foreign:
+            if name in self._constants:
+                expect_same_constants(name, self._constants[name], value)
+            elif self._parameter_of(name) in foreign:
                 unexpected.append(name)
             elif name != "param_groups":
                 entries[name] = value
@@ -329,7 +362,7 @@ class Optimizers:
                 if value.ndim:  # of an element that never was stepped
                     value.detach()[part.start : part.start + part.tensor.numel()].zero_()
                 return
-        state[owner].pop(place[1], None)
+        state[owner].pop(place[1] if place[1] in state[owner] else place[1].partition(".")[0], None)
         if not state[owner]:
             del state[owner]  # optimizers make the state of a parameter that has none
 

@@ -1,0 +1,213 @@
+"""Tensors that wrap others and name them: the inner ones are saved and filled, what the class needs beside is compared.
+
+The class here has what torchao's have: codes by element, one scale for each block of elements, and a dtype.
+"""
+
+import copy
+
+import pytest
+import shardfast as sf
+import torch
+from shardfast.adapters import torch_wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+BLOCK = 8
+
+
+class Coded(torch.Tensor):
+    """Numbers as whole numbers, with one scale for each block."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, label):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, label):
+        self.codes, self.scale, self.label = codes, scale, label
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.label, torch.float32]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size=None, stride=None):
+        return cls(inner["codes"], inner["scale"], context[0])
+
+    def numbers(self):
+        return (self.codes.float().view(-1, BLOCK) * self.scale.view(-1, 1)).view(self.codes.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.alias.default, aten.view.default):
+            made = cls(args[0].codes, args[0].scale, args[0].label)
+            return return_and_correct_aliasing(function, args, kwargs or {}, made)
+        unwrapped = [one.numbers() if isinstance(one, cls) else one for one in args]
+        return function(*unwrapped, **(kwargs or {}))
+
+    @staticmethod
+    def of(numbers, label="a"):
+        blocks = numbers.reshape(-1, BLOCK)
+        scale = blocks.abs().amax(1).clamp(min=1e-12) / 127
+        codes = (blocks / scale.view(-1, 1)).round().to(torch.int8).view(numbers.shape)
+        return Coded(codes, scale, label)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps its momentum coded."""
+
+    def __init__(self, parameters, label="a"):
+        super().__init__(parameters, {"lr": 0.1})
+        self.label = label
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                if not state:
+                    coded = Coded.of(torch.zeros_like(local), self.label)
+                    is_sharded = isinstance(parameter, DTensor)
+                    mesh = parameter.device_mesh if is_sharded else None
+                    state["momentum"] = (
+                        DTensor.from_local(coded, mesh, parameter.placements, run_check=False) if is_sharded else coded
+                    )
+                coded = state["momentum"]
+                coded = coded._local_tensor if isinstance(coded, DTensor) else coded
+                new = Coded.of(coded.numbers() * 0.9 + grad, self.label)
+                coded.codes.copy_(new.codes)
+                coded.scale.copy_(new.scale)
+                local.sub_(group["lr"] * coded.numbers())
+
+
+def made(seed, label="a"):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    return model, Momentum(model.parameters(), label)
+
+
+def losses(model, optimizer, steps):
+    found = []
+    for step in range(steps):
+        loss = model(torch.full((3, 16), (step + 1) / 7)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def state_of(model, optimizer):
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_what_is_inside_comes_back(tmp_path):
+    model, optimizer = made(0)
+    losses(model, optimizer, 3)
+    kept = copy.deepcopy([(one["momentum"].codes, one["momentum"].scale) for one in optimizer.state.values()])
+    pending = sf.save_async(tmp_path / "one", state_of(model, optimizer))
+    expected = losses(model, optimizer, 4)
+    pending.committed()
+    into = made(1)
+    losses(*into, 1)
+    plan = sf.load(tmp_path / "one", state_of(*into))
+    assert {"optimizer/state.0.weight.momentum.codes", "optimizer/state.0.weight.momentum.scale"} <= set(plan.tensors)
+    for (codes, scale), one in zip(kept, into[1].state.values(), strict=True):
+        assert torch.equal(one["momentum"].codes, codes)
+        assert torch.equal(one["momentum"].scale, scale)
+    assert losses(*into, 4) == expected
+
+
+def test_a_load_makes_no_wrapping_tensor(tmp_path):
+    model, optimizer = made(0)
+    losses(model, optimizer, 1)
+    sf.save(tmp_path / "one", state_of(model, optimizer))
+    with pytest.raises(sf.Invalid, match=r"momentum\.codes: it is part of a tensor that wraps others.*step the"):
+        sf.load(tmp_path / "one", state_of(*made(1)))
+
+
+def test_what_a_class_was_made_with_is_compared(tmp_path):
+    model, optimizer = made(0)
+    losses(model, optimizer, 1)
+    sf.save(tmp_path / "one", state_of(model, optimizer))
+    into = made(1, label="b")
+    losses(*into, 1)
+    with pytest.raises(sf.Invalid, match=r"momentum\.constants: the checkpoint holds .*'a'.*made as .*'b'"):
+        sf.load(tmp_path / "one", state_of(*into))
+
+
+def test_weights_that_are_coded_come_back(tmp_path):
+    def coded(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8))
+        model[0].weight = nn.Parameter(Coded.of(model[0].weight.detach()), requires_grad=False)
+        return model
+
+    model = coded(0)
+    sf.save(tmp_path / "one", {"model": model})
+    into = coded(1)
+    sf.load(tmp_path / "one", {"model": into})
+    assert torch.equal(into[0].weight.codes, model[0].weight.codes)
+    assert torch.equal(into[0].weight.scale, model[0].weight.scale)
+    assert torch.equal(into[1].weight, model[1].weight)
+
+
+def sharded(seed, world):
+    model, _ = made(seed)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return model, Momentum(model.parameters())
+
+
+def check_sharded(rank, world, url):
+    model, optimizer = sharded(0, world)
+    losses(model, optimizer, 2)
+    with pytest.raises(sf.Invalid, match=r"momentum: a DTensor of \S+Coded, a class that wraps other tensors"):
+        sf.save(f"{url}/none", state_of(model, optimizer))
+    torch_wrapped._SHARDED[f"{__name__}.Coded"] = {"codes": "element", "scale": "block"}
+    sf.save(f"{url}/two", state_of(model, optimizer))
+    expected = losses(model, optimizer, 3)
+    into = sharded(1, world)
+    losses(*into, 1)
+    sf.load(f"{url}/two", state_of(*into))
+    assert losses(*into, 3) == expected
+    into = sharded(2, world)
+    losses(*into, 1)
+    sf.load(f"{url}/one", state_of(*into))  # that of one rank
+    for parameter, state in into[1].state.items():
+        coded, shard = state["momentum"]._local_tensor, parameter.placements
+        assert shard == (Shard(0),)
+        whole = torch.load(f"{url}/whole-{tuple(parameter.shape)}.pt")
+        rows = parameter.shape[0] // world
+        assert torch.equal(coded.codes, whole["codes"][rank * rows : (rank + 1) * rows])
+        scale = whole["scale"].view(world, -1)[rank]
+        assert torch.equal(coded.scale, scale)
+    # A block of a shard that begins within a block of the whole tensor.
+    state = next(state for parameter, state in optimizer.state.items() if parameter.ndim == 2)
+    coded = state["momentum"]._local_tensor
+    coded.scale = torch.ones(5)
+    with pytest.raises(sf.Invalid, match=r"its 'scale' has shape \(5,\).*blocks that do not end where shards do"):
+        sf.save(f"{url}/none", state_of(model, optimizer))
+    model = FullyShardedDataParallel(made(0)[0], use_orig_params=True, device_id=torch.device("cpu"))
+    flat = next(parameter for parameter in model.parameters() if parameter.numel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[flat]["momentum"] = Coded.of(torch.ones(BLOCK))
+    with pytest.raises(sf.Invalid, match=r"momentum is a Coded, which wraps other tensors, and its parameter is"):
+        sf.save(f"{url}/none", state_of(model, optimizer))
+
+
+def test_shards_are_cut_where_blocks_end(ranks, tmp_path):
+    model, optimizer = made(0)
+    losses(model, optimizer, 2)
+    sf.save(tmp_path / "one", state_of(model, optimizer))
+    for parameter, state in optimizer.state.items():
+        inner = {"codes": state["momentum"].codes, "scale": state["momentum"].scale}
+        torch.save(inner, tmp_path / f"whole-{tuple(parameter.shape)}.pt")
+    ranks(2)(check_sharded, f"{tmp_path}")
+    into = made(3)
+    losses(*into, 1)
+    sf.load(tmp_path / "two", state_of(*into))
+    assert all(state["momentum"].codes.any() for state in into[1].state.values())

@@ -30,6 +30,9 @@ _SHARDED: dict[str, dict[str, str]] = {
 for each block of consecutive elements, or the same table on all ranks."""
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 class Unwrapped(NamedTuple):
     """What a tensor wraps.
 
@@ -44,6 +47,8 @@ class Unwrapped(NamedTuple):
 
 def wraps(tensor: object) -> bool:
     """Whether it is a tensor, or this rank's part of one, that names the tensors inside it."""
+    if type(tensor) in _PLAIN:  # most are
+        return False
     inside = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
     return isinstance(inside, torch.Tensor) and not is_dtensor(inside) and hasattr(type(inside), "__tensor_flatten__")
 

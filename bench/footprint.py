@@ -65,14 +65,14 @@ def _worker(settings: Settings, budget: int, total: int) -> dict[str, Any]:
 
 
 def _one(system: System, path: Path, state: State, other: State, peaks: list[int]) -> None:
-    peaks.append(_extra(lambda: system.save(path, state)))
+    peaks.append(extra_memory(lambda: system.save(path, state)))
     drop_page_cache(path)
     zero(other)
-    peaks.append(_extra(lambda: system.load(path, other)))
+    peaks.append(extra_memory(lambda: system.load(path, other)))
     expect_equal(other, state, system.name)
 
 
-def _extra(action: Callable[[], object]) -> int:
+def extra_memory(action: Callable[[], object]) -> int:
     """Bytes of resident memory at the peak of ``action`` above those before it."""
     gc.collect()
     before = _resident("VmRSS")

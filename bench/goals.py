@@ -17,6 +17,7 @@ def show(results: dict[str, Any]) -> None:
     """Prints the goals of the measures that were run."""
     readers: dict[str, Callable[[dict[str, Any]], list[Row]]] = {
         "stall": _stall,
+        "fsdp": _fsdp,
         "replicas": _replicas,
         "training": _training,
         "transfer": _transfer,
@@ -43,6 +44,24 @@ def _stall(found: dict[str, Any]) -> list[Row]:
         if systems.get(OURS):
             first = systems[OURS]["median"]
             rows.append((f"stall of the first save, {name}", "10 ms", f"{first:.1f} ms", first <= 10))
+    return rows
+
+
+def _fsdp(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    fsdp2, thousands = found["times"]["FSDP2"], found["parameters"] / 1000
+    for kind, times in found["times"].items():
+        if kind == "FSDP2":
+            continue
+        described = times["describe_ms"]["median"] / thousands
+        of_fsdp2 = times["later_ms"]["median"] / fsdp2["later_ms"]["median"]
+        of_rival = times["rival_ms"]["median"] / times["later_ms"]["median"]
+        goal = "20 ms per 1,000 parameters"
+        rows.append((f"first description, {kind}", goal, f"{described:.1f} ms", described <= 20))
+        rows.append((f"stall of later saves, {kind}", "1.2 × FSDP2's", f"{of_fsdp2:.2f} ×", of_fsdp2 <= 1.2))
+        rows.append((f"blocking time, {kind}", "20 × shorter than DCP's", f"{of_rival:.0f} ×", of_rival >= 20))
+        is_within = found["within budget"][kind]
+        rows.append((f"memory, {kind}", "budget + 64 MiB", "within" if is_within else "beyond", is_within))
     return rows
 
 

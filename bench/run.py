@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import footprint
+import fsdp
 import goals
 import machine
 import planning
@@ -38,6 +39,7 @@ MEASURES = {
     "sharing": (sharing.measure, "ranks that read for each other, beside each for itself"),
     "small": (small.measure, "5,000 tensors of 1 KiB"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
+    "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +154,7 @@ class Optimizers:
                 "a flat parameter: state of that is understood where it has a number for each element, or one in all"
             )
         mine = value.detach()[part.start : part.start + part.tensor.numel()] if part.length else value.detach()
-        return replace(part, tensor=mine, within=value, refusal="")
+        return Part(mine, part.shape, part.regions, part.text, part.holders, part.sharers, within=value)
 
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
         announce_steps(notice)

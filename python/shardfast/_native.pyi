@@ -52,7 +52,7 @@ VALUE_CONTAINERS_MAX: int
 """Most lists, dicts and tagged values in one value."""
 
 class Error(Exception):
-    """What every failure of Shardfast is."""
+    """The base class of all errors of Shardfast."""
 
 class Corrupt(Error):
     """The bytes are not those that were saved: use another checkpoint."""
@@ -61,7 +61,7 @@ class NotFound(Error):
     """Nothing is stored under that name."""
 
 class Conflict(Error):
-    """The name is taken, or somebody else did it first."""
+    """The name is already taken."""
 
 class Exhausted(Error):
     """A disk, a quota or a budget is full."""
@@ -70,13 +70,13 @@ class Unavailable(Error):
     """The store or another rank cannot be reached now."""
 
 class Unsupported(Error):
-    """A newer version, or something that is not offered."""
+    """A newer version, or a feature that is not available here."""
 
 class Invalid(Error):
-    """The call, the state or a permission is wrong: mend it and call again."""
+    """The call, the state or a permission is wrong: fix it and call again."""
 
 class Cancelled(Error):
-    """The operation was given up on request."""
+    """The operation was cancelled on request."""
 
 class Internal(Error):
     """A defect of Shardfast."""

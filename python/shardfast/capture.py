@@ -95,8 +95,8 @@ class Pending:
                 return
             more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
             self._broken = (
-                f"{self.url}: {', '.join(changed[:3])}{more} while it was being captured: wait for staged() of the "
-                "save before changing tensors in other ways than by a step of their optimizer or a load_state_dict"
+                f"{self.url}: {', '.join(changed[:3])}{more} during capture: call staged() on the save before "
+                "modifying tensors other than by an optimizer step or load_state_dict"
             )
             self._pending.confirm_unmodified(Invalid.__name__, self._broken)
 

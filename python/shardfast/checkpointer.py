@@ -213,7 +213,7 @@ class Checkpointer:
                 for url, reason in spared:
                     if url not in self._spared:
                         self._spared.add(url)
-                        _log.warning("%s is no longer to be kept, and stays: %s", url, reason)
+                        _log.warning("%s matches no rule of keep= and is not deleted: %s", url, reason)
         except Exception as error:
             pending.fail(error)  # for the log, should no call of this object raise it any more
             raise

@@ -33,7 +33,7 @@ def mapped(url: Url) -> Mapped:
     active = frameworks.active()
     place = expect_url(url)
     if not active:
-        raise Invalid(f"{place}: import the framework that shall show the tensors before the checkpoint is mapped")
+        raise Invalid(f"{place}: import the framework to show the tensors with before mapping the checkpoint")
     return Mapped(_native.open(session.alone(), place, timeout_s=session.TIMEOUT_S), active)
 
 
@@ -154,7 +154,7 @@ class Mapped(Mapping[str, Any]):
         return self._tensors[name]
 
     def _has_no_type(self, name: str, refused: Refused) -> Invalid:
-        return Invalid(f"{self._url}: {name}: {refused}: import a framework that has before the checkpoint is mapped")
+        return Invalid(f"{self._url}: {name}: {refused}: import a framework that has it before mapping the checkpoint")
 
 
 def _buffer(part: _native.Part) -> Any:

@@ -299,7 +299,7 @@ class Matching:
     def _allocate(self, saved: SavedTensor, name: str) -> Any:
         """A new plain tensor of the state's first framework, wanted."""
         if not self._adapters:
-            self.plan.problems.append(f"{name} is a tensor in the checkpoint: import the framework that shall hold it")
+            self.plan.problems.append(f"{name} is a tensor in the checkpoint: import a framework to hold it")
             return None
         adapter = self._adapters[0]
         try:
@@ -513,7 +513,7 @@ class Matching:
     def _raise(self, value: _Value, encoded: bytes) -> Any:
         def referred(key: str, name: str) -> Any:
             if (key, name) not in self._loaded:
-                raise Corrupt(f"{value.place}: it refers to the tensor {key}/{name}, which the checkpoint has not")
+                raise Corrupt(f"{value.place}: it refers to the tensor {key}/{name}, which the checkpoint lacks")
             return self._loaded[key, name]
 
         def settle(tensor: object, trail: Trail) -> object:

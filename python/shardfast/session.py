@@ -411,7 +411,7 @@ def _told(store: Any, key: str, timeout_s: float, who: str) -> list[str]:
             store.wait([key], datetime.timedelta(seconds=timeout_s - PATIENCE_S))
     except RuntimeError as error:  # torch's DistStoreError among them
         raise Unavailable(
-            f"{who} did not say within {timeout_s:g} s where it is, which it does when it makes this call: {error}"
+            f"{who} did not report its address within {timeout_s:g} s, which it does when it makes this call: {error}"
         ) from error
     text = str(store.get(key).decode())
     if text.startswith(_FAILED):
@@ -429,7 +429,7 @@ def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Se
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise Invalid(f"{ROOT}={root!r}: expected rank 0's host and port, such as 'node-7:29600'")
     if token is None:
-        raise Invalid(f"{TOKEN}: not set; expected a secret that all ranks of this job have, and nobody else")
+        raise Invalid(f"{TOKEN}: not set; expected a secret that only the ranks of this job know")
     if rank == 0:
         place = Place(host, 0, world, token, local_world=local_world, fan_out=_fan_out(), port=int(port), tls=_tls())
         return place.join(None, timeout_s, local_world=local_world, staging_bytes=staging_bytes), None
@@ -449,7 +449,7 @@ def _store(distributed: Any, members: _Members, timeout_s: float) -> Any:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is None or port is None:
             raise Unavailable(
-                "this torch does not give its rendezvous store, and MASTER_ADDR and MASTER_PORT do not say where it is"
+                "this PyTorch does not expose its rendezvous store, and MASTER_ADDR and MASTER_PORT are not set"
             ) from None
         timeout = datetime.timedelta(seconds=timeout_s)
         store = distributed.TCPStore(host, int(port), is_master=False, timeout=timeout)

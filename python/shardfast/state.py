@@ -258,7 +258,7 @@ def expect_text(name: str, place: str) -> None:
         where = place.encode("ascii", "backslashreplace").decode()
         letter = f"U+{ord(name[error.start]):04X}"
         raise Invalid(
-            f"{where}: a name of text expected, found a lone surrogate ({letter}) in it: rename it"
+            f"{where}: expected a name of valid Unicode text, found a lone surrogate ({letter}): rename it"
         ) from error
 
 

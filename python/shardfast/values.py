@@ -466,7 +466,7 @@ def raise_value(lowered: object, how: Raising) -> Any:
         raise
     except RecursionError as error:
         raise Unsupported(
-            f"{how.place}: it nests deeper than the stack that is left to this call: call from fewer functions deep, "
+            f"{how.place}: it nests deeper than the remaining stack allows: call from a shallower stack, "
             "or raise sys.setrecursionlimit()"
         ) from error
     except Exception as error:  # the last line: what stands below says it better where it can

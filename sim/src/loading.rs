@@ -212,7 +212,7 @@ fn expected_of(trouble: Trouble, error: &Error) -> std::result::Result<(), Strin
         Trouble::Bent { from, .. } => (&[Kind::Corrupt], format!("rank {from}")),
         // What ends where it may end lacks what should follow.
         Trouble::Cut { .. } => (&[Kind::Corrupt, Kind::Internal], String::new()),
-        Trouble::Silent { from, .. } => (&[Kind::Unavailable], format!("rank {from} sends no more")),
+        Trouble::Silent { from, .. } => (&[Kind::Unavailable], format!("rank {from} sent no message")),
         Trouble::Refused { .. } => (&[Kind::Unavailable], REFUSED.to_owned()),
         Trouble::Crash { rank, .. } => (&[Kind::Unavailable], format!("rank {rank}")),
     };
@@ -376,7 +376,7 @@ impl Links {
         let is_there = |of: &u32| self.on_the_way.get(&(*of, rank)).is_some_and(|messages| !messages.is_empty());
         let missing: Vec<u32> = from.iter().copied().filter(|of| !is_there(of)).collect();
         if let Some(gone) = missing.iter().find(|of| self.rounds[**of as usize].is_none()) {
-            rounds.received(Err(Error::new(Kind::Unavailable, format!("rank {gone} is gone"))));
+            rounds.received(Err(Error::new(Kind::Unavailable, format!("rank {gone} is lost"))));
         } else if missing.is_empty() {
             let mut next = |of: &u32| Some((*of, self.on_the_way.get_mut(&(*of, rank))?.pop_front()??));
             rounds.received(Ok(from.iter().filter_map(&mut next).collect()));

@@ -54,7 +54,7 @@ def test_what_cannot_be_loaded_into_is_refused():
             ADAPTER.target(array, "F64")
     with pytest.raises(Refused, match="read-only"):
         ADAPTER.fill(fixed, np.zeros(3))
-    with pytest.raises(Refused, match=r"float32 \[3\] where one of float64 \[3\] stands here"):
+    with pytest.raises(Refused, match=r"float32 \[3\] where the state has one of float64 \[3\]"):
         ADAPTER.fill(np.ones(3), np.zeros(3, dtype=np.float32))
     assert fixed.tolist() == [1, 1, 1]
 

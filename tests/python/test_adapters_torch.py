@@ -287,7 +287,7 @@ def test_dtensors_are_filled_where_they_lie(ranks):
 
 def check_refusals(rank, world):
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(Refused, match=r"Partial\(sum\) on mesh dimension 0 is a sum that was not yet made"):
+    with pytest.raises(Refused, match=r"Partial\(sum\) on mesh dimension 0 is an unreduced partial sum"):
         ADAPTER.layout(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
     # Another library's uneven shards: the right number of elements in all, at other places than the placements say.
     uneven = torch.ones((5, 2) if rank == 0 else (1, 2))

@@ -107,7 +107,7 @@ def test_hooks_of_optimizers_run_or_are_refused(tmp_path):
         return state_dict
 
     handle = optimizer.register_load_state_dict_pre_hook(converts)
-    with pytest.raises(sf.Invalid, match=r"optimizer: its hook '.*converts' .*wants the whole state dict.*post-hook"):
+    with pytest.raises(sf.Invalid, match=r"optimizer: its hook '.*converts' .*needs the whole state dict.*post-hook"):
         sf.load(tmp_path / "one", state)
     handle.remove()
     sf.load(tmp_path / "one", state)

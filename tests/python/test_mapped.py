@@ -217,7 +217,7 @@ def test_arrays_are_those_of_the_framework_that_was_imported(tmp_path):
     no_framework = "import sys, shardfast as sf; sf.mapped(sys.argv[1])"
     failed = subprocess.run([sys.executable, "-c", no_framework, str(tmp_path / "one")], capture_output=True, text=True)
     assert "Invalid" in failed.stderr
-    assert "import the framework that shall show the tensors" in failed.stderr
+    assert "import the framework to show the tensors with" in failed.stderr
 
 
 RESIDENT = """

@@ -81,7 +81,7 @@ def test_missed_saves_do_not_end_saving(ranks, tmp_path, world, alone, calls, ag
             assert kind == "Unavailable"
             assert SHORT_S * 0.9 < seconds < SHORT_S + 8
             if not have_met and 0 in missing:
-                assert f"rank {rank} of {world}: rank 0 did not say within 1.5 s where it is" in message
+                assert f"rank {rank} of {world}: rank 0 did not report its address within 1.5 s" in message
                 continue
             behind = "1 call" if number == 0 else f"{number + 1} calls"
             assert f"{who} not called save ({behind} behind)" in message, message
@@ -107,7 +107,7 @@ def test_a_rank_that_comes_late_is_told_so_at_once_and_is_with_the_others_again(
     early, late = ranks(2)(check_late, str(tmp_path), pause)
     assert early[0] == late[0] == "Unavailable"
     assert "rank 1 has not called save" in early[1]
-    assert "rank 1 came too late to save" in late[1], late[1]
+    assert "rank 1 called save too late" in late[1], late[1]
     assert late[2] < 5
 
 
@@ -275,4 +275,4 @@ def check_unfit(rank, world, directory):
 def test_a_call_that_fails_on_the_only_rank_that_makes_it(ranks, tmp_path):
     for kind, message, _ in ranks(2)(check_unfit, str(tmp_path)):
         assert kind == "Invalid"
-        assert "rank 0: " in message and "rank 1: no word from it" in message, message
+        assert "rank 0: " in message and "rank 1: it did not contribute" in message, message

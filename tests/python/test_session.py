@@ -113,7 +113,7 @@ def test_a_store_that_outlives_the_group_does_not_mislead(ranks, tmp_path):
 
 def check_absence(rank, world):
     if rank == 1:
-        with pytest.raises(sf.Unavailable, match=r"rank 1 of 2: rank 0 did not say within 0\.5 s where it is"):
+        with pytest.raises(sf.Unavailable, match=r"rank 1 of 2: rank 0 did not report its address within 0\.5 s"):
             session.current(0.5)
     dist.barrier()
 
@@ -334,4 +334,4 @@ def test_survivors_of_a_killed_rank_say_the_same(job, victim, when):
         if "raised" in line
     }
     assert len(told) == 1, outputs
-    assert f"rank {victim} is gone" in told.pop()
+    assert f"rank {victim} is lost" in told.pop()

@@ -366,7 +366,7 @@ def check_w12(rank, world, directory):
         port = [server.port]
     dist.broadcast_object_list(port)
     del dist.distributed_c10d._get_default_store
-    with pytest.raises(sf.Unavailable, match="MASTER_ADDR and MASTER_PORT do not say where it is"):
+    with pytest.raises(sf.Unavailable, match="MASTER_ADDR and MASTER_PORT are not set"):
         session.current(5.0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
     sf.save(f"{directory}/one", {"extra": {"rank": rank}}, timeout_s=30)
@@ -480,7 +480,7 @@ def check_h1(rank, world, directory):
 def test_h1_replicas_that_are_of_another_shape_are_refused(ranks, tmp_path):
     """H1: ranks that say other things about one tensor fail the save; what is a rank's own has a word for it."""
     for _, shape in ranks(2)(check_h1, str(tmp_path)):
-        assert "model/expert.weight: ranks must hold the same" in shape
+        assert "model/expert.weight: expected the same on all ranks" in shape
 
 
 def test_h1_replicas_with_other_contents_are_refused_on_request(ranks, tmp_path):

@@ -8,7 +8,7 @@ URL is a path, file:///path or memory://name; a checkpoint, or a run, whose newe
 Exit codes:
   0  fine
   1  diff found a difference, verify found damage, or doctor found that nothing can be saved
-  2  usage: the arguments, the URL or a permission must be mended
+  2  usage: the arguments, the URL or a permission must be fixed
   3  there is no such checkpoint, run or key
   4  what is there cannot be read: corrupt, or written by a newer version
   5  anything else: the store cannot be reached or is full, the name is taken";

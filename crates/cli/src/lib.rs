@@ -22,7 +22,7 @@ pub use doctor::{Finding, Host, Status};
 const FINE: i32 = 0;
 /// `diff` found a difference, `verify` damage, or `doctor` that nothing can be saved.
 const FOUND: i32 = 1;
-/// The call must be mended: arguments, a URL, a permission.
+/// The call must be fixed: arguments, a URL, a permission.
 const USAGE: i32 = 2;
 /// There is no such checkpoint, run or key.
 const NOT_FOUND: i32 = 3;

@@ -10,7 +10,7 @@ const FAILURES_SHOWN_MAX: usize = 16;
 pub const SAMPLE_BYTES: usize = 16;
 
 /// Begins the reason of a rank that did not contribute, where others have failed.
-pub const NO_WORD: &str = "no word from it within";
+pub const NOT_CONTRIBUTED: &str = "it did not contribute within";
 
 /// Why a rank got no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,7 +26,7 @@ pub enum Error {
         more: u32,
     },
     /// Ranks did not contribute in time.
-    #[error("agreement on {topic:?} failed: no word from {} within {waited:?}{}", Ranks(.ranks), Silent(.silent))]
+    #[error("agreement on {topic:?} failed: {} did not contribute within {waited:?}{}", Ranks(.ranks), Silent(.silent))]
     Missing {
         /// What was to be agreed on.
         topic: String,
@@ -42,7 +42,7 @@ pub enum Error {
         sample: Vec<u8>,
     },
     /// A rank is gone, and with it every agreement that needs it.
-    #[error("rank {rank} is gone: {cause}")]
+    #[error("rank {rank} is lost: {cause}")]
     Lost {
         /// The first rank that went.
         rank: u32,
@@ -135,13 +135,13 @@ mod tests {
             let (ranks, silent, waited) = (ranks.to_vec(), silent.to_vec(), Duration::from_millis(1500));
             Error::Missing { topic: "save/7".into(), ranks, silent, waited, sample: Vec::new() }.to_string()
         };
-        assert_eq!(missing(&[3], &[]), r#"agreement on "save/7" failed: no word from rank 3 within 1.5s"#);
-        assert_eq!(
-            missing(&[0, 3, 4, 5, u32::MAX], &[3]),
-            r#"agreement on "save/7" failed: no word from ranks 0, 3-5, 4294967295 within 1.5s; rank 3 does not answer"#
+        assert_eq!(missing(&[3], &[]), r#"agreement on "save/7" failed: rank 3 did not contribute within 1.5s"#);
+        assert!(
+            missing(&[0, 3, 4, 5, u32::MAX], &[3])
+                .ends_with(": ranks 0, 3-5, 4294967295 did not contribute within 1.5s; rank 3 does not answer")
         );
         assert!(missing(&[3, 4, 5], &[3, 5]).ends_with("; ranks 3, 5 do not answer"));
         let lost = Error::Lost { rank: 2, cause: "its connection broke".into() };
-        assert_eq!(lost.to_string(), "rank 2 is gone: its connection broke");
+        assert_eq!(lost.to_string(), "rank 2 is lost: its connection broke");
     }
 }

@@ -44,7 +44,7 @@ pub(crate) fn agree(
             Ok(reply) => break reply,
             Err(RecvTimeoutError::Timeout) => hub.tick(),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Error::Unavailable(format!("the coordinator ended while {topic:?} was agreed on")));
+                return Err(Error::Unavailable(format!("the coordinator ended during the agreement on {topic:?}")));
             }
         }
     };

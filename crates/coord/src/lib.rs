@@ -53,7 +53,7 @@ mod wire;
 use std::ops::Range;
 use std::time::Duration;
 
-pub use error::{Error, Failure, NO_WORD, Ranks, SAMPLE_BYTES};
+pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES};
 pub use local::{local, local_tree, solo};
 pub use topology::Topology;
 pub use wire::Encoded;

@@ -433,7 +433,7 @@ impl<W> Node<W> {
             check_topic(&part.topic).map_err(|error| error.to_string()).and_then(|()| part.report.check(&child.subtree))
         {
             child.is_lost = true;
-            self.report_lost(from, format!("its part of {:?} cannot be: {problem}", part.topic), now);
+            self.report_lost(from, format!("its part of {:?} is invalid: {problem}", part.topic), now);
             return;
         }
         let round = self.open(&part.topic, now.saturating_sub(part.age), now.saturating_add(part.left));

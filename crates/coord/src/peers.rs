@@ -189,7 +189,7 @@ impl Peers {
             for (rank, message) in messages {
                 match links.remove(&rank) {
                     Some(link) => _ = tasks.spawn(swap_one(rank, link, message, deadline, bytes_max)),
-                    None => _ = failed.get_or_insert(gone(rank, "its connection ended before")),
+                    None => _ = failed.get_or_insert(failed_swap(rank, "its connection is closed")),
                 }
             }
             while let Some(done) = tasks.join_next().await {
@@ -207,8 +207,8 @@ impl Peers {
     }
 }
 
-fn gone(rank: u32, cause: impl std::fmt::Display) -> Error {
-    Error::Unavailable(format!("rank {rank}, with which bytes are shared, is gone: {cause}"))
+fn failed_swap(rank: u32, cause: impl std::fmt::Display) -> Error {
+    Error::Unavailable(format!("the exchange of messages with rank {rank} failed: {cause}"))
 }
 
 async fn swap_one(
@@ -231,7 +231,7 @@ async fn swap_one(
         }
     };
     let message =
-        timeout(deadline, swapped).await.map_err(|_| gone(rank, format!("no message within {deadline:?}")))??;
+        timeout(deadline, swapped).await.map_err(|_| failed_swap(rank, format!("no message within {deadline:?}")))??;
     Ok((rank, link, message))
 }
 
@@ -242,7 +242,7 @@ async fn exchange(
     message: &Message,
     bytes_max: u64,
 ) -> Result<Vec<u8>, Error> {
-    let lost = |error: std::io::Error| gone(rank, error);
+    let lost = |error: std::io::Error| failed_swap(rank, error);
     let send = async {
         let bytes: u64 = message.iter().map(|piece| piece.len() as u64).sum();
         to.write_all(&bytes.to_le_bytes()).await.map_err(lost)?;
@@ -254,16 +254,16 @@ async fn exchange(
     let receive = async {
         let bytes = from.read_u64_le().await.map_err(lost)?;
         if bytes > bytes_max {
-            return Err(gone(rank, format!("expected a message of at most {bytes_max} bytes, found {bytes}")));
+            return Err(failed_swap(rank, format!("expected a message of at most {bytes_max} bytes, found {bytes}")));
         }
         let mut message = Vec::new();
         let reserved = usize::try_from(bytes).is_ok_and(|bytes| message.try_reserve_exact(bytes).is_ok());
         if !reserved {
-            return Err(gone(rank, format!("no memory for {bytes} bytes")));
+            return Err(failed_swap(rank, format!("no memory for {bytes} bytes")));
         }
         let read = (&mut from).take(bytes).read_to_end(&mut message).await.map_err(lost)?;
         if read as u64 != bytes {
-            return Err(gone(rank, format!("its message of {bytes} bytes ended after {read}")));
+            return Err(failed_swap(rank, format!("its message of {bytes} bytes ended after {read}")));
         }
         Ok(message)
     };

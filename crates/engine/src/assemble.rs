@@ -55,7 +55,7 @@ pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) 
             let known = *aliases.entry(name).or_insert(of);
             if known != of {
                 return Err(Error::invalid(format!(
-                    "{name}: ranks must hold the same, and it is an alias of {known}, on rank {rank} of {of}"
+                    "{name}: expected the same on all ranks, found an alias of {known}, and on rank {rank} one of {of}"
                 )));
             }
         }
@@ -72,7 +72,7 @@ pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) 
         builder.object(&value.name, &value.layout, &copies);
     }
     if let Some(writer) = extents.iter_mut().position(|extents| extents.next().is_some()) {
-        return Err(Error::internal(format!("rank {writer} wrote more values than it was to")));
+        return Err(Error::internal(format!("rank {writer} wrote more values than planned")));
     }
     for (name, of) in aliases {
         builder.alias(name, of);

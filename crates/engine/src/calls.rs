@@ -303,13 +303,13 @@ fn digest(what: &str, attempt: u32) -> Digest {
 /// The failure of a call that the others had given up before this rank made it.
 pub(crate) fn too_late(what: &str, rank: u32, waited: Duration) -> Error {
     let verb = verb(what);
-    let message = format!("{what}: rank {rank} came too late to {verb}: the other ranks waited {waited:?} for it");
+    let message = format!("{what}: rank {rank} called {verb} too late: the other ranks waited {waited:?} for it");
     Error::new(Kind::Unavailable, message)
 }
 
 /// The failure of a call that would have to wait for ranks that are behind, and cannot.
 pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
-    let message = format!("{what}: ranks are not at the same call, and rank {rank} has begun its next one already");
+    let message = format!("{what}: the ranks are at different calls, and rank {rank} has already begun its next one");
     Error::new(Kind::Unavailable, message)
 }
 
@@ -326,7 +326,7 @@ pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
         let error = Error::new(
             Kind::Unavailable,
             format!(
-                "{}: rank 0 calls it for the {}. time, rank {other} for the {}.; call it again",
+                "{}: rank 0 is at attempt {}, rank {other} at attempt {}; call it again",
                 first.what,
                 first.attempt + 1,
                 spoken[other].attempt + 1
@@ -344,8 +344,8 @@ pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
                 let error = Error::new(
                     Kind::Unavailable,
                     format!(
-                        "rank {rank} is behind the other ranks: it calls `{}`, they have gone on to `{}` and wait for \
-                         its next call",
+                        "rank {rank} is behind the other ranks: it calls `{}`; they call `{}` and wait for its next \
+                         call",
                         own.what, common.what
                     ),
                 );

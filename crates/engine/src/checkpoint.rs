@@ -60,7 +60,7 @@ impl Checkpoint {
             for (rank, (touched, problems)) in ranks.into_iter().enumerate() {
                 for leaf in touched {
                     *is_touched.get_mut(leaf as usize).ok_or_else(|| {
-                        Error::internal(format!("rank {rank} speaks of leaf {leaf}; the manifest has fewer"))
+                        Error::internal(format!("rank {rank} names leaf {leaf}; the manifest has fewer leaves"))
                     })? = true;
                 }
                 for problem in problems {

@@ -105,8 +105,8 @@ pub(crate) fn commit(
 pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
     presence::expect(store, files, within).map_err(|error| match error.kind {
         Kind::Corrupt => Error::corrupt(format!(
-            "{}. The save wrote these files: either something else removed or changed them before the commit (let no \
-             program delete what has no COMMIT yet while a job may be saving), or the ranks do not share this storage",
+            "{}. The save wrote these files: either another program removed or changed them before the commit (none \
+             may delete a directory without COMMIT while a job is saving), or the ranks do not share this storage",
             error.message
         )),
         _ => error,
@@ -123,7 +123,7 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
     match still_there(store, files, within) {
         Err(error) if error.kind == Kind::Corrupt => match store.delete(COMMIT) {
             Ok(()) => Err(error),
-            Err(kept) => Err(Error::corrupt(format!("{}; its COMMIT cannot be taken back: {kept}", error.message))),
+            Err(kept) => Err(Error::corrupt(format!("{}; its COMMIT cannot be removed: {kept}", error.message))),
         },
         // That the store cannot be asked now is no reason to take back what was all there before.
         _ => Ok(()),

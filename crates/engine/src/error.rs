@@ -11,17 +11,17 @@ pub enum Kind {
     Corrupt,
     /// Nothing is stored under that name.
     NotFound,
-    /// The name is taken, or somebody else did it first.
+    /// The name is already taken.
     Conflict,
     /// A disk, a quota or a budget is full.
     Exhausted,
     /// The store or another rank cannot be reached now.
     Unavailable,
-    /// A newer version, or something that is not offered.
+    /// A newer version, or a feature that is not available here.
     Unsupported,
-    /// The call, the state or a permission is wrong: mend it and call again.
+    /// The call, the state or a permission is wrong: fix it and call again.
     Invalid,
-    /// The operation was given up on request.
+    /// The operation was cancelled on request.
     Cancelled,
     /// A defect of this program.
     Internal,

@@ -111,11 +111,11 @@ fn file(name: &str, head: &[u8]) -> String {
     if is_safetensors || ends(&[".safetensors"]) {
         SAFETENSORS.to_owned()
     } else if ends(&[".npz", ".npy"]) || head.starts_with(b"\x93NUMPY") {
-        "of NumPy's: `numpy.load` reads it".to_owned()
+        "that NumPy wrote: `numpy.load` reads it".to_owned()
     } else if head.starts_with(b"PK\x03\x04") || is_pickle || ends(&[".pt", ".pth", ".bin", ".ckpt"]) {
         SAVED_BY_TORCH.to_owned()
     } else {
-        "that no program known here wrote".to_owned()
+        "of an unknown format".to_owned()
     }
 }
 

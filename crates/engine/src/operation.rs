@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shardfast_coord::{Error as Coord, Failure, NO_WORD};
+use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
 
 use crate::calls::{self, Call, Spoken, Verdict, overtaken, too_late};
 use crate::engine::Engine;
@@ -171,7 +171,7 @@ impl Operation {
                     return Err(Failed { decided: false, ..self.in_vain(not_called) });
                 }
                 Coord::Failed { failures, more, .. }
-                    if failures.iter().any(|failure| failure.reason.starts_with(NO_WORD)) =>
+                    if failures.iter().any(|failure| failure.reason.starts_with(NOT_CONTRIBUTED)) =>
                 {
                     return Err(self.in_vain(self.merged(&failures, more)));
                 }

@@ -84,7 +84,7 @@ pub(crate) fn agree_done(operation: &Operation, outcome: Outcome) -> Result<Load
     };
     operation.agree("done", ended, |ranks| match ranks.iter().position(|&ended| ended == Ended::Stopped) {
         None => Ok(vec![(); ranks.len()]),
-        Some(rank) => Err(Error::internal(format!("rank {rank} heard that another one gave up; none did"))),
+        Some(rank) => Err(Error::internal(format!("rank {rank} reports that another rank failed; no rank did"))),
     })?;
     loaded
 }

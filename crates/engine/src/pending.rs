@@ -95,7 +95,7 @@ impl Pending {
         reached: impl Fn(&State) -> Option<Result<()>>,
     ) -> Result<()> {
         self.shared.wait(timeout, reached).unwrap_or_else(|| {
-            Err(Error::new(Kind::Unavailable, format!("the save is not yet {what} after the given time")))
+            Err(Error::new(Kind::Unavailable, format!("the save was not {what} within the timeout")))
         })
     }
 }

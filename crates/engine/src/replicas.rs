@@ -353,8 +353,8 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
         {
             let (new, trusting) = (RankSet::new(new), RankSet::new(trusting));
             problems.push(format!(
-                "{name}: {region} is new on {new}, and {trusting}, which had begun to save, did not compare it; the \
-                 next save compares it"
+                "{name}: {region} is new on {new}, and {trusting} had begun to save without comparing it; save again: \
+                 the next save compares it"
             ));
         }
     }
@@ -368,8 +368,8 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
     }
     if is_different {
         problems.push(
-            "ranks that hold different data must not hold it under one name and region: name it apart, say how it is \
-             sharded, or except it from the comparison (prove_except), which saves the copy of the lowest rank"
+            "data that differs between ranks needs different names, or a declared sharding; or exclude it from the \
+             comparison (prove_except), which saves the copy of the lowest rank"
                 .to_owned(),
         );
     }

@@ -148,8 +148,8 @@ impl State {
         let more = torn.count();
         let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
         Err(Error::invalid(format!(
-            "{}{more} was written while it was being captured, by a way that is not announced: wait for staged() of \
-             the save before changing tensors in other ways than by a step of their optimizer",
+            "{}{more} was written during capture, and not by an optimizer step: call staged() on the save before \
+             modifying tensors any other way",
             first.name
         )))
     }

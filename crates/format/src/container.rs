@@ -133,7 +133,7 @@ pub(crate) fn parse(what: &str, bytes: &[u8], file_bytes: u64) -> Result<Contain
     let mut names: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
     names.sort_unstable();
     if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(corrupt(format!("header: the name {:?} stands twice", pair[0])));
+        return Err(corrupt(format!("header: the name {:?} occurs twice", pair[0])));
     }
     drop(names);
     entries.sort_by_key(|entry| entry.span);
@@ -211,7 +211,7 @@ impl<'de> Deserialize<'de> for Header {
                     if name == METADATA {
                         let Strings(found) = map.next_value()?;
                         if metadata.replace(found).is_some() {
-                            return Err(A::Error::custom("__metadata__ stands twice"));
+                            return Err(A::Error::custom("__metadata__ occurs twice"));
                         }
                     } else {
                         let info: Info = map.next_value()?;
@@ -277,7 +277,7 @@ impl<'de> Deserialize<'de> for Strings {
                 let mut strings = BTreeMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if strings.contains_key(&key) {
-                        return Err(A::Error::custom(format!("the metadata {key:?} stands twice")));
+                        return Err(A::Error::custom(format!("the metadata {key:?} occurs twice")));
                     }
                     strings.insert(key, value);
                 }

@@ -81,11 +81,12 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
 }
 
 fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<()> {
-    let function = exchange.tensor_from_py_object.ok_or_else(|| PyTypeError::new_err("this DLPack tells no places"))?;
+    let function = exchange.tensor_from_py_object;
+    let function = function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
     let mut told = std::mem::MaybeUninit::<Tensor>::zeroed();
     // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `told` has room.
     if unsafe { function(tensor.as_ptr().cast(), told.as_mut_ptr()) } != 0 {
-        return Err(PyErr::take(py).unwrap_or_else(|| PyTypeError::new_err("a tensor that DLPack cannot tell")));
+        return Err(PyErr::take(py).unwrap_or_else(|| PyTypeError::new_err("DLPack cannot describe a tensor")));
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
     let told = unsafe { told.assume_init() };

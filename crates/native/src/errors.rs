@@ -5,15 +5,15 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use shardfast_engine::Kind;
 
-create_exception!(shardfast, Error, PyException, "What every failure of Shardfast is.");
+create_exception!(shardfast, Error, PyException, "The base class of all errors of Shardfast.");
 create_exception!(shardfast, Corrupt, Error, "The bytes are not those that were saved: use another checkpoint.");
 create_exception!(shardfast, NotFound, Error, "Nothing is stored under that name.");
-create_exception!(shardfast, Conflict, Error, "The name is taken, or somebody else did it first.");
+create_exception!(shardfast, Conflict, Error, "The name is already taken.");
 create_exception!(shardfast, Exhausted, Error, "A disk, a quota or a budget is full.");
 create_exception!(shardfast, Unavailable, Error, "The store or another rank cannot be reached now.");
-create_exception!(shardfast, Unsupported, Error, "A newer version, or something that is not offered.");
-create_exception!(shardfast, Invalid, Error, "The call, the state or a permission is wrong: mend it and call again.");
-create_exception!(shardfast, Cancelled, Error, "The operation was given up on request.");
+create_exception!(shardfast, Unsupported, Error, "A newer version, or a feature that is not available here.");
+create_exception!(shardfast, Invalid, Error, "The call, the state or a permission is wrong: fix it and call again.");
+create_exception!(shardfast, Cancelled, Error, "The operation was cancelled on request.");
 create_exception!(shardfast, Internal, Error, "A defect of Shardfast.");
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -445,7 +445,7 @@ fn upgraded<'py>(py: Python<'py>, parts: &[Part]) -> Option<Vec<Bound<'py, PyAny
 }
 
 fn unstable() -> PyErr {
-    pyo3::exceptions::PyTypeError::new_err("what the objects hold cannot be looked at again")
+    pyo3::exceptions::PyTypeError::new_err("the objects cannot be compared with what they were")
 }
 
 /// Which of some objects are one and the same.

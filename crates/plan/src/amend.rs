@@ -75,8 +75,8 @@ pub fn amend_unshared(
                     writes[rank].extend(gaps.into_iter().map(|rows| Write { rows, ..write }));
                 }
                 None => problems.push(format!(
-                    "{name}: nobody writes {region}: what other ranks hold has changed, and those that hold it have \
-                     begun to write without it; the next save is planned anew"
+                    "{name}: no rank writes {region}: other ranks changed what they hold, and the ranks that hold it \
+                     had begun to write without it; save again, which makes a new plan"
                 )),
             },
         }

@@ -48,7 +48,7 @@ impl<'a> Assembly<'a> {
         if (dtype, shape) != (tensor.dtype, tensor.shape) {
             let first = tensor.ranks.first().map_or(rank, |&(first, _)| first);
             self.problems.push(format!(
-                "{name}: ranks must hold the same, and it is a tensor {} {:?} on rank {first}, \
+                "{name}: expected the same on all ranks, found a tensor {} {:?} on rank {first}, \
                  a tensor {dtype} {shape:?} on rank {rank}",
                 tensor.dtype, tensor.shape
             ));
@@ -95,7 +95,7 @@ impl Tensor<'_> {
             Flaw::Outside(region) => format!("{name}: {} was written, outside the shape {shape:?}", on(&region)),
             Flaw::Overlap(a, b) if a == b => format!("{name}: {} was written twice", on(&a)),
             Flaw::Overlap(a, b) => format!("{name}: {} was written, which overlaps {}", on(&a), on(&b)),
-            Flaw::Missing(region) => format!("{name}: nobody wrote {region} of the shape {shape:?}"),
+            Flaw::Missing(region) => format!("{name}: no rank wrote {region} of the shape {shape:?}"),
             flaw => format!("{name}: {flaw}"),
         }
     }

@@ -145,7 +145,7 @@ fn agreed<'a>(name: &LeafName, holders: &[Holder<'a>]) -> Result<Kind<'a>, Strin
     opinions.sort_unstable_by_key(|(_, ranks)| ranks[0]);
     let said: Vec<String> =
         opinions.iter().map(|(kind, ranks)| format!("{kind} on {}", RankSet::new(ranks.iter().copied()))).collect();
-    Err(format!("{name}: ranks must hold the same, and it is {}", said.join(", ")))
+    Err(format!("{name}: expected the same on all ranks, found {}", said.join(", ")))
 }
 
 fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Holder>)]) -> Option<String> {

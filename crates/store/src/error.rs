@@ -12,7 +12,7 @@ pub enum Kind {
     Corrupt,
     /// There is no such object or directory.
     NotFound,
-    /// The name is taken: somebody else was there first.
+    /// The name is taken.
     Conflict,
     /// No room, or another budget is used up: disk, quota, memory, open files.
     Exhausted,
@@ -20,7 +20,7 @@ pub enum Kind {
     Unavailable,
     /// The storage, or this version, does not offer it.
     Unsupported,
-    /// The call, the configuration or the permission must be mended.
+    /// The call, the configuration or the permission is wrong: fix it.
     Invalid,
     /// A defect of this crate.
     Internal,

@@ -560,7 +560,7 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
             // The rest of a direct write must be aligned again: what was written of a unit is written once more.
             let whole = written - written % self.alignment;
             if whole == 0 && (written == 0 || stalled) {
-                let message = format!("expected {} bytes to be taken, found {written}", bytes.len() - done);
+                let message = format!("expected {} bytes to be written, found {written}", bytes.len() - done);
                 return Err(failed(Kind::Unavailable, "write", &self.path, message));
             }
             stalled = whole == 0;

@@ -80,7 +80,7 @@ class NumpyAdapter:
         return None
 
     def hold(self, tensors: Sequence[Array]) -> Hold:
-        raise Refused("NumPy does not tell whether an array was written")
+        raise Refused("NumPy cannot tell whether an array was written")
 
     def target(self, tensor: Array, dtype: str) -> Target:
         _expect_writable(tensor)
@@ -108,11 +108,11 @@ class NumpyAdapter:
 
     def fill(self, tensor: Array, value: object) -> None:
         if not isinstance(value, np.ndarray):
-            raise Refused(f"the checkpoint holds a {type(value).__name__} where an array stands here")
+            raise Refused(f"the checkpoint holds a {type(value).__name__} where the state has an array")
         if value.shape != tensor.shape or value.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("="):
             raise Refused(
-                f"the checkpoint holds an array of {value.dtype} {list(value.shape)} where one of {tensor.dtype} "
-                f"{list(tensor.shape)} stands here"
+                f"the checkpoint holds an array of {value.dtype} {list(value.shape)} where the state has one of "
+                f"{tensor.dtype} {list(tensor.shape)}"
             )
         _expect_writable(tensor)
         np.copyto(tensor, value)
@@ -193,7 +193,7 @@ def _type_string(dtype: np.dtype[Any]) -> str:
 
 def _dtype(name: str) -> np.dtype[Any]:
     if not _TYPE_STRING.fullmatch(name):
-        raise Refused(f"{name!r} is no type of plain elements")
+        raise Refused(f"{name!r} is not a type of plain elements")
     return np.dtype(name)
 
 

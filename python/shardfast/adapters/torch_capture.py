@@ -147,7 +147,7 @@ def _prefixes(name: str, paths: Mapping[str, object]) -> Iterator[str]:
 def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
     """Holds the storages of plain tensors."""
     if not hasattr(torch.Tensor, "_version"):
-        raise Refused("this torch does not tell whether a tensor was written: it has no version counters")
+        raise Refused("this PyTorch has no version counters, so it cannot tell whether a tensor was written")
     # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     return Hold(storages, torch.UntypedStorage.data_ptr, "_version")

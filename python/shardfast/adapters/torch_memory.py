@@ -63,7 +63,7 @@ def named(
         except Exception as error:  # also what the code of a tensor subclass or of a mode raises
             what = str(error).strip().partition("\n")[0]
             raise Refused(
-                f"PyTorch does not let a {type(tensor).__name__} be looked at: {type(error).__name__}: {what}"
+                f"PyTorch cannot inspect a {type(tensor).__name__}: {type(error).__name__}: {what}"
             ) from error
 
     return refusing
@@ -211,11 +211,11 @@ def expect_fill(tensor: torch.Tensor, value: object) -> None:
             raise Refused(f"the checkpoint holds a {type(value).__name__} that is no {tensor.dtype}") from error
         return
     if not isinstance(value, torch.Tensor):
-        raise Refused(f"the checkpoint holds a {type(value).__name__} where a tensor stands here")
+        raise Refused(f"the checkpoint holds a {type(value).__name__} where the state has a tensor")
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise Refused(
-            f"the checkpoint holds a tensor of {value.dtype} {list(value.shape)} where one of {tensor.dtype} "
-            f"{list(tensor.shape)} stands here"
+            f"the checkpoint holds a tensor of {value.dtype} {list(value.shape)} where the state has one of "
+            f"{tensor.dtype} {list(tensor.shape)}"
         )
 
 

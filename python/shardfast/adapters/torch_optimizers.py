@@ -371,7 +371,7 @@ class Optimizers:
                 for hook in getattr(optimizer, _PRE_HOOKS, {}).values():
                     raise Refused(
                         f"its hook {getattr(hook, '__qualname__', hook)!r} (register_load_state_dict_pre_hook) "
-                        "wants the whole state dict, which no rank has: register a post-hook instead"
+                        "needs the whole state dict, which no rank has: register a post-hook instead"
                     )
 
     def _saved_groups(self, copies: object, parameter: Callable[[str], str]) -> dict[str, dict[str, Any]]:
@@ -395,7 +395,7 @@ class Optimizers:
                     continue
                 if strict:
                     raise Refused(
-                        f"unexpected: the state of {fqn!r} was saved by {theirs}, and here {ours} steps it, "
+                        f"unexpected: the state of {fqn!r} was saved by {theirs}, and here {ours} owns it, "
                         "another class of optimizer; strict=False leaves this optimizer as it is"
                     )
                 foreign.add(fqn)
@@ -412,10 +412,10 @@ class Optimizers:
                 unknown = next(fqn for fqn in names if fqn not in of_parameter)
                 raise Refused(
                     f"no saved parameter group has {unknown!r}: strict=False leaves it as it is (a checkpoint of tied "
-                    "weights speaks of the first of their names only)"
+                    "weights names only the first of them)"
                 )
             for fqn, saved in found[1:]:
-                expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r}, in one group here, were not")
+                expect_same(found[0][1], saved, f"parameters {found[0][0]!r} and {fqn!r} of one group here were saved")
             if found:
                 said = hyperparameters(found[0][1])
                 for name, value in said.items():
@@ -480,8 +480,8 @@ def _expect_state_dict_of_groups(optimizer: Any) -> None:
     more = sorted(map(str, set(optimizer.state_dict()) - {"state", "param_groups"}))
     if more:
         raise Refused(
-            f"a {_class_of(optimizer)}, whose state_dict() has {', '.join(more)} beside state and param_groups: what "
-            "that is is not known; put it into the state as values of its own, and keep it out of the state dict"
+            f"a {_class_of(optimizer)}, whose state_dict() has {', '.join(more)} beside state and param_groups, "
+            "which Shardfast does not understand: keep it out of the state dict and put it into the state as values"
         )
 
 

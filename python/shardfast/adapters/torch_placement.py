@@ -76,7 +76,7 @@ def _cuts(
     for axis, placement in enumerate(placements):
         if placement.is_partial():
             raise Refused(
-                f"a DTensor with placement {placement!r} on mesh dimension {axis} is a sum that was not yet made: "
+                f"a DTensor with placement {placement!r} on mesh dimension {axis} is an unreduced partial sum: "
                 "redistribute() it to Shard or Replicate first"
             )
         split = 1
@@ -309,6 +309,6 @@ def expect_shape(there: Placed, tensor: Any, local: torch.Tensor) -> None:
     if local.shape != there.local_shape and (there.regions or local.numel()):
         raise Refused(
             f"a DTensor whose local tensor has shape {tuple(local.shape)}, where its mesh and placements "
-            f"{tensor.placements!r} give {there.local_shape}: the library that made it says nowhere which part it "
+            f"{tensor.placements!r} give {there.local_shape}: the library that made it does not say which part it "
             "holds"
         )

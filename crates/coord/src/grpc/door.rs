@@ -117,17 +117,16 @@ impl Door {
         }
         let mut guests = self.guests();
         let Some(session) = guests.session.clone() else {
-            return Err(Status::new(Code::Unavailable, format!("rank {us} is gone: {LEFT}")));
+            return Err(Status::new(Code::Unavailable, format!("rank {us} is lost: {LEFT}")));
         };
         match guests.joined.get(&rank) {
             Some(Guest { from: first, gone: true }) => {
-                let reason =
-                    format!("rank {rank}, joined from {first}, has come and gone; what is lost does not come back");
+                let reason = format!("rank {rank}, which had joined from {first}, is lost and cannot join again");
                 Err(Status::new(Code::AlreadyExists, reason))
             }
             Some(Guest { from: first, gone: false }) => {
                 let reason =
-                    format!("rank {rank}, joined from {first}, is there already, and another one came from {from}");
+                    format!("rank {rank} has already joined from {first}; another rank {rank} came from {from}");
                 drop(guests);
                 Err(self.refuse(Refusal { code: Code::AlreadyExists, reason, rank: Some(rank) }))
             }
@@ -160,11 +159,11 @@ impl Tree for Arc<Door> {
         // One that gives up waiting has not come, and may come again.
         let opened = self.meeting.subscribe().wait_for(Option::is_some).await.map(|meeting| *meeting);
         let Ok(Some(meeting)) = opened else {
-            return Err(Status::new(Code::Unavailable, format!("rank {} is gone: {LEFT}", self.pass.rank)));
+            return Err(Status::new(Code::Unavailable, format!("rank {} is lost: {LEFT}", self.pass.rank)));
         };
         let session = self.let_in(rank, from)?;
         let Some(outbound) = self.hub.outbound_to(rank) else {
-            return Err(Status::new(Code::Unavailable, format!("rank {} is gone: {LEFT}", self.pass.rank)));
+            return Err(Status::new(Code::Unavailable, format!("rank {} is lost: {LEFT}", self.pass.rank)));
         };
         tokio::spawn(attend(Arc::clone(self), rank, request.into_inner(), session));
         let frames: Self::JoinStream = Box::pin(Frames::new(outbound).map(Ok));
@@ -197,7 +196,7 @@ async fn attend(door: Arc<Door>, rank: u32, mut inbound: Streaming<Frame>, sessi
                 }
             }
             Ok(Arrived::Leave) => break LEFT.to_owned(),
-            Err(problem) => break format!("it sent what cannot be read: {problem}"),
+            Err(problem) => break format!("it sent an invalid message: {problem}"),
         }
     };
     door.see_off(rank, &cause);

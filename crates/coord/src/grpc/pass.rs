@@ -70,7 +70,7 @@ impl Pass {
         if number(PROTOCOL_HEADER) != Some(self.protocol) {
             let (theirs, ours) = (shown(PROTOCOL_HEADER), self.protocol);
             let reason =
-                format!("it speaks protocol {theirs}, rank {us} speaks {ours}: all ranks must run the same version");
+                format!("it uses protocol {theirs}, rank {us} uses {ours}: all ranks must run the same version");
             return refused(Code::FailedPrecondition, reason);
         }
         for (name, ours, unit) in [

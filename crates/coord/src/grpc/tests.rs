@@ -37,7 +37,7 @@ fn a_pass_is_checked_field_by_field_and_both_values_are_named() {
 
     assert_eq!(
         refused(&|headers| drop(headers.insert(PROTOCOL_HEADER, 9.into()))),
-        "it speaks protocol 9, rank 0 speaks 4: all ranks must run the same version"
+        "it uses protocol 9, rank 0 uses 4: all ranks must run the same version"
     );
     assert_eq!(
         refused(&|headers| drop(headers.insert(WORLD_HEADER, 5.into()))),

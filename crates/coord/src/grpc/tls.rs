@@ -78,8 +78,8 @@ impl fmt::Display for Tls {
 /// What to look at when a connection does not come about.
 pub(super) fn hint(tls: Option<&Tls>) -> String {
     match tls {
-        Some(tls) => format!("this rank has {tls}; all need certificates for the name {NAME:?} of one authority"),
-        None => "this rank has no certificates; the other one may expect them".to_owned(),
+        Some(tls) => format!("this rank uses {tls}; all ranks need certificates for {NAME:?} from one authority"),
+        None => "this rank does not use TLS; the other rank may require it".to_owned(),
     }
 }
 

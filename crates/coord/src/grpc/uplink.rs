@@ -61,19 +61,19 @@ impl Uplink {
     /// Opens the session that carries `outbound`.
     pub(super) async fn join(&self, outbound: Option<Above>) -> Result<(Meeting, Streaming<Frame>), Error> {
         let Some(outbound) = outbound else {
-            return Err(Error::Invalid(format!("rank {} has joined before", self.pass.rank)));
+            return Err(Error::Invalid(format!("rank {} has already joined", self.pass.rank)));
         };
         let mut client = TreeClient::new(self.reached().await?).max_decoding_message_size(FRAME_BYTES_MAX);
         let mut request = Request::new(Frames::new(outbound));
         self.pass.show(request.metadata_mut());
         let session = tokio::time::timeout(self.left(), client.join(request)).await;
-        let session = session.map_err(|_| self.late("it accepted the connection and says nothing"))?;
+        let session = session.map_err(|_| self.late("it accepted the connection and did not respond"))?;
         let session = session.map_err(|status| self.refused(&status))?;
         let meeting = session.metadata().get_bin(MEETING_HEADER).and_then(|name| name.to_bytes().ok());
         let meeting = meeting.and_then(|name| <[u8; 16]>::try_from(name.as_ref()).ok());
         let meeting = meeting.ok_or_else(|| {
             let (to, address) = (self.to, &self.address);
-            Error::Unavailable(format!("rank {to} at {address} lets in and does not name the meeting"))
+            Error::Unavailable(format!("rank {to} at {address} accepted this rank without naming the meeting"))
         })?;
         Ok((Meeting(meeting), session.into_inner()))
     }
@@ -89,8 +89,8 @@ impl Uplink {
                 Err(_) if self.left().is_zero() => {
                     let (rank, timeout) = (self.pass.rank, self.timeout);
                     return Err(Error::Unavailable(format!(
-                        "rank {rank}: rank {parent}, its parent in the tree of ranks, did not say within {timeout:?} \
-                         where it is"
+                        "rank {rank}: rank {parent}, its parent in the tree of ranks, did not report its address \
+                         within {timeout:?}"
                     )));
                 }
                 asked => asked?,
@@ -105,7 +105,7 @@ impl Uplink {
         let mut request = Request::new(Asked { address: own.to_owned() });
         self.pass.show(request.metadata_mut());
         let found = tokio::time::timeout(self.left(), client.find(request)).await;
-        let found = found.map_err(|_| self.late("it accepted the connection and says nothing"))?;
+        let found = found.map_err(|_| self.late("it accepted the connection and did not respond"))?;
         Ok(found.map_err(|status| self.refused(&status))?.into_inner().address)
     }
 
@@ -119,8 +119,9 @@ impl Uplink {
                     if tls::is_refusal(&error) {
                         let (rank, to, address) = (self.pass.rank, self.to, &self.address);
                         let (cause, hint) = (innermost(&error), &self.hint);
-                        let message =
-                            format!("rank {rank} and rank {to} at {address} do not trust each other: {cause}; {hint}");
+                        let message = format!(
+                            "rank {rank}: the TLS handshake with rank {to} at {address} failed: {cause}; {hint}"
+                        );
                         return Err(Error::Invalid(message));
                     }
                     cause = innermost(&error);
@@ -156,7 +157,7 @@ impl Uplink {
             // It did not get as far as an answer.
             _ => {
                 let (cause, hint) = (innermost(status), &self.hint);
-                Error::Unavailable(format!("rank {to} at {address} does not talk to rank {rank}: {cause}; {hint}"))
+                Error::Unavailable(format!("rank {rank} cannot join rank {to} at {address}: {cause}; {hint}"))
             }
         }
     }
@@ -179,7 +180,7 @@ pub(super) async fn listen(mut inbound: Streaming<Frame>, hub: Arc<ProcessHub>, 
         match assembly.take(frame) {
             Ok(Arrived::Message(message)) => hub.hear_parent(message),
             Ok(Arrived::Leave) => break LEFT.to_owned(),
-            Err(problem) => break format!("it sent what cannot be read: {problem}"),
+            Err(problem) => break format!("it sent an invalid message: {problem}"),
         }
     };
     hub.lose_parent(&cause);

@@ -10,7 +10,7 @@ use super::Contribution;
 use super::bundle::Collector;
 use super::message::{FAILURES_MAX, Report};
 use super::watch::Wanted;
-use crate::error::NO_WORD;
+use crate::error::NOT_CONTRIBUTED;
 use crate::{Error, PAYLOAD_BYTES_MAX, SAMPLE_BYTES};
 
 const TOPIC_BYTES_MAX: usize = 4096;
@@ -180,7 +180,7 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
         Some((rank, cause)) if failures.is_empty() => Error::Lost { rank, cause: cause.to_owned() },
         Some((rank, cause)) => {
             if !failures.spelled.contains_key(&rank) {
-                failures.add(rank, format!("it is gone: {cause}"));
+                failures.add(rank, format!("it is lost: {cause}"));
             }
             failures.into_error(topic)
         }
@@ -192,7 +192,7 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
             let mut absent = missing.into_iter().flatten();
             let room = FAILURES_MAX - failures.spelled.len();
             for rank in absent.by_ref().take(room) {
-                failures.add(rank, format!("{NO_WORD} {waited:?}"));
+                failures.add(rank, format!("{NOT_CONTRIBUTED} {waited:?}"));
             }
             failures.more = failures.more.saturating_add(absent.count() as u32);
             failures.into_error(topic)

@@ -363,9 +363,9 @@ fn failures_that_were_told_are_not_lost_when_a_round_ends_early() {
         tree
     };
     let told = failing().pass(LONG);
-    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("no word from it within 60s"));
+    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it did not contribute within 60s"));
     let told = failing().lose(5, "killed");
-    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it is gone: killed"));
+    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it is lost: killed"));
 }
 
 #[test]
@@ -746,7 +746,7 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
         let mut tree = Tree::new(8, 1, 2);
         tree.come(0, "plan");
         let told = tree.act(0, |node, now| node.hear_child(1, part(report), now));
-        let cause = format!(r#"its part of "plan" cannot be: {problem}"#);
+        let cause = format!(r#"its part of "plan" is invalid: {problem}"#);
         assert_eq!(same_error(&told, [0]), Error::Lost { rank: 1, cause });
     }
     let mut tree = Tree::new(8, 1, 2);

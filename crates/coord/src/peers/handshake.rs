@@ -50,7 +50,7 @@ pub(super) fn abstract_path(name: &str) -> String {
 /// The side that connects.
 pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u32, Link), Error> {
     let unreachable = |cause: &dyn std::fmt::Display| {
-        Error::Unavailable(format!("rank {} cannot connect with rank {rank} at {address}: {cause}", this.rank))
+        Error::Unavailable(format!("rank {} cannot connect to rank {rank} at {address}: {cause}", this.rank))
     };
     let (remote, local) = address.split_once(' ').map_or((&*address, None), |(remote, local)| (remote, Some(local)));
     if let Some(name) = local
@@ -71,7 +71,7 @@ pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u
     };
     match introduced.await {
         Ok((true, link)) => Ok((rank, Link::Remote(link))),
-        Ok((false, _)) => Err(unreachable(&"it is not of this job")),
+        Ok((false, _)) => Err(unreachable(&"it does not belong to this job")),
         Err(error) => Err(unreachable(&error)),
     }
 }

@@ -89,7 +89,7 @@ fn whoever_shows_no_certificate_of_the_authority_is_refused_and_told_why() {
     let (_root, address) = serve(Some(&our_tls));
     // Its authority does not know rank 0.
     let message = error(Some(&read(&their_files, &theirs)), &address);
-    assert!(message.starts_with(&format!("rank 1 and rank 0 at {address} do not trust each other: ")), "{message}");
+    assert!(message.starts_with(&format!("rank 1: the TLS handshake with rank 0 at {address} failed: ")), "{message}");
     assert!(message.contains("invalid peer certificate") && names(&message, &theirs.file), "{message}");
     // Rank 0's authority does not know it.
     let message = error(Some(&read(&their_files, &ours)), &address);
@@ -101,7 +101,7 @@ fn whoever_shows_no_certificate_of_the_authority_is_refused_and_told_why() {
     assert!(message.contains("not valid for name"), "{message}");
     // None at all, on either side.
     let message = error(None, &address);
-    assert!(message.contains("this rank has no certificates; the other one may expect them"), "{message}");
+    assert!(message.contains("this rank does not use TLS; the other rank may require it"), "{message}");
     let (_plain, plain) = serve(None);
     let message = error(Some(&our_tls), &plain);
     assert!(message.contains(&format!("rank 0 at {plain}")) && names(&message, &our_files[0]), "{message}");

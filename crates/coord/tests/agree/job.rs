@@ -49,7 +49,7 @@ pub(crate) struct Heard {
 impl Heard {
     /// Whether `missing` did not come, `silent` of them because it does not answer.
     pub(crate) fn misses(&self, missing: &str, silent: u32) -> bool {
-        let begins = format!("agreement on \"plan\" failed: no word from {missing} within ");
+        let begins = format!("agreement on \"plan\" failed: {missing} did not contribute within ");
         self.what.starts_with(&begins) && self.what.ends_with(&format!("; rank {silent} does not answer"))
     }
 }

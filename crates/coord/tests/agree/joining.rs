@@ -40,8 +40,9 @@ fn strangers_disturb_nobody() {
     assert_eq!(each(&ranks, |coord| everyone(coord, "plan", LONG)), vec![Ok(vec![0, 1, 2]); 3]);
     // Who comes twice when all are there is not one of them, whatever it knows.
     let double = refusal(membership(star(3), 1), &address);
-    assert!(double.starts_with("rank 0 at ADDRESS refuses rank 1: rank 1, joined from 127.0.0.1:"), "{double}");
-    assert!(double.contains(", is there already, and another one came from 127.0.0.1:"), "{double}");
+    let begins = "rank 0 at ADDRESS refuses rank 1: rank 1 has already joined from 127.0.0.1:";
+    assert!(double.starts_with(begins), "{double}");
+    assert!(double.contains("; another rank 1 came from 127.0.0.1:"), "{double}");
     refusal(membership(star(4), 3), &address);
     let staggered = each(&ranks, |coord| {
         // So that there is a round to be ended.
@@ -53,7 +54,7 @@ fn strangers_disturb_nobody() {
     let [root, first, _second] = ranks;
     drop(first);
     let gone = refusal(membership(star(3), 1), &address);
-    assert!(gone.ends_with(", has come and gone; what is lost does not come back"), "{gone}");
+    assert!(gone.ends_with(", is lost and cannot join again"), "{gone}");
     drop(root);
 }
 
@@ -70,7 +71,7 @@ fn a_rank_of_this_job_that_is_refused_is_named_to_all_with_the_reason() {
             format!("{belongs} a tree with 2 ranks on a node, rank 0 to a tree with 1 ranks on a node"),
         ),
         (with(2, 3, 1, 9), 2, format!("{belongs} a tree with a fan-out of 9, rank 0 to a tree with a fan-out of 8")),
-        (with(1, 3, 1, 8), 1, "is there already".to_owned()),
+        (with(1, 3, 1, 8), 1, "has already joined from".to_owned()),
     ] {
         let topology = Topology::new(3, 1, 8).unwrap();
         let (root, address) = serve(topology);
@@ -123,7 +124,7 @@ fn children_wait_for_a_parent_that_has_not_joined() {
     let late = Place::open(membership(topology, 3), 0).unwrap().join(Some(&below), Duration::from_millis(200));
     let message = late.err().unwrap().to_string();
     let told =
-        format!("rank 3 cannot reach rank 2 at {below} within 200ms: it accepted the connection and says nothing");
+        format!("rank 3 cannot reach rank 2 at {below} within 200ms: it accepted the connection and did not respond");
     assert_eq!(message, told);
 
     thread::scope(|threads| {
@@ -166,7 +167,7 @@ fn a_parent_that_does_not_come_is_named() {
     let (_root, address) = serve(tree(8));
     let place = Place::open(membership(tree(8), 3), 0).unwrap();
     let error = promptly(|| place.find_parent(&address, Duration::from_millis(300))).unwrap_err();
-    let told = "rank 3: rank 1, its parent in the tree of ranks, did not say within 300ms where it is";
+    let told = "rank 3: rank 1, its parent in the tree of ranks, did not report its address within 300ms";
     assert_eq!(error, Error::Unavailable(told.to_owned()));
     let stranger = Membership { token: "other".to_owned(), ..membership(tree(8), 3) };
     let error = Place::open(stranger, 0).unwrap().find_parent(&address, LONG).unwrap_err();

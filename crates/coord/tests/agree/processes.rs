@@ -51,7 +51,7 @@ fn below(struck: u32, rank: u32) -> bool {
 }
 
 fn gone(rank: u32) -> String {
-    format!("rank {rank} is gone: its process ended or cannot be reached")
+    format!("rank {rank} is lost: its process ended or cannot be reached")
 }
 
 /// All cases at once: they mostly wait.

@@ -71,7 +71,7 @@ impl Handoff {
 
 impl Carrier for Handoff {
     fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>> {
-        let gone = || Error::new(Kind::Unavailable, "nobody carries the bytes of this load between ranks any more");
+        let gone = || Error::new(Kind::Unavailable, "the program no longer carries this load's messages between ranks");
         self.messages.send(messages).map_err(|_| gone())?;
         self.received.recv().map_err(|_| gone())?
     }

@@ -306,14 +306,14 @@ impl Shared<'_> {
             Body::Window { at, bytes } => {
                 let view = self.neighbours.views.get(from);
                 let packed = view.and_then(|view| view.bytes(*at, *bytes));
-                let unseen = || failed(format!("{bytes} bytes at {at} of memory that this rank does not see"));
+                let unseen = || failed(format!("{bytes} bytes at {at} are outside of the memory that this rank maps"));
                 (packed.ok_or_else(unseen)?, Some((*from, (at / SLOT_BYTES as u64) as u32)))
             }
         };
         let pieces = self.sharing.own_pieces(*file, chunk.clone());
         let expected = pieces.iter().map(Piece::bytes).sum::<u64>();
         if expected != packed.len() as u64 {
-            return Err(failed(format!("expected {expected} bytes of this rank's, found {}", packed.len())));
+            return Err(failed(format!("expected {expected} bytes for this rank, found {}", packed.len())));
         }
         timed(&counters.spent.placing, || {
             let mut fences = Fences::default();
@@ -360,7 +360,7 @@ impl Shared<'_> {
         if arrived == expected {
             return Ok(());
         }
-        Err(Error::internal(format!("{}: {expected} bytes are wanted, and {arrived} arrived", self.files.place())))
+        Err(Error::internal(format!("{}: expected {expected} bytes, received {arrived}", self.files.place())))
     }
 }
 
@@ -546,7 +546,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
     fn take(&mut self, received: BTreeMap<u32, Vec<u8>>, sent_last: bool) -> Result<bool> {
         let place = self.shared.files.place();
         if let Some(silent) = self.open.iter().find(|&peer| !received.contains_key(peer)) {
-            return Err(Error::new(Kind::Unavailable, format!("{place}: rank {silent} sends no more")));
+            return Err(Error::new(Kind::Unavailable, format!("{place}: rank {silent} sent no message")));
         }
         let mut bytes: u64 = received.values().map(|message| message.len() as u64).sum();
         self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
@@ -587,7 +587,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         let looking = number.and_then(|number| self.lent.get_mut(&number)).map(|(_, looking)| looking);
         let Some((number, looking)) = number.zip(looking).filter(|(_, looking)| looking.contains(&peer)) else {
             let place = self.shared.files.place();
-            return Err(Error::corrupt(format!("{place}: rank {peer} gives back slot {slot}, which it does not have")));
+            return Err(Error::corrupt(format!("{place}: rank {peer} returns slot {slot}, which it does not have")));
         };
         looking.remove(&peer);
         if looking.is_empty() {

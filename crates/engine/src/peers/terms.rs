@@ -194,7 +194,7 @@ pub(crate) fn connect(
             [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
                 Kind::Unavailable,
                 format!(
-                    "no connection with rank {peer}, with which bytes are to be shared, within {:?}",
+                    "no connection to rank {peer} for the shared load within {:?}",
                     began.elapsed()
                 ),
             )),

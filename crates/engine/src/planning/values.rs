@@ -174,7 +174,7 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
         for (position, Held { name, layout, per_rank, digest }) in (0u32..).zip(held) {
             if by_name.get(&name).is_some_and(|copies| copies.per_rank != per_rank) {
                 return Err(Error::invalid(format!(
-                    "{name}: ranks must hold the same, and it is a value of each rank's own on some and of all on \
+                    "{name}: expected the same on all ranks, found a value per rank on some and one shared value on \
                      others, rank {rank} among them"
                 )));
             }

@@ -433,7 +433,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     // A rank that calls too late gets the error at once, and then has the same number as the others.
     let late = begin(1).committed(None).unwrap_err();
     assert_eq!(late.kind, Kind::Unavailable, "{late}");
-    assert!(late.message.contains("rank 1 came too late to save") && late.message.contains(url), "{late}");
+    assert!(late.message.contains("rank 1 called save too late") && late.message.contains(url), "{late}");
     job.save(url, &truth(2), &mut Dice(1)).unwrap();
     expect_loads(url, &truth(2));
 }

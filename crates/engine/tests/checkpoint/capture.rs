@@ -162,14 +162,14 @@ fn a_save_commits_only_when_it_is_confirmed() {
     // One that saw a change fails it for all, and nothing stays. The first word counts.
     let (pendings, url) = begin(2, LONG);
     pendings[0].confirm_unmodified(Ok(()));
-    pendings[1].confirm_unmodified(Err(Error::new(Kind::Invalid, "model/t was written while it was being captured")));
+    pendings[1].confirm_unmodified(Err(Error::new(Kind::Invalid, "model/t was written during capture")));
     pendings[1].confirm_unmodified(Ok(()));
     let error = alike(outcomes(pendings)).unwrap_err();
     assert_eq!(
         error,
         Error::new(
             Kind::Invalid,
-            "rank 1: model/t was written while it was being captured (its part was staged, not yet durable)"
+            "rank 1: model/t was written during capture (its part was staged, not yet durable)"
         )
     );
     assert_eq!(files_below(&url), 0);

@@ -270,7 +270,7 @@ fn dies(victim: u32, phase: Phase) {
     assert_eq!(is_there, expected, "{what}: {heard:?}");
     for (rank, told) in &heard {
         let knows_of_commit = is_there && !(phase == Phase::Publishing && below.contains(rank));
-        let is_named = told.starts_with("failed: Unavailable: ") && told.contains(&format!("rank {victim} is gone"));
+        let is_named = told.starts_with("failed: Unavailable: ") && told.contains(&format!("rank {victim} is lost"));
         assert!(if knows_of_commit { told == "saved" } else { is_named }, "{what}: rank {rank} says: {told}");
     }
     drop(ranks);

@@ -293,7 +293,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     let states = |without| vec![without, state(&small, &layout, 1), state(&large, &layout, 2)];
     let gone = State { catalog: Arc::clone(&without.catalog), providers: without.providers.clone(), ..without };
     let error = save_states(&job, &url("gone"), states(gone)).unwrap_err();
-    assert!(error.message.contains("the next save is planned anew"), "{error}");
+    assert!(error.message.contains("save again, which makes a new plan"), "{error}");
     let again =
         State { catalog: without.catalog, providers: without.providers, replicas: None, compared: Arc::default() };
     save_states(&job, &url("again"), states(again)).unwrap();

@@ -187,7 +187,7 @@ impl Manifest {
                 return flaw(format!("region {region}: {message}"));
             }
             if last.is_some_and(|last| last >= region.offsets) {
-                return flaw(format!("the region {region} is out of order or stands twice"));
+                return flaw(format!("the region {region} is out of order or occurs twice"));
             }
             covered = covered.saturating_add(region.numel());
             last = Some(region.offsets);
@@ -275,7 +275,7 @@ fn check_files(files: &[FileEntry]) -> Checked {
     let mut paths: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
     paths.sort_unstable();
     match paths.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => corrupt(format!("the file {} stands twice", pair[0])),
+        Some(pair) => corrupt(format!("the file {} occurs twice", pair[0])),
         None => Ok(()),
     }
 }

@@ -536,7 +536,7 @@ fn paths_that_leave_the_checkpoint_are_corrupt() {
     }
     let mut builder = builder();
     builder.file(file("model/00000-000-0123456789abcdef.safetensors", 8192));
-    assert!(matches!(builder.finish(), Err(Error::Invalid(m)) if m.contains("stands twice")));
+    assert!(matches!(builder.finish(), Err(Error::Invalid(m)) if m.contains("occurs twice")));
 }
 
 #[test]

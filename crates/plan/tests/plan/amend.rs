@@ -51,8 +51,8 @@ fn what_cannot_be_one_plan_is_named() {
         problems(&both, &[Some(vec![whole(0)]), Some(vec![whole(0)])]),
         [
             "model/a: ranks 0-1 write the same of [0:8, 0:2]",
-            "model/b: nobody writes [0:8, 0:2]: what other ranks hold has changed, and those that hold it have begun \
-             to write without it; the next save is planned anew"
+            "model/b: no rank writes [0:8, 0:2]: other ranks changed what they hold, and the ranks that hold it had \
+             begun to write without it; save again, which makes a new plan"
         ]
     );
     let overlap = problems(&both, &[Some(vec![rows(0, 0, 5), whole(1)]), Some(vec![rows(0, 4, 4)])]);

@@ -111,7 +111,7 @@ proptest! {
         let twice = format!("{}: {region} by rank {} was written twice", said[i].name, said[i].rank);
         prop_assert_eq!(problems(world, &said), [twice]);
         said[i].regions.retain(|other| *other != region);
-        let missing = format!("{}: nobody wrote ", said[i].name);
+        let missing = format!("{}: no rank wrote ", said[i].name);
         let found = problems(world, &said);
         prop_assert!(found.len() == 1 && found[0].starts_with(&missing), "{found:?}");
     }
@@ -145,12 +145,12 @@ fn every_flaw_is_named_with_its_ranks() {
     assert_eq!(
         problems(4, &said),
         [
-            "model/d: ranks must hold the same, and it is a tensor U8 [9] on rank 0, a tensor I8 [9] on rank 3",
+            "model/d: expected the same on all ranks, found a tensor U8 [9] on rank 0, a tensor I8 [9] on rank 3",
             "model/a: [0:5] by rank 0 was written, which overlaps [4:9] by rank 3",
-            "model/b: nobody wrote [0:2] of the shape [9]",
+            "model/b: no rank wrote [0:2] of the shape [9]",
             "model/c: [5:10] by rank 3 was written, outside the shape [9]",
             "model/e: [0:9] by ranks 0, 3 was written twice",
-            "model/f: nobody wrote [0:9] of the shape [9]",
+            "model/f: no rank wrote [0:9] of the shape [9]",
         ]
     );
     // Nothing can be missing of what has no elements.

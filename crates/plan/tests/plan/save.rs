@@ -105,12 +105,12 @@ fn every_problem_of_every_leaf_is_collected() {
         [
             "model/twice: rank 0 holds two leaves of this name",
             "model/dangling: it is an alias of model/nowhere, which no rank holds",
-            "model/dtype: ranks must hold the same, and it is a tensor F32 [4] on ranks 0, 2, \
+            "model/dtype: expected the same on all ranks, found a tensor F32 [4] on ranks 0, 2, \
              a tensor BF16 [4] on rank 1",
-            "model/kind: ranks must hold the same, and it is a value on rank 0, an alias of model/fine on rank 1, \
+            "model/kind: expected the same on all ranks, found a value on rank 0, an alias of model/fine on rank 1, \
              a tensor U8 [] on rank 2",
-            "model/per rank: ranks must hold the same, and it is a value per rank on rank 1, a value on rank 2",
-            "model/shape: ranks must hold the same, and it is a tensor F32 [4, 2] on ranks 0, 2, \
+            "model/per rank: expected the same on all ranks, found a value per rank on rank 1, a value on rank 2",
+            "model/shape: expected the same on all ranks, found a tensor F32 [4, 2] on ranks 0, 2, \
              a tensor F32 [2, 4] on rank 1",
         ]
     );
@@ -140,7 +140,7 @@ fn an_alias_is_of_a_tensor_that_some_rank_holds() {
     let with = |tied: Leaf| base.iter().cloned().chain([tied]).collect::<Vec<_>>();
     assert_eq!(
         problems(&[with(alias("y", "w")), with(alias("y", "x"))]),
-        ["model/y: ranks must hold the same, and it is an alias of model/w on rank 0, an alias of model/x on rank 1"]
+        ["model/y: expected the same on all ranks, found an alias of model/w on rank 0, an alias of model/x on rank 1"]
     );
 }
 

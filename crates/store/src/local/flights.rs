@@ -103,7 +103,7 @@ fn advance<'a, D: Disk>(
             // The rest of a direct write must be aligned again: what was written of a unit is written once more.
             let units = taken - taken % alignment;
             if units == 0 && (taken == 0 || write.stalled) {
-                let message = format!("expected {} bytes to be taken, found {taken}", flight.range.len());
+                let message = format!("expected {} bytes to be written, found {taken}", flight.range.len());
                 let error = failed(Kind::Unavailable, "write", path, message);
                 return Ok(Advanced::Failed(whole(write, flight), error));
             }

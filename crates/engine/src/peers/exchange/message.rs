@@ -121,7 +121,7 @@ pub(super) fn parse(from: u32, message: Vec<u8>, files: &[u64], place: &str) -> 
     let (_, returned) = take(head[1]).ok_or_else(cut)?;
     let (end, crc) = take(1).ok_or_else(cut)?;
     if crc64(&message[..end]) != crc[0] {
-        return Err(damaged("begins with bytes that it did not send"));
+        return Err(damaged("has a head with another CRC-64 than it says"));
     }
     let mut segments = Vec::new();
     let mut at = end + 8;
@@ -131,9 +131,9 @@ pub(super) fn parse(from: u32, message: Vec<u8>, files: &[u64], place: &str) -> 
         let [file, start, end, bytes, shown_at, crc] = numbers[..] else { return Err(cut()) };
         at += SEGMENT_HEAD_BYTES;
         let file = u32::try_from(file).ok().and_then(|file| Some((file, *files.get(file as usize)?)));
-        let (file, file_bytes) = file.ok_or_else(|| damaged("speaks of a file that the checkpoint lacks"))?;
+        let (file, file_bytes) = file.ok_or_else(|| damaged("names a file that the checkpoint does not have"))?;
         if start > end || end > file_bytes {
-            return Err(damaged("speaks of bytes that the file lacks"));
+            return Err(damaged("names bytes beyond the end of the file"));
         }
         let body = if shown_at == FOLLOW {
             let behind = usize::try_from(bytes).ok().and_then(|bytes| at.checked_add(bytes));
@@ -141,7 +141,7 @@ pub(super) fn parse(from: u32, message: Vec<u8>, files: &[u64], place: &str) -> 
             Body::Message { message: Arc::clone(&message), bytes: std::mem::replace(&mut at, behind)..behind, crc }
         } else {
             if segment_crc(&message[at - SEGMENT_HEAD_BYTES..at - 8], &[]) != crc {
-                return Err(damaged("speaks of memory in words that it did not send"));
+                return Err(damaged("has a segment head with another CRC-64 than it says"));
             }
             Body::Window { at: shown_at, bytes }
         };
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn bytes_that_the_file_lacks_are_refused() {
         let refused = parse(3, message(), &[4096, 8191], "here").map(|_| ()).unwrap_err();
-        assert!(refused.message.ends_with("speaks of bytes that the file lacks"), "{refused:?}");
+        assert!(refused.message.ends_with("names bytes beyond the end of the file"), "{refused:?}");
     }
 
     fn message() -> Vec<u8> {

@@ -59,7 +59,7 @@ pub(crate) fn of_downward(message: &Downward) -> String {
         FromParent::Close { topic } => format!("#{number} close {topic:?}"),
         FromParent::Answer { topic, .. } => format!("#{number} answers on {topic:?}"),
         FromParent::Failed { topic, error } => format!("#{number} {topic:?} failed: {error}"),
-        FromParent::Unheard { topic, rank } => {
+        FromParent::OutcomeUnknown { topic, rank } => {
             format!("#{number} nothing is heard of {topic:?}: rank {rank} is silent")
         }
         FromParent::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),

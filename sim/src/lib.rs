@@ -148,7 +148,7 @@ fn count(past: &Past, endings: &mut BTreeMap<String, u64>) {
             Err(Coord::Failed { .. }) => "call: Failed".to_owned(),
             Err(Coord::Missing { .. }) => "call: Missing".to_owned(),
             Err(Coord::Lost { .. }) => "call: Lost".to_owned(),
-            Err(Coord::Unavailable(said)) if said.contains("does not answer;") => "call: Unheard".to_owned(),
+            Err(Coord::Unavailable(said)) if said.contains("does not answer;") => "call: OutcomeUnknown".to_owned(),
             Err(Coord::Unavailable(_)) => "call: Unavailable".to_owned(),
             Err(Coord::Invalid(_)) => "call: Invalid".to_owned(),
         });

@@ -322,7 +322,7 @@ impl<'a> Meeting<'a> {
                         return self.wait_for_link(child, Event::Up { child, message });
                     }
                     self.note(|| format!("rank {child} -> {parent}: {}", of_upward(&message)));
-                    self.act(parent, |node| node.hear_child(child, message, now));
+                    self.act(parent, |node| node.receive_from_child(child, message, now));
                 }
             }
             Event::Down { child, message } => {
@@ -332,7 +332,7 @@ impl<'a> Meeting<'a> {
                         return self.wait_for_link(child, Event::Down { child, message });
                     }
                     self.note(|| format!("rank {parent} -> {child}: {}", of_downward(&message)));
-                    self.act(child, |node| node.hear_parent(message, now));
+                    self.act(child, |node| node.receive_from_parent(message, now));
                 }
             }
             Event::Gone { rank, child, cause } => {

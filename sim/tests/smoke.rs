@@ -53,7 +53,7 @@ fn every_promise_is_kept_whatever_goes_wrong() {
     ];
     let endings = ["save: Ok", "save: Conflict", "save: Corrupt", "save: Exhausted", "save: Internal", "save: Invalid"];
     let loads = ["load: Ok", "load: shared", "load: Corrupt", "load: Unavailable"];
-    let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: Unheard"];
+    let more = ["save: Unavailable", "call: Failed", "call: Missing", "call: Lost", "call: OutcomeUnknown"];
     let more = more.into_iter().chain(["call: Unavailable", "crashes: 2"]);
     let expected = weathers.iter().map(|weather| format!("{weather:?}"));
     for what in expected.chain(endings.into_iter().chain(more).chain(loads).map(str::to_owned)) {

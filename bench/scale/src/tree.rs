@@ -91,9 +91,9 @@ pub(crate) fn measure(world: u32) -> Vec<Exchange> {
                         if parent == 0 {
                             root_bytes += message.clone().encode().len();
                         }
-                        (parent, nodes[parent as usize].hear_child(child, message, Duration::ZERO))
+                        (parent, nodes[parent as usize].receive_from_child(child, message, Duration::ZERO))
                     }
-                    Sent::Down(child, message) => (child, nodes[child as usize].hear_parent(message, Duration::ZERO)),
+                    Sent::Down(child, message) => (child, nodes[child as usize].receive_from_parent(message, Duration::ZERO)),
                 };
                 send(&mut sent, rank, effects, world, &mut nodes);
             }

@@ -1,12 +1,12 @@
-//! What a round can end with when it does not end with an answer.
+//! The errors with which a round of agreement can end.
 
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-/// How many failures a message spells out; the rest is counted, and listed in the error itself.
+/// How many failures a message shows; the rest is counted, and listed in the error itself.
 const FAILURES_SHOWN_MAX: usize = 16;
 
-/// How much of a contribution a round that failed shows to all ranks.
+/// How much of a contribution a failed round shows to all ranks.
 pub const SAMPLE_BYTES: usize = 16;
 
 /// Begins the reason of a rank that did not contribute, where others have failed.
@@ -32,8 +32,8 @@ pub enum Error {
         topic: String,
         /// The ranks that did not contribute, ascending.
         ranks: Vec<u32>,
-        /// Those of them that do not even answer that they live, ascending: their processes stand still, or cannot be
-        /// reached. Of ranks below these nothing is known.
+        /// Those of them that did not answer a ping, ascending: their processes are stopped or cannot be reached.
+        /// Nothing is known of the ranks below them.
         silent: Vec<u32>,
         /// How long the round had been open.
         waited: Duration,
@@ -41,15 +41,15 @@ pub enum Error {
         /// [`SAMPLE_BYTES`].
         sample: Vec<u8>,
     },
-    /// A rank is gone, and with it every agreement that needs it.
+    /// A rank is lost, and with it every agreement that needs it.
     #[error("rank {rank} is lost: {cause}")]
     Lost {
-        /// The first rank that went.
+        /// The first rank that was lost.
         rank: u32,
-        /// How it went.
+        /// Why.
         cause: String,
     },
-    /// Rank 0 or a rank on the way to it cannot be reached or does not answer; nothing is known of the outcome.
+    /// Rank 0 or a rank on the way to it cannot be reached or does not answer; the outcome is unknown.
     #[error("{0}")]
     Unavailable(String),
     /// The call is wrong, or refused.
@@ -62,7 +62,7 @@ pub enum Error {
 pub struct Failure {
     /// The rank that failed.
     pub rank: u32,
-    /// Its own words, at most 16 KiB of them.
+    /// The reason that it gave, at most 16 KiB.
     pub reason: String,
 }
 
@@ -81,7 +81,7 @@ impl fmt::Display for Failures<'_> {
     }
 }
 
-/// Ascending ranks, runs of them as `first-last`: thousands of ranks that share a fate stay one short line.
+/// Ascending ranks, runs of them as `first-last`, so that thousands of consecutive ranks take one short line.
 pub struct Ranks<'a>(pub &'a [u32]);
 
 impl fmt::Display for Ranks<'_> {
@@ -102,7 +102,7 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// Nothing to say of none.
+/// Empty for no ranks.
 struct Silent<'a>(&'a [u32]);
 
 impl fmt::Display for Silent<'_> {

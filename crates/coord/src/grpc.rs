@@ -2,39 +2,40 @@
 //!
 //! # Protocol
 //!
-//! 1. A rank [opens](Place::open) its place: whoever has children listens, on a port that the system chooses unless it
-//!    is told one. The job's rendezvous takes rank 0's address and the job's token to the other ranks; it may take the
+//! 1. A rank [opens](Place::open) its place: a rank with children listens, on a given port or one that the system
+//!    chooses. The job's rendezvous takes rank 0's address and the job's token to the other ranks; it may take the
 //!    addresses of all that listen, or rank 0 does so itself ([`Place::find_parent`]).
 //! 2. It [joins](Place::join): it connects to its parent and opens the one call of `proto/coord.proto` that stays open
 //!    for as long as it takes part. Its headers carry the token, the protocol's version, the rank, and the tree. The
 //!    parent compares them before it reads anything else and refuses what differs, a rank that is not its child or
 //!    is taken, and one that was lost. It answers as soon as it has joined itself; its answer's headers name the
 //!    meeting.
-//! 3. What travels on that call is said in [`node`](crate::node), in frames, so that a message may have any size.
-//! 4. Either end of a connection that breaks knows at once: a process that dies closes its sockets. Where nothing
-//!    closes them (a cable, a power loss, a stopped process, a forked child that still holds them), pings every 10 s
-//!    in both directions find out within 30 s. A connection is never made anew: what might have been said meanwhile
-//!    is unknown, so the rank is lost, and who was below it. A round that ends sooner does not wait for that: nodes ask
-//!    each other ([`node`](crate::node)), the threads here answer, and such messages overtake large ones, of which each
-//!    piece is a sign of life itself.
-//! 5. Whoever drops its coordinator says so on all its connections, ends its half of each call and waits, not for long,
-//!    until the other end has ended its own: by then everything that was said has been read. The end of a stream alone
-//!    proves nothing, since HTTP/2 libraries show some broken connections as one.
-//! 6. A rank of this job (it knows the token) that is refused before the first round was decided will never come: every
-//!    rank is told so at once, with the reason. Later, and without the token, it is nobody's business but its own.
+//! 3. The messages on that call are those of [`node`](crate::node), sent in frames, so that a message may have any
+//!    size.
+//! 4. Both ends detect a broken connection at once: a process that dies closes its sockets. Where nothing closes them
+//!    (a cable, a power loss, a stopped process, a forked child that still holds them), pings every 10 s in both
+//!    directions detect it within 30 s. A rank never reconnects, since messages may have been lost: the rank and all
+//!    ranks below it are lost. A round that ends sooner does not wait for these pings: nodes ping each other
+//!    ([`node`](crate::node)), the threads here answer, and such messages overtake large ones, of which each frame
+//!    counts as an answer.
+//! 5. A rank that drops its coordinator sends a leave message on all its connections, ends its half of each call and
+//!    waits a short time until the other end has ended its own half: by then it has read everything. The end of a
+//!    stream alone proves nothing, since HTTP/2 libraries report some broken connections as one.
+//! 6. A rank of this job (it knows the token) that is refused before the first round was decided will never join: every
+//!    rank fails at once, with the reason. Later, and without the token, a refusal concerns only the refused rank.
 //!
-//! With [`Tls`], both ends of each connection show a certificate, and neither talks to whoever cannot.
+//! With [`Tls`], both ends of each connection show a certificate, and refuse a peer without one.
 //!
 //! Each coordinator has two threads of its own from [`Place::open`] until it is dropped; there are none before. They
 //! do not survive a `fork`: in the child `agree` is an [`Error::Invalid`], and dropping the coordinator does nothing.
 
-mod door;
+mod service;
 mod frames;
 mod hub;
 mod pass;
 mod tls;
 mod uplink;
-mod visitors;
+mod connections;
 mod workers;
 
 #[cfg(test)]
@@ -46,7 +47,7 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use self::door::Door;
+use self::service::TreeService;
 use self::hub::ProcessHub;
 use self::pass::Pass;
 pub(crate) use self::pass::same_secret;
@@ -55,10 +56,10 @@ use self::workers::Workers;
 use crate::hub as calls;
 use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
-/// Bytes in flight before the receiver has to say that it goes on: a fast network's bandwidth times its delay.
+/// Bytes in flight before the receiver has to acknowledge them: a fast network's bandwidth times its delay.
 const WINDOW_BYTES: u32 = 16 << 20;
 
-/// How a rank went whose call ended without its saying so.
+/// Why a rank is lost whose call ended without a leave message.
 const BROKEN: &str = "its process ended or cannot be reached";
 
 const MEETING_HEADER: &str = "shardfast-meeting-bin";
@@ -66,10 +67,10 @@ const MEETING_HEADER: &str = "shardfast-meeting-bin";
 /// How long a rank that leaves waits for its children to have read their last answers.
 const FAREWELL_BELOW: Duration = Duration::from_secs(10);
 
-/// How long a rank that leaves waits for its parent to have seen it.
+/// How long a rank that leaves waits for its parent to have read its leave message.
 const FAREWELL_ABOVE: Duration = Duration::from_secs(2);
 
-/// When a silent peer counts as gone.
+/// When a peer that does not answer counts as lost.
 #[derive(Clone, Copy)]
 struct KeepAlive {
     interval: Duration,
@@ -107,9 +108,9 @@ pub struct Place {
 }
 
 struct Listening {
-    door: Arc<Door>,
+    service: Arc<TreeService>,
     address: String,
-    /// Disconnected when the last child's session has ended.
+    /// Disconnects when the last child's session has ended.
     sessions: Receiver<()>,
 }
 
@@ -127,7 +128,7 @@ impl Place {
     fn open_with(membership: Membership, port: u16, keep_alive: KeepAlive) -> Result<Place, Error> {
         let Membership { host, rank, topology, token, tls } = membership;
         let pass = Pass::new(rank, &topology, &token)?;
-        // An IPv6 address may come as it stands in a URL.
+        // An IPv6 address may come in the brackets of a URL.
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let workers = Workers::start()?;
         let hub = Arc::new(ProcessHub::new(&topology, rank));
@@ -152,11 +153,11 @@ impl Place {
         let (port, listener) = listener?;
         let address =
             if self.host.contains(':') { format!("[{}]:{port}", self.host) } else { format!("{}:{port}", self.host) };
-        let (door, sessions) = Door::new(self.pass.clone(), &self.topology, Arc::clone(&self.hub));
-        let door = Arc::new(door);
-        let server = door::server(self.tls.as_ref(), self.keep_alive)?;
-        self.workers.spawn(door::serve(server, Arc::clone(&door), listener));
-        Ok(Listening { door, address, sessions })
+        let (service, sessions) = TreeService::new(self.pass.clone(), &self.topology, Arc::clone(&self.hub));
+        let service = Arc::new(service);
+        let server = service::server(self.tls.as_ref(), self.keep_alive)?;
+        self.workers.spawn(service::serve(server, Arc::clone(&service), listener));
+        Ok(Listening { service, address, sessions })
     }
 
     /// Where this rank's children reach it, `host:port`; none without children.
@@ -169,8 +170,8 @@ impl Place {
         self.topology.parent(self.pass.rank)
     }
 
-    /// The address of this rank's parent, from rank 0 at `root`. Tells rank 0 where this rank listens, for its
-    /// children; so every rank of the job has to ask, or none.
+    /// The address of this rank's parent, from rank 0 at `root`. Registers this rank's own address with rank 0, for its
+    /// children; so every rank of the job has to call it, or none.
     ///
     /// # Errors
     ///
@@ -193,8 +194,9 @@ impl Place {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] when the parent refuses: another token, protocol or tree, or a rank that is taken, was lost
-    /// or is not below it; [`Error::Unavailable`] when it cannot be reached in time, or has itself not joined by then.
+    /// [`Error::Invalid`] when the parent refuses: another token, protocol or tree, or a rank that has joined already,
+    /// was lost or is not below it; [`Error::Unavailable`] when it cannot be reached in time, or has itself not joined
+    /// by then.
     pub fn join(self, parent: Option<&str>, timeout: Duration) -> Result<Arc<dyn Coord>, Error> {
         let (meeting, joined) = match (self.parent(), parent) {
             (None, None) => (Meeting::draw()?, None),
@@ -214,9 +216,9 @@ impl Place {
             }
         };
         let Place { host, topology, pass, hub, listening, workers, .. } = self;
-        let below = listening.map(|Listening { door, sessions, .. }| {
-            door.open(meeting);
-            (door, Mutex::new(sessions))
+        let below = listening.map(|Listening { service, sessions, .. }| {
+            service.open(meeting);
+            (service, Mutex::new(sessions))
         });
         Ok(Arc::new(Process { host, rank: pass.rank, world: topology.world(), meeting, hub, below, joined, workers }))
     }
@@ -229,9 +231,9 @@ struct Process {
     world: u32,
     meeting: Meeting,
     hub: Arc<ProcessHub>,
-    /// Where it has children: where they came in; disconnected when the last of their sessions has ended.
-    below: Option<(Arc<Door>, Mutex<Receiver<()>>)>,
-    /// Where it has a parent; disconnected when this rank's session has ended.
+    /// Where it has children: their service; the receiver disconnects when the last of their sessions has ended.
+    below: Option<(Arc<TreeService>, Mutex<Receiver<()>>)>,
+    /// Where it has a parent; disconnects when this rank's session has ended.
     joined: Option<Mutex<Receiver<()>>>,
     workers: Workers,
 }
@@ -275,11 +277,11 @@ impl Drop for Process {
             // Closing would wake threads that do not exist here. The parent process's session goes on.
             return;
         }
-        if let Some((door, _)) = &self.below {
-            door.close();
+        if let Some((service, _)) = &self.below {
+            service.close();
         }
         self.hub.leave();
-        // Either they have read everything, or they had their time.
+        // By then the children have read everything, or their time is over.
         if let Some((_, sessions)) = &mut self.below {
             let _ = sessions.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(FAREWELL_BELOW);
         }

@@ -1,4 +1,4 @@
-//! A rank's node as the threads of its process see it: calls that wait for their reply.
+//! A rank's node behind blocking calls: each waits for its reply.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::node::{Contribution, Reply};
 use crate::{Decide, Error};
 
-/// What a rank that closes its coordinator leaves behind as the cause.
+/// The cause of the loss of a rank that closes its coordinator.
 pub(crate) const LEFT: &str = "it closed its coordinator";
 
-/// Brings a reply to whoever waits for it. Never blocks.
+/// Delivers the reply to the call that waits for it. Never blocks.
 pub(crate) type Waiter = Box<dyn FnOnce(Reply) + Send>;
 
-/// A node with a lock, a clock and links. Its methods do not wait for anybody.
+/// A node with a lock, a clock and links. Its methods do not wait for other ranks.
 pub(crate) trait Hub {
     fn contribute(&self, topic: &str, contribution: Contribution, waiter: Waiter, deadline: Duration);
 

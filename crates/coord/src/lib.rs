@@ -3,12 +3,12 @@
 //! There is one primitive, [`Coord::agree`]: every rank contributes opaque bytes under a topic, rank 0 decides once
 //! over all of them, and every rank gets its own answer, or every rank gets the same error. Gathering, scattering,
 //! broadcasting and a barrier with an outcome are all special cases of it. [`solo`], [`local`] (threads of one process)
-//! and [`grpc`] (processes) keep one contract.
+//! and [`grpc`] (processes) have one contract.
 //!
-//! Ranks talk along a [tree](Topology): each to its parent and its children only, one message a round and direction.
-//! [`node`] is what a rank does in it, without threads, sockets or clocks.
+//! Ranks communicate along a [tree](Topology): each with its parent and its children only, one message a round and
+//! direction. [`node`] is one rank's part in it, without threads, sockets or clocks.
 //!
-//! Bulk transport is a room of its own: [`peers`] carries messages of any size between pairs of ranks, past the tree.
+//! Bulk transport is separate: [`peers`] carries messages of any size between pairs of ranks, past the tree.
 //!
 //! # Contract
 //!
@@ -21,25 +21,25 @@
 //!   that every failure is known; then nothing is decided and every rank gets [`Error::Failed`] with all reasons. A
 //!   decision that returns `Err` (or panics) is a failure of rank 0.
 //! * **Deadlines.** A round expires when the deadline of any rank that waits in it has passed since that rank came.
-//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not, and the beginning of the first of
-//!   their contributions that is not empty. A rank that comes later gets that same error at once (for the last 4096
-//!   failed rounds). Once every rank has come, the round cannot expire any more,
-//!   and the decision has the same time again; a rank that has no answer even then gets [`Error::Unavailable`], and
-//!   must take the outcome for unknown: the decision may still come about.
-//! * **Silence.** A rank whose process stands still, or that cannot be reached although nothing has broken, is found
-//!   out by the time at which the round expires; one whose program is merely busy is not silent. Ranks above it get
-//!   [`Error::Missing`] with it and all ranks below it, where it is named as silent; those below it get
-//!   [`Error::Unavailable`] with its name, at the same time, and must take the outcome for unknown. So does rank 0's
-//!   silence reach all. Nobody loses its place by it: the next round is the next try.
-//! * **Loss.** A rank whose process ends, whose connection breaks or who drops its coordinator is gone for good. Rounds
-//!   that are not complete, and all later ones, fail at once on every rank with [`Error::Lost`], which names the first
-//!   rank that went. Rounds that were complete are decided and answered as if nothing had happened, so leaving after
-//!   one's last answer disturbs nobody.
+//!   Every rank that had come gets [`Error::Missing`] with the ranks that had not, and the beginning of the first
+//!   contribution that is not empty. A rank that comes later gets that same error at once (for the last 4096 failed
+//!   rounds). Once every rank has come, the round cannot expire any more, and the decision has the same time again. A
+//!   rank that has no answer even then gets [`Error::Unavailable`] and must treat the outcome as unknown: rank 0 may
+//!   still decide.
+//! * **Silence.** A rank whose process is stopped, or that cannot be reached although no connection has broken, is
+//!   *silent*, which is detected by the time at which the round expires. A rank whose program is merely busy is not
+//!   silent. Ranks above a silent rank get [`Error::Missing`] with it and all ranks below it; it is named as silent.
+//!   Ranks below it get [`Error::Unavailable`] with its name, at the same time, and must treat the outcome as unknown.
+//!   A silent rank stays a member: the next round is tried with it.
+//! * **Loss.** A rank whose process ends, whose connection breaks or that drops its coordinator is lost for good.
+//!   Rounds that are not complete, and all later ones, fail at once on every rank with [`Error::Lost`], which names the
+//!   first rank that was lost. Complete rounds are decided and answered all the same, so a rank may leave after its
+//!   last answer.
 //! * **Twice.** A second call of one rank with a topic while its first one waits gets [`Error::Invalid`]; the first one
-//!   is not disturbed.
-//! * **The same words.** All ranks of a failed round get equal errors, except where a rank cannot be reached. Ranks
-//!   below one that is gone cannot be reached: they get [`Error::Lost`] with that rank, also for a round that was
-//!   complete, and must then take its outcome for unknown.
+//!   goes on.
+//! * **Equal errors.** All ranks of a failed round get equal errors, except where a rank cannot be reached. Ranks
+//!   below a lost rank cannot be reached: they get [`Error::Lost`] with that rank, also for a round that was complete,
+//!   and must then treat its outcome as unknown.
 
 mod error;
 pub mod grpc;
@@ -85,7 +85,7 @@ impl Meeting {
 /// The ranks that a round waits for, as far as one rank knows them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Absent {
-    /// Those that have surely not come.
+    /// Ranks that have certainly not come.
     pub ranks: Vec<u32>,
     /// Runs of other ranks, of which at least one has not come if `ranks` is empty.
     pub among: Vec<Range<u32>>,
@@ -105,7 +105,7 @@ pub trait Coord: Send + Sync {
     /// The name or address, without a port, at which the other ranks can reach this process.
     fn host(&self) -> &str;
 
-    /// What this rank knows of the ranks that a round waits for, without asking anyone; nothing of a round that is not
+    /// What this rank knows of the ranks that a round waits for, without a message; nothing of a round that is not
     /// open here.
     fn absent(&self, topic: &str) -> Absent;
 

@@ -21,7 +21,7 @@ struct Local {
     nodes: Arc<Nodes>,
 }
 
-/// The one rank of a world of one. It waits for nobody.
+/// The one rank of a world of one. It never waits.
 ///
 /// # Panics
 /// When the system has no random numbers.
@@ -57,7 +57,7 @@ impl Nodes {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes a node and all that follows from it; then, without the lock, answers those who wait.
+    /// Changes a node and delivers its messages; then, without the lock, replies to the waiting calls.
     fn act<T>(&self, rank: u32, act: impl FnOnce(&mut Node<Waiter>, Duration) -> (T, Effects<Waiter>)) -> Option<T> {
         let mut replies = Vec::new();
         let result = {
@@ -89,11 +89,11 @@ impl Nodes {
                 Effect::Up(message) => {
                     let Some(parent) = self.topology.parent(from) else { continue };
                     let Some(node) = &mut nodes[parent as usize] else { continue };
-                    (parent, node.hear_child(from, message, now))
+                    (parent, node.receive_from_child(from, message, now))
                 }
                 Effect::Down(child, message) => {
                     let Some(node) = &mut nodes[child as usize] else { continue };
-                    (child, node.hear_parent(message, now))
+                    (child, node.receive_from_parent(message, now))
                 }
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));

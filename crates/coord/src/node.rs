@@ -1,45 +1,34 @@
 //! One rank's node of the tree: contributions go up, answers come down.
 //!
-//! Pure: it knows no threads, sockets or clocks. Time is what the caller says it is (any origin, never backwards), a
-//! *waiter* is whatever the caller needs to answer the local call that waits, and every change gives back [`Effect`]s
-//! that the caller carries out in their order. Equal inputs give equal effects.
+//! Pure: it knows no threads, sockets or clocks. The caller passes the time (any origin, never backwards). A *waiter*
+//! is what the caller needs to answer the local call that waits. Every change returns [`Effect`]s that the caller
+//! carries out in their order. Equal inputs give equal effects.
 //!
 //! # Protocol
 //!
 //! 1. A node sends one [`Part`] a round upwards as soon as its whole subtree has come: payloads, or failures. Rank 0
 //!    then decides, and one [`FromParent::Answer`] goes down each link, with the answers of that subtree.
-//! 2. A round that cannot become complete (its time is over, a rank is gone) is *closed*, from where that shows up to
-//!    rank 0: a node asks the children that it has no part from ([`FromParent::Close`]), waits for them up to
-//!    [`CLOSING`] for each level below it, and reports who failed and who is missing. Rank 0 makes one error of it, and
-//!    [`FromParent::Failed`] goes to every node. A rank that has not come by then finds it at its own node.
-//!    The time that is left travels with a part and was shorter than it seems if the part was held up on the way: so
-//!    whoever has reported and hears nothing by its time says so as well ([`FromChild::Overdue`]).
-//! 3. A part that crosses the failure of its round on the link belongs to that failed round: [`Upward::seen`] tells.
-//! 4. Whoever loses a child tells rank 0, and rank 0 tells every node the first rank that went. From then on no round
-//!    can become complete, so that each is closed at once.
-//! 5. Whoever loses its parent can reach nobody but its own subtree: what it has reported fails there with
+//! 2. A round that cannot become complete (its time is over, a rank is lost) is *closed*, from the node that detects it
+//!    up to rank 0. A node asks the children whose part it lacks ([`FromParent::Close`]), waits for them up to
+//!    [`CLOSING`] for each level below it, and reports which ranks failed and which are missing. Rank 0 makes one error
+//!    of it, and [`FromParent::Failed`] goes to every node. A rank that comes later finds the error at its own node.
+//!    A part carries the time that is left, which is too long if the part was delayed on the way. So a node that has
+//!    reported and has no outcome by its own deadline reports that, too ([`FromChild::Overdue`]).
+//! 3. A part that crosses the failure of its round on the link belongs to that failed round: [`Upward::seen`] shows it.
+//! 4. A node that loses a child reports it to rank 0, and rank 0 sends every node the first lost rank. From then on no
+//!    round can become complete, so each is closed at once.
+//! 5. A node that loses its parent reaches its own subtree only: rounds that it has reported fail there with
 //!    [`Error::Lost`] of the parent, and it closes all later rounds as rank 0 would.
-//! 6. Towards the end of a round's time, and after it, whoever still waits for the other end of a link asks it whether
-//!    it lives ([`FromChild::Asks`]), and it asks on in the same direction, so that all on the way know by the end who
-//!    is silent: nodes answer, whatever their rank's program does. A child that gives no answer is not waited for any
-//!    more when the round is closed, and is named as silent. If it is the parent, the outcome cannot come through: once
-//!    the round's time is over the whole subtree is told so, with the parent's name ([`FromParent::Unheard`]). Neither
-//!    costs anybody its place: who was silent for a while takes part again.
+//! 6. Towards the end of a round's time, and after it, a node that still waits for the other end of a link pings it
+//!    ([`FromChild::Asks`]), and the other end pings on in the same direction, so that all nodes on the way know by the
+//!    end which one is silent. Nodes answer, whatever their rank's program does. A child that does not answer is not
+//!    waited for when the round is closed, and is named as silent. If the parent does not answer, the outcome cannot
+//!    arrive: once the round's time is over, the whole subtree fails with the parent's name
+//!    ([`FromParent::OutcomeUnknown`]). A silent rank stays a member and takes part again once it answers.
 //!
-//! Complete is complete: rank 0 never closes what it decides, and a node never takes back a part. So no round has two
-//! outcomes; whether an answer arrives is another matter. Whoever is below a silent rank, or has waited twice its
-//! deadline and [`GRACE`], is told that the outcome is unknown, and takes no notice of it later.
-
-mod bundle;
-mod inbox;
-mod message;
-mod round;
-mod watch;
-
-#[cfg(test)]
-mod scenarios;
-#[cfg(test)]
-mod tests;
+//! Complete is final: rank 0 never closes a round that it decides, and a node never withdraws a part. So no round has
+//! two outcomes, though an answer may not arrive. A rank below a silent one, and a rank that has waited twice its
+//! deadline and [`GRACE`], gets the error that the outcome is unknown, and ignores an outcome that arrives later.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -57,25 +46,25 @@ use crate::{Absent, Error, PAYLOAD_BYTES_MAX, Topology};
 /// How long a node that closes a round waits for its children, for each level below it.
 pub const CLOSING: Duration = Duration::from_millis(500);
 
-/// How long after its time an answer may still be on its way.
+/// How long after its deadline an answer may still be on its way.
 pub const GRACE: Duration = Duration::from_secs(5);
 
-/// How many failed rounds are remembered for a rank that comes late to them.
+/// Failed rounds that are remembered for a rank that comes late to them.
 const UNDELIVERED_ERRORS_MAX: usize = 4096;
 
 /// A rank's part of a round: its bytes, or why it has none.
 pub type Contribution = Result<Vec<u8>, String>;
 
-/// What a local call is told.
+/// A reply to a local call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
-    /// To rank 0 only: everything is in; call [`Node::decided`] with the decision over these.
+    /// To rank 0 only: all contributions; call [`Node::decided`] with the decision over these.
     Decide(Vec<Vec<u8>>),
     /// The end of the call.
     Answer(Result<Vec<u8>, Error>),
 }
 
-/// What the caller of a node has to do.
+/// An action that the caller of a node has to carry out.
 #[derive(Debug, PartialEq)]
 pub enum Effect<W> {
     /// Send this to the parent.
@@ -86,7 +75,7 @@ pub enum Effect<W> {
     Reply(W, Reply),
 }
 
-/// What the caller has to do, in this order.
+/// Actions, to be carried out in this order.
 pub type Effects<W> = Vec<Effect<W>>;
 
 /// One rank's node.
@@ -103,7 +92,7 @@ pub struct Node<W> {
     rounds: BTreeMap<String, Round<W>>,
     /// Failed rounds that this rank has yet to come to, oldest first.
     undelivered_errors: VecDeque<(String, Error)>,
-    /// The first rank that went, and how, as rank 0 has it; where that cannot be heard any more, the parent.
+    /// The first lost rank and the cause, as rank 0 says; without a way to rank 0, the parent.
     lost: Option<(u32, String)>,
     effects: Effects<W>,
 }
@@ -123,7 +112,7 @@ struct Child {
     sent: u64,
     inbox: Inbox<(u64, FromChild)>,
     watch: Watch,
-    /// Rounds that failed without a part of this child, by the number of the message that tells it so.
+    /// Rounds that failed without a part of this child, with the number of the message that reports it.
     failed: BTreeMap<String, u64>,
 }
 
@@ -153,7 +142,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// This rank comes to the round of `topic` at `now` and waits there for up to `deadline`.
+    /// Adds this rank's contribution to the round of `topic` at `now`; it waits there for up to `deadline`.
     pub fn contribute(
         &mut self,
         topic: &str,
@@ -188,7 +177,7 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// Rank 0 has decided the round of `topic`. Gives its own answer.
+    /// Takes rank 0's decision on the round of `topic`. Returns its own answer.
     pub fn decided(
         &mut self,
         topic: &str,
@@ -223,10 +212,10 @@ impl<W> Node<W> {
         (own, self.effects())
     }
 
-    /// A message of a child has arrived. One that cannot be meant costs the child its place.
-    pub fn hear_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<W> {
+    /// Takes a message of a child. An invalid one makes the child a lost rank.
+    pub fn receive_from_child(&mut self, child: u32, message: Upward, now: Duration) -> Effects<W> {
         if let Some(sender) = self.child(child) {
-            sender.watch.heard();
+            sender.watch.answered();
             match message.word {
                 FromChild::Asks { interval } => {
                     self.effects.push(Effect::Down(child, Downward::LIVES));
@@ -240,7 +229,7 @@ impl<W> Node<W> {
             match word {
                 FromChild::Part(part) => self.take_part(child, seen, part, now),
                 FromChild::Overdue { topic } => {
-                    // Without its part it speaks of an earlier round, of whose end it has yet to hear.
+                    // Without the child's part this is an earlier round, whose outcome the child has not received.
                     let round = self.rounds.get_mut(&topic).filter(|round| round.reports.contains_key(&child));
                     round.into_iter().for_each(|round| round.expires = round.expires.min(now));
                 }
@@ -251,10 +240,10 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// A message of the parent has arrived. One that cannot be meant costs the parent its place.
-    pub fn hear_parent(&mut self, message: Downward, now: Duration) -> Effects<W> {
+    /// Takes a message of the parent. An invalid one makes the parent a lost rank.
+    pub fn receive_from_parent(&mut self, message: Downward, now: Duration) -> Effects<W> {
         if let Some(parent) = &mut self.parent {
-            parent.watch.heard();
+            parent.watch.answered();
             match message.word {
                 FromParent::Asks { interval } => {
                     self.effects.push(Effect::Up(Upward::LIVES));
@@ -281,7 +270,7 @@ impl<W> Node<W> {
                     }
                 },
                 FromParent::Failed { topic, error } => self.fail(&topic, &error),
-                FromParent::Unheard { topic, rank } => self.give_up(&topic, rank),
+                FromParent::OutcomeUnknown { topic, rank } => self.give_up(&topic, rank),
                 FromParent::Lost { rank, cause } => self.set_lost(rank, cause, now),
                 FromParent::Asks { .. } | FromParent::Lives => {}
             }
@@ -289,7 +278,7 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// The child `rank` is gone.
+    /// Notes that the child `rank` is lost.
     pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         if let Some(child) = self.child(rank) {
             child.is_lost = true;
@@ -301,20 +290,20 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// Somebody who says that it is `rank` cannot take its place, so that this world will never be complete: as if that
-    /// rank had gone.
+    /// Notes that a process was refused as `rank`, so that this world will never be complete: as if that rank were
+    /// lost.
     pub fn refuse(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         self.report_lost(rank, cause.to_owned(), now);
         self.effects()
     }
 
-    /// The parent is gone, and with it all but the own subtree.
+    /// Notes that the parent is lost, and with it all ranks but the own subtree.
     pub fn lose_parent(&mut self, cause: &str, now: Duration) -> Effects<W> {
         self.detach(cause, now);
         self.effects()
     }
 
-    /// Time passes. Needed whenever [`due`](Node::due) says so; at any other time it does nothing.
+    /// Handles timeouts. Needed when [`due`](Node::due) says so; at any other time it does nothing.
     pub fn tick(&mut self, now: Duration) -> Effects<W> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
@@ -370,7 +359,7 @@ impl<W> Node<W> {
                 let subtrees = self.children.iter().map(|child| &child.subtree);
                 subtrees.filter(|subtree| !round.reports.contains_key(&subtree.start)).cloned().collect()
             }
-            // All here have come. Of the others this node knows nothing.
+            // All ranks of this subtree have come. This node knows nothing of the others.
             Stage::Reported => outside.into_iter().filter(|run| !run.is_empty()).collect(),
             Stage::Deciding => Vec::new(),
         };
@@ -380,7 +369,7 @@ impl<W> Node<W> {
         absent
     }
 
-    /// Whether that child's messages still count: it is one, and not lost.
+    /// Whether messages of that rank are accepted: it is a child, and not lost.
     pub fn counts(&self, child: u32) -> bool {
         self.children.iter().any(|known| known.subtree.start == child && !known.is_lost)
     }
@@ -412,7 +401,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// To every child that is there, what `word` has for its subtree.
+    /// Sends every child that is not lost what `word` returns for its subtree.
     fn down(&mut self, word: impl Fn(&Range<u32>) -> Option<FromParent>) {
         for child in self.children.iter_mut().filter(|child| !child.is_lost) {
             if let Some(word) = word(&child.subtree) {
@@ -443,7 +432,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Asks the parent whether it lives, if it is time.
+    /// Pings the parent, if it is time.
     fn watch_parent(&mut self, wanted: Wanted, now: Duration) {
         if let Some(parent) = &mut self.parent
             && let Look::Ask(interval) = parent.watch.look(wanted, now)
@@ -452,7 +441,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Asks the children of which somebody wants to know it whether they live, those for which it is time.
+    /// Pings the children that `wanted` selects, if it is time.
     fn watch_children(
         &mut self,
         now: Duration,
@@ -475,22 +464,22 @@ impl<W> Node<W> {
         }
     }
 
-    /// When it matters whether the parent lives; never where nobody waits for it.
+    /// When to watch the parent; `None` if no round waits for it.
     fn wants_parent(&self) -> Option<Wanted> {
         self.rounds.values().filter(|round| round.waits_for_parent()).map(Round::wanted).reduce(Wanted::and)
     }
 
-    /// What comes of a round cannot be heard of here, since `rank` is silent.
+    /// Fails a round in this subtree, whose outcome cannot arrive since `rank` is silent.
     fn give_up(&mut self, topic: &str, rank: u32) {
-        let Some(round) = self.rounds.get_mut(topic).filter(|round| round.unheard.is_none()) else { return };
-        round.unheard = Some(rank);
+        let Some(round) = self.rounds.get_mut(topic).filter(|round| round.silent_above.is_none()) else { return };
+        round.silent_above = Some(rank);
         if let Some(Waiting { waiter, .. }) = round.waiting.take() {
-            self.effects.push(Effect::Reply(waiter, Reply::Answer(Err(round::unheard(topic, rank)))));
+            self.effects.push(Effect::Reply(waiter, Reply::Answer(Err(round::outcome_unknown(topic, rank)))));
         }
-        self.down(|_| Some(FromParent::Unheard { topic: topic.to_owned(), rank }));
+        self.down(|_| Some(FromParent::OutcomeUnknown { topic: topic.to_owned(), rank }));
     }
 
-    /// Something came to a round of which no part was sent yet.
+    /// Takes the next step of a round after a contribution, a part or the loss of a child.
     fn advance(&mut self, topic: &str, now: Duration) {
         let Some(round) = self.rounds.get(topic) else { return };
         let hopeless = self.lost.is_some() || round.reports.values().any(|report| !report.is_complete());
@@ -506,7 +495,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// No longer waits for ranks to come, only for what children know.
+    /// Stops waiting for ranks to come; waits only for the children's reports.
     fn close(&mut self, topic: &str, now: Duration) {
         let Some(round) = self.rounds.get_mut(topic) else { return };
         round.stage = Stage::Closing { until: now.saturating_add(CLOSING * self.height) };
@@ -517,7 +506,7 @@ impl<W> Node<W> {
         self.advance(topic, now);
     }
 
-    /// Reports what there is of a round, or ends it where there is nobody to report to.
+    /// Reports a round to the parent, or ends it at a node without a parent.
     fn settle(&mut self, topic: &str, now: Duration) {
         let Some(round) = self.rounds.get_mut(topic) else { return };
         if self.parent.is_some() {
@@ -528,7 +517,7 @@ impl<W> Node<W> {
         }
         let lost = self.lost.as_ref().map(|(rank, cause)| (*rank, cause.as_str()));
         match round.payloads(self.children.iter().map(|child| &child.subtree)) {
-            // Whoever is not rank 0 and has no parent is a part of the world.
+            // A node other than rank 0 without a parent has only a part of the world.
             Some(payloads) if self.rank == 0 => {
                 round.stage = Stage::Deciding;
                 if let Some(Waiting { waiter, .. }) = round.waiting.take() {
@@ -583,7 +572,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Rank 0 says which rank went first; others tell it and wait for its word.
+    /// At rank 0, sets the first lost rank; other nodes report the loss to their parent.
     fn report_lost(&mut self, rank: u32, cause: String, now: Duration) {
         if self.parent.is_none() {
             self.set_lost(rank, cause, now);
@@ -606,7 +595,7 @@ impl<W> Node<W> {
     fn detach(&mut self, cause: &str, now: Duration) {
         let Some(Parent { rank, .. }) = self.parent.take() else { return };
         self.set_lost(rank, cause.to_owned(), now);
-        // What the ranks of this subtree reported may have been decided without them; they cannot hear of it.
+        // Rank 0 may have decided what this subtree reported, but the outcome cannot arrive here.
         for topic in self.topics(|round| round.stage == Stage::Reported) {
             self.fail(&topic, &Error::Lost { rank, cause: cause.to_owned() });
         }
@@ -620,13 +609,13 @@ impl Child {
     }
 }
 
-/// When it matters whether that child lives; never where nobody waits for it.
+/// When to watch that child; `None` if no round waits for it.
 fn wants<W>(rounds: &BTreeMap<String, Round<W>>, child: &Child) -> Option<Wanted> {
     let waiting = rounds.values().filter(|round| !child.is_lost && round.waits_for_child(child.subtree.start));
     waiting.map(Round::wanted).reduce(Wanted::and)
 }
 
-/// The error of a rank whose contribution was in time and whose answer is not.
+/// The error of a rank that contributed in time and got no answer in time.
 fn undecided(topic: &str, deadline: Duration) -> Error {
     Error::Unavailable(format!(
         "rank 0 has not answered on {topic:?} within twice the deadline of {deadline:?}; the outcome is unknown"

@@ -3,19 +3,19 @@
 //!
 //! # Protocol
 //!
-//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`] and, by a random name, among the
-//!    abstract Unix sockets of its machine; the ranks tell each other where, by agreeing. Of two ranks the higher one
-//!    connects, through the Unix socket if it finds that: then they are on one machine.
-//! 2. Who was connected to sends 16 random bytes. The other side answers with `MAGIC`, its rank, 16 random bytes of
-//!    its own and a proof: a keyed SHA-256 of all that was said, of both ranks and of what the connection is for. The
-//!    first side answers with a proof of its own. The key is the name of the meeting, which only ranks that the
-//!    coordinator let in have ever heard; it does not travel. Whoever cannot prove it is dropped and learns nothing.
-//! 3. On one machine the side that connects and then the other one says a byte, with which a descriptor may come
+//! 1. Every rank [`listen`](Joining::listen)s on a free port at [`Coord::host`] and on an abstract Unix socket of its
+//!    machine with a random name; the ranks exchange these addresses by agreeing. Of two ranks the higher one connects,
+//!    through the Unix socket if it finds that: then they are on one machine.
+//! 2. The accepting side sends 16 random bytes. The connecting side answers with `MAGIC`, its rank, 16 random bytes of
+//!    its own and a proof: a keyed SHA-256 of all bytes sent so far, of both ranks and of the connection's purpose. The
+//!    accepting side answers with a proof of its own. The key is the name of the meeting, which the coordinator gave to
+//!    admitted ranks only; it is not sent. A side without a valid proof is disconnected and learns nothing.
+//! 3. On one machine the connecting side and then the accepting one send a byte, with which a descriptor may come
 //!    (`SCM_RIGHTS`): what the rank [offers](Joining::listen), such as shared memory.
 //! 4. Then messages travel in both directions: their length in 8 bytes, least significant first, and that many bytes.
 //!
 //! There is one round at a time, in which one message goes to each peer and one comes from each. All of it happens on
-//! the calling thread: nothing is left to a `fork`. What is said is not encrypted.
+//! the calling thread, so a `fork` leaves no thread behind. Messages are not encrypted.
 
 mod handshake;
 
@@ -33,7 +33,7 @@ use tokio::time::timeout;
 use self::handshake::{Link, This, abstract_path, answer_local, answer_remote, connect, nonce};
 use crate::{Coord, Error};
 
-/// Connections that have not proven it, at most: more wait until one of them has, or is closed.
+/// Connections without a proof yet, at most: more wait until one of them has proven it, or is closed.
 const UNPROVEN_MAX: usize = 128;
 
 /// How long to wait after a connection could not be accepted.
@@ -46,7 +46,7 @@ pub type Message = Vec<Arc<Vec<u8>>>;
 pub struct Joining {
     runtime: Runtime,
     socket: TcpListener,
-    /// None where the system has no abstract sockets, or refuses them.
+    /// None if the system has no abstract sockets, or refuses them.
     local_socket: Option<UnixListener>,
     address: String,
     this: This,
@@ -107,7 +107,7 @@ impl Joining {
         &self.address
     }
 
-    /// Begins to connect with these peers, given with their addresses; each of them must give this rank, too.
+    /// Begins to connect with these peers, given with their addresses; each of them must do so with this rank, too.
     pub fn begin(&mut self, peers: &[(u32, String)]) {
         let _runtime = self.runtime.enter();
         for (rank, address) in peers {
@@ -118,7 +118,7 @@ impl Joining {
         }
     }
 
-    /// Goes on until there is a connection with every peer, or for that time. Returns the peers that are missing.
+    /// Continues until there is a connection with every peer, or for `time`. Returns the peers that are missing.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming a peer that cannot be connected with.
@@ -142,7 +142,7 @@ impl Joining {
                     }
                     accepted = socket.accept(), if has_room => match accepted {
                         Ok((link, _)) => _ = answering.spawn(answer_remote(this.clone(), link)),
-                        // A lack of descriptors may pass; the time does in any case.
+                        // A lack of descriptors may pass; `time` bounds the wait.
                         Err(_) => tokio::time::sleep(RETRY).await,
                     },
                     Some(accepted) = accept_local(local_socket.as_ref()), if has_room => match accepted {
@@ -157,7 +157,7 @@ impl Joining {
         Ok(self.expected.iter().copied().filter(|rank| !self.links.contains_key(rank)).collect())
     }
 
-    /// What peers on this machine offered, each given once. Complete when [`go_on`](Joining::go_on) finds none missing.
+    /// What peers on this machine offered, each once. Complete when [`go_on`](Joining::go_on) finds no peer missing.
     pub fn take_offered(&mut self) -> BTreeMap<u32, OwnedFd> {
         let offered = |(&rank, link): (&u32, &mut Link)| match link {
             Link::Local(_, offered) => offered.take().map(|descriptor| (rank, descriptor)),
@@ -174,12 +174,12 @@ impl Joining {
 }
 
 impl Peers {
-    /// Sends each peer its message and receives one of each; all at once. Who has no entry in `messages` is not spoken
-    /// with any more: its connection is closed.
+    /// Sends each peer its message and receives one of each; all at once. The connection with a peer that has no entry
+    /// in `messages` is closed.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] naming the first peer that went, or said nothing for as long as the deadline. With all
-    /// others the round was completed.
+    /// [`Error::Unavailable`] naming the first peer that was lost or sent nothing within the deadline. With all other
+    /// peers the round was completed.
     pub fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>, Error> {
         let mut links = std::mem::take(&mut self.links);
         let (deadline, bytes_max) = (self.deadline, self.message_bytes_max);

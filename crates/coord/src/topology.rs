@@ -1,4 +1,4 @@
-//! Who talks to whom: a tree of ranks, computed alike on every rank from three numbers.
+//! The tree of ranks, computed alike on every rank from three numbers.
 //!
 //! Every subtree is a run of consecutive ranks under its lowest one. Ranks of a node come first under the lowest rank
 //! of that node; groups of nodes come under the lowest rank of the group, groups of groups likewise, until rank 0 is
@@ -22,15 +22,15 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// The fan-out when nobody asks for another: the ranks of a usual node and two dozen groups of nodes below one
-    /// rank, so 100,000 ranks are five levels.
+    /// The default fan-out: the ranks of a usual node and two dozen groups of nodes below one rank, so 100,000 ranks
+    /// are five levels.
     pub const FAN_OUT_DEFAULT: u32 = 32;
 
     /// The tree of `world` ranks, of which each run of `local_world` shares a node (the last one may be smaller),
     /// where no rank has more than `fan_out` children.
     ///
-    /// Nodes only say which messages travel within a machine. Where real nodes are of other sizes, the tree is as
-    /// valid.
+    /// Nodes only determine which messages travel within a machine. If real nodes have other sizes, the tree is valid
+    /// all the same.
     ///
     /// # Errors
     /// [`Error::Invalid`] when `world` or `local_world` is 0, or `fan_out` is below 2.
@@ -95,7 +95,7 @@ impl Topology {
         deepest.into_iter().flatten().map(|subtree| 1 + self.levels(&self.split(subtree))).max().unwrap_or(0)
     }
 
-    /// All that a rank has to know, found on one way down.
+    /// A rank's position, found on one walk down the tree.
     pub(crate) fn position(&self, rank: u32) -> Position {
         let (mut parent, mut subtree) = (None, 0..self.world);
         while subtree.start != rank {

@@ -1,4 +1,4 @@
-//! The messages of `proto/coord.proto`, and what they say.
+//! Encodes and decodes the messages of `proto/coord.proto`.
 
 mod sequence;
 
@@ -18,7 +18,7 @@ pub(crate) mod proto {
 
 use proto::{downward, ended, upward};
 
-/// More ranks than any job has: bounds what a list of ranks may cost.
+/// More ranks than any job has: bounds the memory of a list of ranks.
 const RANKS_MAX: u64 = 1 << 24;
 
 /// A message of a link, as bytes.
@@ -26,16 +26,16 @@ pub trait Encoded: Sized {
     /// Whether it overtakes all others: it has no number and is short.
     fn is_urgent(&self) -> bool;
 
-    /// Says that the sender lives, and nothing else.
+    /// The answer to a ping.
     fn lives() -> Self;
 
-    /// The bytes that travel.
+    /// The encoded bytes.
     fn encode(self) -> Vec<u8>;
 
     /// The message of these bytes. Payloads are parts of them, not copies.
     ///
     /// # Errors
-    /// In words, why they are no such message.
+    /// Why they are no such message.
     fn decode(bytes: Bytes) -> Result<Self, String>;
 }
 
@@ -114,7 +114,7 @@ impl Encoded for Downward {
             FromParent::Failed { topic, error } => {
                 downward::Word::Ended(proto::Ended { topic, error: Some(error.into()) })
             }
-            FromParent::Unheard { topic, rank } => downward::Word::Unheard(proto::Unheard { topic, rank }),
+            FromParent::OutcomeUnknown { topic, rank } => downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank }),
             FromParent::Lost { rank, cause } => downward::Word::Lost(proto::Lost { rank, cause }),
             FromParent::Asks { interval } => downward::Word::Asks(interval.into()),
             FromParent::Lives => downward::Word::Lives(proto::Lives {}),
@@ -133,7 +133,7 @@ impl Encoded for Downward {
                 let error = error(&topic, end.ok_or("a failure of an unknown kind")?)?;
                 FromParent::Failed { topic, error }
             }
-            downward::Word::Unheard(proto::Unheard { topic, rank }) => FromParent::Unheard { topic, rank },
+            downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank }) => FromParent::OutcomeUnknown { topic, rank },
             downward::Word::Lost(proto::Lost { rank, cause }) => FromParent::Lost { rank, cause },
             downward::Word::Asks(asks) => FromParent::Asks { interval: asks.into() },
             downward::Word::Lives(proto::Lives {}) => FromParent::Lives,
@@ -171,7 +171,7 @@ fn bundle(bundle: proto::Bundle) -> Result<Bundle, String> {
     if u64::from(ranks) > RANKS_MAX {
         return Err(format!("payloads of {ranks} ranks, the most is {RANKS_MAX}"));
     }
-    // Of different payloads one at most is empty: so the bytes that are here bound what they cost.
+    // Of different payloads one at most is empty, so the bytes at hand bound the memory.
     if distinct as usize > payloads.len() + 1 {
         return Err(format!("{distinct} different payloads in {} bytes", payloads.len()));
     }
@@ -254,7 +254,7 @@ fn error(topic: &str, error: ended::Error) -> Result<Error, String> {
     })
 }
 
-/// 584 years are as good as for ever.
+/// 584 years at most.
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -350,7 +350,7 @@ mod tests {
             }
             bytes.truncate(cut.map_or(bytes.len(), |cut| cut.index(bytes.len())));
             let Ok(found) = Downward::decode(bytes.into()) else { return Ok(()) };
-            // Whatever is let in can be used: no rank is without a payload, and it may be sent on.
+            // A decoded message is usable: every rank has a payload, and it can be sent on.
             if let FromParent::Answer { answers, .. } = &found.word {
                 prop_assert_eq!(answers.payloads().count(), answers.ranks() as usize);
             }

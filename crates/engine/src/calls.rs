@@ -26,7 +26,7 @@ use shardfast_format::sha256;
 use crate::error::{Error, Kind};
 
 /// Calls in vain that are remembered, the latest.
-const IN_VAIN_MAX: usize = 64;
+const UNMATCHED_MAX: usize = 64;
 
 /// What a rank calls, in as few bytes as tell it from any other call.
 pub(crate) type Digest = [u8; 8];
@@ -45,7 +45,7 @@ struct State {
     /// attempts different, and is the same on all ranks unless one of them has left a call out.
     attempts: HashMap<Digest, u32>,
     /// What was called here in vain since all ranks met last.
-    in_vain: Vec<Digest>,
+    unmatched: Vec<Digest>,
     absences: Absences,
     /// Calls that wait for other ranks, by their first numbers.
     waiting: BTreeMap<u64, Waiting>,
@@ -84,12 +84,12 @@ pub(crate) struct Call {
 
 /// What a rank says when ranks have called different things.
 #[derive(Clone, Serialize, Deserialize)]
-pub(crate) struct Spoken {
+pub(crate) struct CallReport {
     what: String,
     attempt: u32,
     digest: Digest,
     is_late: bool,
-    in_vain: Vec<Digest>,
+    unmatched: Vec<Digest>,
 }
 
 /// What becomes of a rank's call then.
@@ -199,17 +199,17 @@ impl Call {
     pub(crate) fn met(&self, has_failed: bool) {
         self.is_void.store(has_failed, Ordering::Relaxed);
         let mut state = self.calls.state();
-        state.in_vain.clear();
+        state.unmatched.clear();
         state.absences.0.clear();
     }
 
     /// The call fails on all ranks that made it, which were not all, or called different things. Nothing of it is left.
-    pub(crate) fn is_in_vain(&self) {
+    pub(crate) fn set_unmatched(&self) {
         self.is_void.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
-        state.in_vain.push(self.digest);
-        let surplus = state.in_vain.len().saturating_sub(IN_VAIN_MAX);
-        state.in_vain.drain(..surplus);
+        state.unmatched.push(self.digest);
+        let surplus = state.unmatched.len().saturating_sub(UNMATCHED_MAX);
+        state.unmatched.drain(..surplus);
     }
 
     /// These ranks have left a call out. Why it fails, for the ranks that made it.
@@ -227,9 +227,9 @@ impl Call {
         ranks.iter().filter(|rank| **rank != own).for_each(|rank| *absences.entry(*rank).or_default() += 1);
     }
 
-    pub(crate) fn spoken(&self, is_late: bool) -> Spoken {
-        let in_vain = self.calls.state().in_vain.clone();
-        Spoken { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, in_vain }
+    pub(crate) fn report(&self, is_late: bool) -> CallReport {
+        let unmatched = self.calls.state().unmatched.clone();
+        CallReport { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, unmatched }
     }
 
     /// From now on a save like this one has been begun that often.
@@ -314,31 +314,31 @@ pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
 }
 
 /// What becomes of the calls of ranks that have called different things, by rank.
-pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
+pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
     let is_tried_before = |rank: usize| {
-        spoken.iter().enumerate().any(|(q, other)| q != rank && other.in_vain.contains(&spoken[rank].digest))
+        reports.iter().enumerate().any(|(q, other)| q != rank && other.unmatched.contains(&reports[rank].digest))
     };
-    let is_behind: Vec<bool> = (0..spoken.len()).map(|rank| spoken[rank].is_late || is_tried_before(rank)).collect();
-    let first = &spoken[0];
-    let attempts = spoken.iter().map(|spoken| spoken.attempt).max().unwrap_or(0) + 1;
-    if spoken.iter().all(|spoken| spoken.what == first.what) {
-        let other = spoken.iter().position(|spoken| spoken.attempt != first.attempt).unwrap_or(0);
+    let is_behind: Vec<bool> = (0..reports.len()).map(|rank| reports[rank].is_late || is_tried_before(rank)).collect();
+    let first = &reports[0];
+    let attempts = reports.iter().map(|report| report.attempt).max().unwrap_or(0) + 1;
+    if reports.iter().all(|report| report.what == first.what) {
+        let other = reports.iter().position(|report| report.attempt != first.attempt).unwrap_or(0);
         let error = Error::new(
             Kind::Unavailable,
             format!(
                 "{}: rank 0 is at attempt {}, rank {other} at attempt {}; call it again",
                 first.what,
                 first.attempt + 1,
-                spoken[other].attempt + 1
+                reports[other].attempt + 1
             ),
         );
-        return vec![Verdict::Fails { error: error.to_wire(), attempts: Some(attempts) }; spoken.len()];
+        return vec![Verdict::Fails { error: error.to_wire(), attempts: Some(attempts) }; reports.len()];
     }
-    let mut ahead = spoken.iter().zip(&is_behind).filter(|(_, is_behind)| !**is_behind).map(|(spoken, _)| spoken);
+    let mut ahead = reports.iter().zip(&is_behind).filter(|(_, is_behind)| !**is_behind).map(|(report, _)| report);
     if let Some(common) = ahead.next()
-        && ahead.all(|spoken| spoken.digest == common.digest)
+        && ahead.all(|report| report.digest == common.digest)
     {
-        let verdict = |(rank, own): (usize, &Spoken)| match own.digest == common.digest {
+        let verdict = |(rank, own): (usize, &CallReport)| match own.digest == common.digest {
             true => Verdict::Again,
             false => {
                 let error = Error::new(
@@ -352,14 +352,14 @@ pub(crate) fn decide(spoken: &[Spoken]) -> Vec<Verdict> {
                 Verdict::Fails { error: error.to_wire(), attempts: None }
             }
         };
-        return spoken.iter().enumerate().map(verdict).collect();
+        return reports.iter().enumerate().map(verdict).collect();
     }
-    let other = spoken.iter().position(|spoken| spoken.what != first.what).unwrap_or(0);
+    let other = reports.iter().position(|report| report.what != first.what).unwrap_or(0);
     let error = Error::invalid(format!(
         "ranks must call the same operations in the same order: rank 0 calls `{}`, rank {other} calls `{}`",
-        first.what, spoken[other].what
+        first.what, reports[other].what
     ));
-    vec![Verdict::Fails { error: error.to_wire(), attempts: None }; spoken.len()]
+    vec![Verdict::Fails { error: error.to_wire(), attempts: None }; reports.len()]
 }
 
 #[cfg(test)]
@@ -367,36 +367,36 @@ mod tests {
     use super::*;
 
     /// What a rank says: whether it is late, what it calls, what it has called in vain.
-    fn spoken(is_late: bool, what: &str, in_vain: &[&str]) -> Spoken {
-        let in_vain = in_vain.iter().map(|what| digest(what, 0)).collect();
-        Spoken { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, in_vain }
+    fn report(is_late: bool, what: &str, unmatched: &[&str]) -> CallReport {
+        let unmatched = unmatched.iter().map(|what| digest(what, 0)).collect();
+        CallReport { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, unmatched }
     }
 
     /// For each rank the end of its message; nothing where it waits.
-    fn verdicts(spoken: &[Spoken]) -> Vec<String> {
+    fn verdicts(reports: &[CallReport]) -> Vec<String> {
         let text = |verdict: &Verdict| match verdict {
             Verdict::Again => String::new(),
             Verdict::Fails { error, .. } => error.clone(),
         };
-        decide(spoken).iter().map(text).collect()
+        decide(reports).iter().map(text).collect()
     }
 
     #[test]
     fn ranks_that_call_different_things_fail_and_those_behind_fail_alone() {
         let all = "ranks must call the same operations in the same order: rank 0 calls `save a`, rank 1 calls `save b`";
-        let told = verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[])]);
+        let told = verdicts(&[report(false, "save a", &[]), report(false, "save b", &[])]);
         assert_eq!(told, vec![format!("Invalid|{all}"); 2]);
         // The second time rank 0 calls what rank 1 has called before.
-        let told = verdicts(&[spoken(false, "save b", &["save a"]), spoken(false, "save c", &["save b"])]);
+        let told = verdicts(&[report(false, "save b", &["save a"]), report(false, "save c", &["save b"])]);
         assert!(told[0].starts_with("Unavailable|rank 0 is behind the other ranks: it calls `save b`"), "{told:?}");
         assert_eq!(told[1], "");
         // A rank that is late is behind; not if it calls what the others call.
-        let told = verdicts(&[spoken(false, "save b", &[]), spoken(true, "save a", &[]), spoken(true, "save b", &[])]);
+        let told = verdicts(&[report(false, "save b", &[]), report(true, "save a", &[]), report(true, "save b", &[])]);
         assert!(told[0].is_empty() && told[1].contains("rank 1 is behind") && told[2].is_empty(), "{told:?}");
         // Unless all ranks ahead make the same call, no rank waits.
         for told in [
-            verdicts(&[spoken(true, "save a", &[]), spoken(true, "save b", &[])]),
-            verdicts(&[spoken(false, "save a", &[]), spoken(false, "save b", &[]), spoken(true, "save c", &[])]),
+            verdicts(&[report(true, "save a", &[]), report(true, "save b", &[])]),
+            verdicts(&[report(false, "save a", &[]), report(false, "save b", &[]), report(true, "save c", &[])]),
         ] {
             assert!(told.iter().all(|told| told.starts_with("Invalid|")), "{told:?}");
         }
@@ -410,9 +410,9 @@ mod tests {
         assert_ne!(first.attempt_seed(), second.attempt_seed());
         assert_eq!((first.id().number(), second.id().number()), (0, 1));
         // Ended in vain, but what it wrote may stand beside that of the second one.
-        first.is_in_vain();
+        first.set_unmatched();
         drop(first);
-        second.is_in_vain();
+        second.set_unmatched();
         let seed = second.attempt_seed();
         drop(second);
         let third = calls.begin("save a".to_owned(), String::new());

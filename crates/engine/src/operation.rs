@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
 
-use crate::calls::{self, Call, Spoken, Verdict, overtaken, too_late};
+use crate::calls::{self, Call, CallReport, Verdict, overtaken, too_late};
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
 
@@ -156,24 +156,24 @@ impl Operation {
                 Coord::Failed { failures, .. } if failures.iter().any(|failure| failure.reason == DIFFERENT) => {
                     match self.compare(is_late)? {
                         () if self.call.take_next() => {}
-                        () => return Err(self.in_vain(overtaken(&self.call.id().what, own))),
+                        () => return Err(self.fail_unmatched(overtaken(&self.call.id().what, own))),
                     }
                 }
                 Coord::Missing { ranks, sample, waited, .. } if ranks.contains(&own) => {
                     self.call.left_out(own, &ranks);
                     if sample.starts_with(&digest) || !self.call.take_next() {
-                        return Err(self.in_vain(too_late(&self.call.id().what, own, waited)));
+                        return Err(self.fail_unmatched(too_late(&self.call.id().what, own, waited)));
                     }
                     is_late = true;
                 }
                 Coord::Missing { ranks, silent, waited, .. } => {
                     let not_called = self.call.not_called(&ranks, &silent, waited);
-                    return Err(Failed { decided: false, ..self.in_vain(not_called) });
+                    return Err(Failed { decided: false, ..self.fail_unmatched(not_called) });
                 }
                 Coord::Failed { failures, more, .. }
                     if failures.iter().any(|failure| failure.reason.starts_with(NOT_CONTRIBUTED)) =>
                 {
-                    return Err(self.in_vain(self.merged(&failures, more)));
+                    return Err(self.fail_unmatched(self.merged(&failures, more)));
                 }
                 error => {
                     let failed = self.failed(error);
@@ -187,8 +187,8 @@ impl Operation {
     }
 
     /// Nothing of this operation is left, on any rank.
-    fn in_vain(&self, error: Error) -> Failed {
-        self.call.is_in_vain();
+    fn fail_unmatched(&self, error: Error) -> Failed {
+        self.call.set_unmatched();
         Failed { error, decided: true }
     }
 
@@ -205,10 +205,10 @@ impl Operation {
     /// Tells the other ranks what this one calls, after they have called different things. Whether it fails, or has to
     /// wait for others at the next number.
     fn compare(&self, is_late: bool) -> std::result::Result<(), Failed> {
-        let spoken = encode(&self.call.spoken(is_late)).map_err(|error| error.to_wire());
-        let answer = self.exchange("compare", spoken, self.deadline, &mut |spoken| {
-            let verdicts = |spoken: Vec<Spoken>| Ok(calls::decide(&spoken));
-            decided(spoken.iter().map(Vec::as_slice), &mut { verdicts })
+        let report = encode(&self.call.report(is_late)).map_err(|error| error.to_wire());
+        let answer = self.exchange("compare", report, self.deadline, &mut |reports| {
+            let verdicts = |reports: Vec<CallReport>| Ok(calls::decide(&reports));
+            decided(reports.iter().map(Vec::as_slice), &mut { verdicts })
                 .map_err(|error| format!("{DECISION}{}", error.to_wire()))
         });
         let bytes = answer.map_err(|error| self.failed(error))?;
@@ -216,7 +216,7 @@ impl Operation {
             Ok((Verdict::Again, _)) => Ok(()),
             Ok((Verdict::Fails { error, attempts }, _)) => {
                 let error = Error::from_wire(&error).unwrap_or_else(|| Error::internal(error));
-                let failed = self.in_vain(error);
+                let failed = self.fail_unmatched(error);
                 attempts.into_iter().for_each(|attempts| self.call.set_attempts(attempts));
                 Err(failed)
             }

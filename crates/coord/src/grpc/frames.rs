@@ -1,4 +1,4 @@
-//! Messages as frames: a large one does not need a buffer of its size at the transport, nor a limit.
+//! Messages as frames: a large message needs neither a transport buffer of its size nor a limit.
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -26,12 +26,12 @@ pub(super) enum Outbound<M> {
     Leave,
 }
 
-/// A link's messages as the frames of its stream. They are encoded when it is their turn.
+/// A link's messages as the frames of its stream. Each is encoded when it is next to be sent.
 pub(super) struct Frames<M> {
     messages: UnboundedReceiver<Outbound<M>>,
     urgent: VecDeque<Frame>,
     waiting: VecDeque<Outbound<M>>,
-    /// Of the message whose turn it is.
+    /// Of the message that is being sent.
     ready: VecDeque<Frame>,
 }
 
@@ -42,7 +42,7 @@ impl<M> Frames<M> {
 }
 
 impl<M: Encoded> Frames<M> {
-    /// Sorts what has come meanwhile. Whether more may come.
+    /// Sorts queued messages by urgency. Returns whether more may come.
     fn sort(&mut self, context: &mut Context<'_>) -> bool {
         loop {
             match self.messages.poll_recv(context) {
@@ -91,14 +91,14 @@ fn said(said: frame::Said) -> Frame {
     Frame { said: Some(said) }
 }
 
-/// What a frame brings.
+/// What a frame completes.
 pub(super) enum Arrived<M> {
-    /// A message, or as much as a piece of one says: that the sender lives.
+    /// A message; a piece of one counts as the sender's answer to a ping.
     Message(M),
     Leave,
 }
 
-/// Puts frames together.
+/// Assembles messages from frames.
 pub(super) struct Assembly<M> {
     parts: Vec<u8>,
     message: PhantomData<M>,
@@ -109,7 +109,7 @@ impl<M: Encoded> Assembly<M> {
         Assembly { parts: Vec::new(), message: PhantomData }
     }
 
-    /// The error says in words what cannot be meant.
+    /// The error says what is invalid.
     pub(super) fn take(&mut self, frame: Frame) -> Result<Arrived<M>, String> {
         match frame.said {
             Some(frame::Said::Part(part)) => {

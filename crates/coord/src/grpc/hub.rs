@@ -19,7 +19,7 @@ pub(super) type Above = UnboundedReceiver<Outbound<Upward>>;
 pub(super) struct ProcessHub {
     started: Instant,
     linked: Mutex<Linked>,
-    /// Told when the node may be due sooner than it was.
+    /// Notified when the node may be due sooner than it was.
     changed: Notify,
     /// Whether a round was decided here: then all ranks of the world have come.
     has_met: AtomicBool,
@@ -27,11 +27,11 @@ pub(super) struct ProcessHub {
 
 struct Linked {
     node: Node<Waiter>,
-    /// What goes to the parent; none once this rank leaves or has lost it.
+    /// The link to the parent; none once this rank leaves or has lost it.
     up: Option<UnboundedSender<Outbound<Upward>>>,
-    /// What goes to each child, also before it has joined; without those that are lost.
+    /// The link to each child, also before it has joined; without lost children.
     down: BTreeMap<u32, UnboundedSender<Outbound<Downward>>>,
-    /// The other ends, until they are used.
+    /// The receiving ends of these links, until a session takes them.
     above: Option<Above>,
     below: BTreeMap<u32, Below>,
 }
@@ -39,7 +39,7 @@ struct Linked {
 impl Linked {
     fn leave_parent(&mut self) {
         if let Some(up) = self.up.take() {
-            // Where it cannot be sent any more, the parent knows.
+            // If sending fails, the session has ended already.
             let _ = up.send(Outbound::Leave);
         }
     }
@@ -63,26 +63,26 @@ impl ProcessHub {
         }
     }
 
-    /// What is to be sent to the parent, once.
+    /// The messages to send to the parent; `None` the second time.
     pub(super) fn outbound(&self) -> Option<Above> {
         self.linked().above.take()
     }
 
-    /// What is to be sent to a child, once.
+    /// The messages to send to a child; `None` the second time.
     pub(super) fn outbound_to(&self, child: u32) -> Option<Below> {
         self.linked().below.remove(&child)
     }
 
-    /// Gives whether the child still counts.
-    pub(super) fn hear_child(&self, child: u32, message: Upward) -> bool {
+    /// Returns whether the child is still accepted.
+    pub(super) fn receive_from_child(&self, child: u32, message: Upward) -> bool {
         self.act(|node, now| {
-            let effects = node.hear_child(child, message, now);
+            let effects = node.receive_from_child(child, message, now);
             (node.counts(child), effects)
         })
     }
 
-    pub(super) fn hear_parent(&self, message: Downward) {
-        self.act(|node, now| ((), node.hear_parent(message, now)));
+    pub(super) fn receive_from_parent(&self, message: Downward) {
+        self.act(|node, now| ((), node.receive_from_parent(message, now)));
     }
 
     pub(super) fn lose(&self, rank: u32, cause: &str) {
@@ -90,7 +90,7 @@ impl ProcessHub {
         self.linked().down.remove(&rank);
     }
 
-    /// A rank of this job was refused. Before the first round was decided, that is why none will be.
+    /// A rank of this job was refused. Before the first round was decided, this fails every round.
     pub(super) fn refuse(&self, rank: u32, cause: &str) {
         if !self.has_met.load(Ordering::Relaxed) {
             self.act(|node, now| ((), node.refuse(rank, cause, now)));
@@ -102,14 +102,13 @@ impl ProcessHub {
         self.linked().leave_parent();
     }
 
-    /// Says on every link that nothing follows.
+    /// Sends a leave message on every link.
     pub(super) fn leave(&self) {
         let mut linked = self.linked();
         linked.leave_parent();
         for down in std::mem::take(&mut linked.down).into_values() {
             let _ = down.send(Outbound::Leave);
         }
-        // Nobody will come for these.
         linked.below.clear();
         linked.above = None;
     }
@@ -123,14 +122,14 @@ impl ProcessHub {
         self.linked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the node, sends what follows, and then, without the lock, answers those who wait.
+    /// Changes the node, sends its messages, and then, without the lock, replies to the waiting calls.
     fn act<T>(&self, act: impl FnOnce(&mut Node<Waiter>, Duration) -> (T, Effects<Waiter>)) -> T {
         let mut replies = Vec::new();
         let result = {
             let mut linked = self.linked();
             let (result, effects) = act(&mut linked.node, self.started.elapsed());
             for effect in effects {
-                // Where a message cannot be sent any more, that link is about to be found broken.
+                // If sending fails, the link is broken, which its reader is about to report.
                 match effect {
                     Effect::Up(message) => {
                         if let Some(up) = &linked.up {
@@ -177,7 +176,7 @@ impl Hub for ProcessHub {
     }
 }
 
-/// Lets time pass for rounds in which no thread of this process waits.
+/// Advances the clock of rounds in which no thread of this process waits.
 pub(super) async fn keep_time(hub: Arc<ProcessHub>) {
     loop {
         match hub.due_in() {

@@ -1,4 +1,4 @@
-//! What a rank shows to be let in, and what its parent compares that with.
+//! The headers with which a rank joins, and their check by its parent.
 
 use tonic::Code;
 use tonic::metadata::{AsciiMetadataValue, MetadataMap};
@@ -23,12 +23,12 @@ pub(super) struct Pass {
     bearer: AsciiMetadataValue,
 }
 
-/// Why somebody is not let in.
+/// Why a rank is refused.
 #[derive(Debug, PartialEq)]
 pub(super) struct Refusal {
     pub(super) code: Code,
     pub(super) reason: String,
-    /// Which rank that is, when it belongs to this job and says so.
+    /// The rank, if it belongs to this job and names itself.
     pub(super) rank: Option<u32>,
 }
 
@@ -56,7 +56,7 @@ impl Pass {
         headers.insert(FAN_OUT_HEADER, self.topology.fan_out().into());
     }
 
-    /// The rank that asks to be let in, or why it is not. The token comes first: strangers learn nothing else.
+    /// The rank that asks to join, or why it is refused. The token is checked first: a stranger learns nothing else.
     pub(super) fn check(&self, headers: &MetadataMap) -> Result<u32, Refusal> {
         let shown = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("none").to_owned();
         let number = |name: &str| shown(name).parse::<u32>().ok();
@@ -94,7 +94,7 @@ impl Pass {
     }
 }
 
-/// Takes a time that says nothing about where the two differ.
+/// Takes a time that does not depend on where the two differ.
 pub(crate) fn same_secret(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
 }

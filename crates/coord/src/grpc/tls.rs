@@ -8,8 +8,8 @@ use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity, Server,
 
 use crate::Error;
 
-/// The name that every rank's certificate has to be valid for. Ranks know each other by addresses that nobody could
-/// write into a certificate beforehand; who is who is proven by the authority and by the job's token.
+/// The name that every rank's certificate has to be valid for. Ranks' addresses are not known when certificates are
+/// made; the authority and the job's token prove who a rank is.
 const NAME: &str = "shardfast";
 
 /// A rank's certificate with its key, and the authority that signed those of all ranks.
@@ -32,7 +32,7 @@ impl Tls {
     /// name `shardfast`, for servers and for clients. Keys are RSA, Ed25519, or ECDSA on P-256 or P-384.
     ///
     /// # Errors
-    /// [`Error::Invalid`], with its name, when a file cannot be read or is not what it should be.
+    /// [`Error::Invalid`] naming the file that cannot be read or has other contents.
     pub fn read(certificate: &Path, key: &Path, authority: &Path) -> Result<Tls, Error> {
         let read = |path: &Path, what: &str, markers: &[&str]| {
             let invalid = |problem: String| Error::Invalid(format!("{}: {problem}", path.display()));
@@ -75,7 +75,7 @@ impl fmt::Display for Tls {
     }
 }
 
-/// What to look at when a connection does not come about.
+/// What to check when a connection fails.
 pub(super) fn hint(tls: Option<&Tls>) -> String {
     match tls {
         Some(tls) => format!("this rank uses {tls}; all ranks need certificates for {NAME:?} from one authority"),
@@ -83,7 +83,7 @@ pub(super) fn hint(tls: Option<&Tls>) -> String {
     }
 }
 
-/// Whether trying again is of no use: one end does not accept what the other shows.
+/// Whether a retry is useless: one end does not accept the other's certificate.
 pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {

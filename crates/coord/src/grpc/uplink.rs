@@ -20,14 +20,13 @@ use crate::{Error, Meeting};
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(1);
 
-/// A rank that is to be reached.
+/// A rank to connect to.
 pub(super) struct Uplink {
-    /// Who that is.
     to: u32,
     address: String,
     pass: Pass,
     endpoint: Endpoint,
-    /// What may be wrong with certificates.
+    /// What to check when the connection fails.
     hint: String,
     started: Instant,
     timeout: Duration,
@@ -78,7 +77,7 @@ impl Uplink {
         Ok((Meeting(meeting), session.into_inner()))
     }
 
-    /// Asks rank 0 where `parent` listens, and tells it where this rank does, until it knows.
+    /// Asks rank 0 for the address of `parent`, and registers this rank's own, until rank 0 knows the former.
     pub(super) async fn find(&self, parent: u32, own: String) -> Result<String, Error> {
         let mut pause = RETRY_FIRST;
         let mut found = self.ask(&own).await?;
@@ -99,7 +98,7 @@ impl Uplink {
         Ok(found)
     }
 
-    /// One question on a connection of its own: rank 0 does not hold one for every rank that waits.
+    /// One request on a connection of its own, so that rank 0 holds none for a rank that waits.
     async fn ask(&self, own: &str) -> Result<String, Error> {
         let mut client = TreeClient::new(self.reached().await?);
         let mut request = Request::new(Asked { address: own.to_owned() });
@@ -154,7 +153,7 @@ impl Uplink {
             Code::Unavailable if std::error::Error::source(status).is_none() => {
                 Error::Unavailable(format!("rank {to} at {address} refuses rank {rank}: {}", status.message()))
             }
-            // It did not get as far as an answer.
+            // The request failed before rank `to` answered.
             _ => {
                 let (cause, hint) = (innermost(status), &self.hint);
                 Error::Unavailable(format!("rank {rank} cannot join rank {to} at {address}: {cause}; {hint}"))
@@ -163,7 +162,7 @@ impl Uplink {
     }
 }
 
-/// Transport errors wrap the one that says something.
+/// Transport errors wrap the informative one.
 fn innermost(error: &dyn std::error::Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {
@@ -172,13 +171,13 @@ fn innermost(error: &dyn std::error::Error) -> String {
     error.to_string()
 }
 
-/// Takes in what the parent says until the session ends, by this rank's wish or otherwise.
+/// Receives the parent's messages until the session ends.
 pub(super) async fn listen(mut inbound: Streaming<Frame>, hub: Arc<ProcessHub>, ended: mpsc::Sender<()>) {
     let mut assembly = Assembly::<Downward>::new();
     let cause = loop {
         let Ok(Some(frame)) = inbound.message().await else { break BROKEN.to_owned() };
         match assembly.take(frame) {
-            Ok(Arrived::Message(message)) => hub.hear_parent(message),
+            Ok(Arrived::Message(message)) => hub.receive_from_parent(message),
             Ok(Arrived::Leave) => break LEFT.to_owned(),
             Err(problem) => break format!("it sent an invalid message: {problem}"),
         }

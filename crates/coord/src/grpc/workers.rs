@@ -1,4 +1,4 @@
-//! A coordinator's own threads, and what becomes of them in a forked child.
+//! A coordinator's own threads. A forked child has none of them.
 
 use std::future::Future;
 use std::mem;
@@ -65,7 +65,7 @@ impl Drop for Workers {
         if self.here() {
             runtime.shutdown_background();
         } else {
-            // Its locks may be held by threads that do not exist here.
+            // Threads that do not exist here may hold its locks.
             mem::forget(runtime);
         }
     }
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_forked_child_is_told_and_leaves_the_threads_alone() {
+    fn a_forked_child_gets_an_error_and_does_not_stop_the_threads() {
         let mut workers = Workers::start().unwrap();
         workers.require_here().unwrap();
         workers.process += 1;

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use prost::bytes::Bytes;
 
-/// How much of either end of a payload finds its equals; beyond it, only payloads that look alike are compared.
+/// How much of either end of a payload is hashed to find equal payloads; only those with equal ends are compared.
 const HASHED_BYTES: usize = 256;
 
 /// The payloads of consecutive ranks, in their order.
@@ -16,8 +16,7 @@ pub struct Bundle {
     pub(crate) ranks: u32,
     /// Each payload once.
     pub(crate) distinct: Vec<Bytes>,
-    /// For each rank the place of its payload among the distinct ones. Empty where that needs no words: when all are
-    /// the same, and when all are different.
+    /// For each rank the index of its payload among the distinct ones. Empty if all are the same, and if all differ.
     pub(crate) which: Vec<u32>,
 }
 
@@ -32,7 +31,7 @@ impl Bundle {
     /// From the parts of a message.
     ///
     /// # Errors
-    /// In words, what does not fit together.
+    /// What does not fit together.
     pub(crate) fn from_parts(ranks: u32, distinct: Vec<Bytes>, which: Vec<u32>) -> Result<Bundle, String> {
         let count = distinct.len();
         let fits = if which.is_empty() {
@@ -99,7 +98,7 @@ impl Bundle {
     }
 
     fn tersely(mut self) -> Bundle {
-        // Places are given in the order of their first use: as many as there are ranks are all in order.
+        // Indices are given in the order of their first use: with as many payloads as ranks they are all in order.
         if self.distinct.len() == 1 || self.distinct.len() == self.ranks as usize {
             self.which = Vec::new();
         }
@@ -107,7 +106,7 @@ impl Bundle {
     }
 }
 
-/// Puts bundles together.
+/// Concatenates bundles.
 #[derive(Default)]
 pub(crate) struct Collector {
     distinct: Vec<Bytes>,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub(super) struct Inbox<M> {
     taken: u64,
-    /// Those that overtook others.
+    /// Messages that came before earlier ones.
     early: BTreeMap<u64, M>,
 }
 
@@ -19,14 +19,14 @@ impl<M> Inbox<M> {
         self.taken
     }
 
-    /// Puts in a message that arrived, unless it has been here.
+    /// Adds a message, unless it has arrived before.
     pub(super) fn put(&mut self, number: u64, message: M) {
         if number > self.taken {
             self.early.entry(number).or_insert(message);
         }
     }
 
-    /// The next message, if it is here.
+    /// The next message, if it has arrived.
     pub(super) fn take(&mut self) -> Option<M> {
         let message = self.early.remove(&(self.taken + 1))?;
         self.taken += 1;

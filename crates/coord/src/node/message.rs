@@ -1,7 +1,7 @@
-//! What parents and children in the tree tell each other.
+//! The messages between parents and children in the tree.
 //!
 //! Messages of one link are numbered from 1, so that a node takes each once and in order, whatever the transport does.
-//! Whether somebody lives is asked and answered without a number: such messages may overtake all others.
+//! Pings and their answers have no number: they may overtake all other messages.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use prost::bytes::Bytes;
 use super::bundle::Bundle;
 use crate::{Error, Failure, SAMPLE_BYTES};
 
-/// How many reasons of one round are told to everybody; the rest is counted.
+/// Reasons of one round that go to every rank; the rest is counted.
 pub const FAILURES_MAX: usize = 64;
 
 /// A numbered message from child to parent.
@@ -36,48 +36,48 @@ pub struct Downward {
 }
 
 impl Upward {
-    /// Asks the parent whether it lives.
+    /// A ping to the parent.
     pub(crate) fn asks(interval: Duration) -> Upward {
         Upward { number: 0, seen: 0, word: FromChild::Asks { interval } }
     }
 
-    /// Says that this rank lives.
+    /// The answer to a ping.
     pub(crate) const LIVES: Upward = Upward { number: 0, seen: 0, word: FromChild::Lives };
 }
 
 impl Downward {
-    /// Asks a child whether it lives.
+    /// A ping to a child.
     pub(crate) fn asks(interval: Duration) -> Downward {
         Downward { number: 0, word: FromParent::Asks { interval } }
     }
 
-    /// Says that this rank lives.
+    /// The answer to a ping.
     pub(crate) const LIVES: Downward = Downward { number: 0, word: FromParent::Lives };
 }
 
-/// What a child tells.
+/// What a child sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromChild {
     /// Its whole subtree's part of a round, once for each round.
     Part(Part),
-    /// A rank below it is gone.
+    /// A rank below it is lost.
     Lost {
         /// The rank.
         rank: u32,
-        /// How it went.
+        /// Why.
         cause: String,
     },
-    /// The time of somebody who waits below is over, in a round of which the parent has this child's part.
+    /// A deadline below the child has passed, in a round of which the parent has this child's part.
     Overdue {
         /// The round's topic.
         topic: String,
     },
-    /// Asks whether the parent lives, so that it asks its own parent the same.
+    /// Pings the parent, which then pings its own parent.
     Asks {
-        /// When it asks again.
+        /// When the next ping follows.
         interval: Duration,
     },
-    /// Says that this rank does.
+    /// Answers a ping.
     Lives,
 }
 
@@ -88,7 +88,7 @@ pub struct Part {
     pub topic: String,
     /// How long ago its first rank came.
     pub age: Duration,
-    /// How long whoever waits shortest goes on waiting.
+    /// The time until the first deadline of its ranks.
     pub left: Duration,
     /// What its ranks contributed.
     pub report: Report,
@@ -101,7 +101,7 @@ pub struct Report {
     pub failures: Failures,
     /// Those that have not come, ascending runs.
     pub missing: Vec<Range<u32>>,
-    /// Those of them that did not even answer that they live, ascending.
+    /// Those of them that did not answer a ping, ascending.
     pub silent: Vec<u32>,
     /// How the first payload that is not empty begins, where some ranks have not come.
     pub sample: Bytes,
@@ -109,7 +109,7 @@ pub struct Report {
     pub payloads: Option<Bundle>,
 }
 
-/// What a parent tells.
+/// What a parent sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromParent {
     /// The round can wait no longer: report what there is.
@@ -124,37 +124,37 @@ pub enum FromParent {
         /// The answers of all ranks of the child's subtree.
         answers: Bundle,
     },
-    /// The round failed, for every rank with the same words.
+    /// The round failed, with the same error for every rank.
     Failed {
         /// The round's topic.
         topic: String,
         /// Why.
         error: Error,
     },
-    /// The time of a round is over, and what comes of it cannot be heard of.
-    Unheard {
+    /// The time of a round is over, and its outcome cannot arrive.
+    OutcomeUnknown {
         /// The round's topic.
         topic: String,
         /// The rank above that is silent.
         rank: u32,
     },
-    /// The first rank that went: rounds that are not complete fail, and all later ones.
+    /// The first lost rank: rounds that are not complete fail, and all later ones.
     Lost {
         /// The rank.
         rank: u32,
-        /// How it went.
+        /// Why.
         cause: String,
     },
-    /// Asks whether the child lives, so that it asks its own children the same.
+    /// Pings the child, which then pings its own children.
     Asks {
-        /// When it asks again.
+        /// When the next ping follows.
         interval: Duration,
     },
-    /// Says that the parent does.
+    /// Answers a ping.
     Lives,
 }
 
-/// The failures of some ranks: those of the lowest ranks in words, the others counted.
+/// The failures of some ranks: those of the lowest ranks with their reasons, the others counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Failures {
     /// Reasons by rank, at most [`FAILURES_MAX`].
@@ -196,7 +196,7 @@ impl Report {
         self.missing.is_empty()
     }
 
-    /// What is wrong with it as the report of `subtree`, if anything.
+    /// Checks that it can be the report of `subtree`.
     pub(crate) fn check(&self, subtree: &Range<u32>) -> Result<(), String> {
         let within = |ranks: &Range<u32>| subtree.start <= ranks.start && ranks.end <= subtree.end;
         let mut next = subtree.start;

@@ -1,4 +1,4 @@
-//! What a node knows of one round.
+//! One round at one node.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,15 +21,14 @@ pub(super) struct Round<W> {
     pub(super) opened: Duration,
     pub(super) expires: Duration,
     pub(super) stage: Stage,
-    /// Whether this rank's call has come, also when it has given up since.
+    /// Whether this rank's call has come, even if it has timed out since.
     pub(super) has_come: bool,
-    /// Who waits here.
     pub(super) waiting: Option<Waiting<W>>,
     pub(super) own: Option<Result<Bytes, String>>,
-    /// Whether the parent was told that the time of this round is over here.
+    /// Whether this node has reported to the parent that the round is overdue here.
     pub(super) is_overdue: bool,
-    /// The silent rank above, once whoever waits here has been told that nothing can be heard because of it.
-    pub(super) unheard: Option<u32>,
+    /// The silent rank above, once the round has failed here because of it.
+    pub(super) silent_above: Option<u32>,
     /// By child.
     pub(super) reports: BTreeMap<u32, Report>,
 }
@@ -38,14 +37,14 @@ pub(super) struct Round<W> {
 pub(super) enum Stage {
     /// Waits for ranks to come.
     Gathering,
-    /// Waits for children to tell who has come.
+    /// Waits for the children's reports.
     Closing {
-        /// After that it does without them.
+        /// Reports that come later are left out.
         until: Duration,
     },
     /// The part is sent; waits for the outcome.
     Reported,
-    /// All is in at rank 0.
+    /// Rank 0 has all contributions.
     Deciding,
 }
 
@@ -67,7 +66,7 @@ impl<W> Round<W> {
             waiting: None,
             own: None,
             is_overdue: false,
-            unheard: None,
+            silent_above: None,
             reports: BTreeMap::new(),
         }
     }
@@ -83,36 +82,36 @@ impl<W> Round<W> {
         stage.into_iter().chain(gives_up).min()
     }
 
-    /// Whether the parent has yet to be told that the time of this round is over.
+    /// Whether this node still has to report to the parent that the round is overdue.
     pub(super) fn is_overdue_at(&self, now: Duration) -> bool {
-        self.stage == Stage::Reported && !self.is_overdue && self.unheard.is_none() && self.expires <= now
+        self.stage == Stage::Reported && !self.is_overdue && self.silent_above.is_none() && self.expires <= now
     }
 
-    /// When it matters whether those live who are waited for.
+    /// When to watch the other ends that this round waits for.
     pub(super) fn wanted(&self) -> Wanted {
         Wanted::by(self.opened, self.expires)
     }
 
-    /// Whether somebody in this subtree waits, so that the parent had better live.
+    /// Whether a call in this subtree waits, or may still come, for an answer of the parent.
     pub(super) fn waits_for_parent(&self) -> bool {
-        let somebody_waits = self.waiting.is_some() || !self.has_come;
-        somebody_waits && self.unheard.is_none() && self.stage != Stage::Deciding
+        let is_awaited = self.waiting.is_some() || !self.has_come;
+        is_awaited && self.silent_above.is_none() && self.stage != Stage::Deciding
     }
 
     pub(super) fn waits_for_child(&self, child: u32) -> bool {
         matches!(self.stage, Stage::Gathering | Stage::Closing { .. }) && !self.reports.contains_key(&child)
     }
 
-    /// From when on a silent parent is not waited for.
+    /// The time after which a silent parent is not waited for.
     pub(super) fn gives_up_on_parent(&self) -> Option<Duration> {
         (self.stage == Stage::Reported && self.waits_for_parent()).then_some(self.expires)
     }
 
-    /// What this rank's call is told at once: the others have given the round up, and it comes only now.
+    /// The error of this rank's call if the round has already failed here because of a silent rank above.
     pub(super) fn join_after_timeout(&mut self, topic: &str) -> Option<Error> {
-        let rank = self.unheard.filter(|_| !self.has_come)?;
+        let rank = self.silent_above.filter(|_| !self.has_come)?;
         self.has_come = true;
-        Some(unheard(topic, rank))
+        Some(outcome_unknown(topic, rank))
     }
 
     /// What the subtree of `rank` contributed, and forgets the payloads. `children`: each subtree, and whether it is
@@ -129,7 +128,7 @@ impl<W> Round<W> {
             None => report.add_missing(rank..rank + 1),
         }
         for (subtree, is_silent) in children {
-            // The entry stays: it tells who has reported.
+            // The entry stays: it shows that the child has reported.
             let Some(child) = self.reports.get_mut(&subtree.start) else {
                 report.add_missing(subtree.clone());
                 report.silent.extend(is_silent.then_some(subtree.start));
@@ -157,7 +156,7 @@ impl<W> Round<W> {
         report
     }
 
-    /// At the top: every rank's payload, in their order; none when they are not all there.
+    /// At rank 0: every rank's payload, in their order; `None` if some are missing.
     pub(super) fn payloads<'a>(&mut self, mut children: impl Iterator<Item = &'a Range<u32>>) -> Option<Vec<Vec<u8>>> {
         let own = self.own.as_ref()?.as_ref().ok()?;
         if !children.all(|subtree| self.reports.get(&subtree.start).is_some_and(|report| report.payloads.is_some())) {
@@ -172,8 +171,8 @@ impl<W> Round<W> {
     }
 }
 
-/// Why a round ends without a decision. Failures that ranks told are what everybody wants to know, so they come
-/// first; ranks that kept it from ending otherwise are added to them.
+/// Why a round ends without a decision. Failures that ranks contributed come first; a lost rank and missing ranks are
+/// added to them.
 pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
     let Report { mut failures, missing, silent, sample, .. } = report;
     match lost {
@@ -201,7 +200,7 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
 }
 
 impl Report {
-    /// Runs come in ascending order; those that touch become one.
+    /// Adds a run; runs come in ascending order, and adjacent ones become one.
     fn add_missing(&mut self, run: Range<u32>) {
         match self.missing.last_mut() {
             Some(last) if last.end == run.start => last.end = run.end,
@@ -210,8 +209,8 @@ impl Report {
     }
 }
 
-/// The error of a rank below one that does not answer.
-pub(super) fn unheard(topic: &str, rank: u32) -> Error {
+/// The error of a rank below a silent one.
+pub(super) fn outcome_unknown(topic: &str, rank: u32) -> Error {
     Error::Unavailable(format!("rank {rank} does not answer; the outcome of the agreement on {topic:?} is unknown"))
 }
 
@@ -222,7 +221,7 @@ pub(super) fn check_topic(topic: &str) -> Result<(), Error> {
     }
 }
 
-/// What is too large becomes a failure that every rank is told of.
+/// A contribution that is too large becomes a failure, which every rank gets.
 pub(super) fn bounded(contribution: Contribution) -> Contribution {
     match contribution {
         Ok(bytes) if bytes.len() > PAYLOAD_BYTES_MAX => {

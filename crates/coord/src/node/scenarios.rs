@@ -135,8 +135,8 @@ impl World {
     fn arrive(&mut self, from: u32, to: u32, message: Message) {
         let Some(node) = &mut self.nodes[to as usize] else { return };
         let effects = match message {
-            Message::Up(message) => node.hear_child(from, message, self.now),
-            Message::Down(message) => node.hear_parent(message, self.now),
+            Message::Up(message) => node.receive_from_child(from, message, self.now),
+            Message::Down(message) => node.receive_from_parent(message, self.now),
             Message::Gone if self.topology.parent(to) == Some(from) => node.lose_parent("it crashed", self.now),
             Message::Gone => node.lose(from, "it crashed", self.now),
         };

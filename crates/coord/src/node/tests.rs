@@ -81,8 +81,8 @@ impl Tree {
                     told.push((waiter, reply));
                     continue;
                 }
-                Effect::Up(message) => node.hear_child(from, carried(message, &mut self.taken[to as usize].0), now),
-                Effect::Down(_, message) => node.hear_parent(carried(message, &mut self.taken[to as usize].1), now),
+                Effect::Up(message) => node.receive_from_child(from, carried(message, &mut self.taken[to as usize].0), now),
+                Effect::Down(_, message) => node.receive_from_parent(carried(message, &mut self.taken[to as usize].1), now),
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));
         }
@@ -174,8 +174,8 @@ fn sorted(told: &Told) -> Vec<u32> {
     ranks
 }
 
-fn unheard(rank: u32) -> Error {
-    round::unheard("plan", rank)
+fn outcome_unknown(rank: u32) -> Error {
+    round::outcome_unknown("plan", rank)
 }
 
 /// A star, chains of two, and nodes of three ranks below each other.
@@ -332,7 +332,7 @@ fn a_part_that_crosses_the_failure_of_its_round_does_not_count_for_the_next() {
     }
     let told = tree.pass(LONG);
     let missing = missing(vec![1, 2, 3], vec![1], LONG, 4);
-    assert_eq!(same_error(&only(&told, 2..4), 2..4), unheard(1));
+    assert_eq!(same_error(&only(&told, 2..4), 2..4), outcome_unknown(1));
     assert_eq!(same_error(&only(&told, [0, 4, 5, 6, 7]), [0, 4, 5, 6, 7]), missing);
     // Rank 1 comes in its own time, as far as it knows, and hears the others afterwards.
     for rank in [0, 4, 5, 6, 7] {
@@ -390,7 +390,7 @@ fn a_silent_rank_is_named_to_every_other_rank_by_the_deadline() {
                 assert_eq!(same_error(&only(&told, others.clone()), others), missing);
             }
             if !under.is_empty() {
-                assert_eq!(same_error(&only(&told, under.clone()), under), unheard(silent));
+                assert_eq!(same_error(&only(&told, under.clone()), under), outcome_unknown(silent));
             }
         }
     }
@@ -406,7 +406,7 @@ fn a_rank_that_falls_silent_after_its_part_is_named_to_those_below_it_only() {
         tree.silent.push(silent);
         let under = tree.topology.subtree(silent).skip(1);
         let told = tree.pass(LONG);
-        assert_eq!(same_error(&told, under.clone()), unheard(silent));
+        assert_eq!(same_error(&told, under.clone()), outcome_unknown(silent));
         if silent > 0 {
             let others = tree.ranks().filter(|rank| *rank > 0 && *rank != silent && !under.clone().any(|u| u == *rank));
             let (_, told) = tree.decide("plan", Ok(vec![vec![1]; 8]));
@@ -431,7 +431,7 @@ fn a_rank_that_falls_silent_while_others_wait_for_the_decision_is_named_soon() {
     }
     assert_eq!(tree.pass(LONG * 3 / 2), vec![]);
     tree.silent.push(4);
-    assert_eq!(same_error(&tree.pass(SILENCE), 5..8), unheard(4));
+    assert_eq!(same_error(&tree.pass(SILENCE), 5..8), outcome_unknown(4));
     assert_eq!(tree.pass(LONG / 2), vec![]);
     assert_eq!(same_error(&tree.pass(GRACE), [1, 2, 3]), undecided("plan", LONG));
 }
@@ -441,8 +441,8 @@ fn whoever_comes_after_the_others_below_a_silent_rank_were_told_is_told_the_same
     let mut tree = Tree::new(8, 1, 2);
     tree.silent.push(4);
     tree.come(6, "plan");
-    assert_eq!(same_error(&tree.pass(LONG), [6]), unheard(4));
-    assert_eq!(same_error(&tree.come(7, "plan"), [7]), unheard(4));
+    assert_eq!(same_error(&tree.pass(LONG), [6]), outcome_unknown(4));
+    assert_eq!(same_error(&tree.come(7, "plan"), [7]), outcome_unknown(4));
     let message = r#"rank 6 contributes to "plan" twice; its first call still waits"#;
     assert_eq!(same_error(&tree.come(6, "plan"), [6]), Error::Invalid(message.into()));
     // The others hear of the round only when rank 4 goes on.
@@ -466,7 +466,7 @@ fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well()
         let mut tree = chain();
         tree.silent.push(silent);
         tree.contribute(waiting, "plan", Ok(vec![]), deadline);
-        assert_eq!(same_error(&tree.pass(deadline), [waiting]), unheard(silent));
+        assert_eq!(same_error(&tree.pass(deadline), [waiting]), outcome_unknown(silent));
     }
     // Seen from above likewise.
     for silent in above(39).take_while(|rank| *rank > 0) {
@@ -493,7 +493,7 @@ fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() 
     let told = tree.pass(LONG / 2);
     let missing = missing(vec![4, 5, 6, 7], vec![4], LONG, 1);
     assert_eq!(same_error(&only(&told, 0..4), 0..4), missing);
-    assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), unheard(4));
+    assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), outcome_unknown(4));
 
     // With nobody silent, who has not come is named in time as well.
     let mut tree = Tree::new(8, 1, 2);
@@ -522,7 +522,7 @@ fn what_is_overdue_is_told_once_and_never_of_an_earlier_round() {
     tree.contribute(0, "plan", Err("disk full".into()), LONG);
     tree.come(0, "plan");
     let overdue = Upward { number: 2, seen: 0, word: FromChild::Overdue { topic: "plan".into() } };
-    tree.act(0, |node, now| node.hear_child(1, overdue, now));
+    tree.act(0, |node, now| node.receive_from_child(1, overdue, now));
     assert_eq!(tree.pass(LONG - Duration::from_nanos(1)), vec![]);
 }
 
@@ -745,19 +745,19 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
     ] {
         let mut tree = Tree::new(8, 1, 2);
         tree.come(0, "plan");
-        let told = tree.act(0, |node, now| node.hear_child(1, part(report), now));
+        let told = tree.act(0, |node, now| node.receive_from_child(1, part(report), now));
         let cause = format!(r#"its part of "plan" is invalid: {problem}"#);
         assert_eq!(same_error(&told, [0]), Error::Lost { rank: 1, cause });
     }
     let mut tree = Tree::new(8, 1, 2);
-    tree.act(0, |node, now| node.hear_child(3, part(whole.clone()), now));
+    tree.act(0, |node, now| node.receive_from_child(3, part(whole.clone()), now));
     assert!(tree.is_quiet(), "rank 3 is no child of rank 0");
 
     let mut tree = Tree::new(8, 1, 2);
     tree.come(7, "plan");
     let answers = Bundle::new(vec![b"a"[..].into(); 2]);
     let word = FromParent::Answer { topic: "plan".into(), answers };
-    let told = tree.act(7, |node, now| node.hear_parent(Downward { number: 1, word }, now));
+    let told = tree.act(7, |node, now| node.receive_from_parent(Downward { number: 1, word }, now));
     let cause = r#"it sent 2 answers on "plan" for 1 ranks"#.to_owned();
     assert_eq!(same_error(&told, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
 }

@@ -1,22 +1,22 @@
-//! Whether the other end of a link still answers, found out only while somebody waits for it.
+//! Whether the other end of a link still answers; it is pinged only while a round waits for it.
 
 use std::time::Duration;
 
-/// Questions without an answer after which the other end counts as silent.
+/// Pings without an answer after which the other end counts as silent.
 const ASKS: u32 = 3;
 
 /// The shortest time for an answer. The other end's transport answers, not its program, so this is what a machine
 /// needs to run a thread that has work: some tens of milliseconds at a load of 8 per core.
 const INTERVAL_MIN: Duration = Duration::from_millis(150);
 
-/// The longest: who stands still for less than [`ASKS`] of them is only slow.
+/// The longest: a process that is stopped for less than [`ASKS`] of them counts as slow.
 const INTERVAL_MAX: Duration = Duration::from_millis(500);
 
-/// The longest from the moment that a rank falls silent until whoever waits for it knows, beside the journey of a
-/// question: the question before may just have been answered.
+/// The longest time from the moment that a rank falls silent until it counts as silent, beside the round trip of a
+/// ping: the ping before may just have been answered.
 pub const SILENCE: Duration = INTERVAL_MAX.saturating_mul(ASKS + 1);
 
-/// When somebody wants to know.
+/// When to watch the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     /// From then on.
@@ -25,18 +25,18 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// By the end of a round that was opened then and expires then, and from that end on.
+    /// Around the end of a round that was opened at `opened` and expires at `expires`.
     pub(super) fn by(opened: Duration, expires: Duration) -> Wanted {
         let interval = (expires.saturating_sub(opened) / 8).clamp(INTERVAL_MIN, INTERVAL_MAX);
         Wanted { from: expires.saturating_sub(interval * (ASKS + 1)).max(opened), interval }
     }
 
-    /// Whoever asked us wants to know it too, of those behind us: how soon is its word, within our bounds.
+    /// For a ping that is passed on: the interval is the sender's, within this node's bounds.
     pub(super) fn passed_on(interval: Duration, now: Duration) -> Wanted {
         Wanted { from: now, interval: interval.clamp(INTERVAL_MIN, INTERVAL_MAX) }
     }
 
-    /// For two who want to know.
+    /// For two rounds.
     pub(super) fn and(self, other: Wanted) -> Wanted {
         Wanted { from: self.from.min(other.from), interval: self.interval.min(other.interval) }
     }
@@ -44,22 +44,21 @@ impl Wanted {
 
 /// One end's view of the other.
 ///
-/// Unanswered questions count, not time: a process that stood still itself, and finds the answers unread when it goes
-/// on, has asked no more often for it. Whoever is silent is not asked again; it will find the questions when it goes
-/// on, and answer them.
+/// It counts unanswered pings, not time: a process that was stopped itself, and finds the answers unread when it goes
+/// on, has sent no more pings meanwhile. A silent end is not pinged again; it answers the pings when it goes on.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Since the other end was last heard.
+    /// Pings since the last message of the other end.
     unanswered: u32,
     is_silent: bool,
-    /// Not before that is it asked again, or given up.
+    /// The time of the next ping, or of the decision that it is silent.
     next: Duration,
 }
 
-/// What a look at the other end comes to.
+/// What to do about the other end.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// Ask it, and again after this time.
+    /// Ping it, and again after this time.
     Ask(Duration),
     /// It has just been found silent.
     Silent,
@@ -67,8 +66,8 @@ pub(super) enum Look {
 }
 
 impl Watch {
-    /// The other end has said something, whatever it was.
-    pub(super) fn heard(&mut self) {
+    /// Notes a message of the other end, of whatever kind.
+    pub(super) fn answered(&mut self) {
         (self.unanswered, self.is_silent) = (0, false);
     }
 
@@ -101,7 +100,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Looks whenever it is due, until `end`; when it asked, and when it found silence.
+    /// Looks whenever it is due, until `end`; returns when it pinged, and when it found silence.
     fn watched(watch: &mut Watch, wanted: Wanted, end: Duration) -> (Vec<Duration>, Option<Duration>) {
         let mut asked = Vec::new();
         while let Some(due) = watch.due(wanted).filter(|due| *due <= end) {
@@ -136,7 +135,7 @@ mod tests {
             assert_eq!(watch.look(wanted, due), Look::Ask(INTERVAL_MAX));
             asked += 1;
             if asked % 3 == 0 {
-                watch.heard();
+                watch.answered();
             }
         }
         // From two seconds before the end on, twice a second.
@@ -147,9 +146,9 @@ mod tests {
     fn whoever_stood_still_itself_takes_nobody_for_silent() {
         let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
         assert_eq!(watch.look(wanted, SECOND * 7), Look::Ask(INTERVAL_MAX));
-        // Between this question and the next it was stopped for a minute; the answer lies there unread.
+        // Between this ping and the next it was stopped for a minute; the answer is there unread.
         assert_eq!(watch.look(wanted, SECOND * 67), Look::Ask(INTERVAL_MAX));
-        watch.heard();
+        watch.answered();
         assert_eq!(watch.look(wanted, SECOND * 67), Look::Nothing);
         assert!(!watch.is_silent());
     }
@@ -159,7 +158,7 @@ mod tests {
         let (mut watch, wanted) = (Watch::default(), Wanted::by(Duration::ZERO, SECOND * 8));
         assert!(watched(&mut watch, wanted, SECOND * 8).1.is_some());
         assert_eq!((watch.due(wanted), watch.look(wanted, SECOND * 60)), (None, Look::Nothing));
-        watch.heard();
+        watch.answered();
         assert!(!watch.is_silent());
         assert_eq!(watch.look(wanted, SECOND * 60), Look::Ask(INTERVAL_MAX));
     }

@@ -1,4 +1,4 @@
-//! How two ranks find out that a connection is one between them: steps 2 and 3 of the protocol.
+//! How two ranks prove to each other that a connection is theirs: steps 2 and 3 of the protocol.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,7 +17,7 @@ use tokio::time::timeout;
 
 use crate::{Error, Meeting};
 
-/// Begins what the connecting side says; the last digit grows with every change of the protocol.
+/// The first bytes of the connecting side; the last digit grows with every change of the protocol.
 const MAGIC: [u8; 8] = *b"sfpeers2";
 
 const NONCE_BYTES: usize = 16;
@@ -29,11 +29,11 @@ const PROVE_WITHIN: Duration = Duration::from_secs(10);
 /// A connection with one peer.
 pub(super) enum Link {
     Remote(TcpStream),
-    /// With what the peer offered.
+    /// With the descriptor that the peer offered.
     Local(UnixStream, Option<OwnedFd>),
 }
 
-/// Who this is, and what connections are for.
+/// This rank, and the purpose of its connections.
 #[derive(Clone)]
 pub(super) struct This {
     pub(super) rank: u32,
@@ -42,7 +42,7 @@ pub(super) struct This {
     pub(super) offered: Option<Arc<OwnedFd>>,
 }
 
-/// Where sockets have names and no files: in the machine's network namespace.
+/// An address in the abstract namespace, where sockets have names and no files.
 pub(super) fn abstract_path(name: &str) -> String {
     format!("\0shardfast-{name}")
 }
@@ -76,7 +76,7 @@ pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u
     }
 }
 
-/// Says to the rank who this is; whether it is that rank of this meeting.
+/// Proves this rank to the other side; returns whether that is `rank` of this meeting.
 async fn introduce(this: &This, rank: u32, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result<bool> {
     let (mut theirs, mut proof) = ([0; NONCE_BYTES], [0; PROOF_BYTES]);
     link.read_exact(&mut theirs).await?;
@@ -103,7 +103,7 @@ pub(super) async fn answer_local(this: This, mut link: UnixStream) -> Option<(u3
     Some((rank, Link::Local(link, offered)))
 }
 
-/// The side that was connected to: which rank that is; `None` for strangers.
+/// The accepting side: the rank that connected; `None` for a stranger.
 async fn answer(this: &This, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> Option<u32> {
     let ours = nonce().ok()?;
     link.write_all(&ours).await.ok()?;
@@ -120,7 +120,7 @@ async fn answer(this: &This, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -
     Some(rank)
 }
 
-/// Says one byte, with the descriptor if the system lets it pass.
+/// Sends one byte, with the descriptor if the system passes it.
 async fn send_offered(link: &UnixStream, offered: Option<&OwnedFd>) -> std::io::Result<()> {
     let send = |offered: Option<&OwnedFd>| {
         let descriptors: Vec<_> = offered.into_iter().map(AsFd::as_fd).collect();
@@ -137,7 +137,7 @@ async fn send_offered(link: &UnixStream, offered: Option<&OwnedFd>) -> std::io::
     }
 }
 
-/// Hears that byte; the descriptor that came with it, if one did.
+/// Receives that byte; returns the descriptor that came with it, if any.
 async fn receive_offered(link: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
     let receive = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -163,7 +163,7 @@ pub(super) fn nonce() -> std::io::Result<[u8; NONCE_BYTES]> {
 }
 
 impl This {
-    /// What only a rank of this meeting can say about a connection. Hashed twice, so that nothing can be appended.
+    /// A keyed hash that only a rank of this meeting can compute. Hashed twice, so that nothing can be appended.
     fn proof(
         &self,
         role: &[u8],

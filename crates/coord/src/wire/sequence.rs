@@ -1,5 +1,5 @@
-//! Many small numbers in few bytes: a base that is taken off them all, and what is left in runs and bit-packed groups,
-//! as in Parquet ("Run Length Encoding / Bit-Packing Hybrid").
+//! Many small numbers in few bytes: a base that is subtracted from all of them, and the remainders in runs and
+//! bit-packed groups, as in Parquet ("Run Length Encoding / Bit-Packing Hybrid").
 //!
 //! The base as a varint; one byte, the width in bits of the largest rest; then pieces, each with a varint before it. An
 //! even one is twice the length of a run, and the rest that is repeated follows in as few whole bytes as the width
@@ -39,7 +39,7 @@ pub(super) fn encode(numbers: &[u32]) -> Vec<u8> {
 /// The `count` numbers of these bytes, whose memory the caller has found acceptable.
 ///
 /// # Errors
-/// In words, why they are no such numbers.
+/// Why they are no such numbers.
 pub(super) fn decode(mut bytes: &[u8], count: usize) -> Result<Vec<u32>, String> {
     let mut numbers = Vec::new();
     if count == 0 && bytes.is_empty() {

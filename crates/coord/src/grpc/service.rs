@@ -1,4 +1,4 @@
-//! Where a rank's children come in.
+//! The gRPC service that a rank's children join.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -14,7 +14,7 @@ use super::frames::{Arrived, Assembly, FRAME_BYTES_MAX, Frames};
 use super::hub::ProcessHub;
 use super::pass::{Pass, Refusal};
 use super::tls::Tls;
-use super::visitors::{Visitor, Visits};
+use super::connections::{Remote, Connections};
 use super::{BROKEN, KeepAlive, MEETING_HEADER, WINDOW_BYTES};
 use crate::hub::LEFT;
 use crate::node::Upward;
@@ -22,31 +22,31 @@ use crate::wire::proto::tree_server::{Tree, TreeServer};
 use crate::wire::proto::{Asked, Found, Frame};
 use crate::{Error, Meeting, Topology};
 
-/// One for all connections.
-pub(super) struct Door {
+/// Serves all connections of one rank.
+pub(super) struct TreeService {
     pass: Pass,
     topology: Topology,
     hub: Arc<ProcessHub>,
-    /// None until this rank has joined itself: whoever comes before waits.
+    /// None until this rank has joined itself; children that come before wait.
     meeting: watch::Sender<Option<Meeting>>,
-    guests: Mutex<Guests>,
+    children: Mutex<Children>,
 }
 
-struct Guests {
-    /// Where each child that ever joined came from.
-    joined: HashMap<u32, Guest>,
-    /// Every session holds a copy while it lasts. None once this rank leaves.
+struct Children {
+    /// Each child that ever joined.
+    joined: HashMap<u32, Child>,
+    /// Every session holds a clone while it lasts. None once this rank leaves.
     session: Option<mpsc::Sender<()>>,
-    /// At rank 0: who listens where, as far as they said.
+    /// At rank 0: the addresses that ranks have registered.
     addresses: BTreeMap<u32, String>,
 }
 
-struct Guest {
+struct Child {
     from: String,
-    gone: bool,
+    is_lost: bool,
 }
 
-/// A server that is ready for its services.
+/// A server without services yet.
 pub(super) fn server(tls: Option<&Tls>, keep_alive: KeepAlive) -> Result<Server, Error> {
     let server = Server::builder()
         .http2_keepalive_interval(Some(keep_alive.interval))
@@ -59,34 +59,34 @@ pub(super) fn server(tls: Option<&Tls>, keep_alive: KeepAlive) -> Result<Server,
     }
 }
 
-/// Lets children in until the threads end.
-pub(super) async fn serve(mut server: Server, door: Arc<Door>, listener: TcpListener) {
-    let service = TreeServer::new(door).max_decoding_message_size(FRAME_BYTES_MAX);
-    let _ = server.add_service(service).serve_with_incoming(Visits::new(listener)).await;
+/// Accepts children until the threads end.
+pub(super) async fn serve(mut server: Server, service: Arc<TreeService>, listener: TcpListener) {
+    let service = TreeServer::new(service).max_decoding_message_size(FRAME_BYTES_MAX);
+    let _ = server.add_service(service).serve_with_incoming(Connections::new(listener)).await;
 }
 
-impl Door {
-    /// Gives also what is disconnected when the last session has ended.
-    pub(super) fn new(pass: Pass, topology: &Topology, hub: Arc<ProcessHub>) -> (Door, mpsc::Receiver<()>) {
+impl TreeService {
+    /// Also returns a receiver that disconnects when the last session has ended.
+    pub(super) fn new(pass: Pass, topology: &Topology, hub: Arc<ProcessHub>) -> (TreeService, mpsc::Receiver<()>) {
         let (session, sessions) = mpsc::channel();
-        let guests = Guests { joined: HashMap::new(), session: Some(session), addresses: BTreeMap::new() };
+        let children = Children { joined: HashMap::new(), session: Some(session), addresses: BTreeMap::new() };
         let (meeting, _) = watch::channel(None);
-        (Door { pass, topology: *topology, hub, meeting, guests: Mutex::new(guests) }, sessions)
+        (TreeService { pass, topology: *topology, hub, meeting, children: Mutex::new(children) }, sessions)
     }
 
-    /// Lets in those who wait, and all that come.
+    /// Admits the children that wait, and all that come later.
     pub(super) fn open(&self, meeting: Meeting) {
         self.meeting.send_replace(Some(meeting));
     }
 
-    /// Lets nobody in any more.
+    /// Admits no child any more.
     pub(super) fn close(&self) {
-        self.guests().session = None;
+        self.children().session = None;
     }
 
-    fn guests(&self) -> MutexGuard<'_, Guests> {
+    fn children(&self) -> MutexGuard<'_, Children> {
         // Nothing panics with the lock held, and every change is one step.
-        self.guests.lock().unwrap_or_else(PoisonError::into_inner)
+        self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The rank that makes a request.
@@ -94,8 +94,8 @@ impl Door {
         let checked = self.pass.check(request.metadata());
         // A refusal with a reason also shows that the peer knows the token.
         let is_of_this_job = checked.as_ref().map_or_else(|refusal| refusal.code != Code::Unauthenticated, |_| true);
-        if let Some(visitor) = Visitor::of(request).filter(|_| is_of_this_job) {
-            visitor.is_proven();
+        if let Some(remote) = Remote::of(request).filter(|_| is_of_this_job) {
+            remote.set_proven();
         }
         checked.map_err(|refusal| self.refuse(refusal))
     }
@@ -107,7 +107,7 @@ impl Door {
         Status::new(code, reason)
     }
 
-    fn let_in(&self, rank: u32, from: String) -> Result<mpsc::Sender<()>, Status> {
+    fn admit(&self, rank: u32, from: String) -> Result<mpsc::Sender<()>, Status> {
         let us = self.pass.rank;
         let parent = self.topology.parent(rank);
         if parent != Some(us) {
@@ -115,57 +115,57 @@ impl Door {
             let reason = format!("its rank is {rank}, whose parent is {parent}, not rank {us}");
             return Err(self.refuse(Refusal { code: Code::InvalidArgument, reason, rank: Some(rank) }));
         }
-        let mut guests = self.guests();
-        let Some(session) = guests.session.clone() else {
+        let mut children = self.children();
+        let Some(session) = children.session.clone() else {
             return Err(Status::new(Code::Unavailable, format!("rank {us} is lost: {LEFT}")));
         };
-        match guests.joined.get(&rank) {
-            Some(Guest { from: first, gone: true }) => {
+        match children.joined.get(&rank) {
+            Some(Child { from: first, is_lost: true }) => {
                 let reason = format!("rank {rank}, which had joined from {first}, is lost and cannot join again");
                 Err(Status::new(Code::AlreadyExists, reason))
             }
-            Some(Guest { from: first, gone: false }) => {
+            Some(Child { from: first, is_lost: false }) => {
                 let reason =
                     format!("rank {rank} has already joined from {first}; another rank {rank} came from {from}");
-                drop(guests);
+                drop(children);
                 Err(self.refuse(Refusal { code: Code::AlreadyExists, reason, rank: Some(rank) }))
             }
             None => {
-                guests.joined.insert(rank, Guest { from, gone: false });
+                children.joined.insert(rank, Child { from, is_lost: false });
                 Ok(session)
             }
         }
     }
 
-    fn see_off(&self, rank: u32, cause: &str) {
-        if let Some(guest) = self.guests().joined.get_mut(&rank) {
-            guest.gone = true;
+    fn lose_child(&self, rank: u32, cause: &str) {
+        if let Some(child) = self.children().joined.get_mut(&rank) {
+            child.is_lost = true;
         }
         self.hub.lose(rank, cause);
     }
 }
 
 fn origin<T>(request: &Request<T>) -> String {
-    Visitor::of(request).map_or_else(|| "an unknown address".to_owned(), |from| from.address().to_string())
+    Remote::of(request).map_or_else(|| "an unknown address".to_owned(), |from| from.address().to_string())
 }
 
 #[tonic::async_trait]
-impl Tree for Arc<Door> {
+impl Tree for Arc<TreeService> {
     type JoinStream = std::pin::Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
 
     async fn join(&self, request: Request<Streaming<Frame>>) -> Result<Response<Self::JoinStream>, Status> {
         let from = origin(&request);
         let rank = self.check(&request)?;
-        // One that gives up waiting has not come, and may come again.
+        // A child that cancels here has not joined, and may try again.
         let opened = self.meeting.subscribe().wait_for(Option::is_some).await.map(|meeting| *meeting);
         let Ok(Some(meeting)) = opened else {
             return Err(Status::new(Code::Unavailable, format!("rank {} is lost: {LEFT}", self.pass.rank)));
         };
-        let session = self.let_in(rank, from)?;
+        let session = self.admit(rank, from)?;
         let Some(outbound) = self.hub.outbound_to(rank) else {
             return Err(Status::new(Code::Unavailable, format!("rank {} is lost: {LEFT}", self.pass.rank)));
         };
-        tokio::spawn(attend(Arc::clone(self), rank, request.into_inner(), session));
+        tokio::spawn(receive_from(Arc::clone(self), rank, request.into_inner(), session));
         let frames: Self::JoinStream = Box::pin(Frames::new(outbound).map(Ok));
         let mut response = Response::new(frames);
         response.metadata_mut().insert_bin(MEETING_HEADER, MetadataValue::from_bytes(&meeting.0));
@@ -174,24 +174,24 @@ impl Tree for Arc<Door> {
 
     async fn find(&self, request: Request<Asked>) -> Result<Response<Found>, Status> {
         let rank = self.check(&request)?;
-        let mut guests = self.guests();
+        let mut children = self.children();
         let address = request.into_inner().address;
         if !address.is_empty() {
-            guests.addresses.insert(rank, address);
+            children.addresses.insert(rank, address);
         }
-        let parent = self.topology.parent(rank).and_then(|parent| guests.addresses.get(&parent));
+        let parent = self.topology.parent(rank).and_then(|parent| children.addresses.get(&parent));
         Ok(Response::new(Found { address: parent.cloned().unwrap_or_default() }))
     }
 }
 
-/// Takes in what one child says until it ends its stream or is lost.
-async fn attend(door: Arc<Door>, rank: u32, mut inbound: Streaming<Frame>, session: mpsc::Sender<()>) {
+/// Receives one child's messages until it ends its stream or is lost.
+async fn receive_from(service: Arc<TreeService>, rank: u32, mut inbound: Streaming<Frame>, session: mpsc::Sender<()>) {
     let mut assembly = Assembly::<Upward>::new();
     let cause = loop {
         let Ok(Some(frame)) = inbound.message().await else { break BROKEN.to_owned() };
         match assembly.take(frame) {
             Ok(Arrived::Message(message)) => {
-                if !door.hub.hear_child(rank, message) {
+                if !service.hub.receive_from_child(rank, message) {
                     break BROKEN.to_owned();
                 }
             }
@@ -199,7 +199,7 @@ async fn attend(door: Arc<Door>, rank: u32, mut inbound: Streaming<Frame>, sessi
             Err(problem) => break format!("it sent an invalid message: {problem}"),
         }
     };
-    door.see_off(rank, &cause);
+    service.lose_child(rank, &cause);
     // The child is about to end its stream; to stop reading before would cut it.
     while let Ok(Some(_)) = inbound.message().await {}
     drop(session);

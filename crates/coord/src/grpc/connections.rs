@@ -1,4 +1,4 @@
-//! Connections that have not yet proven that they know the job's token: they are few, and do not last.
+//! Accepted connections. Those that have not shown the job's token are limited in number and time.
 //!
 //! Anyone who reaches a rank's port can open connections there, and each costs the process a descriptor, which its
 //! saves need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed; and of those there
@@ -28,27 +28,27 @@ const PROVE_WITHIN: Duration = Duration::from_secs(10);
 /// Connections that have not shown it, at most.
 pub(super) const UNPROVEN_MAX: usize = 128;
 
-/// How long to wait after a connection could not be accepted, which a lack of descriptors brings about.
+/// Pause after a connection could not be accepted, as happens without a free descriptor.
 const RETRY: Duration = Duration::from_millis(50);
 
 const UNPROVEN: u8 = 0;
 const PROVEN: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// Who is at the other end of a connection.
+/// The other end of a connection.
 #[derive(Clone)]
-pub(super) struct Visitor {
+pub(super) struct Remote {
     address: SocketAddr,
-    standing: Arc<Standing>,
+    proof: Arc<Proof>,
 }
 
-struct Standing {
+struct Proof {
     state: AtomicU8,
     /// Of the task that reads the connection.
     reader: Mutex<Option<Waker>>,
 }
 
-impl Standing {
+impl Proof {
     fn reader(&self) -> MutexGuard<'_, Option<Waker>> {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -61,47 +61,47 @@ impl Standing {
     }
 }
 
-impl Visitor {
-    /// The one that makes this request.
-    pub(super) fn of<T>(request: &Request<T>) -> Option<Visitor> {
+impl Remote {
+    /// The other end that makes this request.
+    pub(super) fn of<T>(request: &Request<T>) -> Option<Remote> {
         let extensions: &Extensions = request.extensions();
-        let secured = || extensions.get::<TlsConnectInfo<Visitor>>().map(TlsConnectInfo::get_ref);
-        extensions.get::<Visitor>().or_else(secured).cloned()
+        let secured = || extensions.get::<TlsConnectInfo<Remote>>().map(TlsConnectInfo::get_ref);
+        extensions.get::<Remote>().or_else(secured).cloned()
     }
 
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// It has shown the token, and may stay.
-    pub(super) fn is_proven(&self) {
-        // If it was closed meanwhile, the next read tells.
-        let _ = self.standing.state.compare_exchange(UNPROVEN, PROVEN, Ordering::AcqRel, Ordering::Acquire);
+    /// Notes that it has shown the token, so that the connection stays open.
+    pub(super) fn set_proven(&self) {
+        // If it was closed meanwhile, the next read fails.
+        let _ = self.proof.state.compare_exchange(UNPROVEN, PROVEN, Ordering::AcqRel, Ordering::Acquire);
     }
 }
 
 /// A connection that another process has opened.
-pub(super) struct Visit {
+pub(super) struct Connection {
     stream: TcpStream,
-    visitor: Visitor,
-    /// None once the visitor is proven.
+    remote: Remote,
+    /// None once the token was shown.
     until: Option<Pin<Box<Sleep>>>,
 }
 
-impl Connected for Visit {
-    type ConnectInfo = Visitor;
+impl Connected for Connection {
+    type ConnectInfo = Remote;
 
-    fn connect_info(&self) -> Visitor {
-        self.visitor.clone()
+    fn connect_info(&self) -> Remote {
+        self.remote.clone()
     }
 }
 
-impl AsyncRead for Visit {
+impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Visit { stream, visitor, until } = &mut *self;
+        let Connection { stream, remote, until } = &mut *self;
         if let Some(time) = until {
-            *visitor.standing.reader() = Some(context.waker().clone());
-            match visitor.standing.state.load(Ordering::Acquire) {
+            *remote.proof.reader() = Some(context.waker().clone());
+            match remote.proof.state.load(Ordering::Acquire) {
                 PROVEN => *until = None,
                 UNPROVEN if time.as_mut().poll(context).is_pending() => {}
                 _ => return Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
@@ -111,7 +111,7 @@ impl AsyncRead for Visit {
     }
 }
 
-impl AsyncWrite for Visit {
+impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
@@ -137,41 +137,41 @@ impl AsyncWrite for Visit {
     }
 }
 
-/// The connections that a listener accepts. It does not end.
-pub(super) struct Visits {
+/// The connections that a listener accepts. The stream does not end.
+pub(super) struct Connections {
     listener: TcpListener,
-    /// The oldest first. Those that have ended or are proven leave when there are too many.
-    unproven: VecDeque<Weak<Standing>>,
+    /// The oldest first. Those that have ended or are proven are removed when there are too many.
+    unproven: VecDeque<Weak<Proof>>,
     pause: Option<Pin<Box<Sleep>>>,
 }
 
-impl Visits {
-    pub(super) fn new(listener: TcpListener) -> Visits {
-        Visits { listener, unproven: VecDeque::new(), pause: None }
+impl Connections {
+    pub(super) fn new(listener: TcpListener) -> Connections {
+        Connections { listener, unproven: VecDeque::new(), pause: None }
     }
 
-    fn admit(&mut self, stream: TcpStream, address: SocketAddr) -> Visit {
+    fn admit(&mut self, stream: TcpStream, address: SocketAddr) -> Connection {
         // What cannot be set makes small messages slower.
         let _ = stream.set_nodelay(true);
         if self.unproven.len() >= UNPROVEN_MAX {
-            let is_unproven = |standing: Arc<Standing>| standing.state.load(Ordering::Acquire) == UNPROVEN;
-            self.unproven.retain(|visitor| visitor.upgrade().is_some_and(is_unproven));
+            let is_unproven = |proof: Arc<Proof>| proof.state.load(Ordering::Acquire) == UNPROVEN;
+            self.unproven.retain(|remote| remote.upgrade().is_some_and(is_unproven));
         }
         while self.unproven.len() >= UNPROVEN_MAX
             && let Some(oldest) = self.unproven.pop_front()
         {
             oldest.upgrade().into_iter().for_each(|oldest| oldest.close());
         }
-        let standing = Arc::new(Standing { state: AtomicU8::new(UNPROVEN), reader: Mutex::new(None) });
-        self.unproven.push_back(Arc::downgrade(&standing));
-        Visit { stream, visitor: Visitor { address, standing }, until: Some(Box::pin(sleep(PROVE_WITHIN))) }
+        let proof = Arc::new(Proof { state: AtomicU8::new(UNPROVEN), reader: Mutex::new(None) });
+        self.unproven.push_back(Arc::downgrade(&proof));
+        Connection { stream, remote: Remote { address, proof }, until: Some(Box::pin(sleep(PROVE_WITHIN))) }
     }
 }
 
-impl Stream for Visits {
-    type Item = io::Result<Visit>;
+impl Stream for Connections {
+    type Item = io::Result<Connection>;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<io::Result<Visit>>> {
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<io::Result<Connection>>> {
         loop {
             if let Some(pause) = &mut self.pause {
                 if pause.as_mut().poll(context).is_pending() {

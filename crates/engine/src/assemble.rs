@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::plans::{GlobalPlan, KnownFiles, Value};
 use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles};
 
-/// How one rank's files look, and what is in them.
+/// One rank's files: their structure, sizes and checksums.
 pub(crate) struct Reported {
     tensors: Arc<Structure>,
     values: Arc<ValueFiles>,
@@ -85,8 +85,8 @@ fn unknown_file(rank: u32) -> Error {
 }
 
 impl GlobalPlan {
-    /// What the ranks wrote, with what is remembered of those that say less; `known` are their files of values as they
-    /// were told that rank 0 remembers them.
+    /// The files that the ranks wrote; what a rank left out is taken from memory. `known` are their files of values as
+    /// rank 0 said that it remembers them.
     pub(crate) fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
         let report = |(rank, Receipt { update, header_crcs }): (usize, Receipt)| {

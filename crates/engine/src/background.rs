@@ -1,9 +1,8 @@
-//! Threads that work while the program goes on, and give way to it.
+//! Background threads that do not preempt the program.
 //!
-//! A thread that is made, or woken, may take the core of the one that makes or wakes it at once: the scheduler owes it
-//! time. In a call that holds up the training that costs as long as the new thread cares to run. So threads for the
-//! background are made by one under `SCHED_BATCH` (sched(7)), and inherit this from it; to wake that one takes nobody's
-//! core.
+//! A new or woken thread may preempt the thread that makes or wakes it. In a call that holds up the training, that
+//! delays the call for as long as the new thread runs. So a maker thread under `SCHED_BATCH` (sched(7)) makes the
+//! background threads, which inherit this policy; waking the maker preempts no thread.
 
 #![allow(unsafe_code)] // asks the kernel for a scheduling policy, for which there is no safe call
 
@@ -24,15 +23,15 @@ pub(crate) fn on_a_thread(run: impl FnOnce() + Send + 'static, unable: impl FnOn
     }
 }
 
-/// Makes threads for the background.
+/// Makes background threads.
 #[derive(Default)]
 pub(crate) struct Background {
-    /// To the thread that makes them, from the first job on; `None` when there is no such thread.
+    /// The channel to the maker thread, from the first job on; `None` if it could not be made.
     maker: OnceLock<Option<Sender<Job>>>,
 }
 
 impl Background {
-    /// As [`on_a_thread`], on one that gives way.
+    /// As [`on_a_thread`], on a thread that preempts no other.
     pub(crate) fn run(&self, run: impl FnOnce() + Send + 'static, unable: impl FnOnce(io::Error) + Send + 'static) {
         let job: Job = Box::new(move || on_a_thread(run, unable));
         let refused = match self.maker.get_or_init(maker) {
@@ -52,14 +51,14 @@ fn maker() -> Option<Sender<Job>> {
     std::thread::Builder::new().name("shardfast-maker".into()).spawn(make).ok().map(|_| maker)
 }
 
-/// From now on this thread, and those that it makes, preempt nobody. Where that is not allowed they are as others are.
+/// Sets that this thread, and those that it makes, preempt no other. Does nothing where that is not permitted.
 fn give_way() {
     let batch = libc::sched_param { sched_priority: 0 };
     // SAFETY: the call reads a structure of ours, and 0 means this thread.
     unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &batch) };
 }
 
-/// From now on this thread, and those that it makes, have a smaller share of a core than others.
+/// Gives this thread, and those that it makes, a smaller share of a core than others have.
 pub(crate) fn take_less() {
     let _ = rustix::process::setpriority_process(None, NICE);
 }

@@ -1,4 +1,4 @@
-//! The data files that a rank writes together: laid out, written, and told to rank 0.
+//! The data files that a rank writes together: laid out, written, and reported to rank 0.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::state::{PartRange, State};
 use crate::sums::Summed;
 use crate::writer::{self, FileJob, Written};
 
-/// Files that are to be written.
+/// Files to write.
 pub(crate) struct Batch {
     jobs: Result<Vec<FileJob>>,
-    /// What this rank holds and does not write, read to be compared with other ranks' copies.
+    /// What this rank holds and does not write; it is read for the comparison with other ranks' copies.
     unwritten: Vec<PartRange>,
     /// The bytes of `unwritten`, in order.
     summed: Vec<Summed>,
@@ -83,19 +83,19 @@ impl Batch {
     }
 }
 
-/// What became of a batch.
+/// A batch that was written or failed.
 pub(crate) struct BatchOutcome {
     pub(crate) shapes: Vec<FileShape>,
     placed: Vec<Placed>,
     unwritten: Vec<PartRange>,
     written: Written,
     pub(crate) failure: Option<Error>,
-    /// Files that may be there.
+    /// Files that may exist.
     pub(crate) paths: Vec<String>,
 }
 
 impl BatchOutcome {
-    /// Notes what makes it useless.
+    /// Notes a failure that makes it unusable.
     pub(crate) fn fail_unless(&mut self, kept: Result<()>) {
         if let Err(error) = kept {
             self.failure.get_or_insert(error);
@@ -110,7 +110,7 @@ impl BatchOutcome {
     /// The checksums of what was written and of what was read beside.
     ///
     /// # Errors
-    /// What kept this rank from having them.
+    /// Why this rank does not have them.
     pub(crate) fn copies<'a>(&self, state: &'a State, scope: &'a Scope) -> Result<Copies<'a>> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
@@ -124,10 +124,10 @@ impl BatchOutcome {
     }
 }
 
-/// What this rank tells rank 0 of what it wrote.
+/// The receipt of this rank's files for rank 0.
 ///
 /// # Errors
-/// What kept it from being written, or `Corrupt` when files are gone again.
+/// Why it was not written, or `Corrupt` when files have been removed since.
 pub(crate) fn receipt(
     operation: &Operation,
     store: &dyn Store,
@@ -158,7 +158,7 @@ pub(crate) fn receipt(
     Ok(Receipt { update, header_crcs })
 }
 
-/// How the files of tensors look.
+/// The structure of the files of tensors.
 fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Structure {
     placed.sort_by_key(|placed| placed.piece.range);
     let mut placed = placed.into_iter().peekable();

@@ -1,4 +1,4 @@
-//! Whole blocks of a file that lie in memory, each proven before it is used.
+//! Whole blocks of a file in memory, each verified before it is used.
 
 use shardfast_format::{BLOCK_BYTES, crc64};
 
@@ -8,11 +8,11 @@ const BLOCK: usize = BLOCK_BYTES as usize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Unproven;
 
-/// Whole blocks of a file, and what is known of them.
+/// Whole blocks of a file, and which of them are verified.
 pub(crate) struct Blocks<'a> {
     bytes: &'a [u8],
     expected: &'a [u64],
-    /// Of each block that was looked at whether it is what was saved.
+    /// For each block that was checked, whether it is what was saved.
     seen: Vec<Option<bool>>,
 }
 
@@ -38,7 +38,7 @@ impl<'a> Blocks<'a> {
         if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unproven) }
     }
 
-    /// A block, if it was not looked at.
+    /// Checks a block, unless it was checked before.
     pub(crate) fn unseen(&self, number: usize) -> Option<&'a [u8]> {
         self.seen.get(number)?.is_none().then(|| self.block(number))
     }

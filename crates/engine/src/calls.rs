@@ -3,13 +3,15 @@
 //! # Protocol
 //!
 //! 1. Each rank numbers its calls as it begins them. The first exchange of a call, `<number> open`, is where the calls
-//!    of that number meet. Each rank says there what it calls, in a digest.
-//! 2. When a rank does not call in time, the number is over: those who waited fail with [`Absences::not_called`]. The
-//!    rank finds that out when it calls at last. If it makes the call that the others have given up, that fails: should
-//!    they try it again, they may have another state by then. Any other call takes the next number, and is *late*.
-//! 3. Ranks that meet with different calls tell each other in words what they call ([`decide`]). *Behind* is a rank
-//!    that is late, or that calls what another one has called in vain. Where the others all call the same, only the
-//!    ranks behind fail, and the others wait at the next number for the next call of those. Otherwise all fail.
+//!    of that number meet. Each rank sends a digest of what it calls.
+//! 2. When a rank does not call in time, the number is over: the ranks that waited fail with [`Absences::not_called`].
+//!    The missing rank finds that out when it calls at last. If it makes the call that failed on the others, its call
+//!    fails, too: when the others retry, they may have another state. Any other call takes the next number, and is
+//!    *late*.
+//! 3. Ranks that meet with different calls send each other a description of their calls ([`decide`]). A rank is
+//!    *behind* if it is late, or if its call failed on another rank because not all ranks made it (*unmatched*). If all
+//!    other ranks make the same call, only the ranks behind fail, and the others wait at the next number for their next
+//!    call. Otherwise all fail.
 //!
 //! A call takes another number only while it is the last one that its rank has begun. So after any failure all ranks
 //! are at one number, or the next mismatch shows who is behind.
@@ -25,7 +27,7 @@ use shardfast_format::sha256;
 
 use crate::error::{Error, Kind};
 
-/// Calls in vain that are remembered, the latest.
+/// Unmatched calls that are remembered, the latest.
 const UNMATCHED_MAX: usize = 64;
 
 /// What a rank calls, in as few bytes as tell it from any other call.
@@ -41,10 +43,10 @@ pub(crate) struct Calls {
 struct State {
     /// The number of the next call.
     next: u64,
-    /// How often each save was begun, but for those that are sure to have left nothing behind. It makes the names of
-    /// attempts different, and is the same on all ranks unless one of them has left a call out.
+    /// How often each save was begun, without attempts that certainly left no files. It makes the names of attempts
+    /// different, and is the same on all ranks unless one of them has left a call out.
     attempts: HashMap<Digest, u32>,
-    /// What was called here in vain since all ranks met last.
+    /// Calls of this rank that were unmatched since all ranks last met.
     unmatched: Vec<Digest>,
     absences: Absences,
     /// Calls that wait for other ranks, by their first numbers.
@@ -57,14 +59,14 @@ struct Waiting {
     is_told: bool,
 }
 
-/// How many calls each rank has left out since all ranks met last.
+/// How many calls each rank has left out since all ranks last met.
 #[derive(Default)]
 pub(crate) struct Absences(BTreeMap<u32, u64>);
 
-/// What a call is.
+/// The identity of a call.
 pub(crate) struct CallId {
     pub(crate) what: String,
-    /// What tells it from calls that are said in the same words, such as a training step.
+    /// What distinguishes it from calls of the same description, such as the training step.
     detail: String,
     number: AtomicU64,
 }
@@ -74,15 +76,15 @@ pub(crate) struct Call {
     calls: Arc<Calls>,
     id: Arc<CallId>,
     first_number: u64,
-    /// Of the same saves before this one.
+    /// The number of earlier saves like this one.
     attempt: u32,
     is_save: bool,
     digest: Digest,
-    /// Whether its attempt is sure to have left nothing behind once it has ended.
+    /// Whether its attempt certainly leaves no files once it has ended.
     is_void: AtomicBool,
 }
 
-/// What a rank says when ranks have called different things.
+/// A rank's description of its call, sent when the ranks' calls differ.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct CallReport {
     what: String,
@@ -92,13 +94,12 @@ pub(crate) struct CallReport {
     unmatched: Vec<Digest>,
 }
 
-/// What becomes of a rank's call then.
+/// What a rank's call then has to do.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) enum Verdict {
     /// It waits at the next number.
     Again,
-    /// It fails with this error, in the form of messages. Where ranks did not count alike how often a save was begun,
-    /// they do from now on.
+    /// It fails with this error, encoded for messages. `attempts` sets the same number of attempts on all ranks.
     Fails { error: String, attempts: Option<u32> },
 }
 
@@ -128,7 +129,7 @@ impl Calls {
         Call { calls, id, first_number, attempt, is_save, digest, is_void: AtomicBool::new(false) }
     }
 
-    /// What calls wait for that have waited for `patience` and were not told of before, and whether any waits at all.
+    /// A sentence for each call that has waited for `patience` and was not reported before, and whether any call waits.
     pub(crate) fn overdue(&self, patience: Duration, absent: impl Fn(u64) -> Absent) -> (Vec<String>, bool) {
         let mut state = self.state();
         let is_overdue = |waiting: &&mut Waiting| !waiting.is_told && waiting.since.elapsed() >= patience;
@@ -166,12 +167,12 @@ impl Call {
         self.digest
     }
 
-    /// What tells this attempt from all others of its meeting, and is the same on all ranks.
+    /// Identifies this attempt among all of its meeting; the same on all ranks.
     pub(crate) fn attempt_seed(&self) -> Vec<u8> {
         [&self.attempt.to_le_bytes(), self.id.identity().as_bytes()].concat()
     }
 
-    /// Lets [`Calls::overdue`] know that it waits, until the result is dropped.
+    /// Registers this call with [`Calls::overdue`] until the result is dropped.
     pub(crate) fn wait(&self) -> impl Drop + use<> {
         struct Waits(Arc<Calls>, u64);
         impl Drop for Waits {
@@ -184,7 +185,7 @@ impl Call {
         Waits(Arc::clone(&self.calls), self.first_number)
     }
 
-    /// Takes the next number; not if another call was begun since.
+    /// Takes the next number; returns `false` if another call was begun since.
     pub(crate) fn take_next(&self) -> bool {
         let mut state = self.calls.state();
         let is_last = state.next == self.id.number() + 1;
@@ -203,7 +204,7 @@ impl Call {
         state.absences.0.clear();
     }
 
-    /// The call fails on all ranks that made it, which were not all, or called different things. Nothing of it is left.
+    /// Notes that the call fails on all ranks that made it, since not all did. No files of it remain.
     pub(crate) fn set_unmatched(&self) {
         self.is_void.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
@@ -212,7 +213,7 @@ impl Call {
         state.unmatched.drain(..surplus);
     }
 
-    /// These ranks have left a call out. Why it fails, for the ranks that made it.
+    /// Notes that these ranks have left a call out. Returns the error for the ranks that made it.
     pub(crate) fn not_called(&self, ranks: &[u32], silent: &[u32], within: Duration) -> Error {
         let mut state = self.calls.state();
         let absences = &mut state.absences;
@@ -221,7 +222,7 @@ impl Call {
         absences.not_called(&self.id.what, silent, within)
     }
 
-    /// These ranks, this one among them, have left a call out that others made.
+    /// Notes that these ranks, this one among them, have left out a call that others made.
     pub(crate) fn left_out(&self, own: u32, ranks: &[u32]) {
         let absences = &mut self.calls.state().absences.0;
         ranks.iter().filter(|rank| **rank != own).for_each(|rank| *absences.entry(*rank).or_default() += 1);
@@ -232,7 +233,7 @@ impl Call {
         CallReport { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, unmatched }
     }
 
-    /// From now on a save like this one has been begun that often.
+    /// Sets how often a save like this one was begun.
     pub(crate) fn set_attempts(&self, attempts: u32) {
         self.is_void.store(false, Ordering::Relaxed);
         self.calls.state().attempts.insert(digest(&self.id.identity(), 0), attempts);
@@ -240,7 +241,7 @@ impl Call {
 }
 
 impl Drop for Call {
-    /// Only now: until its end the call deletes what it has written under the name of its attempt.
+    /// Not earlier, since until its end the call deletes files under the name of its attempt.
     fn drop(&mut self) {
         if self.is_save && self.is_void.load(Ordering::Relaxed) {
             let mut state = self.calls.state();
@@ -253,7 +254,7 @@ impl Drop for Call {
 }
 
 impl Absences {
-    /// The failure of a call that ranks have left out.
+    /// The error of a call that some ranks have left out.
     fn not_called(&self, what: &str, silent: &[u32], within: Duration) -> Error {
         let verb = verb(what);
         let mut by_calls: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
@@ -275,7 +276,7 @@ impl Absences {
     }
 }
 
-/// The ranks that have not called, as far as this rank knows; `None` where it knows of none.
+/// The ranks that have not called, as far as this rank knows; `None` if it knows of none.
 fn not_come(absent: &Absent, verb: &str) -> Option<String> {
     let Absent { ranks, among } = absent;
     if !ranks.is_empty() {
@@ -300,20 +301,20 @@ fn digest(what: &str, attempt: u32) -> Digest {
     digest
 }
 
-/// The failure of a call that the others had given up before this rank made it.
+/// The error of a call that had failed on the other ranks before this rank made it.
 pub(crate) fn too_late(what: &str, rank: u32, waited: Duration) -> Error {
     let verb = verb(what);
     let message = format!("{what}: rank {rank} called {verb} too late: the other ranks waited {waited:?} for it");
     Error::new(Kind::Unavailable, message)
 }
 
-/// The failure of a call that would have to wait for ranks that are behind, and cannot.
+/// The error of a call that would have to wait for ranks that are behind, and cannot.
 pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
     let message = format!("{what}: the ranks are at different calls, and rank {rank} has already begun its next one");
     Error::new(Kind::Unavailable, message)
 }
 
-/// What becomes of the calls of ranks that have called different things, by rank.
+/// Decides over calls that differ. Returns a verdict for each rank.
 pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
     let is_tried_before = |rank: usize| {
         reports.iter().enumerate().any(|(q, other)| q != rank && other.unmatched.contains(&reports[rank].digest))
@@ -366,7 +367,7 @@ pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
 mod tests {
     use super::*;
 
-    /// What a rank says: whether it is late, what it calls, what it has called in vain.
+    /// A rank's report: whether it is late, what it calls, its unmatched calls.
     fn report(is_late: bool, what: &str, unmatched: &[&str]) -> CallReport {
         let unmatched = unmatched.iter().map(|what| digest(what, 0)).collect();
         CallReport { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, unmatched }
@@ -409,7 +410,7 @@ mod tests {
         let second = calls.begin("save a".to_owned(), String::new());
         assert_ne!(first.attempt_seed(), second.attempt_seed());
         assert_eq!((first.id().number(), second.id().number()), (0, 1));
-        // Ended in vain, but what it wrote may stand beside that of the second one.
+        // Unmatched, but its files may exist beside those of the second one.
         first.set_unmatched();
         drop(first);
         second.set_unmatched();

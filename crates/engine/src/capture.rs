@@ -1,11 +1,11 @@
-//! How a save captures bytes: when it copies them out of the program's reach. Python and the binding use these words.
+//! How a save captures tensors: when it copies them. Python and the binding use the same names.
 
 /// When a save copies the bytes of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capture {
-    /// By the call that begins the save; what the engine gets is that copy.
+    /// In the call that begins the save; the engine gets that copy.
     Inline,
-    /// Before all else, while the call waits: the program may change the tensor as soon as the call returns.
+    /// First, while the call waits: the program may change the tensor as soon as the call returns.
     Eager,
     /// While the program goes on, which changes the tensor only after [`Pending::staged`](crate::Pending::staged). The
     /// save commits when the caller has [confirmed](crate::Pending::confirm_unmodified) that it was not modified.

@@ -1,4 +1,4 @@
-//! A committed checkpoint, opened: its manifest proven, its data files opened when they are first needed.
+//! A committed checkpoint, opened: its manifest is verified, its data files are opened when they are first needed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
 use crate::reader::Files;
 
-/// A committed checkpoint whose manifest is proven.
+/// A committed checkpoint whose manifest is verified.
 pub struct Checkpoint {
     pub(crate) engine: Arc<Engine>,
     pub(crate) files: Files,
@@ -44,8 +44,8 @@ impl Checkpoint {
         &self.url
     }
 
-    /// What all ranks make of this checkpoint, the same on every rank; every rank calls it. `touched` are the leaves
-    /// that this rank has a place for, `problems` what forbids a load here.
+    /// Merges what all ranks find about this checkpoint; every rank calls it and gets the same. `touched` are the
+    /// leaves that this rank has a place for, `problems` what prevents a load here.
     ///
     /// # Errors
     /// When the ranks do not all call it in time, or one of them refuses.
@@ -95,7 +95,7 @@ impl Checkpoint {
     }
 }
 
-/// What all ranks make of a checkpoint.
+/// What all ranks find about a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MatchSummary {
     /// The leaves that no rank has a place for.
@@ -108,12 +108,12 @@ pub struct MatchSummary {
 ///
 /// # Errors
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
-/// `Unsupported` for a newer format, what the store says.
+/// `Unsupported` for a newer format, the store's errors.
 pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
     open_from(engine, engine.store(url).map_err(|error| foreign::explained(url, error)), url, deadline)
 }
 
-/// [`open`] from a store that is already open at the checkpoint's place; `url` is what the checkpoint is called.
+/// [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in messages.
 ///
 /// # Errors
 /// As [`open`].
@@ -131,7 +131,7 @@ pub fn open_from(
     Checkpoint::new(engine, url, store?, &manifest)
 }
 
-/// The proven manifest at `url`, or a word on what is there instead.
+/// The verified manifest at `url`, or an error that says what is there instead.
 pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
     retry(|| commit::read_manifest(store)).map_err(|error| {
         if error.kind != Kind::NotFound {

@@ -1,19 +1,19 @@
-//! A checkpoint exists or it does not.
+//! The commit, which makes a checkpoint exist.
 //!
 //! # Protocol
-//! 1. Every rank has made its data files durable, contents first, then names; looks whether they are still there with
-//!    their sizes; and sends what it wrote where.
+//! 1. Every rank has made its data files durable, contents first, then names; checks that they still exist with their
+//!    sizes; and sends a receipt of what it wrote where.
 //! 2. Rank 0 checks that every element of every leaf was written exactly once.
 //! 3. It writes the manifest (and a Hugging Face index where all tensors of a key are whole) under names of this
-//!    attempt, durable, and looks whether they and all ranks' data files are there.
+//!    attempt, durable, and checks that they and all ranks' data files exist.
 //! 4. It publishes `COMMIT`, which holds the manifest's name, length and SHA-256, create-if-absent: of two attempts at
-//!    one checkpoint the first wins and the second is told so. Only now does the checkpoint exist. If files vanished
-//!    while it was published, rank 0 takes it back.
-//! 5. The outcome goes to every rank. A rank that loses rank 0 before it hears looks for its attempt's `COMMIT` itself,
-//!    and makes its name durable.
+//!    one checkpoint the first wins and the second gets `Conflict`. Only now does the checkpoint exist. If files
+//!    vanished while it was published, rank 0 removes it.
+//! 5. The outcome goes to every rank. A rank that loses rank 0 before the outcome arrives looks for its attempt's
+//!    `COMMIT` itself, and makes its name durable.
 //!
-//! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that what a crashed
-//! or rival attempt left behind is never read and never overwritten.
+//! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that files of a
+//! crashed or rival attempt are never read and never overwritten.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -73,8 +73,8 @@ pub(crate) fn commit(
             withdraw(store, &commit);
         }
         outcome?;
-        // A rival may have put its own in between, and died before it could take them back. What fails here is for the
-        // rival's like to mend: the checkpoint is committed.
+        // A rival attempt may have put its own indexes in between, and died before it could remove them. A failure here
+        // is ignored: the checkpoint is committed.
         let _ = mend_indexes(store, &manifest);
         all.remember_files(operation.number(), reported);
         Ok(vec![(); world as usize])
@@ -91,14 +91,14 @@ pub(crate) fn commit(
             Err(Failed { error: failed.error, nothing_published })
         }
         Err(failed) => match retry(|| read_commit(store)) {
-            // Rank 0 may have gone before it could make the name durable.
+            // Rank 0 may have died before it could make the name durable.
             Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
             _ => Err(Failed { error: failed.error, nothing_published: false }),
         },
     }
 }
 
-/// That files which this save wrote are there, with these sizes.
+/// Checks that files which this save wrote still exist with these sizes.
 ///
 /// # Errors
 /// As [`presence::expect`].
@@ -118,25 +118,25 @@ pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> 
     manifest.files().iter().map(|file| (file.path.clone(), file.bytes))
 }
 
-/// Publishing takes a few flushes, and what removes directories without a `COMMIT` may have been at work meanwhile.
+/// Checks the files again after `COMMIT` was published: another program may have removed them meanwhile.
 fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
     match still_there(store, files, within) {
         Err(error) if error.kind == Kind::Corrupt => match store.delete(COMMIT) {
             Ok(()) => Err(error),
             Err(kept) => Err(Error::corrupt(format!("{}; its COMMIT cannot be removed: {kept}", error.message))),
         },
-        // That the store cannot be asked now is no reason to take back what was all there before.
+        // If the store cannot be asked now, the commit stays: all files were there before.
         _ => Ok(()),
     }
 }
 
-/// That a new checkpoint may go there: none is committed there yet, and nothing is there that no save leaves.
+/// Checks that a new checkpoint may go there: none is committed there yet, and it holds no foreign files.
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
     contents::refuse_foreign(store, &destination.url, 1)
 }
 
-/// That no checkpoint is committed there yet.
+/// Checks that no checkpoint is committed there yet.
 fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
     match store.open(COMMIT) {
         Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(()),
@@ -171,7 +171,7 @@ fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     Ok(store.read(name, bytes_max)?)
 }
 
-/// The proven bytes of the manifest that is committed at the store's place.
+/// The verified bytes of the manifest that is committed at the store's place.
 ///
 /// # Errors
 /// As [`read_commit`]; `Corrupt` when the manifest is missing or not the one that was committed.
@@ -198,7 +198,7 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
     }
 }
 
-/// What is published of this manifest.
+/// The commit record of this manifest.
 fn record(manifest: &[u8], attempt: &str) -> Commit {
     Commit {
         major: FORMAT_MAJOR,
@@ -210,8 +210,8 @@ fn record(manifest: &[u8], attempt: &str) -> Commit {
     }
 }
 
-/// Step 3. The indexes come last: they alone have names that rivals share, and whoever dies after he has put his over
-/// that of a rival's checkpoint leaves it there. So little time is left for that: from here to the publishing.
+/// Step 3. The indexes come last, to keep the time until step 4 short: they alone have names that rival attempts share,
+/// and an attempt that dies after replacing the index of a rival's checkpoint leaves its own there.
 fn prepare(
     store: &dyn Store,
     destination: &Destination,
@@ -221,12 +221,12 @@ fn prepare(
 ) -> Result<()> {
     store.put(&commit.manifest, bytes)?;
     refuse_taken(store, destination)?;
-    // All of them, each time: one that is to be seen after a failure may not be durable.
+    // All of them, each time: one that is visible after a failure may not be durable.
     put_indexes(store, indexes(manifest))
 }
 
-/// Step 4. Tried again only while nothing is to be seen there: a record that is there and was not made durable cannot
-/// be made so by asking twice, for the system may have forgotten by then what it could not write.
+/// Step 4. Retried only while no record is visible: a visible record that is not durable cannot be made so by a second
+/// sync, since the system may have dropped what it could not write.
 fn publish(store: &dyn Store, commit: &Commit, patience: Duration) -> Result<()> {
     let mut outcome = Ok(());
     retry_within(
@@ -250,8 +250,7 @@ fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>
     keys.into_iter().map(|key| (format!("{key}/{HUGGING_FACE_INDEX}"), hugging_face_index(manifest, key)))
 }
 
-/// Puts indexes. Removes what another attempt left where there is none, for an index's name is not of one attempt
-/// alone.
+/// Puts indexes, and removes one that another attempt left under a key without an index: all attempts share its name.
 fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<Vec<u8>>)>) -> Result<()> {
     for (name, index) in indexes {
         match index {
@@ -263,7 +262,7 @@ fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<
     Ok(())
 }
 
-/// Puts the indexes of a committed checkpoint where others are to be seen.
+/// Puts the indexes of a committed checkpoint where others are visible.
 fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     let is_there =
         |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
@@ -274,7 +273,7 @@ fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
 
 /// Undoes step 3 of an attempt that was not published. A rival's checkpoint, if that is why, gets its indexes back.
 fn withdraw(store: &dyn Store, commit: &Commit) {
-    // What cannot be undone now is an orphan like that of a crash.
+    // A file that cannot be deleted now stays as an orphan, as after a crash.
     let _ = store.delete(&commit.manifest);
     let _ = read_manifest(store).and_then(|bytes| mend_indexes(store, &Manifest::decode(&bytes)?));
 }

@@ -1,8 +1,8 @@
-//! What lies in a checkpoint's directory, and what of it is Shardfast's own.
+//! What a checkpoint's directory holds, and which of it is Shardfast's own.
 //!
-//! Own are the files that the checkpoint's manifest names, and all that have the names which saves give, of whatever
+//! Its own are the files that the checkpoint's manifest names, and all files with names that saves give, of any
 //! attempt: a crashed save leaves such files, and the next one goes to the same place. Everything else is foreign: it
-//! is never deleted, and a place that holds it is refused to a save.
+//! is never deleted, and a save into a directory that holds it is refused.
 
 use std::collections::HashSet;
 
@@ -29,12 +29,12 @@ pub(crate) struct Contents {
 /// it finds foreign things. `manifest` is that of the checkpoint there, if there is one.
 ///
 /// # Errors
-/// What the store says. That there is no such directory is none.
+/// The store's errors. A missing directory is none.
 pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
     let named: HashSet<&str> = manifest.into_iter().flat_map(Manifest::files).map(|file| file.path.as_str()).collect();
     let mut contents = Contents::default();
     let mut to_do = vec![(String::new(), levels)];
-    // Breadth first: files beside a `COMMIT` say more than those deep below it.
+    // Breadth first: files beside a `COMMIT` tell more than those deep below it.
     while let Some((below, levels)) = (!to_do.is_empty()).then(|| to_do.remove(0)) {
         for Entry { name, is_dir, is_link, .. } in list(store, &join(dir, &below))? {
             let path = join(&below, &name);
@@ -60,7 +60,7 @@ pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, 
 }
 
 impl Contents {
-    /// The foreign things, in words; `None` where there are none.
+    /// The foreign names as text; `None` if there are none.
     pub(crate) fn foreign_names(&self) -> Option<String> {
         let named = self.foreign.iter().take(FOREIGN_MAX - 1).cloned().collect::<Vec<_>>().join(", ");
         match self.foreign.len() {
@@ -71,15 +71,15 @@ impl Contents {
     }
 }
 
-/// Refuses a place for a new checkpoint that holds anything but what saves leave there. With `levels` of 0 only what
-/// directly is in it is looked at.
+/// Refuses a place for a new checkpoint that holds foreign files. With `levels` of 0 it looks only at the directory
+/// itself.
 ///
 /// # Errors
-/// `Invalid`, naming what was found; what the store says.
+/// `Invalid`, naming what was found; the store's errors.
 pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize) -> Result<()> {
     match survey(store, "", None, levels)?.foreign_names() {
         None => Ok(()),
-        // Files beside a checkpoint are no hindrance; the checkpoint is, and is named when the save asks for leave.
+        // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.
         Some(_) if store.size(COMMIT).is_ok() => Ok(()),
         Some(found) => Err(Error::invalid(format!(
             "save {url}: expected a new or empty directory, or what a save that was cut off left there, found {found}: \
@@ -103,7 +103,7 @@ fn join(dir: &str, name: &str) -> String {
     }
 }
 
-/// Whether the name is one that an NFS client gives to a file that was removed while it was open.
+/// Whether an NFS client gives this name to a file that was removed while it was open.
 fn is_silly(name: &str) -> bool {
     name.starts_with(".nfs")
 }

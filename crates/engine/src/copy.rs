@@ -1,14 +1,14 @@
-//! Copies of long runs past the cache: what is loaded is not needed again soon, what is staged is next read by the
+//! Copies of long runs past the cache: loaded bytes are not needed again soon, staged bytes are next read by the
 //! device, and writing either through the cache would first read what it replaces. Checksums are computed on the way,
-//! which costs little: the processor would wait for memory. A save sums what it copies; a load, which places nothing
-//! that is not proven, proves one block while it copies the one before.
+//! which costs little: the processor would wait for memory. A save sums what it copies; a load, which places only
+//! verified blocks, verifies one block while it copies the one before.
 
 use shardfast_format::crc64;
 
 /// From this length on a copy past the cache is faster: shorter runs leave too many lines half written.
 pub(crate) const STREAMED_BYTES_MIN: usize = 16 << 10;
 
-/// Copies `bytes` bytes. Others may be told that the copy is done after a call of [`settle`].
+/// Copies `bytes` bytes. Call [`settle`] before another thread reads the copy.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
@@ -23,7 +23,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
 }
 
-/// [`copy`], and the CRC-64 of what will be copied `next`, which lies in no cache yet and will lie in one then.
+/// [`copy`], and the CRC-64 of what will be copied `next`, which this brings into the cache.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written.
@@ -73,7 +73,7 @@ pub(crate) fn sums_in_passing() -> bool {
     false
 }
 
-/// Whoever is told after this that copies were made will see them.
+/// Makes the copies of this thread visible to threads that synchronize with it afterwards.
 #[allow(unsafe_code)]
 pub(crate) fn settle() {
     #[cfg(target_arch = "x86_64")]
@@ -98,7 +98,7 @@ mod x86 {
     /// What is folded at a time: four registers, since a product takes longer than the next one waits to begin.
     const STEP_BYTES: usize = 4 * LINE_BYTES;
 
-    /// How far ahead of the folding memory is asked for: what it brings in the time that one line takes to come.
+    /// Prefetch distance ahead of the folding: the bytes that arrive within the latency of one line.
     const FETCH_BYTES: usize = 4096;
 
     /// Copies; as much of what comes `next` is fetched meanwhile.

@@ -1,7 +1,6 @@
-//! Two checkpoints, leaf by leaf, whatever layouts they were saved under.
-//!
-//! Tensors are compared as flat runs of a few MiB, values as what they mean. Every byte that is compared is proven and
-//! read, since equal checksums do not make equal bytes.
+//! Two checkpoints, leaf by leaf, whatever layouts they were saved under. Tensors are compared as flat runs of a few
+//! MiB, values by their meaning. Every compared byte is read and verified, since equal checksums do not prove equal
+//! bytes.
 
 mod numbers;
 mod values;
@@ -99,10 +98,10 @@ pub struct ValueDifference {
     pub ranks: Vec<Range<u32>>,
 }
 
-/// Compares two checkpoints, on this rank alone. `progress` is told the bytes of tensors compared so far and in all.
+/// Compares two checkpoints, on this rank alone. `progress` gets the bytes of tensors compared so far and in all.
 ///
 /// # Errors
-/// `Corrupt` when a byte that must be compared is damaged; what the stores say.
+/// `Corrupt` when a byte that must be compared is damaged; the stores' errors.
 pub fn diff(a: &Checkpoint, b: &Checkpoint, progress: &dyn Fn(u64, u64)) -> Result<Diff> {
     let (ma, mb) = (a.manifest(), b.manifest());
     let mut tensors: Vec<Pair> = Vec::new();

@@ -33,7 +33,7 @@ impl Default for FileLimits {
 pub struct Engine {
     pub(crate) coord: Arc<dyn Ranks>,
     pub(crate) staging: Arc<Staging>,
-    /// What was measured of the devices under the file systems.
+    /// Measurements of the devices under the file systems.
     pub(crate) storage: Arc<shardfast_store::Devices>,
     accelerators: cuda::Devices,
     is_page_locked: AtomicBool,
@@ -85,7 +85,7 @@ impl Engine {
         })
     }
 
-    /// The store at a URL, to be read, with what this engine has found out about the storage.
+    /// The store at a URL, for reading, with this engine's measurements of the storage.
     pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
         retry(|| Ok(shardfast_store::open_on(url, &self.storage)?))
     }
@@ -110,8 +110,8 @@ impl Engine {
         self.staging.budget_bytes()
     }
 
-    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin behind everything
-    /// that `stream` was given until now. The first call for any device has the staging memory page-locked, in the
+    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin after all work
+    /// that `stream` has until now. The first call for any device has the staging memory page-locked, in the
     /// background.
     ///
     /// # Errors

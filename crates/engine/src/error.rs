@@ -1,10 +1,10 @@
-//! The closed kinds of failure, grouped by what the caller would do about them; and what is tried again.
+//! The closed kinds of errors, grouped by what the caller would do about them; and retries.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What the caller would do about a failure. Codes are only ever appended; Python has one exception class for each.
+/// The kind of an error, by what the caller would do. Codes are only appended; Python has an exception class for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// The bytes are not those that were saved: use another checkpoint.
@@ -69,7 +69,7 @@ pub struct Error {
     pub kind: Kind,
     /// What happened, to what.
     pub message: String,
-    /// Whether to try it again would prove nothing.
+    /// Whether a retry would prove nothing.
     pub(crate) is_final: bool,
 }
 
@@ -94,31 +94,31 @@ impl Error {
         Error::new(Kind::Internal, message)
     }
 
-    /// The same failure, told with where it happened in front.
+    /// The same error, with the place in front of its message.
     pub fn within(mut self, place: impl std::fmt::Display) -> Error {
         self.message = format!("{place}: {}", self.message);
         self
     }
 
-    /// As one line that travels between ranks without losing the kind.
+    /// Encodes it as text for other ranks, kind included.
     pub(crate) fn to_wire(&self) -> String {
         format!("{}|{}", self.kind.name(), self.message)
     }
 
-    /// The failure that [`Error::to_wire`] wrote.
+    /// Decodes what [`Error::to_wire`] wrote.
     pub(crate) fn from_wire(line: &str) -> Option<Error> {
         let (kind, message) = line.split_once('|')?;
         Some(Error::new(Kind::from_name(kind)?, message))
     }
 }
 
-/// Pauses before what a store could not do just now is tried again: a second in all.
+/// Pauses before the retries of a store's operation: a second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
 
-/// How soon a pause finds that what it is for was given up.
+/// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
-/// How often, and since when, one thing was tried.
+/// The tries of one operation.
 pub(crate) struct Tries {
     began: Instant,
     failed: usize,
@@ -130,11 +130,11 @@ impl Tries {
         Tries { began: Instant::now(), failed: 0 }
     }
 
-    /// When to try again what failed so.
+    /// The pause before the next try after this error.
     ///
     /// # Errors
-    /// The failure itself when it will not pass, or was the last of all tries, or of those that fit into `within` from
-    /// the beginning on; then it says how often it was tried.
+    /// The error itself if it will not pass, or if no try is left or fits into `within` since the first one; then its
+    /// message says how often it was tried.
     pub(crate) fn again(&mut self, error: Error, within: Duration) -> Result<Instant> {
         self.failed += 1;
         if error.kind != Kind::Unavailable || error.is_final {
@@ -153,8 +153,7 @@ impl Tries {
     }
 }
 
-/// Does again what failed for a reason that may pass, a few times, with growing pauses. `act` does all of its work anew
-/// each time.
+/// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass.
 ///
 /// # Errors
 /// The last failure, and how many there were.
@@ -162,10 +161,10 @@ pub(crate) fn retry<T>(act: impl FnMut() -> Result<T>) -> Result<T> {
     retry_within(Duration::MAX, || None, act)
 }
 
-/// [`retry`] for so long at most, and only until it is given up.
+/// [`retry`] for a limited time, and only until it is cancelled.
 ///
 /// # Errors
-/// The last failure, and how many there were; or why it was given up.
+/// The last error, with the number of tries; or why it was cancelled.
 pub(crate) fn retry_within<T>(
     within: Duration,
     given_up: impl Fn() -> Option<Error>,
@@ -209,7 +208,7 @@ impl FirstFailure {
     }
 }
 
-/// A defect that ended in a panic, as a failure.
+/// A panic as an `Internal` error.
 pub(crate) fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");

@@ -2,7 +2,7 @@
 //!
 //! Names are those of the Hugging Face stack: `model.safetensors` when one file is enough, otherwise
 //! `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`; the state's key stands for
-//! `model`. The writer's slots are filled by loading what belongs into them, so that no tensor is ever whole in memory.
+//! `model`. The writer's slots are filled by loads, so that no tensor is ever whole in memory.
 //! The index is written last, when every shard is durable.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -59,7 +59,7 @@ pub struct ExportedFile {
 ///
 /// # Errors
 /// `NotFound` when the key holds no tensor; `Conflict` when files of these names are there already; `Corrupt` when a
-/// byte is damaged; what the stores say. Nothing that was written stays then.
+/// byte is damaged; the stores' errors. All files that were written are deleted then.
 pub fn export(checkpoint: &Checkpoint, out_url: &str, key: &str, shard_bytes_max: u64) -> Result<Exported> {
     export_to(checkpoint, &*shardfast_store::open(out_url)?, key, shard_bytes_max)
 }
@@ -75,7 +75,8 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     }
     refuse_taken(store, key)?;
 
-    // Slots that wait for a load while a load waits for a slot would wait for ever: half the budget for each.
+    // Half the budget for each side: a writer that waits for a load, and a load for a slot of the writer, would
+    // deadlock.
     let budget = checkpoint.engine.staging_bytes() / 2;
     let source = Arc::new(Checkpoint {
         engine: Engine::with(Arc::clone(&checkpoint.engine.coord), Staging::at_least(budget)),
@@ -93,7 +94,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
         (0..shards.len()).map(|i| job(&source, shard_name(key, i, shards.len()), &shards[i])).collect::<Result<_>>()?;
     let index = (shards.len() > 1).then(|| format!("{key}.safetensors.index.json"));
     if let Err(error) = write(store, &jobs, &Staging::at_least(budget), index.as_deref(), &shards) {
-        // Some of them may be whole, and would be taken for an export.
+        // Some of them may be whole, and would look like an export.
         for job in jobs.iter().filter(|_| error.kind != Kind::Conflict) {
             let _ = store.delete(&job.path);
         }
@@ -134,7 +135,7 @@ struct Chosen {
     objects: Vec<String>,
 }
 
-/// What stands under the key. A tensor of another key that is tied to names of this one is written under the first of
+/// The tensors under the key. A tensor of another key that is tied to names of this one is written under the first of
 /// them.
 fn choose(manifest: &Manifest, key: &str) -> Chosen {
     let mut chosen = Chosen { tensors: Vec::new(), tied: BTreeMap::new(), objects: Vec::new() };

@@ -1,4 +1,4 @@
-//! What other programs save, recognized by names and first bytes: said to who asks for it as a checkpoint of ours.
+//! Recognizes other programs' checkpoints by names and first bytes, for the error when one is opened as ours.
 
 use shardfast_format::{COMMIT, is_own_path, parse_step_dir};
 use shardfast_store::Entry;
@@ -21,7 +21,7 @@ const SAFETENSORS: &str = "of plain safetensors: load it with `safetensors.torch
 const DCP: &str = "`torch.distributed.checkpoint.load` loads it, and `sf.save` then saves the state as a checkpoint of \
                    Shardfast";
 
-/// What a directory without a `COMMIT` is, and what to do about it.
+/// Says what a directory without a `COMMIT` is, and what to do about it.
 pub(crate) fn directory(entries: &[Entry]) -> String {
     let files = || files(entries);
     let ending = |endings: &[&str]| files().filter(|name| endings.iter().any(|end| name.ends_with(end))).count();
@@ -52,7 +52,7 @@ pub(crate) fn directory(entries: &[Entry]) -> String {
     format!("it holds {} and no {COMMIT}", names(entries))
 }
 
-/// Refuses a run without a step where another program's checkpoint is: to begin anew there would lose it in silence.
+/// Refuses a run without steps where another program's checkpoint is: a restore would silently begin anew.
 ///
 /// # Errors
 /// `Invalid`, with what is there.
@@ -75,7 +75,7 @@ fn files(entries: &[Entry]) -> impl Iterator<Item = &str> {
     entries.iter().filter(|entry| !entry.is_dir).map(|entry| entry.name.as_str())
 }
 
-/// The failure to open a place, with what is there if that is a file.
+/// Adds to the error of opening a place what is there, if that is a file.
 pub(crate) fn explained(url: &str, error: Error) -> Error {
     if error.kind != Kind::Invalid {
         return error;
@@ -102,7 +102,7 @@ pub(crate) fn explained(url: &str, error: Error) -> Error {
     Error::new(error.kind, format!("{url}: expected a directory that holds a checkpoint, found {what}"))
 }
 
-/// What a file is, by its first bytes and its name, and what to do about it.
+/// Says what a file is, by its first bytes and its name, and what to do about it.
 fn file(name: &str, head: &[u8]) -> String {
     let ends = |endings: &[&str]| endings.iter().any(|end| name.to_ascii_lowercase().ends_with(end));
     let length = head.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));

@@ -57,7 +57,7 @@ impl HostSink {
     }
 
     /// As [`HostSink::scatter`], of a box whose first element lies `at` bytes behind the beginning of `blocks`: each is
-    /// proven before a byte of it is copied, and the one behind it meanwhile.
+    /// verified before a byte of it is copied; the next one is verified meanwhile.
     ///
     /// # Errors
     /// When a block is not what was saved; nothing of it or behind it is copied.

@@ -105,7 +105,7 @@ impl Holdings {
 /// Every step of the run at `url`, or the one checkpoint there. Reads commits and manifests.
 ///
 /// # Errors
-/// `NotFound` when neither is there; what the store says. What is wrong with one checkpoint stands in its line.
+/// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
 pub fn history(url: &str) -> Result<History> {
     let (is_run, checkpoints) = match locate::look(url)? {
         Place::Checkpoint => (false, vec![outline(url, None)]),
@@ -176,7 +176,7 @@ pub struct KeySummary {
 pub struct LeafSummary {
     /// Key and name: `model/layers.0.weight`.
     pub leaf: String,
-    /// How the saving job laid it out, in words; empty when it did not say.
+    /// The layout in the saving job, as text; may be empty.
     pub layout: String,
     /// What it is.
     #[serde(flatten)]
@@ -231,7 +231,7 @@ pub struct ValueSummary {
 /// character); totals are over all leaves. With `values`, objects are read and shown. On this rank alone.
 ///
 /// # Errors
-/// What the store says. A value that is damaged has its error in its line.
+/// The store's errors. A damaged value has its error in its line.
 pub fn summary(checkpoint: &Checkpoint, leaf: Option<&str>, values: bool) -> Result<Summary> {
     let manifest = checkpoint.manifest();
     let chosen: Vec<usize> =
@@ -322,7 +322,7 @@ fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSumm
     }
 }
 
-/// Each value, or what is wrong with it: together while nothing is.
+/// Each value, or its error. Reads all at once, and one by one only after a failure.
 pub(crate) fn load_each(checkpoint: &Checkpoint, values: &[ValueRef]) -> Vec<Result<Vec<u8>>> {
     match checkpoint.load_alone(&[], values) {
         Ok(encoded) => encoded.into_iter().map(Ok).collect(),
@@ -335,7 +335,7 @@ pub(crate) fn load_each(checkpoint: &Checkpoint, values: &[ValueRef]) -> Vec<Res
 fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text): (Vec<char>, Vec<char>) = (pattern.chars().collect(), text.chars().collect());
     let (mut p, mut t) = (0, 0);
-    // Where to go on when the rest does not fit: after the last star, with one more character given to it.
+    // Where to continue after a mismatch: after the last star, which takes one more character.
     let mut retry: Option<(usize, usize)> = None;
     while t < text.len() {
         match pattern.get(p) {

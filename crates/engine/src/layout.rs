@@ -41,11 +41,11 @@ pub(crate) struct Piece {
 }
 
 impl Layout {
-    /// Lays out the files for these parts and values, as many for each key of the state as `limits` ask for, and says
-    /// where each will lie. `earlier` are this rank's files before these.
+    /// Lays out the files for these parts and values, as many for each key of the state as `limits` require, and
+    /// returns where each will lie. `earlier` are this rank's files before these.
     ///
     /// # Errors
-    /// `Internal` when the state has no such part; `Invalid` when a file cannot hold what it is to hold.
+    /// `Internal` when the state has no such part; `Invalid` when a file cannot hold it.
     pub(crate) fn new(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Result<Layout> {
         let (rank, attempt, limits) = (operation.engine.rank(), operation.attempt(), operation.engine.file_limits);
         let leaves = &state.catalog.leaves;
@@ -85,9 +85,9 @@ struct Contents {
     entries_bytes: u64,
 }
 
-/// Parts and values spread over files, each into the first one that has room for it and no entry of its name yet: a
-/// leaf may really be called `w[0:4]` or `rng@rank3`, as a part or a value of another one is in its file. Parts that
-/// are larger than a file are cut.
+/// Spreads parts and values over files: each goes into the first file that has room for it and no entry of its name
+/// yet, since a leaf may be named `w[0:4]` or `rng@rank3` like another leaf's part or value. Cuts parts that are larger
+/// than a file.
 fn spread(rank: u32, state: &State, writes: &[Write], limits: FileLimits) -> Result<Vec<Contents>> {
     let mut files: Vec<Contents> = Vec::new();
     for write in writes {
@@ -115,7 +115,7 @@ fn spread(rank: u32, state: &State, writes: &[Write], limits: FileLimits) -> Res
     Ok(files)
 }
 
-/// What is to be written in pieces of at most so many bytes, as far as elements can be parted; a value in one.
+/// Cuts what is to be written into pieces of at most so many bytes, but at least one element; a value stays whole.
 fn pieces_of(state: &State, write: &Write, bytes_max: u64) -> Result<Vec<Piece>> {
     let Write { leaf, part, .. } = *write;
     let described = &state.catalog.leaves[leaf as usize];

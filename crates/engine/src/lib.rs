@@ -1,4 +1,4 @@
-//! The story: what a save and a load are, told by calling the crates that each do one thing.
+//! Save and load, composed of the crates that each do one thing.
 //!
 //! Start with [`save`](mod@save) and [`load`]; what makes a checkpoint exist is in [`commit`].
 

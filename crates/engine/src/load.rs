@@ -1,11 +1,11 @@
-//! A load, from what a rank wants to its memory filled with proven bytes.
+//! A load, from what a rank wants to its memory filled with verified bytes.
 //!
 //! ```text
 //! open → match → plan → agree → read → done
 //! ```
 //! [`checkpoint`](crate::checkpoint) opens and matches. Each rank plans its reads alone. Then the ranks agree that all
 //! have a plan, and where the bytes come from: from storage, or from a peer that wants the same
-//! (`peers.rs`). Each rank reads, proves and scatters; in the end all agree that everything arrived everywhere.
+//! (`peers.rs`). Each rank reads, verifies and scatters; in the end all agree that every rank has everything.
 
 use std::time::Duration;
 
@@ -21,14 +21,14 @@ impl Checkpoint {
     ///
     /// # Errors
     /// The same on every rank. `Invalid` when a want does not fit its tensor, before anything is read. `Corrupt` names
-    /// the checkpoint, the leaf, the file and the byte range: no unproven byte reaches a sink, but sinks filled before
-    /// the failure keep what they got.
+    /// the checkpoint, the leaf, the file and the byte range: no unverified byte reaches a sink, but sinks filled
+    /// before the failure keep their data.
     pub fn load(&self, wants: &[Want], values: &[ValueRef], deadline: Duration) -> Result<Vec<Vec<u8>>> {
         self.load_by(PeerReads::Auto, None, wants, values, deadline).map(|loaded| loaded.values)
     }
 
-    /// [`Checkpoint::load`] with peer reads as all ranks say alike, and what it moved. Where every rank gives `rounds`,
-    /// they carry what ranks send each other, else connections of the ranks' own.
+    /// [`Checkpoint::load`] with `peer_reads`, the same on all ranks; returns also what it moved. If every rank gives
+    /// `rounds`, they carry the messages between ranks, else connections of the ranks' own.
     ///
     /// # Errors
     /// As [`Checkpoint::load`].

@@ -1,4 +1,4 @@
-//! What a URL means: a checkpoint, or a run whose newest committed checkpoint is meant.
+//! Resolves a URL to a checkpoint: itself, or the newest committed one of a run.
 
 use shardfast_format::COMMIT;
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Kind, Result};
 use crate::foreign;
 use crate::runs::{self, Step};
 
-/// The checkpoint that a URL means.
+/// The checkpoint that a URL resolves to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Located {
     /// The checkpoint's URL.
@@ -33,10 +33,10 @@ pub(crate) enum Place {
     Run(Vec<Step>),
 }
 
-/// Looks whether a checkpoint or a run is at `url`.
+/// Finds whether a checkpoint or a run is at `url`.
 ///
 /// # Errors
-/// `NotFound` when neither is there, with a word on what is there instead.
+/// `NotFound` when neither is there; the message says what is there instead.
 pub(crate) fn look(url: &str) -> Result<Place> {
     let store = runs::store(url).map_err(|error| foreign::explained(url, error))?;
     let entries = runs::entries(&*store)?;
@@ -51,11 +51,11 @@ pub(crate) fn look(url: &str) -> Result<Place> {
     Ok(Place::Run(steps))
 }
 
-/// The checkpoint at `url`, or the newest committed one of the run there. Whether it can be read is not yet said: a
-/// committed checkpoint that is damaged is not passed over for an older one.
+/// The checkpoint at `url`, or the newest committed one of the run there. It may be damaged: a damaged checkpoint is
+/// not passed over for an older one.
 ///
 /// # Errors
-/// `NotFound` when neither a checkpoint nor a run with a committed one is there; what the store says.
+/// `NotFound` when neither a checkpoint nor a run with a committed one is there; the store's errors.
 pub fn locate(url: &str) -> Result<Located> {
     let steps = match look(url)? {
         Place::Checkpoint => return Ok(Located { url: url.to_owned(), run: None, passed_over: Vec::new() }),

@@ -1,4 +1,4 @@
-//! What this machine offers to saves and loads, found out by trying.
+//! What this machine offers to saves and loads, found by trying.
 
 use std::path::{Path, PathBuf};
 
@@ -36,10 +36,10 @@ pub struct Machine {
     pub locked_bytes_max: Option<u64>,
 }
 
-/// Looks at this machine, and tries what a save to the path or `file://` URL needs; leaves both as they were.
+/// Inspects this machine, and tries what a save to the path or `file://` URL needs; leaves both as they were.
 ///
 /// # Errors
-/// `Invalid` where the URL cannot be a place for checkpoints on a file system, `Unsupported` for an unknown scheme.
+/// `Invalid` if the URL is no place for checkpoints on a file system, `Unsupported` for an unknown scheme.
 pub fn examine(url: &str) -> Result<Machine> {
     let system = rustix::system::uname();
     let system = [system.sysname(), system.release(), system.machine()].map(|word| word.to_string_lossy());

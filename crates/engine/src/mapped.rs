@@ -1,4 +1,4 @@
-//! A checkpoint mapped into memory, for looking at it: nothing is copied, and nothing is shown that is not proven.
+//! A checkpoint mapped into memory for inspection: nothing is copied, and only verified blocks are shown.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::reader::{Damage, OpenFile};
 
-/// A checkpoint whose data files are mapped when they are first looked at. On one rank alone.
+/// A checkpoint whose data files are mapped when they are first read. On one rank alone.
 pub struct Mapped {
     checkpoint: Arc<Checkpoint>,
     files: Vec<Mutex<Option<Arc<File>>>>,
@@ -51,8 +51,8 @@ impl Mapped {
         &self.checkpoint
     }
 
-    /// The saved parts of the tensor that is leaf `leaf` of the manifest. Reads and proves those of their blocks that
-    /// nobody looked at before.
+    /// The saved parts of the tensor that is leaf `leaf` of the manifest. Reads and verifies those of their blocks that
+    /// were not verified before.
     ///
     /// # Errors
     /// `Invalid` when the leaf is no tensor; `Corrupt` as in [`Checkpoint::load`]; `Unsupported` when the storage

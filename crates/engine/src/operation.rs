@@ -11,13 +11,13 @@ use crate::calls::{self, Call, CallReport, Verdict, overtaken, too_late};
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
 
-/// Marks what rank 0 decided for all, as opposed to what befell it as a rank.
+/// Marks an error that rank 0 decided for all ranks, as opposed to a failure of rank 0 itself.
 const DECISION: &str = "=";
 
-/// The first exchange of every operation, in which ranks find whether it is the same for all of them.
+/// The first exchange of every operation, in which ranks find whether all of them make the same call.
 const OPEN: &str = "open";
 
-/// What rank 0 decides when it is not: all then say what they call.
+/// Rank 0's decision if they do not: all ranks then send what they call.
 const DIFFERENT: &str = "?";
 
 /// A decision over the messages of all ranks.
@@ -29,13 +29,14 @@ impl Engine {
         self.begin_one(what, String::new(), deadline)
     }
 
-    /// [`Engine::begin`] of what `detail` tells from operations of the same words: ranks must give the same.
+    /// [`Engine::begin`] of one of several operations of the same description, told apart by `detail`: all ranks must
+    /// give the same.
     pub(crate) fn begin_one(self: &Arc<Engine>, what: String, detail: String, deadline: Duration) -> Operation {
         Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline }
     }
 
-    /// The operations that have waited for longer than `patience`, each once, as a sentence that names the ranks that
-    /// have not called it, as far as this one knows them. And whether any operation waits for that at all.
+    /// A sentence for each operation that has waited for longer than `patience`, once, which names the ranks that have
+    /// not called it, as far as this rank knows them; and whether any operation waits for ranks.
     pub fn overdue(&self, patience: Duration) -> (Vec<String>, bool) {
         self.calls.overdue(patience, |number| self.coord.absent(&topic(number, OPEN)))
     }
@@ -50,7 +51,7 @@ impl Engine {
     }
 }
 
-/// What an exchange of the operation of that number is called.
+/// The topic of an exchange of the operation of that number.
 fn topic(number: u64, stage: &str) -> String {
     format!("{number} {stage}")
 }
@@ -72,12 +73,12 @@ impl Operation {
         self.call.id().number()
     }
 
-    /// What tells this attempt from all others of this meeting; known before ranks have met.
+    /// Identifies this attempt among all of its meeting; known before ranks have met.
     pub(crate) fn attempt_seed(&self) -> Vec<u8> {
         self.call.attempt_seed()
     }
 
-    /// What it is and its number: no other operation of these ranks is called so.
+    /// Its description and number, unique among the operations of these ranks.
     pub(crate) fn name(&self) -> String {
         topic(self.number(), &self.call.id().what)
     }
@@ -86,8 +87,8 @@ impl Operation {
         self.engine.rank() == 0
     }
 
-    /// Gathers every rank's message at rank 0, which decides once; each rank gets its own answer, or all the same
-    /// error: that of the decision, or those that ranks contributed instead of a message.
+    /// Gathers every rank's message at rank 0, which decides once. Each rank gets its own answer, or all get the same
+    /// error: that of the decision, or the errors that ranks contributed.
     pub(crate) fn agree<M, A>(
         &self,
         stage: &str,
@@ -101,7 +102,7 @@ impl Operation {
         self.try_agree(stage, contribution, decide).map_err(|failed| failed.error)
     }
 
-    /// [`Operation::agree`] that tells a decision to fail from ignorance of the decision.
+    /// [`Operation::agree`] that distinguishes a decision to fail from an unknown decision.
     pub(crate) fn try_agree<M, A>(
         &self,
         stage: &str,
@@ -186,7 +187,7 @@ impl Operation {
         }
     }
 
-    /// Nothing of this operation is left, on any rank.
+    /// Fails an operation that not all ranks have begun; no files of it remain on any rank.
     fn fail_unmatched(&self, error: Error) -> Failed {
         self.call.set_unmatched();
         Failed { error, decided: true }
@@ -202,8 +203,8 @@ impl Operation {
         self.engine.coord.agree(&topic(self.number(), stage), contribution, decide, deadline)
     }
 
-    /// Tells the other ranks what this one calls, after they have called different things. Whether it fails, or has to
-    /// wait for others at the next number.
+    /// Sends what this rank calls, after ranks have made different calls. Returns an error if its call fails; else it
+    /// waits for the others at the next number.
     fn compare(&self, is_late: bool) -> std::result::Result<(), Failed> {
         let report = encode(&self.call.report(is_late)).map_err(|error| error.to_wire());
         let answer = self.exchange("compare", report, self.deadline, &mut |reports| {
@@ -234,13 +235,13 @@ impl Operation {
         }
     }
 
-    /// The failures of several ranks as one, each with its rank where there are several, and `more` that are counted.
+    /// The failures of several ranks as one error, each with its rank if there are several, and the number of `more`.
     fn merged(&self, failures: &[Failure], more: u32) -> Error {
         let mut kind = None;
         let mut lines = Vec::with_capacity(failures.len());
         for Failure { rank, reason } in failures {
             let decision = reason.strip_prefix(DECISION);
-            // What the coordinator itself says of a rank has no kind.
+            // The coordinator's own reasons have no kind.
             let message = match Error::from_wire(decision.unwrap_or(reason)) {
                 Some(error) => {
                     kind.get_or_insert(error.kind);
@@ -261,7 +262,7 @@ impl Operation {
 /// Why an agreement failed.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// Whether every rank knows that it failed; otherwise this rank does not know what the others heard.
+    /// Whether every rank knows that it failed; otherwise this rank does not know the others' outcome.
     pub(crate) decided: bool,
 }
 

@@ -1,8 +1,7 @@
-//! Bytes that come from a peer instead of from storage: where ranks want the same blocks, one of them reads for all.
-//!
-//! [`agree_route`] is the seam: all ranks say what they want, rank 0 decides whether and on which [`terms`] they share,
-//! and each gets its [`Route`]. [`exchange`] is what a shared load does; what its ranks send each other travels by a
-//! [`carrier`]: memory that ranks of a machine share, connections of the ranks' own, or the program's collectives.
+//! Bytes that come from a peer instead of from storage: if ranks want the same blocks, one of them reads for all. In
+//! [`agree_route`] all ranks send what they want, rank 0 decides whether and on which [`terms`] they share, and each
+//! gets its [`Route`]. [`exchange`] does a shared load. A [`carrier`] transports its messages: memory that ranks of a
+//! machine share, connections of the ranks' own, or the program's collectives.
 
 pub mod carrier;
 mod exchange;
@@ -20,12 +19,12 @@ use exchange::{Ended, GoOn, Neighbours, Shared, Trial, Trouble, Troubled};
 pub(crate) use terms::links_max;
 use terms::{Opening, Terms};
 
-/// Whether one rank reads for its peers what several want.
+/// Whether one rank reads for its peers the blocks that several want.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerReads {
-    /// Where a trial shows that it is faster than reading again.
+    /// If a trial shows that this is faster.
     Auto,
-    /// Whatever it takes.
+    /// Always.
     Always,
     /// Each rank reads for itself.
     Never,
@@ -37,7 +36,7 @@ pub(crate) struct Route {
     shared_on_host: bool,
     /// On which terms ranks share, on all ranks or on none.
     terms: Option<Terms>,
-    /// What this rank wants, each once, with its places among the wants and values.
+    /// What this rank wants, each once, with its indices among the wants and values.
     wanted: Vec<(Wanted, Vec<usize>)>,
     rounds: Option<Handoff>,
 }
@@ -48,7 +47,7 @@ pub(crate) type Outcome = Troubled<(Ended, Loaded)>;
 /// Agrees that all ranks have a plan, and where each gets its bytes.
 ///
 /// # Errors
-/// The same on every rank: what any of them brought instead of a plan.
+/// The same on every rank: the errors of ranks that have no plan.
 pub(crate) fn agree_route(
     operation: &Operation,
     checkpoint: &Checkpoint,
@@ -72,10 +71,10 @@ pub(crate) fn agree_route(
     Ok(Route { shared_on_host: opened.shared_on_host, terms: opened.sharing, wanted, rounds })
 }
 
-/// Agrees that everything arrived on all ranks.
+/// Agrees that all ranks have received everything.
 ///
 /// # Errors
-/// The same on every rank: what any of them failed with.
+/// The same on every rank: the errors of the ranks that failed.
 pub(crate) fn agree_done(operation: &Operation, outcome: Outcome) -> Result<Loaded> {
     let (ended, loaded) = match outcome {
         Ok((ended, loaded)) => (Ok(ended), Ok(loaded)),
@@ -119,7 +118,7 @@ struct SharedLoad<'a> {
 }
 
 impl SharedLoad<'_> {
-    /// [`SharedLoad::run`], after which every rank has been asked whether to go on exactly if that was to be.
+    /// Runs [`SharedLoad::run`] so that every rank takes part in the decision to go on if there is one.
     fn run_asked(
         &self,
         plan: ReadPlan,
@@ -145,7 +144,7 @@ impl SharedLoad<'_> {
         }
     }
 
-    /// Reads with others. `wanted` has the places among the wants and values of each thing wanted.
+    /// Reads with others. `wanted` has the indices among the wants and values of each thing wanted.
     fn run(
         &self,
         plan: ReadPlan,
@@ -190,8 +189,8 @@ impl SharedLoad<'_> {
         Ok((ended, Loaded { values, traffic }))
     }
 
-    /// What carries messages to the peers, which `sharing` knows, and whose memory this rank sees. `None` on all ranks
-    /// where each reads for itself after all.
+    /// The carrier of messages to the peers of `sharing`, and the peers whose memory this rank maps. `None` on all
+    /// ranks if each reads for itself after all.
     fn connect(
         &self,
         plan: &ReadPlan,
@@ -204,7 +203,7 @@ impl SharedLoad<'_> {
             return Ok(Some((Box::new(rounds), Neighbours::default())));
         }
         let known = sharing.as_ref().map_err(Error::clone).map(|sharing| {
-            // A rank that shares no blocks agrees to either way.
+            // A rank that shares no blocks accepts either decision.
             let is_cached = |_: &Sharing| self.checkpoint.files.are_cached(|| plan.tensors.spans());
             let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
             (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))
@@ -213,7 +212,7 @@ impl SharedLoad<'_> {
             terms.is_measured = false;
             return Ok(None);
         };
-        // Where no byte passes a network there is none to be slower than the storage.
+        // Only a network could be slower than the storage: without one there is no trial.
         terms.is_measured &= !connected.is_in_memory;
         Ok(Some((Box::new(connected.peers), connected.neighbours)))
     }

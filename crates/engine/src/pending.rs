@@ -15,7 +15,7 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Runs `save` on a thread of its own, of `background` if there is one. `captured` tells whether nothing of it is
+    /// Runs `save` on a thread of its own, of `background` if there is one. `captured` is whether nothing of it is
     /// captured eagerly.
     pub(crate) fn spawn(
         background: Option<&Background>,
@@ -70,7 +70,7 @@ impl Pending {
         })
     }
 
-    /// Waits until the checkpoint survives whatever happens.
+    /// Waits until the checkpoint is committed.
     ///
     /// # Errors
     /// What made the save fail; `Unavailable` when `timeout` passed first.
@@ -78,7 +78,7 @@ impl Pending {
         self.wait("committed", timeout, |state| state.outcome.clone())
     }
 
-    /// Whether the save has ended, well or badly.
+    /// Whether the save has ended, with or without success.
     pub fn done(&self) -> bool {
         self.shared.lock().outcome.is_some()
     }

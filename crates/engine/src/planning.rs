@@ -1,12 +1,12 @@
-//! Who writes what: planned by each rank alone where it can, agreed once otherwise, then remembered.
+//! Which rank writes what: planned by each rank alone where it can, else agreed once, then remembered.
 //!
-//! A rank that remembers a plan for what it holds, or that knows who holds what it holds, makes a *local plan* of its
-//! writes and begins with them at once: no message stands in front of the first byte. Meanwhile it opens the operation
-//! with what its local plan rests on, and rank 0 finds whether all local plans are one. A rank that cannot plan alone
-//! opens with its catalog and waits for rank 0 to say what to write. A local plan is binding: the others' plans are
-//! made around it, and where that is impossible the save fails on every rank.
+//! A rank that remembers a plan for what it holds, or that knows which ranks hold the same, makes a *local plan* of its
+//! writes and begins with them at once, before any message. Meanwhile it opens the operation with what its local plan
+//! rests on, and rank 0 checks whether all local plans form one plan. A rank that cannot plan alone opens with its
+//! catalog and waits for rank 0's orders. A local plan is binding: rank 0 plans the other ranks around it, and if that
+//! is impossible the save fails on every rank.
 //!
-//! Nothing here is proof that a checkpoint is whole. That is the commit's, which counts what was written.
+//! Nothing here proves that a checkpoint is whole. The commit does, which checks what was written.
 
 mod opening;
 mod values;
@@ -30,7 +30,7 @@ pub(crate) use values::{ValuePlan, assign_values};
 
 use opening::{Answer, Opening, RankCatalog};
 
-/// What a rank has to do in one save.
+/// One rank's part in a save.
 #[derive(Clone)]
 pub(crate) struct RankPlan {
     pub(crate) id: PlanId,
@@ -38,17 +38,17 @@ pub(crate) struct RankPlan {
     pub(crate) writes: Arc<Vec<Write>>,
     /// What is known of its replicas.
     pub(crate) status: ReplicaStatus,
-    /// Whether rank 0 remembers how this plan's files look.
+    /// Whether rank 0 remembers the structure of this plan's files.
     pub(crate) is_known: bool,
     values: Option<Arc<ValueClasses>>,
     /// On rank 0.
     pub(crate) all: Option<Arc<GlobalPlan>>,
 }
 
-/// The writes that a rank plans alone and begins with, and what they rest on.
+/// The writes that a rank plans alone and begins with, and their basis.
 pub(crate) struct LocalPlan {
     pub(crate) writes: Arc<Vec<Write>>,
-    /// The remembered plan that it is, if a save of that has found the ranks' replicas equal.
+    /// The remembered plan that it repeats, if a save of that plan has found the ranks' replicas equal.
     pub(crate) proven: Option<PlanId>,
     opening: Opening,
 }
@@ -58,20 +58,20 @@ pub(crate) struct Planning<'a> {
     operation: &'a Operation,
     /// What this rank holds.
     catalog: &'a Arc<Catalog>,
-    /// Who else does, where that is known.
+    /// The other ranks that hold it, where known.
     replicas: Option<&'a Arc<Replicas>>,
     rules: Arc<Rules>,
 }
 
 impl<'a> Planning<'a> {
-    /// The planning of a save of this state, whose replicas are treated by these rules.
+    /// The planning of a save of this state, with these rules for its replicas.
     pub(crate) fn new(operation: &'a Operation, state: &'a State, rules: &Arc<Rules>) -> Planning<'a> {
         let (catalog, replicas) = (&state.catalog, state.replicas.as_ref());
         Planning { operation, catalog, replicas, rules: Arc::clone(rules) }
     }
 
-    /// The writes of this rank as far as it can know them alone: those of the remembered plan when it holds what it
-    /// held then, or those that follow from who holds what. `None` when it must ask.
+    /// The writes of this rank, if it can plan them alone: those of the remembered plan when it holds what it held
+    /// then, or those that follow from which ranks hold what. `None` when it needs rank 0.
     ///
     /// # Errors
     /// `Invalid` when the replicas contradict themselves or the catalog.
@@ -98,7 +98,7 @@ impl<'a> Planning<'a> {
         }))
     }
 
-    /// The last plan of which a save has found the ranks' replicas equal, and what this rank held then.
+    /// The last plan with replicas that a save has found equal, and what this rank held then.
     pub(crate) fn last_proven(&self) -> Option<(PlanId, Arc<Catalog>)> {
         let mine = self.operation.plans().mine.clone();
         mine.filter(|planned| planned.is_proven).map(|planned| (planned.id, planned.catalog))
@@ -108,14 +108,14 @@ impl<'a> Planning<'a> {
         Holdings { catalog: (**self.catalog).clone(), rules: (*self.rules).clone() }
     }
 
-    /// Agrees with all ranks on who writes which parts and which values, while `write` is given the parts that this
-    /// rank writes: at once if `local` says so, else when rank 0 has. `local` is what this rank begins with, or its
-    /// failure; `admit` rank 0's last word before anything is agreed; `digests` those of this rank's values. The
-    /// agreement's failure cancels what `progress` belongs to.
+    /// Agrees with all ranks on which rank writes which parts and values, while `write` gets the parts that this rank
+    /// writes: at once those of `local`, else those that rank 0 orders. `local` is what this rank begins with, or its
+    /// error; `admit` is rank 0's last check before the agreement; `digests` are those of this rank's values. A failed
+    /// agreement cancels the save of `progress`.
     ///
     /// # Errors
-    /// The agreement's are the same on every rank: what any of them brought, what `admit` said, or how their catalogs
-    /// or plans contradict each other. Nothing is written when there is no plan.
+    /// The agreement's are the same on every rank: the errors of any of them, that of `admit`, or contradictions
+    /// between their catalogs or plans. Without a plan nothing is written.
     pub(crate) fn agree_while<T>(
         &self,
         local: Result<Option<LocalPlan>>,
@@ -147,7 +147,7 @@ impl<'a> Planning<'a> {
         })
     }
 
-    /// Agrees with all ranks on who writes which parts.
+    /// Agrees with all ranks on which rank writes which parts.
     fn resolve(&self, local: Result<Option<LocalPlan>>, admit: impl FnOnce() -> Result<()>) -> Result<RankPlan> {
         let (mut drafted, mut is_local) = (None, false);
         let first = local.map(|local| match local {
@@ -161,7 +161,7 @@ impl<'a> Planning<'a> {
         let mut all = None;
         let agreed = self.open(first, drafted.as_ref(), admit, &mut all);
         let (id, writes, status) = agreed.inspect_err(|error| {
-            // What was no plan of all ranks once is none the next time either.
+            // A local plan that did not fit once does not fit the next time either.
             let mut plans = self.operation.plans();
             plans.mine = None;
             if is_local && error.kind == Kind::Invalid {
@@ -171,8 +171,8 @@ impl<'a> Planning<'a> {
         Ok(self.remembered(id, writes, status, all))
     }
 
-    /// Asks rank 0, twice if it must see everything, for the plan's name and this rank's writes. On rank 0 the plan
-    /// then stands in `all`.
+    /// Asks rank 0 for the plan's name and this rank's writes, a second time with everything if rank 0 needs it. On
+    /// rank 0 the plan is then in `all`.
     fn open(
         &self,
         first: Result<Opening>,
@@ -238,8 +238,8 @@ impl<'a> Planning<'a> {
     }
 }
 
-/// Whether rank 0 remembers that this rank's files of values look so, by what it said when the values were compared.
-/// From the commit of this operation on it will.
+/// Whether rank 0 remembers this structure of this rank's files of values, by its answer when the values were compared.
+/// After the commit of this operation it does.
 pub(crate) fn knows(operation: &Operation, plan: &RankPlan, values: &ValuePlan, files: &Arc<ValueFiles>) -> bool {
     let mut is_known = false;
     operation.remember(plan.id, |planned| {
@@ -252,18 +252,18 @@ pub(crate) fn knows(operation: &Operation, plan: &RankPlan, values: &ValuePlan, 
     is_known
 }
 
-/// Remembers that a save of these orders was committed: rank 0 knows how this rank's files look.
+/// Remembers that a save of these orders was committed: rank 0 knows the structure of this rank's files.
 pub(crate) fn committed(operation: &Operation, plan: &RankPlan) {
     operation.remember(plan.id, |planned| planned.is_known = true);
 }
 
-/// Remembers that the ranks' replicas were equal in a save of these orders: rank 0 does, too.
+/// Remembers that the ranks' replicas were equal in a save of these orders, as rank 0 does.
 pub(crate) fn proven(operation: &Operation, plan: &RankPlan) {
     operation.remember(plan.id, |planned| planned.is_proven = true);
 }
 
 impl Operation {
-    /// The name of this attempt, which every rank knows without a message: nothing that another attempt wrote has it.
+    /// The name of this attempt, which every rank computes without a message and no other attempt has.
     pub(crate) fn attempt(&self) -> String {
         let mut seed = self.engine.meeting().to_vec();
         seed.extend(self.attempt_seed());
@@ -274,7 +274,7 @@ impl Operation {
         self.engine.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes what this rank remembers of a plan, if it still does.
+    /// Changes a plan that this rank remembers, if it still does.
     fn remember(&self, id: PlanId, change: impl FnOnce(&mut RememberedPlan)) {
         if let Some(planned) = self.plans().mine.as_mut().filter(|planned| planned.id == id) {
             change(planned);

@@ -1,4 +1,4 @@
-//! What a job remembers of its plans: who writes what, whether replicas were equal, and how files looked.
+//! What a job remembers of its plans: which rank writes what, whether replicas were equal, and the structure of files.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use shardfast_plan::{Claim, Replicas, Write};
 
 use crate::receipt::{Structure, ValueFiles};
 
-/// Names a plan of all ranks, or what rank 0 found of their values: the number of the operation that it was made in,
-/// which makes one at most. So all ranks say it in the same few bytes.
+/// Names a plan of all ranks, or rank 0's findings about their values, by the number of the operation that made it: a
+/// few bytes, the same on all ranks.
 pub(crate) type PlanId = u64;
 
 /// Plans that rank 0 remembers: those of the saves in flight, and the one before.
@@ -21,7 +21,7 @@ pub(crate) const PLANS_MAX: usize = 4;
 #[derive(Default)]
 pub(crate) struct Plans {
     pub(crate) mine: Option<RememberedPlan>,
-    /// What some rank knew of who holds what was not so: ranks ask, until it is another that they know.
+    /// The holders for which local plans did not fit: ranks ask rank 0 while they know the same holders.
     pub(crate) disproved: Option<Arc<Replicas>>,
     /// On rank 0, the latest last.
     pub(crate) all: Vec<Arc<GlobalPlan>>,
@@ -40,12 +40,13 @@ pub(crate) struct RememberedPlan {
     /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
     pub(crate) is_known: bool,
     pub(crate) values: Option<Arc<ValueClasses>>,
-    /// How this rank's files of values looked, by the number of the save that told rank 0; the latest last.
+    /// The structure of this rank's files of values, by the number of the save that reported it to rank 0; the latest
+    /// last.
     pub(crate) value_files: Vec<(u64, Arc<ValueFiles>)>,
 }
 
 impl RememberedPlan {
-    /// Whether it is the plan of a rank that holds this.
+    /// Whether it is the plan for these holdings.
     pub(crate) fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>, rules: &Rules) -> bool {
         *self.rules == *rules
             && (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
@@ -53,7 +54,7 @@ impl RememberedPlan {
     }
 }
 
-/// What a save does with the replicas of a rank's leaves. Indices of its catalog, ascending.
+/// How a save treats the replicas of a rank's leaves. Indices of its catalog, ascending.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Rules {
     /// The leaves whose copies may differ: ranks do not share the writing of a region.
@@ -89,21 +90,21 @@ pub(crate) struct GlobalPlan {
     pub(crate) id: PlanId,
     pub(crate) basis: Basis,
     pub(crate) status: Mutex<ReplicaStatus>,
-    /// How each rank's files look, from its first save that was committed.
+    /// The structure of each rank's files, from its first committed save.
     pub(crate) structures: Mutex<Vec<Option<Arc<Structure>>>>,
     pub(crate) values: Mutex<Option<Arc<GlobalValues>>>,
     /// Of the last save that was committed.
     pub(crate) value_files: Mutex<Option<Arc<KnownFiles>>>,
 }
 
-/// How the files of values looked in one save.
+/// The structure of the files of values in one save.
 pub(crate) struct KnownFiles {
     /// The save's number.
     pub(crate) number: u64,
     pub(crate) by_rank: Vec<Arc<ValueFiles>>,
 }
 
-/// What a plan rests on.
+/// How a plan was made.
 pub(crate) enum Basis {
     /// Each rank planned alone.
     Claims(Vec<Vec<Claim>>),
@@ -143,7 +144,7 @@ impl GlobalPlan {
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct ValueClasses {
     pub(crate) id: PlanId,
-    /// As positions among this rank's values: what belongs to each of its classes, in the order of the names.
+    /// As positions among this rank's values: the members of each of its classes, in the order of the names.
     pub(crate) classes: Vec<Vec<u32>>,
     /// As positions among this rank's values: what it writes.
     pub(crate) mine: Vec<u32>,
@@ -158,10 +159,10 @@ pub(crate) struct GlobalValues {
     pub(crate) values: Vec<Value>,
 }
 
-/// A value and who writes it.
+/// A value and its writers.
 pub(crate) struct Value {
     pub(crate) name: LeafName,
     pub(crate) layout: String,
-    /// Per distinct content, by its writer, the lowest of those who have it.
+    /// Per distinct content its ranks, by its writer, the lowest of them.
     pub(crate) writers: BTreeMap<u32, Vec<Range<u32>>>,
 }

@@ -1,9 +1,9 @@
 //! Whether files that were written are still there, under their names and with their sizes. Metadata only: no byte of a
 //! file is read.
 //!
-//! A save writes into a directory that has no `COMMIT` yet, and programs exist that remove such directories as rubbish.
-//! To write to a removed file succeeds, and so does its flush. So each rank looks before it reports its files, and rank
-//! 0 looks at all of them before it publishes.
+//! A save writes into a directory that has no `COMMIT` yet, and some programs remove such directories. Writes to a
+//! removed file succeed, and so does its flush. So each rank checks its files before it reports them, and rank 0 checks
+//! all of them before it publishes.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -13,11 +13,11 @@ use shardfast_store::Store;
 
 use crate::error::{Error, Kind, Result, retry_within};
 
-/// Files that one thread looks at before another thread is worth its start: 64 looks take 0.4 ms on a local disk.
-/// Simulated jobs have fewer files, so that their looks have an order.
+/// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
+/// an order.
 const FILES_PER_THREAD: usize = 64;
 
-/// Looks in flight: each waits for a server where the storage has one.
+/// Checks in flight: with a network file system each waits for a server.
 const THREADS_MAX: usize = 16;
 
 /// Files that a message names.
@@ -26,8 +26,7 @@ const NAMES_MAX: usize = 3;
 /// Checks that each of these files exists and has its size, in bytes.
 ///
 /// # Errors
-/// `Corrupt`, naming files that are missing or have another size; what the store says when it cannot tell, after tries
-/// for as long as `within`.
+/// `Corrupt`, naming files that are missing or have another size; the store's error if it lasts for `within`.
 pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let look = || {
@@ -62,7 +61,7 @@ pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duratio
     ))
 }
 
-/// How a file is not as it was written; `None` when it is.
+/// How a file differs from what was written; `None` if it does not.
 fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<String>> {
     match store.size(name) {
         Ok(found) if found == bytes => Ok(None),

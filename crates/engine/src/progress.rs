@@ -1,4 +1,4 @@
-//! How far a save has come: told by its threads, waited for by its caller.
+//! How far a save has come: its threads set it, its caller waits for it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,9 +20,9 @@ pub struct Report {
     pub bytes_written: u64,
     /// Data files that this rank wrote.
     pub files_written: u64,
-    /// Whether what several ranks hold was compared; empty before that is known.
+    /// Whether replicas were compared; empty before that is known.
     pub replicas: &'static str,
-    /// Why staging memory that was to be page-locked for a device is not: copies from it are slower then.
+    /// Why staging memory could not be page-locked for a device: copies from it are slower then.
     pub page_lock_failure: Option<String>,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct State {
     pub(crate) report: Report,
 }
 
-/// How the running save tells what it has reached.
+/// The running save's end of it.
 pub(crate) struct Progress {
     pub(crate) shared: Arc<Shared>,
 }
@@ -80,19 +80,19 @@ impl Shared {
 }
 
 impl Progress {
-    /// For work of which no caller waits for `captured` or `staged`.
+    /// For work without a caller that waits for `captured` or `staged`.
     pub(crate) fn detached() -> Progress {
         Progress { shared: Arc::new(Shared::new(true)) }
     }
 
-    /// All that is captured eagerly is copied.
+    /// Sets that all that is captured eagerly is copied.
     pub(crate) fn captured(&self) {
         self.mark("captured");
         self.shared.lock().captured = true;
         self.shared.changed.notify_all();
     }
 
-    /// The state may change from now on.
+    /// Sets that the state may change from now on.
     pub(crate) fn staged(&self) {
         self.mark("staged");
         let mut state = self.shared.lock();
@@ -109,41 +109,41 @@ impl Progress {
         })
     }
 
-    /// The phase is over. Only the first word counts.
+    /// Sets the end of a phase. Only the first call counts.
     pub(crate) fn mark(&self, phase: &'static str) {
         let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
         self.shared.lock().report.phases_ms.entry(phase).or_insert(ms);
     }
 
-    /// Bytes were copied into this staging memory.
+    /// Reports the page-lock error, if any, of the staging memory that was used.
     pub(crate) fn staged_in(&self, staging: &Staging) {
         let failure = staging.page_lock_failure();
         self.shared.lock().report.page_lock_failure = failure;
     }
 
-    /// Whether what several ranks hold is compared.
+    /// Sets whether replicas are compared.
     pub(crate) fn compared(&self, outcome: &'static str) {
         self.shared.lock().report.replicas = outcome;
     }
 
-    /// This rank wrote these data files.
+    /// Counts data files that this rank wrote.
     pub(crate) fn wrote(&self, files: &[FileShape]) {
         let mut state = self.shared.lock();
         state.report.files_written += files.len() as u64;
         state.report.bytes_written += files.iter().map(|file| file.bytes).sum::<u64>();
     }
 
-    /// The save has failed elsewhere: nothing more needs to be written.
+    /// Cancels the save, which has failed elsewhere.
     pub(crate) fn cancel(&self, error: &Error) {
         self.shared.lock().cancelled.get_or_insert_with(|| error.clone());
     }
 
-    /// Why the save has failed elsewhere.
+    /// Why the save was cancelled.
     pub(crate) fn cancelled(&self) -> Option<Error> {
         self.shared.lock().cancelled.clone()
     }
 
-    /// This rank's failure, told with how far its part of the save had come.
+    /// This rank's error, with how far its part of the save had come.
     pub(crate) fn with_stage(&self, error: Error) -> Error {
         let state = self.shared.lock();
         let reached = |phase: &&&str| state.report.phases_ms.contains_key(**phase);
@@ -156,7 +156,7 @@ impl Progress {
     }
 }
 
-/// Calls `reached` when `left` has been counted down.
+/// Counts `left` down and calls `reached` at zero.
 pub(crate) struct Countdown<F: Fn()> {
     left: AtomicUsize,
     reached: F,

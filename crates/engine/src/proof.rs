@@ -1,7 +1,5 @@
-//! Bytes that lie in memory, proven and placed block by block.
-//!
-//! A block comes into the cache to be proven and is placed from there, past the cache, and meanwhile the next one is
-//! proven: reading it and writing the one before keep memory busy in both directions.
+//! Verifies and places bytes in memory block by block. A block is read into the cache to be verified and copied from
+//! there, past the cache, while the next one is verified: this keeps memory busy in both directions.
 
 use shardfast_plan::Piece;
 
@@ -12,7 +10,7 @@ use crate::sink::Sink;
 /// in the file, and `expected` their CRC-64.
 ///
 /// # Errors
-/// When a block of which something was to be placed is not what was saved: not a byte of it has been.
+/// When a needed block is not what was saved: no byte of it has been placed.
 pub(crate) fn place<'p>(
     bytes: &[u8],
     start: u64,

@@ -1,4 +1,4 @@
-//! Where a save's bytes come from. The data path never asks what they mean.
+//! Sources of a save's bytes. The data path does not know what they mean.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,20 +10,20 @@ use crate::capture::Capture;
 use crate::copy;
 use crate::error::{Error, Result};
 
-/// A stream of bytes of known length that can be asked for any range of itself, from any thread.
+/// A stream of bytes of known length, of which any thread can read any range.
 pub trait Provider: Send + Sync {
     /// Length of the stream, in bytes.
     fn bytes(&self) -> u64;
 
-    /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream. What a device copies
-    /// may arrive later: the bytes are there when `fences` has been waited for, and nobody touches `out` before that.
+    /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream. A device's copies
+    /// may arrive later: the bytes are there when `fences` has been waited for, and `out` must not be used before that.
     ///
     /// # Errors
     /// When the source itself fails (a checkpoint being read, a device lost).
     fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()>;
 
-    /// [`fill`](Self::fill) of whole blocks of a file, the last of which may be shorter, and the CRC-64 of each where
-    /// that costs less while the bytes pass than it does afterwards.
+    /// [`fill`](Self::fill) of whole blocks of a file, the last of which may be shorter, and the CRC-64 of each if that
+    /// costs less during the copy than afterwards.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -32,7 +32,7 @@ pub trait Provider: Send + Sync {
     }
 
     /// The CRC-64 of `bytes` bytes from `at` on; the range lies inside the stream. `slot` is a slot of staging memory
-    /// through which they may pass.
+    /// that it may use.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -45,7 +45,7 @@ pub trait Provider: Send + Sync {
         Capture::Owned
     }
 
-    /// Whether what was copied was found not to be what was there when the save was begun.
+    /// Whether the copied bytes differ from those at the beginning of the save, as far as samples show.
     fn is_torn(&self) -> bool {
         false
     }
@@ -70,12 +70,11 @@ pub trait Fence: Send + Sync {
     /// Waits until every copy that was begun before this call has arrived.
     ///
     /// # Errors
-    /// When the device is lost; what the copies' destinations hold is then arbitrary, and no copy is under way any
-    /// more.
+    /// When the device is lost; the destinations' contents are then arbitrary, and no copy is in flight any more.
     fn wait(&self) -> Result<()>;
 }
 
-/// What has to be waited for before the bytes of one slot may be looked at.
+/// The fences to wait for before the bytes of one slot may be read.
 #[derive(Default)]
 pub struct Fences {
     waiting: SmallVec<[Arc<dyn Fence>; 2]>,
@@ -103,7 +102,7 @@ impl Fences {
 }
 
 impl Drop for Fences {
-    /// Whatever went wrong in between: the memory that is copied into is given back after this.
+    /// Waits also after an error: the destination memory is returned after this.
     fn drop(&mut self) {
         let _ = self.wait();
     }
@@ -252,8 +251,8 @@ impl Strided {
     }
 }
 
-/// What passes through the cache to be summed: a request to the kernel costs little by then (0.08 s per GB; 0.09 with
-/// 64 KiB), and it is still in the cache when it is summed.
+/// Bytes per request to the kernel: large enough that requests cost little (0.08 s per GB; 0.09 with 64 KiB), and small
+/// enough that the bytes are still in the cache when they are summed.
 const NEAR_BYTES: usize = 256 << 10;
 
 /// Runs that one request to the kernel reads: below `IOV_MAX`.
@@ -291,25 +290,25 @@ impl Memory {
         Memory { block, is_guarded: false, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
-    /// The block as a provider that the save reads while the program goes on. It is read by the kernel, which costs a
-    /// third more than reading it, and turns memory that is no longer there into an error instead of a crash.
+    /// The block as a provider that the save reads while the program goes on. The kernel reads it, which costs a third
+    /// more, and turns unmapped memory into an error instead of a crash.
     ///
     /// # Safety
     /// Every element of the block must be initialised and must not be written until the save that was given this
-    /// provider is staged or has failed; or else the caller finds out and fails the save (see
+    /// provider is staged or has failed; or the caller detects the write and fails the save (see
     /// [`Capture::Lazy`]), so that what was read is never used.
     #[allow(unsafe_code)]
     pub unsafe fn guarded(block: Strided) -> Memory {
         Memory { block, is_guarded: true, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
-    /// The same, and whether what is read agrees with these samples tells whether it [is torn](Provider::is_torn).
+    /// The same, with samples that show whether what was read [is torn](Provider::is_torn).
     #[must_use]
     pub fn sampled(self, samples: Vec<Sample>) -> Memory {
         Memory { samples, ..self }
     }
 
-    /// Looks whether `out`, the bytes from `at` on, agrees with the samples that it holds all of.
+    /// Compares `out`, the bytes from `at` on, with the samples that lie in it.
     fn compare(&self, at: u64, out: &[u8]) {
         for sample in &self.samples {
             let from = sample.at.checked_sub(at).map(|from| from as usize);
@@ -389,7 +388,7 @@ impl Provider for Memory {
         if !copy::sums_in_passing() {
             return self.fill(at, out, fences);
         }
-        // What is not read where it lies comes to a place that stays in the cache, and goes on from there.
+        // Guarded or scattered bytes pass through a buffer that stays in the cache.
         let mut near = Vec::new();
         for (block, crc) in out.chunks_mut(BLOCK_BYTES as usize).zip(crcs) {
             let (to, bytes) = (block.as_mut_ptr(), block.len());
@@ -414,7 +413,7 @@ impl Provider for Memory {
         self.is_torn.load(Ordering::Relaxed)
     }
 
-    /// What the kernel reads, or what is scattered, passes through memory that stays in the cache.
+    /// Sums memory that the kernel reads, or scattered memory, through a buffer that stays in the cache.
     #[allow(unsafe_code)]
     fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
         match self.block.run_at(at).filter(|run| !self.is_guarded && run.1 as u64 >= bytes) {

@@ -1,4 +1,4 @@
-//! Planned reads into sinks: many ranges in flight, every block proven before a byte of it is used.
+//! Planned reads into sinks: many ranges in flight, every block verified before a byte of it is used.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,16 +21,16 @@ use batches::{Announced, Batch, Batches, Planned, Stretches};
 
 mod batches;
 
-/// Reads in flight in one load where the storage does not fetch ahead by itself.
+/// Reads in flight in one load if the storage has no read-ahead.
 pub(crate) const READERS: usize = 8;
 
-/// Reads that are announced before they are made: what a disk can fetch while the cores work off what has come.
+/// Reads that are announced ahead: what a disk can fetch while the cores process what has arrived.
 const ANNOUNCED_READS: usize = 32;
 
 /// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
 const OPEN_MAX: usize = 256;
 
-/// Where one looks whether what is wanted is in memory: at so many places, evenly, at each at so much.
+/// Samples of the page cache: so many ranges at even distances, each of so many bytes.
 const SAMPLES: u64 = 64;
 const SAMPLE_BYTES: u64 = 256 << 10;
 
@@ -42,7 +42,7 @@ const NAMES_MAX: usize = 16;
 pub(crate) const LIMITS: Limits =
     Limits { gap_max_bytes: BLOCK_BYTES / 2, read_max_bytes: SLOT_BYTES as u64 - 2 * BLOCK_BYTES };
 
-/// A checkpoint's data files, each opened and its header proven when it is first needed.
+/// A checkpoint's data files, each opened and its header verified when it is first needed.
 pub(crate) struct Files {
     store: Arc<dyn Store>,
     place: String,
@@ -64,7 +64,7 @@ impl Files {
         Files { store, place, manifest, open, order: Mutex::default() }
     }
 
-    /// The file, opened and with its header proven.
+    /// The file, opened, with a verified header.
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
         retry(|| self.open_once(file))
     }
@@ -91,7 +91,7 @@ impl Files {
         Ok(opened)
     }
 
-    /// Reads from a file, opened anew for each further try: a network file system may have forgotten the open one.
+    /// Reads from a file, which each retry opens anew: an open file of a network file system may be stale.
     fn read_from(
         &self,
         file: u32,
@@ -113,7 +113,7 @@ impl Files {
     }
 
     /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,
-    /// among those for which `needed` says so, though they were read twice. Offsets are absolute in the file.
+    /// among the `needed` ones, even after a second read. Offsets are absolute in the file.
     pub(crate) fn read_blocks(
         &self,
         file: u32,
@@ -145,7 +145,7 @@ impl Files {
         if damaged.is_empty() {
             return Ok(damaged);
         }
-        // A bit may have turned on its way or in the page cache, and the medium still have it right.
+        // A bit may have flipped in transit or in the page cache, while the medium has it right.
         let Ok(open) = self.read_from(file, &range, |open| open.object.read_again(range.start, bytes)) else {
             return Ok(damaged);
         };
@@ -181,12 +181,12 @@ impl Files {
         damaged
     }
 
-    /// The checkpoint's place, as messages call it.
+    /// The checkpoint's place, for messages.
     pub(crate) fn place(&self) -> &str {
         &self.place
     }
 
-    /// The leaves of which something lies in a range of a file, in words.
+    /// The leaves with bytes in a range of a file, as text.
     pub(crate) fn leaves_in(&self, file: u32, range: &Range<u64>) -> String {
         let meets = |e: Extent| e.file == file && e.offset < range.end && range.start < e.offset + e.bytes;
         let (mut names, mut more) = (Vec::new(), 0);
@@ -206,7 +206,7 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
-    /// Says that a range will be read soon.
+    /// Announces that a range will be read soon.
     ///
     /// # Errors
     /// When the file cannot be opened.
@@ -214,7 +214,7 @@ impl Files {
         Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, upcoming))
     }
 
-    /// Whether most of some bytes of files lie in this machine's memory, by samples; not where nobody knows.
+    /// Whether most of these ranges of files are in this machine's page cache, by samples; `false` if unknown.
     pub(crate) fn are_cached<I: Iterator<Item = (u32, Range<u64>)>>(&self, spans: impl Fn() -> I) -> bool {
         let bytes = spans().map(|(_, span)| span.end - span.start).fold(0, u64::saturating_add);
         let step = bytes.div_ceil(SAMPLES).max(1);
@@ -223,7 +223,7 @@ impl Files {
             while next < passed.saturating_add(span.end - span.start) {
                 let at = span.start + (next - passed);
                 let bytes = SAMPLE_BYTES.min(span.end - at);
-                // A file that is not as it should be is for the load itself to name.
+                // The load itself reports a damaged file.
                 let Ok(open) = self.open_once(file) else { return false };
                 let Some(there) = open.object.cached_bytes(at, bytes) else { return false };
                 looked_at += bytes;
@@ -235,7 +235,7 @@ impl Files {
         cached > looked_at / 2
     }
 
-    /// What has to be read for a planned read.
+    /// The range to read for a planned read.
     pub(crate) fn range(&self, read: &Read) -> Range<u64> {
         self.whole_blocks(read.file, read.offset..read.offset + read.bytes)
     }
@@ -244,7 +244,7 @@ impl Files {
     pub(crate) fn whole_blocks(&self, file: u32, range: Range<u64>) -> Range<u64> {
         let entry = &self.manifest.files()[file as usize];
         let start = (range.start - entry.data_start) / BLOCK_BYTES * BLOCK_BYTES;
-        // The manifest's size of a file may be any number until the file was looked at.
+        // The manifest's size of a file is not verified before the file is opened.
         let end = (range.end - entry.data_start).checked_next_multiple_of(BLOCK_BYTES);
         let end = end.and_then(|end| entry.data_start.checked_add(end)).map_or(entry.bytes, |end| end.min(entry.bytes));
         entry.data_start + start..end
@@ -342,7 +342,7 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
 ///
 /// # Errors
 /// `Corrupt` names the checkpoint, the leaves, the file and the byte range; no byte of a damaged block reaches a sink.
-/// Sinks filled before the failure keep what they got.
+/// Sinks filled before the failure keep their data.
 pub(crate) fn run(
     files: &Files,
     reads: impl Iterator<Item = Read>,
@@ -377,7 +377,7 @@ pub(crate) fn run(
 }
 
 /// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
-/// thread, well ahead. While announcing is of no use, which it says, there are as many threads as reads may be in
+/// thread, well ahead. While `announce` returns that it has no effect, there are as many threads as reads may be in
 /// flight.
 pub(crate) fn each_ahead<T: Send>(
     items: impl Iterator<Item = T>,
@@ -394,7 +394,7 @@ pub(crate) fn each_ahead<T: Send>(
                 let (receiver, work): (crossbeam_channel::Receiver<T>, _) = (receiver.clone(), &work);
                 scope.spawn(move || {
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| receiver.iter().for_each(work))) {
-                        // Else who gives the items would wait for ever, once there is nobody who takes any.
+                        // Otherwise the sender would block for ever once no thread receives.
                         receiver.into_iter().for_each(drop);
                         resume_unwind(panic);
                     }
@@ -408,7 +408,7 @@ pub(crate) fn each_ahead<T: Send>(
     });
 }
 
-/// Makes the reads of a batch; how many bytes were read.
+/// Makes the reads of a batch; returns how many bytes were read.
 fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
     let Batch { file, range, planned, fetch, is_host } = batch;
     if is_host {
@@ -421,7 +421,7 @@ fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging
     }
     match <[Planned; 1]>::try_from(planned) {
         Ok([planned]) => run_one(files, planned, sinks, staging, is_host),
-        // One by one: what cannot be lent is perhaps not all of it.
+        // One by one: some of the batch may still be lent.
         Err(several) => several.into_iter().try_fold(0, |bytes, planned| {
             let batch = Batch::new(Announced { planned, fetch, is_host });
             Ok(bytes + run_batch(files, batch, sinks, staging)?)
@@ -446,7 +446,7 @@ fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Stagi
         let leaves = files.leaves_in(read.file, &damage.span);
         return Err(Error::corrupt(format!("{}: {leaves}: {damage}", files.place)));
     }
-    // Waited for before the slot is given back, whatever happens.
+    // Waits before the slot is returned, also after an error.
     let mut fences = Fences::default();
     for piece in &read.pieces {
         let at = (piece.src - range.start) as usize;

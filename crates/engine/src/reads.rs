@@ -1,4 +1,4 @@
-//! What a load reads of storage: planned by each rank alone, then read, proven and scattered.
+//! A load's reads from storage: planned by each rank alone, then read, verified and scattered.
 
 use shardfast_format::{DType, Dims, LeafKind, Manifest, object};
 use shardfast_plan::{Piece, Read, Reads};
@@ -36,7 +36,7 @@ pub struct Forecast {
 pub struct Traffic {
     /// Read from storage.
     pub bytes_read: u64,
-    /// Received from other ranks, through whatever memory or network.
+    /// Received from other ranks, through shared memory or a network.
     pub bytes_received: u64,
     /// Sent to other ranks, all together.
     pub bytes_sent: u64,
@@ -44,7 +44,7 @@ pub struct Traffic {
     pub is_shared: bool,
 }
 
-/// What a load brought beside its tensors.
+/// What a load returns beside its tensors.
 #[derive(Debug, Clone, Default)]
 pub struct Loaded {
     /// The wanted values, encoded, in order.
@@ -61,7 +61,7 @@ pub(crate) struct ReadPlan {
 }
 
 impl Checkpoint {
-    /// What this rank's [`Checkpoint::load`] would read. Not a byte is read for it, and other ranks need not call it.
+    /// What this rank's [`Checkpoint::load`] would read. It reads nothing, and other ranks need not call it.
     ///
     /// # Errors
     /// `Invalid` when a want does not fit its tensor.
@@ -81,7 +81,7 @@ impl Checkpoint {
         Ok(forecast)
     }
 
-    /// Fills every want's sink on this rank alone: nothing is agreed with the others.
+    /// Fills every want's sink on this rank alone, without the others.
     pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
         self.read(self.plan(wants, values)?, wants, false).map(|loaded| loaded.values)
     }
@@ -131,7 +131,7 @@ impl Checkpoint {
         Ok(plan)
     }
 
-    /// Refuses a value that is larger than any that is decoded, before there is memory for it.
+    /// Refuses a value beyond the size limit, before it allocates memory for it.
     fn expect_value_size(&self, leaf: usize, bytes: u64) -> Result<()> {
         if bytes <= object::BYTES_MAX {
             return Ok(());
@@ -154,7 +154,7 @@ impl Checkpoint {
     }
 }
 
-/// Bytes of all that was saved, as the manifest says. Before the files were looked at, that may be any number.
+/// Bytes of all that was saved, as the manifest says; not verified before the files are opened.
 pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
     manifest.files().iter().map(|file| file.bytes - file.data_start).fold(0, u64::saturating_add)
 }
@@ -163,7 +163,7 @@ pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
 #[allow(unsafe_code)]
 pub(crate) fn value_sinks(values: &mut [Vec<u8>]) -> Result<Vec<Sink>> {
     let sink = |bytes: &mut Vec<u8>| {
-        // SAFETY: the callers neither move nor look at the values until the reads are over and the sinks dropped, and
+        // SAFETY: the callers neither move nor read the values until the reads are over and the sinks dropped, and
         // each vector has one sink.
         unsafe { Sink::new(bytes.as_mut_ptr() as usize, &[bytes.len() as u64], &[1], DType::U8.size_bytes()) }
     };

@@ -1,4 +1,4 @@
-//! What a rank tells rank 0 of the files that it wrote.
+//! A rank's receipt for rank 0 of the files that it wrote.
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{DType, Dims, LeafName, Region};
@@ -6,25 +6,25 @@ use shardfast_format::{DType, Dims, LeafName, Region};
 /// What one rank wrote.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    /// `None` when its files look as rank 0 remembers them.
+    /// `None` when rank 0 remembers the structure of its files.
     pub(crate) update: Option<LayoutUpdate>,
     /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
     pub(crate) header_crcs: Vec<[u8; 8]>,
 }
 
-/// How a rank's files look, as far as rank 0 does not remember it.
+/// The structure of a rank's files, as far as rank 0 does not remember it.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct LayoutUpdate {
     pub(crate) tensors: Option<Structure>,
     pub(crate) values: Option<ValueFiles>,
 }
 
-/// How a rank's files of tensors look, whatever is in them.
+/// The structure of a rank's files of tensors, without their contents.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Structure {
     pub(crate) files: Vec<FileShape>,
-    /// Every tensor of which the rank wrote something, or holds nothing: that it exists is known then, even if nobody
-    /// has any of it.
+    /// Every tensor of which the rank wrote something, or holds nothing, so that rank 0 knows a tensor that no rank
+    /// holds.
     pub(crate) leaves: Vec<WrittenLeaf>,
     /// Each alias, and the leaf that holds its data.
     pub(crate) aliases: Vec<(LeafName, LeafName)>,
@@ -51,7 +51,7 @@ pub(crate) struct WrittenLeaf {
     pub(crate) regions: Vec<(Region, u32, u64)>,
 }
 
-/// How a rank's files of values look, whatever is in them.
+/// The structure of a rank's files of values, without their contents.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ValueFiles {
     pub(crate) files: Vec<FileShape>,

@@ -1,14 +1,14 @@
-//! Whether what ranks hold in common is the same.
+//! Whether ranks hold equal replicas.
 //!
-//! Ranks that hold the same region of a tensor are taken for replicas, and share its writing. A state that is not what
-//! its names say (experts that every rank calls alike, pipeline stages that begin at `0` each) would lose all copies
-//! but one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of each copy
-//! that it holds, from what it writes and from what it [only reads](crate::sums), and rank 0 compares.
+//! Ranks that hold the same region of a tensor count as replicas, and share its writing. A state with different tensors
+//! under one name (experts that have the same name on every rank, pipeline stages that begin at `0` each) would lose
+//! all copies but one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of
+//! each copy that it holds, from what it writes and from what it [only reads](crate::sums), and rank 0 compares.
 //!
-//! Ranks that know who holds what say one digest for each set of ranks; the others say everything, and so does everyone
-//! when digests differ, for the message. A rank that remembers the plan, and that its replicas were equal, reads
-//! nothing beside. When another rank's plan has changed meanwhile, what is new there is compared with what the first
-//! one wrote; where that is only a share of the region, the save fails, and the next one compares anew.
+//! Ranks that know the holders of their tensors send one digest for each set of ranks; the others send everything, and
+//! so do all ranks when digests differ, for the error message. A rank that remembers the plan, and that its replicas
+//! were equal, reads nothing more. If another rank's plan has changed meanwhile, its new regions are compared with what
+//! the first rank wrote; if that is only a share of the region, the save fails, and the next one compares anew.
 //!
 //! Copies that are not compared may differ: each region of theirs comes from one rank, the lowest that holds it.
 
@@ -26,7 +26,7 @@ use crate::plans::{PlanId, Rules};
 use crate::state::{Compared, PartRange, Prove, State};
 use crate::sums::{self, Part, Summed};
 
-/// Differences that one message spells.
+/// Differences that one message lists.
 const SPELLED_MAX: usize = 16;
 
 /// Which leaves of a rank's state are compared in a save, before it is known whether another one has done so already.
@@ -36,7 +36,7 @@ pub(crate) struct Scope {
     first: Vec<u32>,
     prove: Prove,
     is_alone: bool,
-    /// The plan whose replicas this rank trusts to be equal, and does not read beside.
+    /// The plan with replicas that this rank trusts to be equal, and does not read.
     trusted: Option<PlanId>,
     /// The last plan whose replicas were equal, and what this rank held then.
     before: Option<(PlanId, Arc<Catalog>)>,
@@ -63,7 +63,7 @@ impl Scope {
         scope
     }
 
-    /// Whether ranks compare their copies under these plan. The same on all of them.
+    /// Whether ranks compare their copies under this plan. The same on all of them.
     pub(crate) fn compares(&self, plan: &RankPlan) -> bool {
         let status = plan.status;
         let is_due = match self.prove {
@@ -74,7 +74,7 @@ impl Scope {
         is_due || status.compares_always
     }
 
-    /// What the report of a save under this plan says.
+    /// The entry of a save's report.
     pub(crate) fn outcome(&self, plan: &RankPlan) -> &'static str {
         match self.prove {
             _ if self.is_alone => "none: one rank holds all",
@@ -84,15 +84,14 @@ impl Scope {
         }
     }
 
-    /// Notes the last plan whose replicas were equal, with what this rank held then, and whether it begins with that
-    /// plan.
+    /// Notes the last plan with equal replicas, what this rank held then, and whether this save begins with that plan.
     pub(crate) fn remember(&mut self, before: Option<(PlanId, Arc<Catalog>)>, begins_with: Option<PlanId>) {
         self.before = before;
         self.trusted = begins_with.filter(|_| self.prove != Prove::EverySave);
     }
 
-    /// What this rank has to read beside what it writes: all else that it holds of the leaves that are compared, or of
-    /// those that every save compares if it trusts that the others are equal.
+    /// What this rank has to read and does not write: all else that it holds of the leaves that are compared, or only
+    /// of those that every save compares if it trusts the others.
     pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write]) -> Vec<PartRange> {
         let first = if self.trusted.is_some() { &[][..] } else { &self.first };
         let mut read = Vec::new();
@@ -103,7 +102,7 @@ impl Scope {
                 let from = writes.partition_point(|write| (write.leaf, write.part) < (leaf, part));
                 let mine = writes[from..].iter().take_while(|write| (write.leaf, write.part) == (leaf, part));
                 for write in mine {
-                    // RankPlan that make no sense are found when they are carried out.
+                    // An invalid rank plan fails when it is carried out.
                     let Some(written) = write.region(region) else { continue };
                     let start = write.skipped(region) * dtype.size_bytes();
                     read.push(PartRange { leaf, part, at, bytes: start.saturating_sub(at) });
@@ -126,7 +125,7 @@ pub(crate) fn summed(state: &State, ranges: &[PartRange]) -> Result<Vec<Summed>>
     ranges.iter().map(of).collect()
 }
 
-/// The checksum of every copy that a rank holds of what is compared, as far as it has one.
+/// The checksums of a rank's copies of what is compared.
 pub(crate) struct Copies<'a> {
     catalog: &'a Catalog,
     scope: &'a Scope,
@@ -208,20 +207,20 @@ impl<'a> Copies<'a> {
     }
 }
 
-/// What a rank says of the copies that it holds.
+/// A rank's message about the copies that it holds.
 #[derive(Serialize, Deserialize)]
 enum Said {
     Digests(Vec<Digests>),
     Held {
-        /// The plan whose replicas it trusts to be equal.
+        /// The plan with replicas that it trusts to be equal.
         trusted: Option<PlanId>,
-        /// The last plan whose replicas were equal.
+        /// The last plan with equal replicas.
         before: Option<PlanId>,
         held: Vec<Held>,
     },
 }
 
-/// All that one set of ranks holds.
+/// The digests of what one set of ranks holds.
 #[derive(Serialize, Deserialize)]
 struct Digests {
     ranks: RankSet,
@@ -240,7 +239,7 @@ struct Held {
 #[derive(Serialize, Deserialize)]
 struct Copy {
     region: Region,
-    /// Where the rank has read and written all of it.
+    /// Present if the rank has read or written all of it.
     crc: Option<u64>,
     /// Whether the rank did not hold it when replicas were equal before.
     is_new: bool,
@@ -248,7 +247,7 @@ struct Copy {
 
 #[derive(Serialize, Deserialize, PartialEq)]
 enum Verdict {
-    /// Everyone says all.
+    /// All ranks send everything.
     NeedAll,
     Equal,
 }
@@ -256,8 +255,8 @@ enum Verdict {
 /// Compares the copies of all ranks, and remembers with the plan that they are equal.
 ///
 /// # Errors
-/// The same on every rank: `Invalid` naming the regions whose copies differ, and who holds what; what kept any rank
-/// from having checksums.
+/// The same on every rank: `Invalid` naming the regions with different copies, and the ranks of each; the errors of
+/// ranks without checksums.
 pub(crate) fn prove(
     operation: &Operation,
     plan: &RankPlan,
@@ -296,8 +295,8 @@ fn decide(said: Vec<Said>) -> Result<Verdict> {
     Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::NeedAll })
 }
 
-/// Whether all members of each set have said the same of it. A set of which one trusts that all was equal is what it
-/// was then: ranks have agreed on their plans by what their sets hold.
+/// Whether all members of each set have sent the same digests. A set with a member that trusts the last comparison is
+/// unchanged: ranks have agreed on their plans by what their sets hold.
 fn are_equal(said: &[Vec<Digests>]) -> bool {
     let mut by_set: HashMap<&RankSet, Vec<&Digests>> = HashMap::new();
     for digests in said.iter().flatten() {

@@ -1,12 +1,12 @@
-//! Which checkpoints of a run are kept, and how the others go.
+//! Which checkpoints of a run are kept, and how the others are deleted.
 //!
 //! # Protocol
-//! 1. The newest committed checkpoint is proven to open: its manifest, and that all its files are there with their
-//!    sizes. If it does not, nothing is deleted: the older ones may be all that is left.
-//! 2. A checkpoint that no rule keeps is looked through. If anything in its directory is not Shardfast's own, the
-//!    checkpoint stays, whole.
-//! 3. Its `COMMIT` goes, durably: it stops existing before any of its data go.
-//! 4. Its own files go, and the directories that are empty then.
+//! 1. The newest committed checkpoint is checked: its manifest is verified, and all its files exist with their sizes.
+//!    If the check fails, nothing is deleted: the older checkpoints may be the only good ones.
+//! 2. The directory of a checkpoint that no rule keeps is listed. If it holds a foreign file, the whole checkpoint
+//!    stays.
+//! 3. Its `COMMIT` is deleted, durably: the checkpoint stops existing before any of its data are deleted.
+//! 4. Its own files are deleted, and the directories that are empty then.
 
 use shardfast_format::{COMMIT, Manifest, step_dir};
 use shardfast_store::Store;
@@ -17,7 +17,7 @@ use crate::error::{Error, Kind, Result, retry};
 use crate::presence;
 use crate::runs;
 
-/// Levels below a checkpoint's directory that are looked through: more than any checkpoint of ours has.
+/// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
 const LEVELS_MAX: usize = 8;
 
 /// Which committed checkpoints of a run are kept: the union of the rules.
@@ -29,7 +29,7 @@ pub struct Keep {
     pub every: Option<u64>,
 }
 
-/// What became of the checkpoints that no rule keeps.
+/// The checkpoints that no rule keeps, deleted or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Retained {
     /// The steps of those that were deleted, ascending.
@@ -48,12 +48,12 @@ pub struct Spared {
 }
 
 /// Deletes the committed checkpoints of a run that no rule keeps. The newest one is always kept, and without a rule
-/// everything is. What was never committed is left alone: it may belong to a save that runs now. A checkpoint in whose
-/// directory a file lies that is not Shardfast's own stays as it is, and so does a link to a directory elsewhere.
+/// everything is. Files without a commit stay: they may belong to a save in flight. A checkpoint with a foreign file in
+/// its directory stays as it is, and so does a link to a directory elsewhere.
 ///
 /// # Errors
-/// As [`runs::list`]; what the store says; `Corrupt`, and nothing is deleted, when the newest one cannot be opened: it
-/// might be the older ones that are still good. What was deleted before an error stays deleted.
+/// As [`runs::list`]; the store's errors; `Corrupt`, and nothing is deleted, when the newest one cannot be opened: the
+/// older ones may be the only good ones. What was deleted before an error stays deleted.
 pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
     let mut retained = Retained::default();
     if keep.last.is_none() && keep.every.is_none() {
@@ -102,15 +102,15 @@ fn prove(url: &str) -> Result<()> {
     })
 }
 
-/// Steps 2 to 4. Why it stays, if it does.
+/// Steps 2 to 4. Returns why it stays, if it does.
 fn delete(store: &dyn Store, url: &str, step: u64) -> Result<Option<String>> {
     let dir = step_dir(step);
-    // Without it names alone say what is ours.
+    // Without it names alone tell which files are ours.
     let manifest = runs::store(&runs::step_url(url, step))
         .and_then(|store| retry(|| commit::read_manifest(&*store)))
         .and_then(|bytes| Ok(Manifest::decode(&bytes)?));
     let contents = match contents::survey(store, &dir, manifest.ok().as_ref(), LEVELS_MAX) {
-        // A directory of others, most likely: this process may not look into it.
+        // Probably a foreign directory: this process may not list it.
         Err(error) if error.kind == Kind::Invalid => return Ok(Some(error.message)),
         contents => contents?,
     };

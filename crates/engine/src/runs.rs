@@ -1,4 +1,4 @@
-//! A run: the checkpoints `step-…` below one URL. Which exist is computed from their commits, never remembered.
+//! A run: the checkpoints `step-…` below one URL. Which of them exist is read from their commits, never remembered.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,12 +29,12 @@ pub fn step_url(run_url: &str, step: u64) -> String {
     format!("{}/{}", run_url.trim_end_matches('/'), step_dir(step))
 }
 
-/// The store at a URL, to be read.
+/// The store at a URL, for reading.
 pub(crate) fn store(url: &str) -> Result<Arc<dyn Store>> {
     retry(|| Ok(shardfast_store::open(url)?))
 }
 
-/// What is directly below a store's root; nothing if that is not there.
+/// The entries of a store's root; none if that does not exist.
 pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
     match retry(|| Ok(store.list("")?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
@@ -45,7 +45,7 @@ pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
 /// The steps of the run at `url`, ascending. Empty when nothing was ever saved there.
 ///
 /// # Errors
-/// `Invalid` when a checkpoint is there instead of a run; what the store says.
+/// `Invalid` when a checkpoint is there instead of a run; the store's errors.
 pub fn list(url: &str) -> Result<Vec<Step>> {
     let entries = entries(&*store(url)?)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
@@ -90,7 +90,7 @@ struct Found {
 /// opened only if `older` allows to fall back. Every rank of the engine must call it.
 ///
 /// # Errors
-/// The same on every rank: what is wrong with the newest committed one unless `older`; as [`list`].
+/// The same on every rank: the error of the newest committed one unless `older`; as [`list`].
 pub fn newest(
     engine: &Arc<Engine>,
     url: &str,
@@ -112,7 +112,7 @@ pub fn newest(
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
     let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &found.manifest));
-    // Where it is was known only now: a rank that cannot open it must not leave the others waiting for it.
+    // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
     operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
     let checkpoint = checkpoint?;

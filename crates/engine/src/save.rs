@@ -3,7 +3,7 @@
 //! ```text
 //! plan → capture and write tensors → confirm → write values → commit
 //! ```
-//! Each rank begins with what it can plan alone; meanwhile the ranks find whether these plans are one. Tensors are
+//! Each rank begins with what it can plan alone; meanwhile the ranks check whether these plans are one. Tensors are
 //! written first: values are encoded meanwhile, compared between ranks, and follow in files of their own. The commit
 //! publishes the files of all ranks or none.
 
@@ -32,14 +32,14 @@ use crate::state::{Destination, Prove, State};
 ///
 /// # Errors
 /// Through the [`Pending`], the same on every rank: `Invalid` when the state is not one state (two leaves of one name,
-/// ranks that disagree, elements that nobody or several hold), `Conflict` when a checkpoint is already there,
+/// ranks that disagree, elements that no rank or several ranks hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
     save_deferred(engine, destination, state.captures(), || state, deadline)
 }
 
-/// [`save`] of what `state` puts together in the background: with many tensors that takes a while. `captures` are those
-/// of that state.
+/// [`save`] of the state that `state` assembles in the background, which takes a while with many tensors. `captures`
+/// are those of that state.
 pub fn save_deferred(
     engine: &Arc<Engine>,
     destination: Destination,
@@ -48,7 +48,7 @@ pub fn save_deferred(
     deadline: Duration,
 ) -> Pending {
     let (devices, url) = (Arc::clone(&engine.storage), destination.url.clone());
-    // Not here: even to look at a place can take long where it is far away.
+    // Opened in the background: on remote storage even that can take long.
     let open = move || retry_within(deadline, || None, || Ok(shardfast_store::open_on(&url, &devices)?));
     begin(engine, open, destination, captures, state, deadline)
 }
@@ -77,11 +77,11 @@ fn begin(
         Prove::FirstSave => "",
         Prove::EverySave => ", all replicas compared",
     };
-    // A place may be used again after a failure: the step tells whether ranks save the same state.
+    // A place may be reused after a failure: the step shows whether ranks save the same state.
     let step = destination.step.map(|step| format!(", step {step}")).unwrap_or_default();
     let operation = engine.begin_one(format!("save {}{how}", destination.url), step, deadline);
     let goes_on = captures.lazy && !destination.blocking;
-    // While the call waits for what is captured eagerly, nothing has to go first.
+    // While the call waits for eager captures, the save needs no lower priority.
     let background = (goes_on && !captures.eager).then_some(&engine.background);
     Pending::spawn(background, !captures.eager, move |progress| {
         if goes_on {
@@ -95,7 +95,7 @@ fn begin(
 /// One rank's part in a save.
 struct Save<'a> {
     operation: &'a Operation,
-    /// At the checkpoint's place; a rank that cannot open it takes part with its failure.
+    /// At the checkpoint's place; a rank that cannot open it takes part with its error.
     store: Result<Arc<dyn Store>>,
     destination: &'a Destination,
     state: State,
@@ -116,7 +116,7 @@ impl Save<'_> {
             self.progress,
             |writes| self.write_tensors(&scope, writes),
         );
-        // Whatever became of the tensors here: the other ranks know no more of this save either.
+        // Also after an error of the tensors here: the other ranks have forgotten this save, too.
         let (plan, values) = agreed.inspect_err(|_| {
             tensors.iter().flatten().for_each(|tensors| self.discard(&tensors.paths));
         })?;
@@ -130,19 +130,19 @@ impl Save<'_> {
         self.store.as_deref().map_err(Error::clone)
     }
 
-    /// That this rank can take part. Before anything is written.
+    /// Checks that this rank can take part, before it writes anything.
     fn check(&self) -> Result<()> {
         contents::refuse_foreign(self.store()?, &self.destination.url, 0)?;
         self.state.check()
     }
 
-    /// Rank 0's last look at the place before ranks agree.
+    /// Rank 0's last check of the place before ranks agree.
     fn admit(&self) -> Result<()> {
         let store = self.store()?;
         retry_within(self.operation.deadline(), || None, || commit::admit(store, self.destination))
     }
 
-    /// Captures and writes the parts that this rank writes, and reads beside what else is compared.
+    /// Captures and writes this rank's parts, and reads what else is compared.
     fn write_tensors(&self, scope: &Scope, writes: &[Write]) -> Result<BatchOutcome> {
         let unwritten = scope.unwritten(&self.state.catalog, writes);
         let batch = Batch::new(self.operation, &self.state, writes, &[]).comparing(&self.state, unwritten);
@@ -159,7 +159,7 @@ impl Save<'_> {
     fn confirm(&self, plan: &RankPlan, scope: &Scope, tensors: &mut BatchOutcome) -> Result<()> {
         // A save that has failed was never staged: its caller confirms nothing.
         if self.state.captures().lazy && tensors.failure.is_none() {
-            // Half the time: the other ranks are waiting for this one to say how it went.
+            // Half the time: the other ranks wait for this rank's receipt.
             let confirmed = self.progress.confirmation(self.operation.deadline() / 2);
             tensors.fail_unless(confirmed.and_then(|()| self.state.expect_whole()));
         }
@@ -173,7 +173,7 @@ impl Save<'_> {
         Ok(())
     }
 
-    /// Writes the values that this rank writes, behind its tensors.
+    /// Writes this rank's values, after its tensors.
     fn write_values(&self, store: &dyn Store, values: &ValuePlan, tensors: &BatchOutcome) -> BatchOutcome {
         let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
         let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes);
@@ -182,7 +182,7 @@ impl Save<'_> {
         written
     }
 
-    /// Publishes what all ranks wrote, or gives the space of this rank's files back.
+    /// Publishes what all ranks wrote, or deletes this rank's files.
     fn commit(
         &self,
         store: &dyn Store,
@@ -207,8 +207,8 @@ impl Save<'_> {
         Ok(())
     }
 
-    /// Gives the space of a failed attempt back. Its names are this attempt's alone, so nothing else can be hit; what
-    /// cannot be deleted now is an orphan like that of a crash.
+    /// Deletes the files of a failed attempt. Their names are this attempt's alone, so no other file is hit; a file
+    /// that cannot be deleted now stays as an orphan, as after a crash.
     fn discard(&self, paths: &[String]) {
         for path in paths {
             let _ = self.store().map(|store| store.delete(path));

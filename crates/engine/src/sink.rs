@@ -1,4 +1,4 @@
-//! Where a load's bytes go.
+//! Destinations of a load's bytes.
 
 use shardfast_format::Region;
 
@@ -31,8 +31,8 @@ impl Sink {
     /// `Invalid` when two of its elements share memory (an expanded tensor).
     ///
     /// # Safety
-    /// Every element of the block must stay allocated, and nobody else may read or write it, until the load that was
-    /// given this sink has returned.
+    /// Every element of the block must stay allocated, and no other code may read or write it, until the load that got
+    /// this sink has returned.
     #[allow(unsafe_code)] // the one way in for foreign memory to be written
     pub unsafe fn new(address: usize, lengths: &[u64], strides_bytes: &[i64], item_bytes: u64) -> Result<Sink> {
         // SAFETY: the caller's promise.

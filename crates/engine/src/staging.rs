@@ -1,10 +1,10 @@
 //! Staging memory: one arena per engine, bounded by the budget, cut into slots that saves and loads share.
 //!
 //! The arena grows slab by slab until the budget is reached and never shrinks: touching fresh memory costs as much as
-//! copying into it. Slabs lie on huge pages where the system gives them, which makes direct I/O a quarter faster, and
-//! are not inherited by forked children, which must neither copy nor keep memory that a device may be writing. Slots
-//! return as their bytes become durable or arrive, the one used last is handed out first, and whoever finds none waits:
-//! so a slow store slows the copy instead of growing memory, and two saves in flight share what there is.
+//! copying into it. Slabs use huge pages if the system has them, which makes direct I/O a quarter faster. Forked
+//! children do not inherit slabs: they must neither copy nor keep memory that a device may be writing. A slot returns
+//! when its bytes are durable or have arrived, and the one used last is taken first. A thread that finds no free slot
+//! waits: so a slow store slows the copy instead of growing memory, and two saves in flight share the arena.
 
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
@@ -45,7 +45,7 @@ pub struct Staging {
 
 #[derive(Default)]
 struct State {
-    /// Declared, and so dropped, before the slabs that they lock.
+    /// Declared before the slabs that they lock, and so dropped before them.
     locks: Vec<Box<dyn Send>>,
     page_lock: Option<Arc<PageLock>>,
     /// The first failure of it.
@@ -82,8 +82,8 @@ impl Staging {
         self.slots_max as u64 * SLOT_BYTES as u64
     }
 
-    /// Page-locks the arena, as it is and as it will grow. What cannot be locked is used unlocked: copies from a device
-    /// are slower then, and right.
+    /// Page-locks the arena and its future slabs. A slab that cannot be locked is used unlocked, with slower copies
+    /// from a device.
     pub fn page_lock(&self, page_lock: Arc<PageLock>) {
         let mut state = self.lock();
         if state.page_lock.is_none() {
@@ -94,7 +94,7 @@ impl Staging {
         }
     }
 
-    /// Why memory that was to be page-locked is not.
+    /// Why memory could not be page-locked.
     pub(crate) fn page_lock_failure(&self) -> Option<String> {
         self.lock().page_lock_failure.clone()
     }
@@ -102,7 +102,7 @@ impl Staging {
     /// A free slot; waits for one while all are in use. Contents are arbitrary.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no memory for a slab, and no slot is in use that one could wait for.
+    /// `Exhausted` when the system has no memory for a slab, and no slot is in use to wait for.
     pub fn acquire(self: &Arc<Staging>) -> Result<Slot> {
         let mut state = self.lock();
         loop {
@@ -114,7 +114,7 @@ impl Staging {
                 match state.grow((self.slots_max - slots).min(SLAB_BYTES / SLOT_BYTES)) {
                     Ok(()) => continue,
                     Err(error) if slots == 0 => return Err(error),
-                    // What there is has to do.
+                    // The existing slots have to do.
                     Err(_) => {}
                 }
             }
@@ -161,7 +161,7 @@ struct Slab {
     bytes: usize,
 }
 
-// SAFETY: a slab is an address range; who may touch which part of it is told by the slots.
+// SAFETY: a slab is an address range; slots govern the access to its parts.
 #[allow(unsafe_code)]
 unsafe impl Send for Slab {}
 

@@ -1,4 +1,4 @@
-//! What a rank gives to a save: its state, and where the save goes.
+//! A save's input: the state of a rank, and the destination.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ pub struct State {
     pub compared: Arc<Vec<Compared>>,
 }
 
-/// Where a save goes, and what is noted about it.
+/// Where a save goes, and what it records.
 #[derive(Debug, Clone)]
 pub struct Destination {
     /// The URL of the checkpoint; must hold no committed checkpoint.
     pub url: String,
     /// The training step, if it is one of a run.
     pub step: Option<u64>,
-    /// Whatever the user wants noted.
+    /// The user's notes.
     pub user: BTreeMap<String, String>,
     /// Which replicas are compared: ranks that hold the same region with different bytes fail the save.
     pub prove: Prove,
@@ -52,14 +52,14 @@ pub enum Prove {
 /// When the replicas of a leaf are compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Compared {
-    /// At the first save of each plan, and when every save is asked to.
+    /// At the first save of each plan, and when the caller asks every save to.
     #[default]
     FirstSave,
-    /// When every save is asked to: they are known to drift apart in sound programs.
+    /// When the caller asks every save to: such replicas drift apart in sound programs.
     OnRequest,
-    /// At every save, whatever is asked: that they were equal once tells nothing of later.
+    /// At every save, in any case: that they were equal once proves nothing later.
     EverySave,
-    /// Never: the user says that they differ.
+    /// Never: the user declared that they may differ.
     Never,
 }
 
@@ -96,7 +96,7 @@ impl State {
         }
     }
 
-    /// Where in its part's bytes that lies which is to be written, and its length, in bytes.
+    /// The offset in the part's bytes of what is to be written, and its length, in bytes.
     pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         match &leaf.body {
@@ -140,7 +140,7 @@ impl State {
         Ok(())
     }
 
-    /// That what was copied is what was there when the save was begun, as far as samples tell.
+    /// Checks by samples that the copied bytes are those at the beginning of the save.
     pub(crate) fn expect_whole(&self) -> Result<()> {
         let torn = self.catalog.leaves.iter().zip(&self.providers);
         let mut torn = torn.filter(|(_, providers)| providers.iter().any(|provider| provider.is_torn()));

@@ -1,4 +1,4 @@
-//! Going through a whole checkpoint in bounded memory: flat runs of tensors, and values a few at a time.
+//! Iterates over a whole checkpoint in bounded memory: flat runs of tensors, and values a few at a time.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::host::row_major_strides;
 use crate::sink::{Sink, Want};
 
-/// A run of a tensor's elements in row-major order, wherever its regions lie.
+/// A run of a tensor's elements in row-major order.
 #[derive(Debug, Clone)]
 pub(crate) struct FlatRun {
     /// Index of the leaf in the manifest; a tensor.
@@ -20,7 +20,7 @@ pub(crate) struct FlatRun {
 }
 
 impl Checkpoint {
-    /// Fills `out` with the proven bytes of the runs, one run after the other. On this rank alone.
+    /// Fills `out` with the verified bytes of the runs, one run after the other. On this rank alone.
     ///
     /// # Errors
     /// As [`Checkpoint::load_alone`]; `Internal` when the runs are not of tensors or have another size than `out`.

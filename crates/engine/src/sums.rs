@@ -1,9 +1,9 @@
-//! Checksums of what a rank holds and does not write, computed beside the writing.
+//! Checksums of what a rank holds and does not write, computed while it writes.
 //!
-//! A save that proves replicas needs the CRC-64 of each copy. What a rank writes is summed on its way; the rest is read
-//! here, in pieces of a slot, and goes nowhere. It is captured as what is written: eager pieces count for
-//! `captured`, all for `staged`. One thread begins with it at once, since fillers may have to wait for
-//! staging memory, which this does not need; fillers that have nothing left to copy join in.
+//! A save that compares replicas needs the CRC-64 of each copy. What a rank writes is summed on its way; the rest is
+//! only read here, in pieces of a slot. It is captured like what is written: eager pieces count for `captured`, all for
+//! `staged`. One thread begins with it at once, since it needs no staging memory, for which fillers may have to wait;
+//! fillers that have nothing left to copy join in.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::provider::Provider;
 use crate::staging::{SLOT_BYTES, Staging};
 
-/// Bytes to be summed, and what messages call them.
+/// Bytes to sum, and their name for messages.
 pub(crate) struct Summed {
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) name: String,

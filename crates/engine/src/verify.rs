@@ -1,9 +1,9 @@
-//! Reads everything that a checkpoint holds and names all that is wrong with it.
+//! Reads everything that a checkpoint holds and reports all damage.
 //!
-//! The chain of proof is followed from the top: the commit, the manifest, each file's size and header, each block. What
-//! the manifest and the files say twice is compared: each region and each value must be an entry of that name, dtype
-//! and shape in its file, and each entry must belong to a leaf. Damage is collected, with the leaves that it hits; only
-//! a broken commit or manifest ends the search, since nothing else is known then.
+//! It follows the chain of proof from the top: the commit, the manifest, each file's size and header, each block. It
+//! compares the manifest with the files: each region and each value must be an entry of that name, dtype and shape in
+//! its file, and each entry must belong to a leaf. It collects damage, with the leaves that it hits; only a damaged
+//! commit or manifest ends the search, since nothing else is known then.
 
 mod findings;
 mod spans;
@@ -40,7 +40,7 @@ const FILES_OPEN: usize = 64;
 /// Encoded values read at a time, in bytes.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// What was read, and what was found.
+/// What `verify` read and found.
 #[derive(Debug, Clone, Serialize)]
 pub struct VerifyReport {
     /// The checkpoint's URL.
@@ -57,7 +57,7 @@ pub struct VerifyReport {
     pub blocks: u64,
     /// Number of encoded values that were decoded.
     pub values: u64,
-    /// All that is wrong, by file and offset.
+    /// The damage, by file and offset.
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub findings_left_out: u64,
@@ -66,16 +66,16 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
-    /// Whether nothing is wrong.
+    /// Whether the checkpoint is sound.
     pub fn is_sound(&self) -> bool {
         self.findings.is_empty()
     }
 }
 
-/// Verifies the checkpoint at `url`, on this rank alone. `progress` is told the bytes of data read so far and in all.
+/// Verifies the checkpoint at `url`, on this rank alone. `progress` gets the bytes of data read so far and in all.
 ///
 /// # Errors
-/// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; what the store says
+/// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; the store's error
 /// when the commit or the manifest cannot be read. Damage is no error.
 pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
     verify_in(engine, engine.store(url)?, url, progress)
@@ -124,7 +124,7 @@ pub fn verify_in(
     };
     let files: Vec<u32> = (0..manifest.files().len() as u32).collect();
     for group in files.chunks(FILES_OPEN) {
-        // One for each group, so that the files of the one before are closed.
+        // One for each group, so that the files of the previous group are closed.
         let checkpoint = Checkpoint {
             engine: Arc::clone(engine),
             files: Files::new(Arc::clone(&store), url.to_owned(), Arc::clone(&manifest)),
@@ -151,7 +151,7 @@ pub fn verify_in(
     })
 }
 
-/// The report of a checkpoint of which nothing can be known.
+/// The report of a checkpoint with a damaged commit or manifest.
 fn of_broken_top(url: &str, problem: Problem, error: Error) -> VerifyReport {
     VerifyReport {
         url: url.to_owned(),
@@ -167,7 +167,7 @@ fn of_broken_top(url: &str, problem: Problem, error: Error) -> VerifyReport {
     }
 }
 
-/// That each tensor's regions hold each of its elements once.
+/// Checks that each tensor's regions hold each of its elements once.
 fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
     for i in 0..manifest.len() {
         let LeafKind::Tensor { shape, .. } = manifest.leaf(i).kind else { continue };
@@ -179,7 +179,7 @@ fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
     }
 }
 
-/// That each key has an index where it should, and that it says what the manifest says.
+/// Checks that each key has the index that follows from the manifest, or none.
 fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>) {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|i| manifest.leaf(i).key).collect();
     keys.dedup();
@@ -205,7 +205,7 @@ fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>
 struct Run<'a> {
     manifest: &'a Manifest,
     spans: Spans,
-    /// Files that cannot be opened or have another header: nothing is known of their blocks.
+    /// Files that cannot be opened or have another header: their blocks cannot be checked.
     unproven: Mutex<HashSet<u32>>,
     findings: Findings<'a>,
     progress: &'a (dyn Fn(u64, u64) + Sync),
@@ -221,12 +221,12 @@ enum Task {
 }
 
 impl Run<'_> {
-    /// Proves the headers and all blocks of the files, several at a time.
+    /// Verifies the headers and all blocks of the files, several at a time.
     fn read_files(&self, checkpoint: &Checkpoint, group: &[u32]) {
         let files = &checkpoint.files;
         let announce = |task: &Task| match task {
             Task::Header(_) => true,
-            // A file that cannot be opened is the header's finding.
+            // The header's check reports a file that cannot be opened.
             Task::Blocks(file, range) => {
                 files.prefetch(*file, range.clone(), &Upcoming::default()).is_ok_and(Fetch::is_ahead)
             }
@@ -238,8 +238,8 @@ impl Run<'_> {
         reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), announce, work);
     }
 
-    /// The header first, then the blocks for as long as nothing is known to be wrong with the file as a whole: the size
-    /// that the manifest gives may be any number.
+    /// Verifies the header first, then the blocks while the file as a whole is sound: the manifest's size of a file is
+    /// not verified before.
     fn tasks(&self, file: u32) -> impl Iterator<Item = Task> {
         let entry = &self.manifest.files()[file as usize];
         let end = entry.bytes;
@@ -250,7 +250,7 @@ impl Run<'_> {
         std::iter::once(Task::Header(file)).chain(blocks)
     }
 
-    /// The file's size and header, and that its entries are the manifest's extents.
+    /// Checks the file's size and header, and that its entries are the manifest's extents.
     fn check_header(&self, files: &Files, file: u32) {
         let path = &self.manifest.files()[file as usize].path;
         let header = match files.open(file) {
@@ -283,9 +283,9 @@ impl Run<'_> {
         }
     }
 
-    /// The checksums of the blocks in the range. Where the range cannot be read, its blocks are tried one by one.
+    /// Checks the checksums of the blocks in the range. If the range cannot be read, it tries its blocks one by one.
     fn check_blocks(&self, checkpoint: &Checkpoint, file: u32, range: Range<u64>) {
-        // What is wrong with the file as a whole is the header's finding.
+        // The header's check reports damage of the file as a whole.
         if self.unproven().contains(&file) {
             return;
         }
@@ -326,7 +326,7 @@ impl Run<'_> {
         self.unproven.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// That every value in the files that is not damaged can be decoded, and refers to tensors that exist.
+    /// Checks that every undamaged value can be decoded, and refers to tensors that exist.
     fn read_values(&self, checkpoint: &Checkpoint, group: &[u32]) {
         let values = group.iter().flat_map(|&file| self.spans.of(file)).filter(|span| {
             matches!(self.manifest.leaf(span.leaf as usize).kind, LeafKind::Object) && !self.findings.has_hit(span)

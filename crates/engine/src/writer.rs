@@ -1,13 +1,12 @@
 //! Providers into data files: copy, checksum while the bytes are in cache, write, make durable.
 //!
 //! Fillers copy out of the providers into bounded slots and compute the block checksums; the store takes the slots from
-//! there, as many at a time as it likes. So the state is released as soon as it is copied, writes overlap copies, and a
+//! there, as many at a time as suits it. So the state is released as soon as it is copied, writes overlap copies, and a
 //! slow store slows the copy instead of growing memory. All files are written at the same time. A file's header, which
 //! holds the checksums, is written last: a file cut short by a crash is no valid file.
 //!
-//! A write that fails for a reason that may pass is made again out of its slot, which keeps what was copied. What could
-//! not be flushed is lost: the system forgets it, the slots are used for something else by then, and the state has
-//! changed. That fails the save.
+//! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
+//! the save: the system drops the bytes, the slots have been reused by then, and the state has changed.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,8 +26,8 @@ use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
 use crate::sums::{self, Part, Piece, Summed, Sums};
 
-/// Filled slots that wait for the store while somebody waits for the save: running further ahead brings its end no
-/// nearer, and touches memory that is in no cache or was never used.
+/// Filled slots that wait for the store in a blocking save: more would not end it sooner, and would touch memory that
+/// is in no cache or was never used.
 const FILLED_SLOTS_MAX: usize = 4;
 
 /// One data file to be written.
@@ -39,31 +38,30 @@ pub(crate) struct FileJob {
     pub(crate) layout: FileLayout,
     /// The entries' bytes, in the layout's order.
     pub(crate) providers: Vec<Arc<dyn Provider>>,
-    /// What messages call them.
+    /// Their names for messages.
     pub(crate) names: Vec<String>,
     /// Whether the CRC-64 of each entry is wanted, too.
     pub(crate) is_summed: bool,
 }
 
-/// What writing gave.
+/// The checksums of what was written.
 #[derive(Default)]
 pub(crate) struct Written {
     /// The checksum of each file's header.
     pub(crate) header_crcs: Vec<u64>,
     /// Of each file that is summed, the checksum of each entry.
     pub(crate) entry_crcs: Vec<Vec<u64>>,
-    /// The checksums of what was to be summed beside.
+    /// The checksums of what was only summed.
     pub(crate) sums: Vec<u64>,
 }
 
-/// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Tells `progress`
-/// when no provider that is captured eagerly will be asked again, and when none at all will. While the program goes on
-/// it copies as fast as it can, as far as the staging memory reaches; for a `blocking` save, as fast as the store.
-/// Nothing is tried again for longer than `patience`. What is `summed` is read beside it, and counts as what is copied
-/// does.
+/// Writes all files and makes their contents durable; their names become durable with `Store::sync`. Notifies
+/// `progress` when no provider that is captured eagerly is read any more, and when none at all is. While the program
+/// goes on it copies as fast as it can, as far as the staging memory reaches; in a `blocking` save, as fast as the
+/// store. Retries last no longer than `patience`. It also reads what is `summed`, which counts like copied bytes.
 ///
 /// # Errors
-/// The first failure of a provider or of the store. No provider is asked any more once this has returned.
+/// The first error of a provider or of the store. No provider is read any more once this has returned.
 pub(crate) fn run(
     store: &dyn Store,
     jobs: &[FileJob],
@@ -98,8 +96,8 @@ pub(crate) fn run(
     Ok(Written { header_crcs: finish(files, staging, again)?, entry_crcs, sums })
 }
 
-/// Creates a file. Who is patient gives it a name that nobody else has: where it `was_tried` and the name is taken,
-/// that was the try, which failed later or of which the answer was lost.
+/// Creates a file under a name of this attempt alone. If it `was_tried` and the name is taken, an earlier try created
+/// it, and failed later or lost its answer.
 fn create(store: &dyn Store, job: &FileJob, was_tried: bool) -> Result<Box<dyn ObjectWriter>> {
     let create = || store.create(&job.path, job.layout.file_bytes());
     match create() {
@@ -111,7 +109,7 @@ fn create(store: &dyn Store, job: &FileJob, was_tried: bool) -> Result<Box<dyn O
     }
 }
 
-/// How long what the store could not do is tried again.
+/// The retries of the store's operations.
 #[derive(Clone, Copy)]
 struct Again<'a> {
     progress: &'a Progress,
@@ -128,7 +126,7 @@ struct File<'a> {
     job: &'a FileJob,
     object: Box<dyn ObjectWriter>,
     crcs: Vec<AtomicU64>,
-    /// Of each piece of an entry that was filled, if entries are summed: the entry, and which part of it this is.
+    /// For each filled piece of an entry, if entries are summed: the entry, and which part of it this is.
     parts: Mutex<Vec<(usize, Part)>>,
 }
 
@@ -257,7 +255,7 @@ struct Filled<'a> {
     failed: Mutex<Failed<'a>>,
 }
 
-/// Writes that failed and are to be made again.
+/// Failed writes to retry.
 #[derive(Default)]
 struct Failed<'a> {
     /// When each is due.
@@ -267,7 +265,7 @@ struct Failed<'a> {
 }
 
 impl Drop for Filled<'_> {
-    /// After a failure, or a panic of the store, whoever waits to fill or to hand over a slot goes on, and sees it.
+    /// Unblocks threads that wait to fill or to hand over a slot, so that they see the error.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.run.failure.set(Error::internal("the store panicked"));
@@ -283,14 +281,14 @@ impl<'a> Writes<'a> for Filled<'a> {
             let now = Instant::now();
             let (again, until) = self.lock().due(now);
             if self.run.failure.is_set() {
-                // Somebody may wait for a slot, and another one for him.
+                // Returns the slots: a thread may wait for one.
                 self.lock().writes.clear();
                 return Next::End;
             }
             if let Some(write) = again {
                 return Next::Write(write);
             }
-            // While nothing is to be tried again nobody has to look up: who hands a failed write back comes here next.
+            // Without a retry there is no timeout: a thread that returns a failed write calls this next.
             let filled = match until {
                 _ if !wait => self.receiver.recv_deadline(now),
                 None => self.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -350,7 +348,7 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// Fills a slot with the file's bytes from `chunk.offset` on, and notes their block checksums.
+/// Fills a slot with the file's bytes from `chunk.offset` on, and stores their block checksums.
 fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let layout = &file.job.layout;
@@ -397,7 +395,7 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
 }
 
 /// The checksum of a piece of an entry that begins `at` there and lies in these ranges of the slot, one behind the
-/// other: the one in the middle begins with a block, and what is known of its blocks is in `known`.
+/// other: the one in the middle begins with a block, and the known checksums of its blocks are in `known`.
 fn summed(at: u64, ranges: [Range<usize>; 3], slot: &[u8], known: &Crcs) -> Part {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let mut whole = Part { at, ..Part::default() };
@@ -432,7 +430,7 @@ fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     padded
 }
 
-/// Writes the headers and makes every file durable, all files at once: flushes wait for the device, not for us.
+/// Writes the headers and makes every file durable, all files at once, since flushes wait for the device.
 fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>, again: Again<'_>) -> Result<Vec<u64>> {
     std::thread::scope(|scope| {
         let running = files.into_iter().map(|file| scope.spawn(move || finish_one(file, staging, again)));

@@ -1,4 +1,4 @@
-//! Devices, and streams of copies that begin behind what another stream was given.
+//! Devices, and copy streams that begin after the work of another stream.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint};
@@ -128,8 +128,8 @@ impl Drop for Context {
     }
 }
 
-/// While it lives, the context is this thread's, and the thread may make any call even while another thread captures a
-/// graph: none of ours touches a stream that can be captured.
+/// While it lives, the context is current on this thread, and the thread may make any call even while another thread
+/// captures a graph: our calls touch no stream that can be captured.
 struct Entered<'a> {
     driver: &'a Driver,
     capture_mode: c_uint,
@@ -173,7 +173,7 @@ impl Drop for Event {
     }
 }
 
-/// A stream of our own, with an event to order it by.
+/// A stream of our own, with an event to order it.
 struct Stream {
     context: Arc<Context>,
     handle: usize,
@@ -191,7 +191,7 @@ impl Drop for Stream {
 /// One device, for copies between its memory and the host's.
 pub struct Device {
     context: Arc<Context>,
-    /// Streams that nobody copies through now. There are as many as saves and loads were ever under way at once.
+    /// Idle streams. There are as many as saves and loads were ever in flight at once.
     idle: Mutex<Vec<Stream>>,
 }
 
@@ -206,8 +206,8 @@ impl Device {
         self.context.ordinal
     }
 
-    /// A stream for the copies of one save or load. None of them begins before everything is done that `stream` (a
-    /// `CUstream` of this device as a number, 0 for the default one) has been given until now. Does not wait itself.
+    /// A stream for the copies of one save or load. None of them begins before all work is done that `stream` (a
+    /// `CUstream` of this device as a number, 0 for the default one) has until now. Does not block.
     ///
     /// # Errors
     /// `Invalid` while `stream` captures a graph: what a graph will write is not there yet. `Unavailable` when the
@@ -236,7 +236,7 @@ impl Device {
     /// Locks memory into place, so that devices copy from and to it at full rate and without waiting.
     ///
     /// # Errors
-    /// What the system does not give or permit, and that is no failure of a save: copies work without, slower.
+    /// What the system does not permit. A save goes on without, with slower copies.
     ///
     /// # Safety
     /// The memory must stay mapped until the lock is dropped.
@@ -250,7 +250,7 @@ impl Device {
         Ok(PageLock { context: Arc::clone(&self.context), address })
     }
 
-    /// What the driver says of an address, `None` when it does not know it.
+    /// An attribute of an address; `None` if the driver does not know the address.
     #[allow(unsafe_code)]
     pub(crate) fn pointer_attribute(&self, attribute: c_uint, address: usize) -> Option<c_uint> {
         let mut value = 0;
@@ -260,7 +260,7 @@ impl Device {
     }
 }
 
-/// Memory that is locked into place until this is dropped.
+/// Memory that is page-locked until this is dropped.
 pub struct PageLock {
     context: Arc<Context>,
     address: usize,
@@ -274,11 +274,11 @@ impl Drop for PageLock {
     }
 }
 
-/// The copies of one save or load on one device, all of them behind the moment at which it was made. As a [`Fence`] it
-/// waits for those that were begun before.
+/// The copies of one save or load on one device, ordered after the moment at which it was made. As a [`Fence`] it waits
+/// for the copies begun so far.
 pub struct CopyStream {
     device: Arc<Device>,
-    /// Given back when this is dropped.
+    /// Returned when this is dropped.
     own: Option<Stream>,
     /// For fences; as many as threads ever waited at once.
     events: Mutex<Vec<Event>>,
@@ -294,11 +294,11 @@ impl CopyStream {
         self.own.as_ref().map_or(0, |own| own.handle)
     }
 
-    /// Begins copies: `copies` is given a function that begins one.
+    /// Begins copies: `copies` gets a function that begins one.
     ///
     /// # Safety
-    /// Until this stream, as a fence, has been waited for: what is copied from must not change, what is copied to must
-    /// be nobody else's, and both must stay allocated.
+    /// Until this stream, as a fence, has been waited for: the sources must not change, no other code may use the
+    /// destinations, and both must stay allocated.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn begin(
         &self,

@@ -148,7 +148,7 @@ impl Driver {
     /// `Unsupported` when it is not there, lacks a function, or finds no device.
     #[allow(unsafe_code)]
     pub(crate) fn load(path: &str) -> Result<Arc<Driver>> {
-        // SAFETY: whoever names the library vouches for its initialisers; the system's own driver has harmless ones.
+        // SAFETY: the caller chose the library and trusts its initialisers; the system's own driver has harmless ones.
         let library = unsafe { Library::new(path) }.map_err(|error| absent(path, &error))?;
         let driver = Driver::find(library, path)?;
         // SAFETY: flags must be 0; it may be called any number of times.
@@ -177,9 +177,9 @@ impl Driver {
         )))
     }
 
-    /// What a call failed with. By what the caller would do: memory that is short is `Exhausted`, what the machine does
-    /// not permit or offer `Unsupported`, a wrong argument or a graph being captured `Invalid`; everything else means
-    /// that the device cannot be used now, `Unavailable`, and mostly that this process will never use it again.
+    /// The error of a failed call, by what the caller would do: `Exhausted` for a lack of memory, `Unsupported` for
+    /// what the machine does not permit or offer, `Invalid` for a wrong argument or a graph being captured; else
+    /// `Unavailable`: the device cannot be used now, and mostly never again by this process.
     fn failure(&self, call: &str, code: Code) -> Error {
         let kind = match code {
             1 | 101 | 900..=908 => Kind::Invalid,

@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 use crate::host::HostSink;
 use crate::provider::{Fence, Fences, Provider, Strided};
 
-/// What a device would copy in shorter pieces than this, and in more than so many of them, the host puts in order, if
-/// the device's memory is dense there: weights with their channels last are elements at regular distances, and each few
-/// would be a copy of their own.
+/// Runs shorter than this, and more of them than so many, are reordered by the host, if the device's memory is dense
+/// there: weights with their channels last are elements at regular distances, and the device would need a copy for
+/// every few of them.
 const SHORT_BYTES: usize = 256;
 const FEW_RUNS: usize = 32;
 
@@ -61,7 +61,7 @@ impl Place {
         Place { copies: Arc::clone(copies), fence, address, known: OnceLock::new() }
     }
 
-    /// A wrong address is told in words: the driver would take it for one of the host, and read what is there.
+    /// Checks the address: the driver would take an unknown one for host memory, and read what is there.
     fn expect_known(&self) -> Result<()> {
         let check = || {
             let device = self.copies.device();
@@ -84,7 +84,7 @@ impl Place {
         self.known.get_or_init(check).clone()
     }
 
-    /// Begins to copy the runs that `runs` tells, in few large copies.
+    /// Begins to copy the runs that `runs` lists, in few large copies.
     ///
     /// # Safety
     /// As [`CopyStream::begin`].
@@ -110,12 +110,12 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// The block of the device's memory as a provider. What it gives is what the device held at the moment at which
-    /// `copies` was made.
+    /// The block of the device's memory as a provider. It reads what the device holds when the work submitted before
+    /// `copies` was made is done.
     ///
     /// # Safety
-    /// Every element of the block must stay allocated, and no work given to the device after that moment may write it,
-    /// until the save that was given this provider is staged or has failed.
+    /// Every element of the block must stay allocated, and no work submitted to the device after that moment may write
+    /// it, until the save that got this provider is staged or has failed.
     #[allow(unsafe_code)] // the one way in for a device's memory to be read
     pub unsafe fn new(copies: &Arc<CopyStream>, block: Strided) -> DeviceMemory {
         DeviceMemory { place: Place::new(copies, block.address), block }
@@ -198,7 +198,7 @@ impl DeviceSink {
 
     /// Begins to copy a box of extent `lengths` to `offsets` of this block; its elements lie `src_strides` bytes apart
     /// in `src`, which must stay as it is until `fences` was waited for. After that the bytes are on the device, for
-    /// whatever is given to any of its streams.
+    /// all work submitted to any of its streams.
     ///
     /// # Errors
     /// `Invalid` when the address is not the device's; `Unavailable` when the device is lost.

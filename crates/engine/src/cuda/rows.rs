@@ -31,7 +31,7 @@ impl From<Run> for Rows {
 }
 
 impl Rows {
-    /// Takes the run in, if the result is still rows.
+    /// Adds the run, if the result is still rows.
     fn extend(&mut self, run: Run) -> bool {
         let last = self.height - 1;
         let distances = (

@@ -1,4 +1,4 @@
-//! Objects compared by what their values mean, with the way to the first place where they differ.
+//! Objects compared by the meaning of their values, with the path to the first difference.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -142,8 +142,8 @@ fn push_rank(ranges: &mut Vec<Range<u32>>, rank: u32) {
 /// What each side has where they differ, as text; `None` for a side that has nothing there.
 type Differing = Option<(Option<String>, Option<String>)>;
 
-/// The first place where two values differ, whose way is then in `path`. Floats are compared bit by bit; the order of a
-/// dict counts only where Python says so.
+/// The first place where two values differ, whose path is then in `path`. Floats are compared bit by bit; the order of
+/// a dict counts only where it does in Python.
 fn difference(a: &Value, b: &Value, path: &mut String) -> Differing {
     match (a, b) {
         (Value::Float(left), Value::Float(right)) if left.to_bits() == right.to_bits() => None,
@@ -208,7 +208,7 @@ fn is_same_list(a: &[Value], b: &[Value]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
 }
 
-/// From the first byte that differs on: what stands before it would fill the text.
+/// From the first byte that differs on: the bytes before it would fill the text.
 fn in_bytes(a: &[u8], b: &[u8], path: &mut String) -> Differing {
     let start = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     if start == a.len() && start == b.len() {

@@ -1,4 +1,4 @@
-//! What carries bytes between the ranks of a shared load, in rounds.
+//! Transports messages between the ranks of a shared load, in rounds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,10 +15,11 @@ pub type Message = Vec<Arc<Vec<u8>>>;
 
 /// Swaps messages between ranks, one round at a time.
 pub(crate) trait Carrier: Send {
-    /// Sends each rank its message and returns what each of them sent. Who is given no message is done with for good.
+    /// Sends each rank its message and returns what each of them sent. A rank without a message takes part in no later
+    /// round.
     ///
     /// # Errors
-    /// Names the rank that went or said nothing in time.
+    /// Names the rank that was lost or sent nothing in time.
     fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>>;
 }
 
@@ -28,17 +29,17 @@ impl Carrier for Peers {
     }
 }
 
-/// The program's end of a [`Handoff`]: rounds to be carried out by whoever can move bytes between all ranks, such as
-/// collectives of a process group.
+/// The program's end of a [`Handoff`]: rounds that the program carries out, such as with collectives of a process
+/// group.
 pub struct Rounds {
     is_shared: Arc<AtomicBool>,
     messages: Receiver<BTreeMap<u32, Message>>,
     received: Sender<Result<BTreeMap<u32, Vec<u8>>>>,
 }
 
-/// What a load wants from whoever carries its rounds.
+/// What a load needs from the carrier of its rounds.
 pub enum Round {
-    /// These messages are to be swapped.
+    /// To swap these messages.
     Swap(BTreeMap<u32, Message>),
     /// Nothing yet.
     Waiting,
@@ -46,14 +47,14 @@ pub enum Round {
     Over,
 }
 
-/// The load's end: a carrier that leaves the carrying to the program.
+/// The load's end: a carrier that hands its rounds to the program.
 pub struct Handoff {
     is_shared: Arc<AtomicBool>,
     messages: Sender<BTreeMap<u32, Message>>,
     received: Receiver<Result<BTreeMap<u32, Vec<u8>>>>,
 }
 
-/// The two ends of a handoff: one for a load, one for who carries its rounds.
+/// The two ends of a handoff: one for a load, one for the carrier of its rounds.
 pub fn handoff() -> (Handoff, Rounds) {
     let is_shared = Arc::new(AtomicBool::new(false));
     let (message_sender, message_receiver) = bounded(0);
@@ -63,7 +64,7 @@ pub fn handoff() -> (Handoff, Rounds) {
 }
 
 impl Handoff {
-    /// Says that all ranks are going to swap messages.
+    /// Notes that all ranks are going to swap messages.
     pub(crate) fn announce(&self) {
         self.is_shared.store(true, Ordering::Release);
     }
@@ -87,13 +88,13 @@ impl Rounds {
         }
     }
 
-    /// Whether the ranks swap messages in this load at all: the same on all of them, and final when a round has come or
-    /// the rounds are over.
+    /// Whether the ranks swap messages in this load: the same on all of them, and final when a round has come or the
+    /// rounds are over.
     pub fn is_shared(&self) -> bool {
         self.is_shared.load(Ordering::Acquire)
     }
 
-    /// Gives what the ranks sent in the round that [`Rounds::next`] gave, or why it could not be carried out.
+    /// Takes what the ranks sent in the round of the last [`Rounds::next`], or why it could not be carried out.
     pub fn received(&self, messages: Result<BTreeMap<u32, Vec<u8>>>) {
         // A load that ended takes no more.
         let _ = self.received.try_send(messages);

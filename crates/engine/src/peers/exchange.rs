@@ -1,15 +1,15 @@
-//! Reads shared between ranks: each block is read and proven by one of those who want it, and passed on while the next
-//! ones are being read.
+//! Reads shared between ranks: one of the ranks that want a block reads and verifies it, and passes it on while it
+//! reads the next ones.
 //!
-//! Rounds go in lockstep between any two ranks with something in common. In each a rank reads some of its chunks, takes
-//! what it wants of them, packs what others want, and swaps one message with each of them. What a rank of the same
-//! machine takes is packed into memory that it sees, and it copies it out from there; what others take travels in the
-//! messages. Threads go on from one round to the next: while a round is swapped, the next ones are read and what came
-//! in those before is put into its place.
+//! Rounds go in lockstep between any two ranks with a block in common. In each a rank reads some of its chunks, takes
+//! what it wants of them, packs what others want, and swaps one message with each of them. Bytes for a rank of the same
+//! machine are packed into shared memory, from which it copies them; bytes for other ranks are sent in the messages.
+//! Threads work across rounds: while a round is swapped, the next ones are read and earlier ones are copied to their
+//! destinations.
 //!
-//! A slot of the memory that others see is in use until all of them have said in a later message that they are done.
-//! Before a rank sends its message of round *k* it is done with all that came up to round *k - 2*; so a rank that has
-//! slots for four rounds never waits for one for ever.
+//! A slot of shared memory is in use until all its readers have said in a later message that they are done. Before a
+//! rank sends its message of round *k* it is done with all that came up to round *k - 2*; so a rank with slots for four
+//! rounds never deadlocks.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::sync::Arc;
@@ -45,10 +45,10 @@ use trial::{Spent, timed};
 /// Rounds after which the ranks decide whether to go on: the first ones only fill the pipeline.
 const TRIAL_ROUNDS: u64 = 3;
 
-/// A round of the trial is this much smaller: what it found to be slower should not have been much of the load.
+/// A round of the trial is this much smaller, so that a slower way costs little.
 const TRIAL_PART: u64 = 8;
 
-/// Of what came from others, the bytes that are read once more to see what that takes, in two reads.
+/// Of what came from others, the bytes that are read from storage as well, in two reads, to measure that.
 pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 
 /// Rounds that are read while another one is swapped.
@@ -73,32 +73,32 @@ pub(crate) struct Shared<'a> {
     pub(crate) neighbours: Neighbours,
 }
 
-/// Ranks that see each other's memory.
+/// Ranks that map each other's memory.
 #[derive(Default)]
 pub(crate) struct Neighbours {
     /// This rank's.
     pub(crate) window: Option<Arc<Window>>,
-    /// Who sees it.
+    /// The ranks that map it.
     pub(crate) viewers: BTreeSet<u32>,
-    /// What this rank sees of others.
+    /// What this rank maps of others.
     pub(crate) views: BTreeMap<u32, View>,
 }
 
 /// How a shared load ended on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Ended {
-    /// Everything that this rank wants is there.
+    /// This rank has everything that it wants.
     Done,
-    /// Another rank gave up, and tells why.
+    /// Another rank failed, and reports why.
     Stopped,
 }
 
 /// Why a shared load failed.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    /// Something happened on this rank.
+    /// This rank failed.
     Here(Error),
-    /// All ranks know it, in the same words.
+    /// All ranks have the same error.
     Everywhere(Error),
 }
 
@@ -124,7 +124,7 @@ struct Counters {
 struct Task {
     chunk: Chunk,
     others: Vec<(Vec<u32>, Vec<Piece>)>,
-    /// Where what neighbours take is packed.
+    /// Where the bytes for neighbours are packed.
     slot: Option<WindowSlot>,
 }
 
@@ -140,7 +140,7 @@ enum Worked {
     Placed { round: u64, returned: Option<(u32, u32)> },
 }
 
-/// A slot that others look at, with the bytes that each of them takes.
+/// A slot that others read, with the bytes that each of them takes.
 type Lent = (WindowSlot, BTreeMap<u32, u64>);
 
 /// A segment, and the ranks that it is sent to.
@@ -155,16 +155,16 @@ struct Outgoing {
     is_last: bool,
 }
 
-/// Asks all ranks whether to go on sharing, telling what this one measured.
+/// Decides with all ranks whether to go on sharing, by what each measured.
 pub(crate) type GoOn<'a> = &'a mut dyn FnMut(Trial) -> Troubled<bool>;
 
 impl Shared<'_> {
-    /// Fills the sinks. With `go_on` the ranks try first and decide then, else they share to the end. The carrier has a
-    /// connection with each of [`Sharing::peers`].
+    /// Fills the sinks. With `go_on` the ranks make a trial first and decide then, else they share to the end. The
+    /// carrier reaches each of [`Sharing::peers`].
     ///
     /// # Errors
-    /// What went wrong here. `Corrupt` names the checkpoint, the leaves, and the file and the byte range, or the rank
-    /// from which they came; no unproven byte reaches a sink.
+    /// The error of this rank. `Corrupt` names the checkpoint, the leaves, and the file and the byte range, or the rank
+    /// from which they came; no unverified byte reaches a sink.
     pub(crate) fn run(&self, carrier: Box<dyn Carrier + '_>, go_on: Option<GoOn<'_>>) -> Troubled<(Ended, Traffic)> {
         let counters = Counters::default();
         let queue = Queue::default();
@@ -177,7 +177,7 @@ impl Shared<'_> {
             let mut course = Course::new(self, Pool::new(scope, &queue, &work), &counters, go_on.is_some());
             let outcome = course.rounds(&swap, go_on);
             if matches!(outcome, Ok(None) | Err(Trouble::Here(_))) {
-                // So that nobody waits for this rank; whether they hear it makes no difference here.
+                // So that no peer waits for this rank; a failure to send it does not matter here.
                 let message = vec![Arc::new(head(GAVE_UP, &[]))];
                 _ = swap.begin(course.open.iter().map(|&peer| (peer, message.clone())).collect());
                 _ = swap.end();
@@ -198,7 +198,7 @@ impl Shared<'_> {
         Ok((if went_on.is_some() { Ended::Done } else { Ended::Stopped }, traffic))
     }
 
-    /// Says that a chunk will be read soon; on how many threads that is done best.
+    /// Announces the read of a chunk; returns on how many threads to read.
     fn announce(&self, chunk: &Chunk, shared_on_host: bool) -> Result<usize> {
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
         let upcoming = Upcoming { shared_on_host, ..Upcoming::default() };
@@ -206,12 +206,12 @@ impl Shared<'_> {
             let leaves = self.files.leaves_in(chunk.file, &chunk.range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;
-        // Neighbours read from the same storage: together they keep it busy.
+        // Neighbours read from the same storage and keep it busy together.
         let readers = (2 * READERS / (1 + self.neighbours.viewers.len())).clamp(2, READERS);
         Ok(if fetch.is_ahead() { cores().min(READERS) } else { readers })
     }
 
-    /// Reads a chunk, proves it, takes what is this rank's and packs what is others'.
+    /// Reads a chunk, verifies it, takes this rank's pieces and packs the others'.
     fn read(&self, round: u64, task: Task, counters: &Counters) -> Result<Worked> {
         let Task { chunk, others, slot } = task;
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
@@ -229,7 +229,7 @@ impl Shared<'_> {
             let at = (piece.src - range.start) as usize;
             &memory[at..at + piece.span_bytes as usize]
         };
-        // Waited for before the slot is given back, whatever happens.
+        // Waits before the slot is returned, also after an error.
         let mut fences = Fences::default();
         timed(&counters.spent.placing, || -> Result<()> {
             for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
@@ -245,7 +245,7 @@ impl Shared<'_> {
         Ok(Worked::Read { round, segments, lent })
     }
 
-    /// What others take of a chunk: in the slot as far as they see it and there is room, else in their messages.
+    /// Packs what others take of a chunk: into the slot if they map it and there is room, else into their messages.
     fn packed<'m>(
         &self,
         chunk: &Chunk,
@@ -286,7 +286,7 @@ impl Shared<'_> {
         (segments, slot.filter(|_| !takers.is_empty()).map(|slot| (slot, takers)))
     }
 
-    /// Puts the bytes of a segment into their places, proven.
+    /// Copies the verified bytes of a segment to their destinations.
     fn place(&self, round: u64, segment: &Segment, counters: &Counters) -> Result<Worked> {
         let Segment { from, file, chunk, body } = segment;
         let failed = |what: String| {
@@ -332,7 +332,7 @@ impl Shared<'_> {
         Ok(Worked::Placed { round, returned })
     }
 
-    /// Reads some of what came from others from storage, too, to see what that takes: the faster one of two reads.
+    /// Reads some of what came from others from storage, too, and measures it: the faster one of two reads counts.
     fn read_again(&self, trial: &mut Trial, came: Option<&(u32, u64, u64)>, counters: &Counters) -> Result<()> {
         let Some(&(file, first, end)) = came else { return Ok(()) };
         let mut memory = self.staging.acquire()?;
@@ -353,7 +353,7 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// That every element has come, neither more nor less.
+    /// Checks that every wanted byte has arrived exactly once.
     fn expect_all(&self, counters: &Counters) -> Result<()> {
         let expected: u64 = self.sharing.bytes();
         let arrived = counters.arrived.load(Ordering::Relaxed);
@@ -372,21 +372,21 @@ struct Course<'s, 'scope, 'env> {
     chunks: Chunks<'s>,
     /// Rounds that were swapped.
     round: u64,
-    /// The rounds that come next, as far as they are being prepared.
+    /// The next rounds that are being prepared.
     ahead: VecDeque<Outgoing>,
-    /// Whether all that this rank reads for others is in them, or was.
+    /// Whether they, and earlier rounds, hold all that this rank reads for others.
     is_planned: bool,
-    /// Who expects another message.
+    /// The ranks that expect another message.
     open: BTreeSet<u32>,
     /// Segments that are not in their places yet, by the round in which they came.
     unplaced: BTreeMap<u64, usize>,
-    /// Slots that others look at, and who does.
+    /// Slots that others read, and which ranks do.
     lent: BTreeMap<u32, (WindowSlot, BTreeSet<u32>)>,
     /// Others' slots with which this rank is done.
     returns: BTreeMap<u32, Vec<u32>>,
-    /// While the ranks try.
+    /// During the trial.
     trial: Option<Trial>,
-    /// What ranks that tried need not read themselves: file and first byte of chunks.
+    /// Chunks that came during the trial and need not be read: file and first byte.
     done: Option<HashSet<(u32, u64)>>,
     /// A chunk that came: file, first byte, end.
     came: Option<(u32, u64, u64)>,
@@ -417,7 +417,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         }
     }
 
-    /// Returns whether the ranks shared to the end; `None` when another one gave up.
+    /// Returns whether the ranks shared to the end; `None` when another one failed.
     fn rounds(&mut self, swap: &Swap, mut go_on: Option<GoOn<'_>>) -> Troubled<Option<bool>> {
         self.prepare(Instant::now())?;
         loop {
@@ -448,7 +448,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             let (received, swap_s) = swap.end();
             self.trial.iter_mut().for_each(|trial| trial.swap_s += swap_s.as_secs_f64());
             let gave_up = self.take(received?, is_last);
-            // A failure of this rank's own is told, even where others failed, too.
+            // This rank's own error is reported, even if others failed, too.
             prepared?;
             if gave_up? {
                 return Ok(None);
@@ -456,7 +456,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         }
     }
 
-    /// Begins what comes next. While the ranks try, all of it is waited for and its time, since then, counted.
+    /// Begins the next rounds. During the trial it waits for them and counts the time.
     fn prepare(&mut self, began: Instant) -> Result<()> {
         self.plan()?;
         if self.trial.is_some() {
@@ -486,7 +486,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Slots that one round takes at most: a window has those of four.
+    /// Slots that one round takes at most: a window has enough for four.
     fn round_slots(&self) -> usize {
         self.shared.neighbours.window.as_ref().map_or(0, |window| (window.slots() / 4).min(READERS))
     }
@@ -509,7 +509,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 for &rank in ranks.iter().filter(|rank| !is_shown(rank)) {
                     let to = bytes_to.entry(rank).or_default();
                     *to += bytes;
-                    // As large as the chunk itself, the next one would be too much.
+                    // The next chunk may be as large as this one, which would be too much.
                     is_full |= *to + (chunk.range.end - chunk.range.start) > link_bytes;
                 }
             }
@@ -541,8 +541,8 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         messages
     }
 
-    /// Takes what came in a round, of which this rank's messages were the last ones with segments or not; whether
-    /// another rank gave up.
+    /// Takes what came in a round, of which this rank's messages were the last ones with segments or not. Returns
+    /// whether another rank failed.
     fn take(&mut self, received: BTreeMap<u32, Vec<u8>>, sent_last: bool) -> Result<bool> {
         let place = self.shared.files.place();
         if let Some(silent) = self.open.iter().find(|&peer| !received.contains_key(peer)) {
@@ -550,7 +550,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         }
         let mut bytes: u64 = received.values().map(|message| message.len() as u64).sum();
         self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
-        // First of all, who expects another message.
+        // First, which ranks expect another message.
         let files: Vec<u64> = self.shared.manifest.files().iter().map(|file| file.bytes).collect();
         let parsed: Vec<_> =
             received.into_iter().map(|(peer, message)| (peer, parse(peer, message, &files, place))).collect();
@@ -581,7 +581,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(gave_up)
     }
 
-    /// A slot that a peer is done with.
+    /// Notes that a peer is done with a slot.
     fn take_back(&mut self, peer: u32, slot: u64) -> Result<()> {
         let number = u32::try_from(slot).ok();
         let looking = number.and_then(|number| self.lent.get_mut(&number)).map(|(_, looking)| looking);
@@ -596,7 +596,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Whether something that came two rounds ago or earlier is not in its place.
+    /// Whether a segment that came two rounds ago or earlier is not copied yet.
     fn is_behind(&self) -> bool {
         self.unplaced.keys().next().is_some_and(|&round| round < self.round)
     }
@@ -605,7 +605,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
     fn settle(&mut self) -> Result<()> {
         match self.pool.next().transpose()? {
             Some(Worked::Read { round, segments, lent }) => {
-                // Behind the rounds there are none.
+                // After the rounds there is none.
                 let at = round.checked_sub(self.round + 1).and_then(|at| self.ahead.get_mut(at as usize));
                 if let Some(outgoing) = at {
                     outgoing.missing -= 1;
@@ -642,7 +642,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Reads what nobody reads for this rank, after rounds in which the ranks went on to the end or not.
+    /// Reads what no other rank has read for this one, after the rounds.
     fn rest(&mut self, went_on: bool) -> Result<()> {
         let done = self.done.take();
         for chunk in self.shared.sharing.chunks() {

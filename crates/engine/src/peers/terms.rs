@@ -16,13 +16,13 @@ use crate::reads::{ValueRef, data_bytes};
 use crate::sink::Want;
 use crate::staging::window::{View, Window};
 
-/// The most wants that all ranks together hear of others; each takes about 20 bytes.
+/// The most wants of others in the answers to all ranks together; each takes about 20 bytes.
 const TOLD_MAX: usize = 16 << 20;
 
 /// In one round and with one peer, about as much as fills the network.
 const LINK_BYTES: u64 = 4 << 20;
 
-/// Peers among whom a round's bytes are divided at least: two ranks alone need no larger ones.
+/// The least number of peers by which a round's bytes are divided: two ranks alone need no larger rounds.
 const LINKS_MIN: u64 = 8;
 
 /// The most bytes that a rank sends, or receives, in a round.
@@ -38,26 +38,26 @@ const DESCRIPTORS_KEPT: u64 = 512;
 /// How long ranks wait for connections before they ask whether all are still there.
 const JOINING: Duration = Duration::from_secs(1);
 
-/// What each rank, on average, must read that another one reads, too, before it is worth while to find out which way is
-/// faster. It must also be a part of the whole that one notices, and what is read to find out one that one does not.
+/// The bytes that each rank must, on average, have in common with another one before a trial is worth its cost. They
+/// must also be a noticeable part of the whole, and the trial's reads an unnoticeable one.
 pub(crate) const REPEATED_BYTES_MIN: u64 = 32 << 20;
 
-/// What a rank says at the beginning of a load.
+/// A rank's message at the beginning of a load.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Opening {
     /// Wanted, of tensors.
     pub(crate) bytes: u64,
-    /// What is wanted, sorted, none twice; none where nothing is to be shared.
+    /// What is wanted, sorted, none twice; empty if nothing is to be shared.
     pub(crate) wants: Vec<Wanted>,
     /// Whether the program carries rounds.
     pub(crate) has_rounds: bool,
-    /// What the messages of one round, in one direction, may take.
+    /// The most bytes of one round's messages in one direction.
     pub(crate) exchange_bytes: u64,
-    /// With how many ranks this one can be connected.
+    /// The number of ranks that this one can connect to.
     pub(crate) links_max: u64,
 }
 
-/// What a rank hears.
+/// Rank 0's answer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Opened {
     /// Whether other ranks of this machine read the same bytes, each for itself.
@@ -79,11 +79,11 @@ pub(crate) struct Terms {
     pub(crate) message_bytes_max: u64,
     /// Whether the program carries the rounds.
     pub(crate) by_rounds: bool,
-    /// Whether the ranks try first.
+    /// Whether the ranks make a trial first.
     pub(crate) is_measured: bool,
 }
 
-/// What a load wants, in words for all ranks, sorted, each once with its places among the wants and then the values.
+/// What a load wants, in terms of the manifest, sorted, each once with its indices among the wants and then the values.
 pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<usize>)> {
     let tensors = wants.iter().filter(|want| !want.region.is_empty());
     let tensors = tensors.map(|want| Wanted { leaf: want.leaf as u32, region: want.region.clone() });
@@ -96,15 +96,15 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
     places.into_iter().collect()
 }
 
-/// With how many ranks this process can be connected.
+/// The number of ranks that this process can connect to.
 pub(crate) fn links_max() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     limit.unwrap_or(u64::MAX).saturating_sub(DESCRIPTORS_KEPT)
 }
 
-/// Decides for all ranks, given what each of them says.
+/// Decides for all ranks, given the message of each.
 pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerReads) -> Result<Vec<Opened>> {
-    // More than there is: some of it is wanted by several.
+    // More than all bytes of the checkpoint: several ranks want some of them.
     let there = data_bytes(manifest);
     let shared_on_host = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
     let least = |of: fn(&Opening) -> u64| ranks.iter().map(of).min().unwrap_or(0);
@@ -144,20 +144,20 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerR
 pub(crate) struct Connected {
     pub(crate) peers: Peers,
     pub(crate) neighbours: Neighbours,
-    /// Whether every rank sees what all of its peers pack for it, so that nothing but words is sent.
+    /// Whether every rank maps the memory of all its peers, so that messages carry no data.
     pub(crate) is_in_memory: bool,
 }
 
-/// What a rank says while it connects.
+/// A rank's message while it connects.
 #[derive(Serialize, Deserialize)]
 struct Joined {
     missing: usize,
-    /// Whose windows it sees, when nobody is missing.
+    /// The ranks whose windows it maps, if no connection is missing.
     views: Vec<u32>,
     sees_all: bool,
 }
 
-/// What a rank says before it connects.
+/// A rank's message before it connects.
 #[derive(Serialize, Deserialize)]
 struct Meeting {
     address: String,
@@ -166,9 +166,8 @@ struct Meeting {
     is_cached: bool,
 }
 
-/// Connects with the peers, which this rank knows, with whether most of what it wants lies in its machine's memory,
-/// unless it cannot take part; every rank calls it. `None` on all ranks where all have what they want in memory: to
-/// take it from there for oneself is faster, and nothing is read from storage.
+/// Connects with this rank's peers; every rank calls it. `None` on all ranks if all have most of what they want in
+/// their machines' memory: then each reads for itself, which is faster, and nothing is read from storage.
 pub(crate) fn connect(
     operation: &Operation,
     known: Result<(Vec<u32>, bool)>,
@@ -189,7 +188,7 @@ pub(crate) fn connect(
     let mut views: BTreeMap<u32, View> = BTreeMap::new();
     let began = Instant::now();
     loop {
-        // Who waits for a peer that died would not know; who agrees does at once.
+        // A wait for a peer does not detect that it died; an agreement does at once.
         let missing = joining.go_on(JOINING).map_err(Error::from).and_then(|missing| match missing[..] {
             [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
                 Kind::Unavailable,
@@ -226,7 +225,7 @@ fn meet(ranks: &[Meeting]) -> Vec<Option<Vec<(u32, String)>>> {
     ranks.iter().map(|rank| Some(rank.peers.iter().filter_map(address).collect())).collect()
 }
 
-/// For each rank: connections that are missing, whether all ranks see all that they take, and who sees its window.
+/// For each rank: missing connections, whether all ranks map all memory that they read, and which ranks map its window.
 fn joined_by_rank(ranks: &[Joined]) -> Vec<(usize, bool, Vec<u32>)> {
     let missing = ranks.iter().map(|rank| rank.missing).sum::<usize>();
     let is_in_memory = ranks.iter().all(|rank| rank.sees_all);

@@ -1,4 +1,4 @@
-//! Rank 0's side of the opening: whether what the ranks go by is one plan, and if not, a plan around it.
+//! Rank 0's side of the opening: whether the ranks' plans are one, and if not, a plan around them.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{Basis, GlobalPlan, Holdings, PlanId, ReplicaStatus, Rules};
 
-/// What a rank goes by.
+/// The basis of a rank's writes.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Opening {
     /// The plan that it remembers, since it holds what it held then.
     Same { id: PlanId },
-    /// A plan of its own, and what that rests on.
+    /// A plan of its own, with its claims.
     Local {
         claims: Vec<Claim>,
         /// Whether it holds leaves whose replicas every save compares.
@@ -24,7 +24,7 @@ pub(super) enum Opening {
     Ask(Holdings),
 }
 
-/// What rank 0 tells a rank.
+/// Rank 0's answer to a rank.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Answer {
     /// Rank 0 must see all catalogs.
@@ -37,7 +37,7 @@ pub(super) enum Answer {
     },
 }
 
-/// Everything about one rank.
+/// Everything that rank 0 needs of one rank.
 #[derive(Serialize, Deserialize)]
 pub(super) struct RankCatalog {
     pub(super) holdings: Holdings,
@@ -46,8 +46,8 @@ pub(super) struct RankCatalog {
 }
 
 impl GlobalPlan {
-    /// Whether the rank goes by this plan, or would if it remembered it. A rank that planned alone has another plan,
-    /// for what it claims does not tell what it holds alone.
+    /// Whether the rank follows this plan, or would if it remembered it. A rank that planned alone has another plan,
+    /// since its claims do not include what it alone holds.
     fn agrees(&self, rank: usize, opening: &Opening) -> bool {
         match (opening, &self.basis) {
             (Opening::Same { id }, _) => *id == self.id,
@@ -66,7 +66,7 @@ impl GlobalPlan {
     }
 }
 
-/// Decides over the openings of all ranks. Whatever plan comes of it stands in `found`.
+/// Decides over the openings of all ranks. The plan, if any, is then in `found`.
 pub(super) fn decide(
     operation: &Operation,
     openings: &[Opening],
@@ -87,8 +87,7 @@ pub(super) fn decide(
     Ok(answers)
 }
 
-/// A plan of that number of what the openings say, with what is remembered of those that say too little; `None` when
-/// that does not make one plan.
+/// A plan of that number from the openings, completed from memory; `None` when they do not make one plan.
 fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> Result<Option<Arc<GlobalPlan>>> {
     let remembered = |id: PlanId| known.iter().find(|plan| plan.id == id);
     let compares_always = openings.iter().any(|opening| match opening {
@@ -121,7 +120,7 @@ fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> R
     told.collect::<Option<Vec<_>>>().map(|told| planned(number, told)).transpose()
 }
 
-/// Decides over everything about all ranks. Whatever plan comes of it stands in `found`.
+/// Decides over everything of all ranks. The plan, if any, is then in `found`.
 pub(super) fn decide_told(
     number: PlanId,
     told: Vec<RankCatalog>,
@@ -134,7 +133,7 @@ pub(super) fn decide_told(
     Ok(answers)
 }
 
-/// A plan of that number of these catalogs around what was drafted.
+/// A plan of that number from these catalogs around the local plans.
 fn planned(number: PlanId, told: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
     let (mut catalogs, mut unshared, mut always, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes }) in told.into_iter().enumerate() {

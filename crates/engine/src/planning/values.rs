@@ -1,8 +1,8 @@
 //! Which rank writes which value: compared by their digests, while tensors are being written already.
 //!
-//! The first time ranks say which values they hold and what is in them. Values that were equal on several ranks form a
+//! The first time ranks send the names and digests of their values. Values that were equal on several ranks form a
 //! *class* with all others that were equal on exactly these ranks: the lowest of them writes, and from then on 16 bytes
-//! for each class tell whether they are still equal. Whatever a rank has alone it writes without a word.
+//! for each class show whether they are still equal. A rank writes a value that it alone has without a message.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -15,11 +15,11 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{GlobalValues, KnownFiles, PlanId, Value, ValueClasses};
 
-/// Which values one rank has to write.
+/// The values that one rank has to write.
 pub(crate) struct ValuePlan {
     /// As indices of the rank's catalog.
     pub(crate) mine: Vec<u32>,
-    /// The number of the save whose files of values rank 0 remembers.
+    /// The number of the save with files of values that rank 0 remembers.
     pub(crate) known: Option<u64>,
     /// On rank 0.
     pub(crate) all: Option<Arc<GlobalValues>>,
@@ -55,18 +55,18 @@ struct Answer {
 
 #[derive(Serialize, Deserialize)]
 enum Verdict {
-    /// The values are no longer alike as they were: everyone says what it holds.
+    /// The values are no longer equal on the same ranks: each rank sends what it holds.
     NeedAll,
     /// As remembered.
     Same,
     New(ValueClasses),
 }
 
-/// Agrees with all ranks on who writes which values. `digests` are the SHA-256 of this rank's encoded values in the
-/// catalog's order.
+/// Agrees with all ranks on which rank writes which values. `digests` are the SHA-256 of this rank's encoded values in
+/// the catalog's order.
 ///
 /// # Errors
-/// The same on every rank: what any of them brought.
+/// The same on every rank: the errors of any of them.
 pub(crate) fn assign_values(
     operation: &Operation,
     plan: &RankPlan,
@@ -128,7 +128,7 @@ impl ValueClasses {
     }
 }
 
-/// The verdicts, and what is to be remembered, under that number, if it is new.
+/// The verdicts, and, if new, what to remember under that number.
 fn decide(
     number: PlanId,
     said: Vec<Said>,
@@ -166,7 +166,7 @@ impl GlobalValues {
     }
 }
 
-/// Groups equal values, and says for all and for each rank what follows.
+/// Groups equal values, for all ranks and for each rank.
 fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<ValueClasses>)> {
     let mut all = GlobalValues { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
     let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
@@ -212,7 +212,7 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     Ok((all, each))
 }
 
-/// One value on all ranks: who has each content, and at which position.
+/// One value on all ranks: for each content its ranks, with their positions.
 struct Copies {
     layout: String,
     per_rank: bool,

@@ -1,4 +1,4 @@
-//! Planned reads, put together with what lies beside them.
+//! Planned reads, grouped with adjacent ones.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,14 +6,14 @@ use std::ops::Range;
 use shardfast_plan::Read;
 use shardfast_store::Fetch;
 
-/// A planned read, and what has to be read for it.
+/// A planned read, and the range to read for it.
 pub(super) struct Planned {
     pub(super) read: Read,
     pub(super) range: Range<u64>,
 }
 
-/// Planned reads by ascending offset, each with the stretch of its file that is read with it without a gap: all that
-/// lies before it, and behind it as much as anybody asks for.
+/// Planned reads by ascending offset, each with the stretch of its file that is read with it without a gap: all before
+/// it, and as much after it as matters.
 pub(super) struct Stretches<I> {
     reads: I,
     ahead: VecDeque<Planned>,
@@ -21,7 +21,7 @@ pub(super) struct Stretches<I> {
     last: (u32, Range<u64>),
 }
 
-/// How far behind a read it is known what is read, too.
+/// How far behind a read the following reads are known.
 const STRETCH_BYTES: u64 = 4 << 20;
 
 impl<I: Iterator<Item = Planned>> Stretches<I> {
@@ -64,7 +64,7 @@ impl<I: Iterator<Item = Planned>> Iterator for Stretches<I> {
     }
 }
 
-/// A planned read of which the storage has heard.
+/// A planned read that was announced to the storage.
 pub(super) struct Announced {
     pub(super) planned: Planned,
     pub(super) fetch: Fetch,
@@ -72,7 +72,7 @@ pub(super) struct Announced {
     pub(super) is_host: bool,
 }
 
-/// Reads that are made by one thread: several only where they may be lent as one, without a gap.
+/// Reads of one thread: several only if they may be lent as one, without a gap.
 pub(super) struct Batch {
     pub(super) file: u32,
     pub(super) range: Range<u64>,
@@ -81,7 +81,7 @@ pub(super) struct Batch {
     pub(super) is_host: bool,
 }
 
-/// What is lent at a time: the more, the less often there is a first block to be proven with nothing to copy beside.
+/// Bytes that are lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
 const BATCH_BYTES: u64 = 4 << 20;
 
 impl Batch {
@@ -89,7 +89,7 @@ impl Batch {
         Batch { file: planned.read.file, range: planned.range.clone(), planned: vec![planned], fetch, is_host }
     }
 
-    /// Takes a read that goes on where the batch ends and in the same way; gives back any other.
+    /// Takes a read that continues the batch in the same way; returns any other.
     fn take(&mut self, next: Announced) -> Option<Announced> {
         let range = &next.planned.range;
         let is_beside =

@@ -1,11 +1,12 @@
-//! Memory that a rank shows to others of its machine: it packs there what they take, and they copy it out themselves.
+//! Memory that a rank shares with others of its machine: it packs their bytes there, and they copy them out.
 //!
-//! A window is anonymous memory with a descriptor (`memfd_create`), sealed so that nobody can cut it short under those
-//! who look at it, nor write into it but its owner. It lasts for one load, and is cut into slots as the arena is. Who
-//! may look at a slot is told by messages; the owner does not touch it until all of them have said that they are done.
+//! A window is anonymous memory with a descriptor (`memfd_create`), sealed so that it cannot be truncated under its
+//! readers, and only its owner can write it. It lasts for one load, and is cut into slots as the arena is. Messages
+//! name the slots that a rank may read; the owner does not touch such a slot until all its readers have said that they
+//! are done.
 //!
-//! Storage is not read into a window: where the system gives shared memory no huge pages, as most do, direct reads into
-//! it run at half the rate.
+//! Storage is not read into a window: most systems give shared memory no huge pages, and direct reads into it run at
+//! half the rate.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,7 +19,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::SLOT_BYTES;
 
-/// Enough that ranks need not wait for each other from one round to the next.
+/// Enough that ranks need not wait for each other between rounds.
 const SLOTS_MAX: u64 = 48;
 
 /// With fewer slots there would be fewer than one for each round under way.
@@ -27,7 +28,7 @@ const SLOTS_MIN: u64 = 4;
 /// The part of the staging budget that a window takes at most, beside the arena.
 pub(crate) const BUDGET_PART: u64 = 8;
 
-/// What keeps a window's size, and its contents its owner's.
+/// Seals against changes of the size, and against writes by other processes.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
 /// This rank's window.
@@ -37,11 +38,11 @@ pub(crate) struct Window {
     free: Mutex<Vec<u32>>,
 }
 
-/// Another rank's window; only to be looked at.
+/// Another rank's window; read only.
 pub(crate) struct View(Mapping);
 
 impl Window {
-    /// A window of a rank that stages in `budget_bytes`. `None` where that is too little, or the system refuses.
+    /// A window of a rank that stages in `budget_bytes`. `None` if that is too little, or the system refuses.
     pub(crate) fn new(budget_bytes: u64) -> Option<Arc<Window>> {
         let slots = (budget_bytes / BUDGET_PART / SLOT_BYTES as u64).min(SLOTS_MAX);
         if slots < SLOTS_MIN {
@@ -60,7 +61,7 @@ impl Window {
         made().ok().map(Arc::new)
     }
 
-    /// What others need to look at it.
+    /// The descriptor with which others map it.
     pub(crate) fn descriptor(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.descriptor)
     }
@@ -70,7 +71,7 @@ impl Window {
         self.mapping.bytes / SLOT_BYTES
     }
 
-    /// Slots that nobody has.
+    /// Free slots.
     pub(crate) fn free_slots(&self) -> usize {
         self.lock().len()
     }
@@ -101,8 +102,8 @@ impl WindowSlot {
     #[allow(unsafe_code)]
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
         let at = self.number as usize * SLOT_BYTES;
-        // SAFETY: inside the mapping, which the slot holds. A slot is the only one of its number at a time, and whoever
-        // looks at it from another process was told to when this borrow had ended, and is done before the slot is free.
+        // SAFETY: inside the mapping, which the slot holds. A slot is the only one of its number at a time; another
+        // process reads it only after this borrow has ended, and is done before the slot is free.
         unsafe { std::slice::from_raw_parts_mut(self.window.mapping.start.cast::<u8>().add(at).as_ptr(), SLOT_BYTES) }
     }
 }
@@ -114,7 +115,7 @@ impl Drop for WindowSlot {
 }
 
 impl View {
-    /// Another rank's window; `None` for a descriptor that is none, or whose size or contents could be taken away.
+    /// Another rank's window; `None` for a descriptor of something else, or with missing seals.
     pub(crate) fn of(descriptor: &OwnedFd) -> Option<View> {
         let seals = rustix::fs::fcntl_get_seals(descriptor).ok()?;
         let bytes = rustix::fs::fstat(descriptor).ok()?.st_size;
@@ -122,12 +123,12 @@ impl View {
         Mapping::new(descriptor.as_fd(), bytes, ProtFlags::READ).ok().map(View)
     }
 
-    /// Bytes of it that its owner says are to be looked at; `None` if they lie outside.
+    /// The bytes that its owner names; `None` if they lie outside.
     #[allow(unsafe_code)]
     pub(crate) fn bytes(&self, at: u64, bytes: u64) -> Option<&[u8]> {
         let end = at.checked_add(bytes).filter(|&end| end <= self.0.bytes as u64)?;
-        // SAFETY: inside the mapping, whose size is sealed; the owner leaves the slot as it is until it is told that
-        // this rank is done with it.
+        // SAFETY: inside the mapping, whose size is sealed; the owner does not change the slot until this rank says
+        // that it is done with it.
         Some(unsafe {
             std::slice::from_raw_parts(self.0.start.cast::<u8>().add(at as usize).as_ptr(), (end - at) as usize)
         })
@@ -140,7 +141,7 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: an address range; who may touch which part of it is told by slots and messages.
+// SAFETY: an address range; slots and messages govern the access to its parts.
 #[allow(unsafe_code)]
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
@@ -202,7 +203,7 @@ mod tests {
         assert_eq!(rustix::io::pwrite(&*descriptor, b"x", 0), Err(Errno::PERM));
         let writable = Mapping::new(descriptor.as_fd(), SLOT_BYTES, ProtFlags::READ | ProtFlags::WRITE);
         assert_eq!(writable.err(), Some(Errno::PERM));
-        // What is not sealed, or no memory at all, is not looked at.
+        // Unsealed memory, and a descriptor of no memory, are refused.
         let open = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&open, 1 << 20).unwrap();
         assert!(View::of(&open).is_none());

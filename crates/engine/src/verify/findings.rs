@@ -1,4 +1,4 @@
-//! All that is wrong with a checkpoint, collected from many threads in bounded memory.
+//! The damage of a checkpoint, collected from many threads in bounded memory.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -11,17 +11,17 @@ use super::spans::Span;
 use crate::inspect::full_name;
 use crate::reader::Damage;
 
-/// Findings that are listed; of what is beyond, the leaves are still named.
+/// Findings that are listed; of further ones only the leaves are.
 const FINDINGS_MAX: usize = 65_536;
 
-/// One thing that is wrong.
+/// One damage.
 #[derive(Debug, Clone, Serialize)]
 pub struct Finding {
-    /// What is wrong.
+    /// The kind of damage.
     pub problem: Problem,
-    /// The file, in the checkpoint; none when it is not one file's.
+    /// The file, in the checkpoint; none if it is not in one file.
     pub file: Option<String>,
-    /// The bytes of the file, where it is not all of it.
+    /// The bytes of the file, if not all of it.
     pub block: Option<Block>,
     /// The leaves that it hits.
     pub leaves: Vec<Hit>,
@@ -29,13 +29,13 @@ pub struct Finding {
     pub message: String,
 }
 
-/// What is wrong.
+/// The kind of damage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Problem {
-    /// The commit is not what was written: nothing else is known.
+    /// The commit is not what was written: nothing else can be checked.
     Commit,
-    /// The manifest is missing or not the committed one: nothing else is known.
+    /// The manifest is missing or not the committed one: nothing else can be checked.
     Manifest,
     /// A tensor's regions do not hold each element once.
     Coverage,
@@ -49,7 +49,7 @@ pub enum Problem {
     Block,
     /// The store could not give these bytes.
     Unreadable,
-    /// A value's bytes are proven, and mean nothing.
+    /// A value's bytes are verified, but cannot be decoded.
     Value,
 }
 
@@ -110,19 +110,19 @@ impl<'a> Findings<'a> {
         Findings { manifest, state: Mutex::default() }
     }
 
-    /// Something is wrong with a leaf as the manifest has it.
+    /// Adds a finding about a leaf of the manifest.
     pub(super) fn of_leaf(&self, problem: Problem, leaf: usize, message: String) {
         self.lock().leaves.insert(leaf);
         let hit = Hit { leaf: full_name(self.manifest, leaf), regions: Vec::new(), ranks: Vec::new() };
         self.push(Finding { problem, file: None, block: None, leaves: vec![hit], message });
     }
 
-    /// Something is wrong with a file, and no leaf is hit.
+    /// Adds a finding about a file that hits no leaf.
     pub(super) fn of_file(&self, problem: Problem, path: &str, message: String) {
         self.push(Finding { problem, file: Some(path.to_owned()), block: None, leaves: Vec::new(), message });
     }
 
-    /// Something is wrong with these spans of a file, or with some bytes of each.
+    /// Adds a finding about these spans of a file, or some bytes of each.
     pub(super) fn of_spans<'s>(
         &self,
         problem: Problem,

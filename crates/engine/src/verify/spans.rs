@@ -1,4 +1,4 @@
-//! Which leaf's bytes lie where: the manifest turned around, by file and offset.
+//! Which leaf's bytes lie where: the manifest by file and offset.
 
 use std::ops::Range;
 
@@ -49,7 +49,7 @@ impl Spans {
         &self.sorted[start..self.ends[file]]
     }
 
-    /// The spans that have bytes in the range, and which bytes of theirs these are.
+    /// The spans that have bytes in the range, each with its bytes there.
     pub(super) fn hit(&self, file: u32, range: &Range<u64>) -> impl Iterator<Item = (&Span, Option<Range<u64>>)> {
         let range = range.clone();
         let first = self.of(file).partition_point(|span| span.end <= range.start);

@@ -1,15 +1,15 @@
-//! What two ranks say to each other in a round.
+//! The message between two ranks in a round.
 //!
 //! ```text
-//! head     u64 flags (1: the last one with segments, 2: this rank gave up), u64 number of returned slots,
+//! head     u64 flags (1: the last one with segments, 2: this rank failed), u64 number of returned slots,
 //!          u64 each: slots of the receiver's window that the sender is done with, u64 CRC-64 of all that
 //! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes; u64 where in the sender's window they lie, or all ones
 //!          when they follow; u64 CRC-64 of all but itself, with bytes that follow; bytes
 //! ```
 //!
 //! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's
-//! order, each piece row-major. The sender proved each block that they come from. Bytes that follow are proven by the
-//! receiver once more; those in a window never left the memory in which they were proven.
+//! order, each piece row-major. The sender verified the blocks that they come from. The receiver verifies bytes that
+//! follow once more; bytes in a window never left the memory in which they were verified.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,14 +29,14 @@ const SEGMENT_HEAD_BYTES: usize = 48;
 /// In place of an offset in a window.
 const FOLLOW: u64 = u64::MAX;
 
-/// A message that came, taken apart.
+/// A received message, parsed.
 pub(super) struct Parsed {
     pub(super) flags: u64,
     pub(super) returned: Vec<u64>,
     pub(super) segments: Vec<Segment>,
 }
 
-/// Part of a message that came: the bytes of a chunk.
+/// Part of a received message: the bytes of a chunk.
 pub(super) struct Segment {
     pub(super) from: u32,
     pub(super) file: u32,
@@ -53,7 +53,7 @@ pub(super) enum Body {
 }
 
 impl Body {
-    /// The bytes that came in the message; what was said of them, and what was found, if that is not the same.
+    /// The bytes that came in the message; the CRC-64 that was found, if it differs.
     pub(super) fn proven<'a>(message: &'a [u8], bytes: &Range<usize>, crc: u64) -> std::result::Result<&'a [u8], u64> {
         let head = &message[bytes.start - SEGMENT_HEAD_BYTES..bytes.start - 8];
         match segment_crc(head, &message[bytes.clone()]) {
@@ -100,7 +100,7 @@ fn numbers(chunk: &Chunk, bytes: u64, at: u64, out: &mut Vec<u8>) {
     }
 }
 
-/// Takes a message apart, without proving bytes that follow. `files` are the lengths of the checkpoint's, in bytes.
+/// Parses a message, without verifying bytes that follow. `files` are the lengths of the checkpoint's, in bytes.
 ///
 /// # Errors
 /// `Corrupt` naming `place` and the rank that sent it.

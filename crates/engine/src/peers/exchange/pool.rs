@@ -9,7 +9,7 @@ use crossbeam_channel::{Receiver, Sender};
 
 use crate::error::{Error, Result};
 
-/// Work to be done, and whether there will be more.
+/// Queued work, and whether more may come.
 pub(super) struct Queue<T> {
     state: Mutex<(VecDeque<T>, bool)>,
     changed: Condvar,
@@ -50,7 +50,7 @@ impl<T> Queue<T> {
     }
 }
 
-/// Threads of a scope that work off a queue. Dropped, it leaves undone what no thread has begun.
+/// Threads of a scope that work off a queue. When it is dropped, work that no thread has begun is discarded.
 pub(super) struct Pool<'scope, 'env, T, R> {
     scope: &'scope Scope<'scope, 'env>,
     queue: &'scope Queue<T>,
@@ -69,7 +69,7 @@ impl<'scope, 'env, T: Send + 'scope, R: Send + 'scope> Pool<'scope, 'env, T, R> 
         Pool { scope, queue, work, results: crossbeam_channel::unbounded(), threads: 0, unfinished: 0 }
     }
 
-    /// Has something done, on `threads` threads at least, before all that waits if it `is_first`.
+    /// Queues an item, with at least `threads` threads; in front of all others if it `is_first`.
     pub(super) fn submit(&mut self, item: T, is_first: bool, threads: usize) {
         while self.threads < threads {
             let (queue, work, results) = (self.queue, self.work, self.results.0.clone());
@@ -77,7 +77,7 @@ impl<'scope, 'env, T: Send + 'scope, R: Send + 'scope> Pool<'scope, 'env, T, R> 
                 while let Some(item) = queue.next() {
                     let panicked = |_| Err(Error::internal("a thread of a load panicked"));
                     let done = catch_unwind(AssertUnwindSafe(|| work(item))).unwrap_or_else(panicked);
-                    // Nobody listens any more where the load failed.
+                    // After a failure of the load there is no receiver.
                     let _ = results.send(done);
                 }
             });

@@ -1,4 +1,4 @@
-//! The thread on which rounds are swapped, while others go on.
+//! The thread that swaps the rounds' messages while others read.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::peers::carrier::{Carrier, Message};
 
-/// What came in a round, and how long it took.
+/// The messages of a round, and how long it took.
 type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);
 
-/// The way to the thread that swaps.
+/// The handle of the thread that swaps.
 pub(super) struct Swap {
     to_carrier: crossbeam_channel::Sender<BTreeMap<u32, Message>>,
     from_carrier: crossbeam_channel::Receiver<Swapped>,
@@ -39,7 +39,7 @@ impl Swap {
         self.to_carrier.send(messages).map_err(|_| Error::internal("the thread that swaps messages has ended"))
     }
 
-    /// What the round that began brought, and how long it took.
+    /// The messages of the round that was begun, and how long it took.
     pub(super) fn end(&self) -> Swapped {
         let ended = || (Err(Error::internal("the thread that swaps messages has ended")), Duration::ZERO);
         self.from_carrier.recv().unwrap_or_else(|_| ended())

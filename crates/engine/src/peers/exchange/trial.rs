@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-/// What a rank measured while the ranks tried to share.
+/// What a rank measured during the trial.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct Trial {
     /// Reading and proving what this rank read.
@@ -23,7 +23,7 @@ pub(crate) struct Trial {
     pub(super) again_bytes: u64,
 }
 
-/// Nanoseconds of all threads, by what they were spent on.
+/// Nanoseconds of all threads, by activity.
 #[derive(Default)]
 pub(super) struct Spent {
     pub(super) reading: AtomicU64,
@@ -32,7 +32,7 @@ pub(super) struct Spent {
 }
 
 impl Spent {
-    /// Adds the time of some work, which began then, to what it was spent on.
+    /// Adds the time of some work, which began then, to its counter.
     pub(super) fn split(&self, began: Instant, trial: &mut Trial) {
         let all_s = began.elapsed().as_secs_f64();
         let counters = [&self.reading, &self.passing_on, &self.placing];
@@ -66,8 +66,8 @@ impl Trial {
         work_s.max(swap_s) < 0.95 * alone_s
     }
 
-    /// Seconds that reading again what others read would take. Something else at work in the one moment in which that
-    /// was tried must not pass for slow storage: it is no slower than reading for the first time.
+    /// Seconds that reading again what others read would take. At most the time of a first read: a disturbance of the
+    /// one measurement must not count as slow storage.
     fn again(&self) -> f64 {
         let rate = |seconds: f64, bytes: u64| if bytes == 0 { f64::MAX } else { seconds / bytes as f64 };
         let second = rate(self.again_s, self.again_bytes);

@@ -14,7 +14,7 @@ def main() -> int:
 
 
 def _host() -> tuple[int | None, Sequence[tuple[str, str, str, str]]]:
-    """What Python knows of this machine; called only when the command tells of it, since it imports frameworks."""
+    """Python's findings about this machine; called only if the command reports them, since it imports frameworks."""
     from . import machine
 
     return machine.examine()

@@ -1,7 +1,7 @@
-"""Saves in flight: who is about to change what a save still copies waits, and who broke in is found out.
+"""Saves in flight: changes of tensors that a save still copies wait for it; other changes are detected.
 
-Two things are one for the whole process, and so is the list of its saves: a framework tells of a change without saying
-of which save, and an interpreter that ends waits for all of them.
+The list of saves is one for the whole process: a framework announces a change without naming a save, and the
+interpreter waits for all saves when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import Error, Invalid, Unavailable
 _log = logging.getLogger("shardfast")
 
 GLANCE_S = 0.1
-"""How often the thread that minds saves looks whether the process ends."""
+"""How often the thread that watches saves checks whether the process ends."""
 
 
 class Pending:
@@ -69,12 +69,12 @@ class Pending:
             raise
 
     def done(self) -> bool:
-        """Tells whether the save has ended, with or without success."""
+        """Returns whether the save has ended, with or without success."""
         return self._pending.done()
 
     @property
     def report(self) -> dict[str, Any]:
-        """What this rank's part of the save did so far.
+        """Returns what this rank's part of the save did so far.
 
         A dict with the milliseconds from the call to the end of each phase (``phases_ms``), what this rank wrote
         (``bytes_written``, ``files_written``), and whether ``replicas`` were compared. The guide's page on tuning
@@ -84,7 +84,7 @@ class Pending:
         return report
 
     def _confirm(self) -> None:
-        """Of a save that is staged: says once whether its tensors were left alone. Whoever comes first looks."""
+        """Checks once, after the save is staged, whether its tensors were modified; the first caller does it."""
         with self._lock:
             if not self._watched:
                 return
@@ -101,7 +101,7 @@ class Pending:
             self._pending.confirm_unmodified(Invalid.__name__, self._broken)
 
     def mind(self, timeout_s: float | None = None) -> None:
-        """Does what :meth:`staged` does on behalf of somebody to whom a failure need not be told."""
+        """Does what :meth:`staged` does for a caller that does not report failures."""
         try:
             self._pending.staged(timeout_s)
         except Error:
@@ -120,20 +120,20 @@ class Pending:
         self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
 
     def fail(self, error: Exception) -> None:
-        """Notes what failed after the save, so that the log shows it if :meth:`raised` is not called."""
+        """Notes an error after the save, so that the log shows it if :meth:`raised` is not called."""
         self._failure = str(error)
 
     def raised(self) -> None:
-        """Notes that a caller has got the failure."""
+        """Notes that a caller has got the error."""
         self._is_raised = True
 
     @property
     def is_watched(self) -> bool:
-        """Whether tensors are still being copied that must not change before."""
+        """Whether tensors that must not change yet are still being copied."""
         return bool(self._watched)
 
     def conclude(self) -> None:
-        """Waits until the save has ended. A failure goes to the log, unless a caller has got it: none can any more."""
+        """Waits until the save has ended. Logs its error, unless a caller has got it."""
         was_raised = self._is_raised
         try:
             self.committed()
@@ -144,7 +144,7 @@ class Pending:
         self._is_raised = True
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # also of a save that never began, or that is another process's
+        with contextlib.suppress(Exception):  # includes a save that never began, or of another process
             if not in_flight.is_over and not self._is_raised and self._pending.done():
                 self.conclude()
 
@@ -156,7 +156,7 @@ class InFlight:
         self.forget()
 
     def forget(self) -> None:
-        """Starts with none: a forked process has none of its parent's saves, nor the thread that minds them."""
+        """Starts with none: a forked process has neither its parent's saves nor the thread that watches them."""
         self._lock = threading.Lock()
         self._running: tuple[Pending, ...] = ()
         self._alive: weakref.WeakSet[Pending] = weakref.WeakSet()
@@ -166,7 +166,7 @@ class InFlight:
         self.is_over = False
 
     def prepare(self) -> None:
-        """Starts the thread that minds saves, before the first one needs it."""
+        """Starts the thread that watches saves, before the first one needs it."""
         with self._lock:
             self._start()
 
@@ -176,9 +176,9 @@ class InFlight:
             self._watcher.start()
 
     def add(self, pending: Pending) -> None:
-        """Minds a save from now on: until it is staged, and at the end of the process."""
+        """Watches a save from now on: until it is staged, and at the end of the process."""
         with self._lock:
-            before = self._running  # what no caller holds goes with this frame, not under the lock
+            before = self._running  # unreferenced saves are freed with this frame, not under the lock
             self._running = (*(one for one in before if not one.done()), pending)
             self._alive.add(pending)
             if pending.is_watched:
@@ -187,7 +187,7 @@ class InFlight:
                 self._watched.put(pending)
 
     def staged(self) -> None:
-        """Waits until no save copies any more what is about to change. What made one fail is told by that save."""
+        """Waits until no save copies tensors that are about to change. A failed save raises its error itself."""
         for pending in self._unstaged:
             try:
                 pending.mind()
@@ -195,20 +195,20 @@ class InFlight:
                 _log.debug("%s: %s", pending.url, error)
 
     def conclude(self) -> None:
-        """Waits until every save has ended. For the end of the process: no save is minded any more afterwards."""
+        """Waits until every save has ended. For the end of the process: no save is watched any more afterwards."""
         try:
             for pending in (*self._running, *self._alive):
                 pending.conclude()
         finally:
-            # An interpreter that ends kills the threads that come back to it, which no Rust below them survives.
+            # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True
             self._watched.put(None)
             if self._watcher is not None:
                 self._watcher.join()
 
     def _watch(self) -> None:
-        """In the background: says of each save, as soon as it is staged, whether its tensors were left alone."""
-        # Woken by a save that begins, it lets the program go on instead of taking a core from it.
+        """In the background: checks each save, as soon as it is staged, for modified tensors."""
+        # Woken by a save that begins, it must not take a core from the program.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (pending := self._watched.get()) is not None:

@@ -1,4 +1,4 @@
-"""What a state holds, said without any framework: leaves, regions, memory, and what an adapter must tell about them.
+"""A state in terms of no framework: leaves, regions, memory, and the interface of an adapter.
 
 A *leaf* is one tensor or one value with a name below a key of the state. A tensor leaf names the *regions* of the
 global shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
@@ -47,7 +47,7 @@ class PerRank:
 class Refused(Exception):
     """Something cannot be stored or loaded into. The text says what it is, why, and what to do instead.
 
-    Raised by adapters, which do not know where in the state the thing stands; who calls them adds the place.
+    Raised by adapters, which do not know the thing's place in the state; their caller adds it.
     """
 
 
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
         dtype: safetensors name of the element type, such as ``"BF16"``.
         shape: Global shape, in elements.
         regions: The parts: disjoint, in bounds, none for an empty shard.
-        text: How the job laid the tensor out, for people; empty for a whole tensor in ordinary memory.
+        text: The tensor's layout in the job, for people; empty for a whole tensor in ordinary memory.
         holders: All ranks of the job that hold exactly these regions, ascending, this one among them; ``None`` where
             that is not known. It must be all of them: ranks that know it for every tensor plan a save alone.
     """
@@ -114,7 +114,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one address; never where each dimension steps over all that is inside of it."""
+    """Whether two elements may lie at one address; never if each dimension steps over all inner ones."""
     inside = 0
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
         if size > 1 and stride <= inside:
@@ -124,9 +124,9 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_writable(address: int) -> bool:
-    """Whether the byte at an address can be written, as the kernel says; it keeps its value.
+    """Whether the kernel permits writing the byte at an address, which keeps its value.
 
-    A process that writes to memory which was mapped to be read ends by that. No framework tells such memory.
+    A write to memory that was mapped read-only ends the process, and no framework shows which memory is.
     """
     byte = (ctypes.c_char * 1).from_address(address)
     reading, writing = os.pipe()
@@ -145,7 +145,7 @@ class Source(NamedTuple):
 
     Attributes:
         owner: A tensor that is all of the memory, with no sharding.
-        is_copy: Whether the memory was made for this and is not the tensor's own.
+        is_copy: Whether the memory is a copy and not the tensor's own.
     """
 
     memory: tuple[Memory, ...]
@@ -157,9 +157,9 @@ class Origin(NamedTuple):
     """A tensor that is to be saved.
 
     Attributes:
-        layout: As :meth:`Adapter.layout` tells it.
-        identity: As :meth:`Adapter.identity` tells it.
-        source: As :meth:`Adapter.source` gives it, if that is the tensor's own memory and found without more ado.
+        layout: As :meth:`Adapter.layout` returns it.
+        identity: As :meth:`Adapter.identity` returns it.
+        source: As :meth:`Adapter.source` returns it, if that is the tensor's own memory and cheap to find.
     """
 
     layout: Layout
@@ -171,10 +171,8 @@ class Target(NamedTuple):
     """Memory to load into, for each region of the layout.
 
     Attributes:
-        memory: Writable, no two elements at one address.
-        owner: Keeps the memory allocated.
-        finish: What remains to be done once the bytes are there (a copy to a device or into another dtype), if
-            anything.
+        memory: Writable, no two elements at one address. owner: Keeps the memory allocated. finish: Called once the
+        bytes are there, if a copy to a device or into another dtype remains.
     """
 
     memory: tuple[Memory, ...]
@@ -186,9 +184,9 @@ class Destination(NamedTuple):
     """A tensor that is to be loaded into.
 
     Attributes:
-        layout: As :meth:`Adapter.layout` tells it.
-        identity: As :meth:`Adapter.identity` tells it.
-        target: As :meth:`Adapter.target` gives it, if that is the tensor's own memory and found without more ado.
+        layout: As :meth:`Adapter.layout` returns it.
+        identity: As :meth:`Adapter.identity` returns it.
+        target: As :meth:`Adapter.target` returns it, if that is the tensor's own memory and cheap to find.
     """
 
     layout: Layout
@@ -335,13 +333,13 @@ SavedLeaf = SavedTensor | SavedObject | SavedAlias
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """How a framework keeps the memory of tensors allocated, and how it tells what was done to it.
+    """How a framework keeps the memory of tensors allocated, and how it shows writes and moves.
 
     Attributes:
         memory: For each tensor what keeps its memory allocated, and keeps nothing else alive. Can be referred to
             weakly, and is one object for as long as the tensor lies in that memory.
         address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
-        version: The name of a tensor's attribute that counts writes.
+        version: The name of the tensor attribute that counts writes.
     """
 
     memory: Sequence[Any]
@@ -358,7 +356,7 @@ whole numbers."""
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """How tensors that wrap this rank's memory tell of it.
+    """The attributes of tensors that wrap this rank's memory.
 
     Attributes:
         layout: Name of the attribute that says how a tensor is sharded: an object that is replaced, never changed.
@@ -373,7 +371,7 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Where in its objects a bundle's leaves stand. While it stays so, the bundle need not be described again.
+    """Where in its objects a bundle's leaves are. While that is unchanged, the bundle need not be described again.
 
     Attributes:
         objects: All objects that count, with those of their attributes that do. What is met in these, in this order,
@@ -382,7 +380,7 @@ class Outline:
         parameters: The numbers of a module's parameters; an optimizer's are all members.
         others: Numbers of the entries that ``values`` needs.
         sharded: Numbers, among the tensors, of those that wrap this rank's memory, with their layouts.
-        wrapper: How these tell of it.
+        wrapper: The attributes of these.
         values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
         members: The name under which a group lists its members, where an attribute is of kind ``"groups"``.
     """
@@ -399,11 +397,11 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a bundle makes of what was loaded.
+    """A bundle's answer to loaded values.
 
     Attributes:
         install: The call that installs it.
-        missing: Leaves of the bundle that stay as they were, because the checkpoint says nothing of them.
+        missing: Leaves of the bundle that stay as they were, because the checkpoint does not have them.
         unexpected: Loaded leaves for which there is no place after all.
     """
 
@@ -422,18 +420,18 @@ class Bundle(Protocol):
     """By FQN the parameters that a module holds, as tensors or parts, or the tensors that an optimizer steps."""
 
     def announce(self, notice: Callable[[], None]) -> Sequence[Any]:
-        """Has ``notice`` called before the framework changes the bundle's tensors, for as long as the bundle lives.
+        """Calls ``notice`` before the framework changes the bundle's tensors, for as long as the bundle lives.
 
         Calling it again changes nothing, and copies and pickles of the framework's objects know nothing of it.
 
         Returns:
-            Those tensors, of this bundle or another one, that change in no other way: what a program does to them
-            outside of its framework's own steps and loads, it does at moments of which it was told.
+            Those tensors, of this bundle or another one, that change in no other way: a program that writes them other
+            than by the framework's steps and loads must call ``staged()`` first.
         """
         ...
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
-        """The :attr:`Layout.holders` of tensors that do not tell it themselves, by leaf name, as far as it is known.
+        """The :attr:`Layout.holders` of tensors whose own layout does not have them, by leaf name, as far as known.
 
         Args:
             of: Those of parameters of the state's modules, by ``id``.
@@ -441,11 +439,11 @@ class Bundle(Protocol):
         ...
 
     def compared(self) -> Mapping[str, Compared]:
-        """When the ranks' copies of its tensors are compared, by leaf name, where that is not at the first save."""
+        """When the ranks' copies of its tensors are compared, by leaf name, if not at the first save."""
         ...
 
     def outline(self) -> Outline | None:
-        """What tells later, without describing it again, that the bundle is the same; ``None`` where nothing can."""
+        """What shows later, without describing it again, that the bundle is the same; ``None`` if nothing can."""
         ...
 
     def tensors(self) -> Mapping[str, Any]:
@@ -453,7 +451,7 @@ class Bundle(Protocol):
         ...
 
     def values(self) -> Mapping[str, object]:
-        """What else there is to save, by leaf name. A value may hold tensors of its own."""
+        """The other leaves, by leaf name. A value may hold tensors of its own."""
         ...
 
     def accepts(self, name: str) -> bool:
@@ -500,7 +498,7 @@ class Bundle(Protocol):
             created: Tensors from :meth:`create`, filled.
             values: The loaded values by name; for those that merge, the list of all copies.
             parameter: As in :meth:`renamed`, for the names of parameters inside values.
-            strict: Whether values must speak of all that is here.
+            strict: Whether values must cover all that is here.
             absent: Leaves that are here and not in the checkpoint, of those that :meth:`drops` names.
 
         Raises:
@@ -511,14 +509,14 @@ class Bundle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A bundle with parameters, of which optimizers speak by name."""
+    """A bundle with parameters, which optimizers refer to by name."""
 
     bundle: Bundle
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Rounds(Protocol):
-    """A load under way that asks for rounds of messages between all ranks."""
+    """A load in progress that needs rounds of messages between all ranks."""
 
     @property
     def is_shared(self) -> bool:
@@ -530,7 +528,7 @@ class Rounds(Protocol):
         ...
 
     def received(self, sizes: list[int], data: bytearray, /) -> None:
-        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+        """Takes how many bytes came from each rank in the round, and these bytes by rank."""
         ...
 
 
@@ -551,7 +549,7 @@ class RandomGenerators(Protocol):
         ...
 
     def write(self, state: Any, /) -> str | None:
-        """Sets them; the name of those that are in use here and of which the value has no state, if there are any."""
+        """Sets them; returns the name of those that are in use here and have no state in the value, if any."""
         ...
 
 
@@ -576,7 +574,7 @@ class Objects(Protocol):
 
 
 class Adapter(Objects, Protocol):
-    """One framework's tensors, said as regions. ``shardfast.testing`` holds the contract as checks.
+    """One framework's tensors as regions. ``shardfast.testing`` has checks of the contract.
 
     An adapter knows its framework and this module, and nothing of files, ranks' agreement or other adapters.
     """
@@ -601,7 +599,7 @@ class Adapter(Objects, Protocol):
         ...
 
     def origin(self, tensor: Any) -> Origin:
-        """What a save asks of ``tensor`` first, at once: a state has many tensors.
+        """What a save needs of ``tensor`` first, in one call, since a state has many tensors.
 
         Raises:
             Refused: As :meth:`layout`.
@@ -609,21 +607,21 @@ class Adapter(Objects, Protocol):
         ...
 
     def stream(self, device: int) -> int | None:
-        """The handle of the stream on which the program works now on that CUDA device, if it is this framework's."""
+        """The handle of the stream that the program now uses on that CUDA device, if it is this framework's."""
         ...
 
     def carrier(self, world: int) -> Callable[[Rounds], None] | None:
-        """What carries rounds between the devices of all ``world`` ranks of the job, if this framework can.
+        """A carrier of rounds between the devices of all ``world`` ranks of the job, if this framework has one.
 
-        Each rank calls it. ``None`` where the ranks' own ways are the faster ones, as on one machine.
+        Each rank calls it. ``None`` if the ranks' own connections are faster, as on one machine.
         """
         ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
-        """Holds tensors of which a bundle announces changes: owners of sources that are no copies.
+        """Holds tensors with announced changes: owners of sources that are no copies.
 
         Raises:
-            Refused: If the framework cannot tell afterwards whether a tensor was written.
+            Refused: If the framework cannot show afterwards whether a tensor was written.
         """
         ...
 
@@ -632,11 +630,11 @@ class Adapter(Objects, Protocol):
         ...
 
     def wrote(self, owners: Sequence[Any]) -> None:
-        """Has the framework know that these were written: owners of targets, in whose memory a load puts elements."""
+        """Tells the framework that these were written: owners of targets, which a load has filled."""
         ...
 
     def destination(self, tensor: Any, dtype: str) -> Destination:
-        """What a load of elements of type ``dtype`` into ``tensor`` asks first, at once: a state has many tensors.
+        """What a load of elements of type ``dtype`` into ``tensor`` needs first, in one call.
 
         Raises:
             Refused: As :meth:`layout`.
@@ -668,7 +666,7 @@ class Adapter(Objects, Protocol):
         ...
 
     def expect_remade(self, tensor: Any) -> None:
-        """Refuses a tensor inside a value if a load, which makes a new one there, would make less of it.
+        """Refuses a tensor inside a value if a load, which makes a new one there, would lose a part of it.
 
         Raises:
             Refused: If its class holds more than the elements.

@@ -95,7 +95,7 @@ class Checkpointer:
         self._running: list[tuple[Pending, Future[None]]] = []
         self._spared: set[str] = set()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
-        # The first save stops the training for what is not done before it.
+        # Work that is not done before the first save stops the training then.
         frameworks.active()
         frameworks.built_on_others()
         in_flight.prepare()
@@ -180,7 +180,7 @@ class Checkpointer:
         try:
             self._settle(IN_FLIGHT_MAX - 1)
         except Exception:
-            # The other ranks begin this save too: they must not wait for one that still has something to report.
+            # The other ranks begin this save too: they must not wait for a rank that still has an error to raise.
             self._begin(step, state)
             raise
         self._begin(step, state)
@@ -204,7 +204,7 @@ class Checkpointer:
         self._running.append((pending, concluding))
 
     def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
-        """In the background: waits for the commit, then lets go what no rule keeps."""
+        """In the background: waits for the commit, then deletes checkpoints that no rule keeps."""
         try:
             pending.end()
             self.committed = max(step, self.committed or 0)
@@ -215,15 +215,15 @@ class Checkpointer:
                         self._spared.add(url)
                         _log.warning("%s matches no rule of keep= and is not deleted: %s", url, reason)
         except Exception as error:
-            pending.fail(error)  # for the log, should no call of this object raise it any more
+            pending.fail(error)  # for the log, if no later call of this object raises it
             raise
 
     def _settle(self, most: int | None) -> None:
-        """Raises what failed in the background, once; with ``most`` not before at most so many saves are in flight."""
+        """Raises errors of the background, once; with ``most``, waits until at most so many saves are in flight."""
         failures: list[Exception] = []
         while self._running:
             pending, concluding = self._running[0]
-            pending.done()  # refuses in a forked process, in which nothing would ever end
+            pending.done()  # raises in a forked process, where no save would ever end
             if not concluding.done() and (most is None or len(self._running) <= most):
                 break
             failure = concluding.exception()
@@ -237,7 +237,7 @@ class Checkpointer:
                 raise type(failures[0])("\n".join(map(str, failures)))
             if failures:
                 raise failures[0]
-        finally:  # an exception whose traceback leads to itself keeps all frames, and with them the state
+        finally:  # an exception that its own traceback refers to would keep all frames, and with them the state
             del failures
 
     def wait(self) -> None:
@@ -263,5 +263,5 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            # The error that ends the block counts for more.
+            # The error that ends the block is raised instead.
             _log.error("the last save failed: %s", failure)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, while much is made at once."""
+"""Python's garbage collector, while many objects are made at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Paused:
-    """No collection inside, for what makes many objects that are all still needed.
+    """Prevents collections inside, for code that makes many objects that are all still needed.
 
-    The collector runs whenever so many are there more than before: of thousands of tensors each one described costs
-    more for that than for all else. Its generations are left as they are, with the program's own garbage in them.
+    The collector runs whenever the number of objects has grown by a threshold: to describe thousands of tensors, that
+    costs more than all else. Its generations stay as they are, with the program's own garbage in them.
     """
 
     def __enter__(self) -> None:
-        self._was_enabled = gc.isenabled()  # else the program collects when it likes to
+        self._was_enabled = gc.isenabled()  # if not, the program collects explicitly
         gc.disable()
 
     def __exit__(self, *raised: object) -> None:
@@ -28,7 +28,7 @@ class Paused:
 
 
 def paused(function: Callable[P, T]) -> Callable[P, T]:
-    """No collection while ``function`` runs, after which all that it made but its result is gone again."""
+    """Prevents collections while ``function`` runs, which frees all that it made except its result."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

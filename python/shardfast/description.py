@@ -1,8 +1,8 @@
-"""What a state holds, said for a save: leaves, how each is captured, and what of it all need not be said again.
+"""Describes a state for a save: its leaves, how each is captured, and what need not be described again.
 
-Describing a state takes long beside copying it, and from save to save nothing but values changes. So what modules and
-optimizers hold is described once. Later saves look whether it is still so: the same objects in the same slots, tensors
-at the same places. Between saves nothing of the state is kept alive, its memory included.
+Describing a state takes long beside copying it, and between saves only values change. So what modules and optimizers
+hold is described once. Later saves check that it is unchanged: the same objects in the same slots, tensors at the same
+addresses. Between saves nothing of the state is kept alive, its memory included.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from .stateful import Stateful
 from .values import Lowering, Trail, capture, dotted
 
 SMALL_BYTES_MAX = 1 << 10
-"""Tensors up to this size are copied in the call: that costs less than watching them."""
+"""Tensors up to this size are copied in the call, which costs less than watching them."""
 
 EAGER_BYTES_MAX = 4 << 20
-"""What nobody announces changes of is copied in the call up to this size in all."""
+"""Tensors without announced changes are copied in the call up to this size in all."""
 
 COMPARED: Sequence[Compared] = ("never", "every save", "first save", "on request")
-"""Which one counts of a tensor that has several names: the first."""
+"""For a tensor with several names, the first of these that any name has applies."""
 
 Notice = Callable[[], None]
 Patterns = tuple[str, ...]
@@ -83,7 +83,7 @@ class Watched:
     places: Sequence[str]
 
     def changes(self) -> list[str]:
-        """What was done to them since."""
+        """What happened to them since."""
         found = self.hold.changes(self.tensors, self.stamp)
         return [f"{self.places[number]} was {what}" for number, what in found]
 
@@ -95,8 +95,8 @@ class Description:
     Attributes:
         native: Its leaves and memory.
         values: Those of its object leaves, in order.
-        watched: What is copied later, and may not change before.
-        owner: Keeps allocated what is not copied yet.
+        watched: Tensors that are copied later, and may not change before.
+        owner: Keeps the memory allocated that is not copied yet.
     """
 
     native: _native.Described
@@ -110,8 +110,8 @@ def describe(state: object, *, pickle: bool = False, notice: Notice | None = Non
 
     Args:
         state: As the user gave it.
-        pickle: Whether values that cannot be said as data are pickled.
-        notice: Is called before tensors change of which a bundle announces it; without it none is captured lazily.
+        pickle: Whether values without a form as data are pickled.
+        notice: Called before announced changes of tensors; without it no tensor is captured lazily.
 
     Raises:
         Invalid: Naming what cannot be stored, or two things of one name.
@@ -124,7 +124,7 @@ class Describer:
     """Describes states for saves, one after the other, and remembers the last one.
 
     Args:
-        notice: Is called before tensors change that were captured lazily.
+        notice: Called before tensors change that are captured lazily.
     """
 
     def __init__(self, notice: Notice) -> None:
@@ -140,7 +140,7 @@ class Describer:
         self._forget = forget
 
     def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> None:
-        """Describes the state, so that the first save finds it described. What cannot be described, a save refuses."""
+        """Describes the state in advance, for the first save. Ignores what cannot be described: a save refuses it."""
         with suppress(Exception):
             self.describe(state, pickle=pickle, excepted=excepted)
 
@@ -163,7 +163,7 @@ class Describer:
         return description
 
 
-# What there is in a state
+# The contents of a state
 
 
 class _Named(NamedTuple):
@@ -178,7 +178,7 @@ class _Named(NamedTuple):
     identity: Hashable
     compared: Compared
     known: Source | None
-    """Its memory, if the adapter has told it."""
+    """Its memory, if the adapter has returned it."""
 
     def source(self) -> Source:
         return self.known or self.adapter.source(self.tensor)
@@ -295,7 +295,7 @@ def _held_bytes(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """All that a state holds: bundles' tensors first, then the tensors that stand elsewhere, and the values."""
+    """All that a state holds: bundles' tensors first, then other tensors, and the values."""
 
     adapters: Sequence[Adapter]
     bundles: Sequence[BundleEntry]
@@ -305,7 +305,7 @@ class _Found:
 
     objects: Sequence[ObjectLeaf]
     announced: Mapping[int, Any]
-    """The tensors of which a bundle announces changes, by ``id``."""
+    """The tensors with announced changes, by ``id``."""
 
     @staticmethod
     def of(
@@ -345,7 +345,7 @@ class _Found:
         tensors: list[tuple[_Named, list[int], int, bool]] = []
         aliases: list[Leaf] = []
         for numbers in by_identity.values():
-            # Every rank must choose the same name for the tensor itself, whatever the order of its dicts.
+            # Every rank must choose the same name for the tensor itself, in any order of its dicts.
             if len(numbers) > 1:
                 numbers.sort(key=lambda number: self.named[number][:2])
             first, *others = map(self.named.__getitem__, numbers)
@@ -378,7 +378,7 @@ class _Found:
 
 
 Extras = tuple[list[tuple[str, str, bool]], list[tuple[str, str, Layout, Hashable]], list[object]]
-"""Objects, and tensors that stand in no bundle, with their memory."""
+"""Objects, and tensors outside of bundles, with their memory."""
 
 
 def _extras(objects: Iterable[ObjectLeaf], named: Iterable[_Named], memory: list[object]) -> Extras:
@@ -391,7 +391,7 @@ def _extras(objects: Iterable[ObjectLeaf], named: Iterable[_Named], memory: list
 
 @dataclass(frozen=True)
 class _Bundle:
-    """A bundle that was described. Its objects are held weakly."""
+    """A described bundle. Its objects are held weakly."""
 
     key: str
     name: str | None
@@ -423,17 +423,17 @@ class _Lazy:
     places: Sequence[str]
 
     def watched(self, own: list[Any]) -> Watched | None:
-        """As they are now, with their memory kept; ``None`` if that is another than it was."""
+        """Their present state, with their memory kept; ``None`` if they have other memory than before."""
         stamp = self.hold.stamp(own)
         return None if stamp is None else Watched(self.hold, own, stamp, self.places)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A description that serves again while nothing but values has changed.
+    """A description that can be reused while only values have changed.
 
     Attributes:
-        outline: What tells whether the bundles are the same.
+        outline: Shows whether the bundles are the same.
         lazy: What is captured lazily.
         eager: The numbers of what is captured eagerly, but not in the call.
     """
@@ -448,7 +448,7 @@ class _Known:
     excepted: Patterns
 
     def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
-        """The state as it is now, if it is another only in its values."""
+        """The present state, if only its values differ."""
         if list(map(type, adapters)) != self.kinds:
             return None
         known = {(bundle.key, bundle.name): bundle for bundle in self.bundles}
@@ -491,7 +491,7 @@ class _Known:
         adapters: Sequence[Adapter],
         pickle: bool,
     ) -> _Leaves | None:
-        """The values, and what stands in no bundle; ``None`` if there are other bundles than before."""
+        """The values, and tensors outside of bundles; ``None`` if there are other bundles than before."""
         entries = rest_of(units, of_bundles, adapters)
         if entries is None:
             return None
@@ -505,7 +505,7 @@ class _Known:
 
 
 def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
-    """What tells whether bundles are what they are now; ``None`` if they or their tensors do not tell."""
+    """The outline with which later saves check the bundles; ``None`` if they do not support it."""
     given = []
     for one in outlines:
         wrapper = None if one.wrapper is None else (one.wrapper.layout, one.wrapper.inner, one.wrapper.kind)
@@ -528,14 +528,14 @@ def held(hold: Hold) -> _native.Hold:
 def _described(
     found: _Found, forget: Callable[[object], None], excepted: Patterns
 ) -> tuple[Description, _Known | None]:
-    """A description of what was found, and what serves for the next one."""
+    """A description of what was found, and what the next one can reuse."""
     leaves, numbers = found.leaves()
     native = _native.Described([native_leaf(leaf) for leaf in leaves])
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
     for leaf in tensors:
-        # In a bundle, if it stands in one: what is captured lazily does.
+        # Its number in a bundle, if it has one, as all lazily captured tensors do.
         of_leaf = numbers[leaf.key, leaf.name]
         number = min(of_leaf, key=lambda number: (not found.is_announced(number), number))
         if leaf.capture == "lazy":

@@ -1,4 +1,4 @@
-"""Looking at a checkpoint on a host: its tensors where they lie in its files, mapped into memory."""
+"""Inspection of a checkpoint on a host, with its tensors mapped into memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Mapped(Mapping[str, Any]):
         _, dtype, shape = self._tensors[name]
         try:
             tensor = self._adapters[0].allocate(dtype, shape)
-        except Refused as refused:  # of a tensor without elements, of which there is no part
+        except Refused as refused:  # a tensor without elements, which has no part
             raise self._has_no_type(name, refused) from refused
         for offsets, part in parts:
             box = zip(offsets, part.shape, strict=True)

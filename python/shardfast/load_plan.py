@@ -1,4 +1,4 @@
-"""What a load is asked for, and what it takes from a checkpoint."""
+"""The options of a load, and what it takes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller of a load allows and asks for; see :func:`shardfast.load`."""
+    """The options of a load; see :func:`shardfast.load`."""
 
     strict: bool = True
     rename: Rename | None = None

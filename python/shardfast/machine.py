@@ -1,4 +1,4 @@
-"""What only Python knows of this machine, for ``shardfast doctor``: frameworks, addresses, settings."""
+"""Python's findings about this machine for ``shardfast doctor``: frameworks, addresses, settings."""
 
 from __future__ import annotations
 

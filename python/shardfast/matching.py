@@ -1,7 +1,7 @@
 """Which saved leaf goes where in a state: matched by name, checked, bound to memory, installed.
 
-Everything is matched and checked before memory is touched, so that every offender is known at once; tensors are filled
-in place by the engine; values are made and installed last, once all bytes are there and proven.
+Everything is matched and checked before memory is written, so that one error lists every problem. The engine fills
+tensors in place. Values are made and installed last, once all bytes are there and verified.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Value:
     place: str
     receive: Put
     current: Mapping[Trail, tuple[Adapter, Any]]
-    """Tensors that stand in the present value, by their trails."""
+    """Tensors in the present value, by their trails."""
 
     merges: bool
 
@@ -65,7 +65,7 @@ class _Received:
     Attributes:
         created: Tensors that were made for it, by leaf name.
         values: Its loaded values, likewise.
-        absent: What it has, and was not saved with, and drops.
+        absent: Leaves that it has and the checkpoint does not, which it drops.
     """
 
     entry: BundleEntry
@@ -140,7 +140,7 @@ class Matching:
         return new
 
     def _parameter(self, entry: BundleEntry) -> Callable[[str], str]:
-        """The present name of a saved parameter, in what a bundle says: an optimizer follows what it owns."""
+        """The present name of a saved parameter inside a bundle's values: optimizers follow renamed parameters."""
 
         def present(fqn: str) -> str:
             for key in self._keys_of.get(fqn, ()):
@@ -180,7 +180,7 @@ class Matching:
         return ours
 
     def _find(self, key: str, name: str) -> SavedLeaf | None:
-        """The saved leaf for a place in the state; none where ``only`` selects otherwise."""
+        """The saved leaf for a place in the state; ``None`` if ``only`` does not select it."""
         full = f"{key}/{name}"
         expect_text(name, full)
         if not self._options.selects(full):
@@ -191,7 +191,7 @@ class Matching:
         return leaf
 
     def _tensor_of(self, leaf: SavedLeaf) -> SavedTensor | None:
-        """The tensor leaf that a leaf is or names; touched."""
+        """The tensor leaf that a leaf is or refers to; marks it as touched."""
         self.touched.add(leaf.index)
         if isinstance(leaf, SavedAlias):
             target = self._saved.get((leaf.of_key, leaf.of_name))
@@ -204,7 +204,7 @@ class Matching:
     # Tensors
 
     def _into(self, key: str, name: str, adapter: Adapter | Parts, tensor: Any, place: str) -> None:
-        """Whatever is saved under the name goes into a tensor of the state."""
+        """Loads what is saved under the name into a tensor of the state."""
         leaf = self._find(key, name)
         if leaf is None:
             return
@@ -222,7 +222,7 @@ class Matching:
         self._value(leaf, place, receive, None)
 
     def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, name: str) -> None:
-        """Checks a saved tensor against one of the state, and wants it."""
+        """Checks a saved tensor against one of the state, and adds a want."""
         try:
             destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
@@ -259,7 +259,7 @@ class Matching:
             self._explain_tree(entry.key, entry.name)
             return
 
-        # Not self, which would then hold itself, and with it the state.
+        # Not self, which would then refer to itself and keep the state alive.
         install, install_last = self._install, self._install_last
 
         def receive(value: object) -> None:
@@ -279,7 +279,7 @@ class Matching:
             self._value(leaf, entry.place, receive, entry.value)
 
     def _tree(self, entry: TreeEntry) -> None:
-        # The checkpoint decides: a subtree that held other things than tensors was saved as one value.
+        # The checkpoint decides: a subtree with other things than tensors was saved as one value.
         leaf = self._ours.get((entry.key, entry.name))
         if isinstance(leaf, SavedObject):
             value = ValueEntry(entry.key, entry.name, entry.value, False, None, entry.put, entry.place)
@@ -289,7 +289,7 @@ class Matching:
             self._into(below.key, below.name, below.adapter, below.tensor, below.place)
 
     def _explain_tree(self, key: str, name: str) -> None:
-        """A word on tensors that are saved below a name where the state has something else."""
+        """Notes a problem if tensors are saved below a name under which the state has something else."""
         below = sum(1 for other_key, other in self._ours if other_key == key and other.startswith(f"{name}."))
         if below and self._options.selects(f"{key}/{name}"):
             self.plan.problems.append(
@@ -297,7 +297,7 @@ class Matching:
             )
 
     def _allocate(self, saved: SavedTensor, name: str) -> Any:
-        """A new plain tensor of the state's first framework, wanted."""
+        """Makes a plain tensor of the state's first framework and adds a want."""
         if not self._adapters:
             self.plan.problems.append(f"{name} is a tensor in the checkpoint: import a framework to hold it")
             return None
@@ -312,7 +312,7 @@ class Matching:
         return tensor
 
     def _value(self, leaf: SavedLeaf, place: str, receive: Put, current: object, merges: bool = False) -> None:
-        """Wants the saved value of a leaf, and the tensors that it refers to."""
+        """Adds wants for the saved value of a leaf, and for the tensors that it refers to."""
         if not isinstance(leaf, SavedObject):
             return
         name = f"{leaf.key}/{leaf.name}"
@@ -326,7 +326,7 @@ class Matching:
         self._values.append(_Value(leaf, copies, place, receive, now, merges))
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
-        """Wants the tensors below a value: into those that stand there now where they fit, into new ones else."""
+        """Adds wants for the tensors below a value: into the present ones if they fit, else into new ones."""
         below = self._referred.get((leaf.key, leaf.name), [])
         for other in sorted(below, key=lambda other: isinstance(other, SavedAlias)):
             saved = self._tensor_of(other)
@@ -372,7 +372,7 @@ class Matching:
         bundle = _Received(entry)
         self._bundles.append(bundle)
         tensors, values = entry.tensors(), entry.bundle.values()
-        # What is saved of a bundle is all of it: its values say so, which are saved whatever else there is.
+        # A saved bundle is complete; its values, which are always saved, show that it was saved.
         is_saved = any(
             (entry.key, entry.prefix + name) in self._ours
             and self._options.selects(f"{entry.key}/{entry.prefix}{name}")
@@ -394,7 +394,7 @@ class Matching:
             leaf = self._find(entry.key, entry.prefix + name) if name not in absent else None
             if leaf is not None:
                 self._accept(bundle, name, leaf, value)
-        # State that is made lazily: what the checkpoint holds says what there will be.
+        # For state that is made lazily the checkpoint shows what there will be.
         owned = {other.index for below in self._referred.values() for other in below}
         for (key, name), leaf in self._ours.items():
             below = name.removeprefix(entry.prefix)
@@ -429,7 +429,7 @@ class Matching:
         self._want(saved, adapter, tensor, destination, full)
 
     def _layout_beside(self, entry: BundleEntry, name: str) -> str:
-        """In words, how the parameter was laid out whose state is called ``name``."""
+        """The saved layout, as text, of the parameter with state called ``name``."""
         for key, fqns in entry.owned.items():
             path = name.partition(".")[2]
             while path := path.rpartition(".")[0]:
@@ -441,7 +441,7 @@ class Matching:
     # From a plan to a filled state
 
     def forecast_wants(self) -> list[NativeWant]:
-        """The wants without memory: to plan with, never to load."""
+        """The wants without memory, for a plan only."""
         out = []
         for want in self._wants:
             for region in want.destination.layout.regions:
@@ -473,7 +473,7 @@ class Matching:
         return [(value.leaf.index, copy) for value in self._values for copy in value.copies]
 
     def make(self, encoded: Sequence[bytes]) -> None:
-        """Makes the values from their bytes (in the order of :meth:`value_wants`), and checks what takes them."""
+        """Makes the values from their bytes (in the order of :meth:`value_wants`), and has their takers check them."""
         for place, finish in self._finish:
             try:
                 finish()
@@ -529,15 +529,15 @@ class Matching:
         how = Raising(value.place, self._adapters, referred, settle, self._options.pickle)
         return raise_value(decode(encoded, value.place), how)
 
-    # What all ranks make of it
+    # All ranks' findings
 
     def own_problems(self) -> list[str]:
-        """What forbids the load on this rank, unexpected leaves aside."""
+        """What prevents the load on this rank, except unexpected leaves."""
         missing = [f"missing: {name} is not in the checkpoint" for name in self.plan.missing]
         return [*(missing if self._options.strict else []), *self.plan.problems]
 
     def conclude(self, untouched: Sequence[int], problems: Sequence[tuple[Sequence[int], str]]) -> None:
-        """Takes what all ranks found: saved leaves that none has a place for, and everyone's problems."""
+        """Takes all ranks' findings: saved leaves that none has a place for, and all problems."""
         indices = set(untouched)
         names: dict[str, list[str]] = {}
         for (key, name), leaf in self._ours.items():
@@ -572,7 +572,7 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
 
 
 def _checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
-    """What gives a made value to what takes it, which says before that it will."""
+    """Returns the call that gives a made value to an object, which has checked it before."""
     try:
         stateful.check(value)
     except Refused as refused:

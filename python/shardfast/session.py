@@ -1,12 +1,12 @@
-"""The ranks of this job, brought together once: never through the training's process groups, devices or collectives.
+"""The ranks of this job, connected once: never through the training's process groups, devices or collectives.
 
-Ranks talk through a tree of connections of their own, from whatever thread; every rank but rank 0 joins through the
-one above it. They find each other in one of two ways:
+Ranks communicate through a tree of connections of their own, from any thread; every rank but rank 0 joins through its
+parent. They find each other in one of two ways:
 
-* Through the job's rendezvous store, in which its processes found each other for ``torch.distributed``: rank 0 tells
-  the shape of the tree and a secret, and each rank that others join through tells where it listens.
+* Through the rendezvous store of ``torch.distributed``: rank 0 publishes the shape of the tree and a secret, and each
+  rank with children publishes its address.
 * Through the environment, without ``torch.distributed``: ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
-  :data:`ROOT` and :data:`TOKEN`. Rank 0 listens at :data:`ROOT`, and tells every rank where the one above it does.
+  :data:`ROOT` and :data:`TOKEN`. Rank 0 listens at :data:`ROOT`, and sends every rank its parent's address.
 
 The ranks of a process group are a job of their own, with a session of their own, in which they have their numbers in
 the group.
@@ -42,7 +42,7 @@ PATIENCE_S = 10.0
 """How long a call waits for the other ranks to make it before a warning names those that have not."""
 
 GLANCE_S = 1.0
-"""How often it is looked whether a call waits."""
+"""How often the watcher checks for waiting calls."""
 
 STAGING_BYTES = "SHARDFAST_STAGING_BYTES"
 """The environment variable that bounds this process's staging memory: bytes, or a number of KiB, MiB or GiB.
@@ -69,10 +69,10 @@ TLS_CA = "SHARDFAST_TLS_CA"
 """The environment variable that names the PEM file of the authority that signed the certificates of all ranks."""
 
 _FAILED = "! "
-"""Begins what a rank says in the store that others cannot join through."""
+"""Prefix of the error that a rank without an address publishes in the store."""
 
-# A job's session lives as long as its process group (torch says which that is now), or as this process. Beside it is
-# what is wrong with this rank's settings: the ranks have met, so that each operation can fail on all for that reason.
+# A job's session lives as long as its process group (torch has the present one), or as this process. Beside it is the
+# error of this rank's settings, if any: the ranks have met, so that each operation fails on all for that reason.
 _sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[Any, _Meeting] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -81,7 +81,7 @@ _lock = threading.Lock()
 
 
 def _in_forked_child() -> None:
-    """Whoever held the lock is not here to give it back. Sessions know themselves whose they are."""
+    """Makes a new lock: the holder of the old one does not exist here. Sessions check their process themselves."""
     global _lock, _watch
     _lock, _watch = threading.Lock(), None
 
@@ -92,10 +92,10 @@ os.register_at_fork(after_in_child=_in_forked_child)
 def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
     """The session of all ranks of this job, or of those in ``process_group``.
 
-    One process alone when ``torch.distributed`` is not initialised, :data:`ROOT` is not set and ``WORLD_SIZE`` tells of
-    no other process.
+    One process alone when ``torch.distributed`` is not initialised, :data:`ROOT` is not set and ``WORLD_SIZE`` is not
+    above 1.
 
-    Every rank must call it the first time; later calls are local. A rank that has waited in vain may call it again.
+    Every rank must call it the first time; later calls are local. A rank whose wait timed out may call it again.
 
     Raises:
         Unavailable: If the ranks do not find each other within ``timeout_s``.
@@ -126,7 +126,7 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
 
 
 _Meet = Callable[[float, int | None], tuple[Session, Invalid | None]]
-"""Brings the ranks of a job together, within seconds and with staging memory; beside it what is wrong here."""
+"""Connects the ranks of a job. Takes a timeout in seconds and a staging budget; returns also an error of this rank."""
 
 
 def _job(process_group: Any) -> tuple[Any, _Meet] | None:
@@ -149,7 +149,7 @@ def _job(process_group: Any) -> tuple[Any, _Meet] | None:
 def prepare(process_group: Any = None) -> None:
     """Makes the session of a process that is alone, before :func:`current` asks for it.
 
-    Waits for no other rank: the ranks of a job meet in their first call. What is wrong is raised there, too.
+    Waits for no other rank: the ranks of a job meet in their first call, which also raises errors.
     """
     with contextlib.suppress(Error):
         if _job(process_group) is None:
@@ -178,7 +178,7 @@ def _expect_one_process() -> None:
 
 
 def _warn_of(session: Session) -> None:
-    """Has the log told when calls of this session wait long for other ranks."""
+    """Logs calls of this session that wait long for other ranks."""
     global _watch
     if session.world == 1:
         return
@@ -191,7 +191,7 @@ def _warn_of(session: Session) -> None:
 def _warn() -> None:
     while True:
         time.sleep(GLANCE_S)
-        # Without a reference that lasts: the last one that goes waits until the other ranks have left.
+        # No lasting reference: dropping the last one waits until the other ranks have left.
         for told in [text for session in _watched for text in session.overdue(PATIENCE_S)[0]]:
             _log.warning("%s; still waiting", told)
 
@@ -329,7 +329,7 @@ def _number(name: str, least: int, default: int | None = None) -> int:
 
 
 class _Meeting:
-    """How far this rank has come on its way to the other ranks: it goes on there when it is called again."""
+    """This rank's progress in joining the other ranks, from which the next call continues."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -355,15 +355,15 @@ def _met_by_store(
     store = _store(distributed, members, timeout_s)
     meeting = _meetings.get(members.group)
     if meeting is None:
-        # Which meeting this is: a store may outlive a process group, and every rank comes to each meeting once.
+        # The number of the meeting: a store may outlive a process group, and every rank joins each meeting once.
         meeting = _meetings[members.group] = _Meeting(f"meeting/{store.add(f'meetings/{rank}', 1)}")
     name = meeting.name
     if rank == 0:
-        # What rank 0 says is the tree, so that all have the same.
+        # Rank 0's settings define the tree, so that all have the same.
         token, tree = meeting.token, (on_node, fan_out)
         store.set(name, f"{token} {on_node} {fan_out or 0}")
     else:
-        token, *numbers = _told(store, name, timeout_s, f"rank {rank} of {world}: rank 0")
+        token, *numbers = _published(store, name, timeout_s, f"rank {rank} of {world}: rank 0")
         tree = int(numbers[0]), int(numbers[1]) or None
         if problem is None and fan_out is not None and fan_out != tree[1]:
             other = f"has {tree[1]}" if tree[1] else "has not set it"
@@ -373,7 +373,7 @@ def _met_by_store(
         try:
             place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], tls=_tls())
         except Error as error:
-            store.set(f"{name}/{rank}", f"{_FAILED}{error}")  # those that join through it need not wait
+            store.set(f"{name}/{rank}", f"{_FAILED}{error}")  # its children need not wait
             raise
         meeting.place = place
     place = meeting.place
@@ -382,7 +382,7 @@ def _met_by_store(
     parent = None
     if place.parent is not None:
         who = f"rank {rank} of {world}: rank {place.parent}, through which it joins,"
-        (parent,) = _told(store, f"{name}/{place.parent}", timeout_s, who)
+        (parent,) = _published(store, f"{name}/{place.parent}", timeout_s, who)
     meeting.place = None  # it joins once
     is_whole_job = members.ranks is None
     session = place.join(
@@ -392,15 +392,15 @@ def _met_by_store(
 
 
 def _on_node(ranks: tuple[int, ...], local_world: int) -> int:
-    """How many of these ranks share a node, if each node has as many, one node behind the other; else 1."""
+    """How many of these ranks share a node, if each node has equally many, in consecutive runs; else 1."""
     nodes = [rank // local_world for rank in ranks]
     counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
     is_even = nodes == sorted(nodes) and len({*counts[:-1]}) <= 1 and counts[-1] <= counts[0]
     return counts[0] if is_even else 1
 
 
-def _told(store: Any, key: str, timeout_s: float, who: str) -> list[str]:
-    """The words of another rank in the store."""
+def _published(store: Any, key: str, timeout_s: float, who: str) -> list[str]:
+    """The words that another rank has published in the store."""
     try:
         try:
             store.wait([key], datetime.timedelta(seconds=min(timeout_s, PATIENCE_S)))
@@ -455,16 +455,16 @@ def _store(distributed: Any, members: _Members, timeout_s: float) -> Any:
         store = distributed.TCPStore(host, int(port), is_master=False, timeout=timeout)
     room = "shardfast"
     if members.ranks is not None:
-        # The name alone is not the same for all in all versions, nor the ranks for different groups.
+        # In some versions the name differs between ranks of a group; the ranks do not identify a group either.
         room = f"shardfast/{members.group.group_name}/{','.join(map(str, members.ranks))}"
     return distributed.PrefixStore(room, store)
 
 
 def _host(world: int, master: str) -> str:
-    """The address at which this rank can be reached by every other one; ``master`` is where rank 0 can."""
+    """The address at which every other rank can reach this one; ``master`` is that of rank 0."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or master == "localhost" or _is_loopback(master):
         return "127.0.0.1"
-    # 192.0.2.1 (RFC 5737) is nobody's: the route to it is the default one. No packet is sent.
+    # 192.0.2.1 (RFC 5737) is unassigned: the route to it is the default one. No packet is sent.
     for peer in (master, "192.0.2.1"):
         address = _route_to(peer)
         if address is not None and not _is_loopback(address):

@@ -1,4 +1,4 @@
-"""Walks a user's state and says what it holds: entries.
+"""Walks a user's state and yields what it holds: entries.
 
 A state is a dict from keys to what is saved under them. Names of leaves:
 
@@ -8,7 +8,7 @@ A state is a dict from keys to what is saved under them. Names of leaves:
   tensor leaves of their own, called after their place in it.
 - What is itself a key's value is called ``value``.
 
-Ranks may hold small tensors that differ though nobody said so: random states, positions, token buffers. A tensor leaf
+Ranks may hold small tensors that differ without being declared: random states, positions, token buffers. A tensor leaf
 is one tensor for all ranks, so these are kept as part of a value, whose copies are compared between ranks. See
 :func:`is_kept`.
 """
@@ -38,7 +38,7 @@ Put = Callable[[object], None]
 
 
 class TensorEntry(NamedTuple):
-    """A tensor that stands in a container, at first level or in a subtree of tensors."""
+    """A tensor in a container, at first level or in a subtree of tensors."""
 
     key: str
     name: str
@@ -114,10 +114,10 @@ Entry = TensorEntry | TreeEntry | BundleEntry | ValueEntry
 
 @dataclass(eq=False)
 class Unit:
-    """What stands at a key, or directly below one. Its state dict is asked for once.
+    """The object at a key, or directly below one. Its state dict is made once.
 
     Attributes:
-        container: Where it stands, as ``container[step]``.
+        container: Its container, as in ``container[step]``.
         step: See there.
     """
 
@@ -149,7 +149,7 @@ class Walked:
 
 @dataclass(frozen=True)
 class _Named:
-    """The names of what an optimizer may own, and the keys under which it stands, by ``id``."""
+    """The names of what an optimizer may own, and their keys, by ``id``."""
 
     names: dict[int, list[NamedPart]]
     keys: dict[int, str]
@@ -195,7 +195,7 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
 
 
 def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
-    """The tensors that stand by themselves, with their names: a dict of parameters is owned as a module's are."""
+    """The tensors outside of bundles, with their names: optimizers may own a dict of parameters like a module's."""
     if owner is not None:
         yield unit.name if unit.name is not None else VALUE, unit.value
     elif isinstance(unit.value, dict) and unit.name is not None and _tensors_of_tree(unit.value, adapters):
@@ -223,7 +223,7 @@ def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[A
 
 
 def units_of(state: object) -> Iterator[Unit]:
-    """What stands at the keys of a state, and directly below those that hold dicts.
+    """The objects at the keys of a state, and directly below keys that hold dicts.
 
     Raises:
         Invalid: If it is no state.
@@ -382,7 +382,7 @@ def name_below(name: str, trail: Trail) -> str:
 
 
 def is_kept(layout: Layout, keeps: Callable[[Layout], bool]) -> bool:
-    """Whether a tensor is kept as part of a value instead of as a tensor leaf: whole, small, and of a suspect kind."""
+    """Whether a tensor is part of a value instead of a tensor leaf: whole, small, of a kind that may differ by rank."""
     return not layout.text and keeps(layout)
 
 
@@ -396,7 +396,7 @@ def keeps_values(layout: Layout) -> bool:
 
 
 def keeps_bookkeeping(layout: Layout) -> bool:
-    """In the state dict of an object: whole numbers count and point, floats were learned."""
+    """In the state dict of an object: integers are counters and positions, floats are learned."""
     is_whole_number = layout.dtype == "BOOL" or layout.dtype[0] in "UI"
     return is_whole_number and _size_bytes(layout) <= KEPT_BYTES_MAX
 
@@ -407,5 +407,5 @@ def keeps_random_states(layout: Layout) -> bool:
 
 
 def keeps_all(layout: Layout) -> bool:
-    """What stands in a container of values."""
+    """The items of a container of values."""
     return True

@@ -1,8 +1,8 @@
 """State that is read at each save and set at each load: a pair of functions, the random generators.
 
-A value in a state is saved as it stands there. ``{"rng": torch.get_rng_state()}`` holds what the call returned when the
-dict was made, for ever; that it has become stale cannot be seen. What changes from step to step stands there as a
-:class:`Stateful`, or is an object with ``state_dict`` and ``load_state_dict`` anyway.
+A value in a state is saved as it is in the dict. ``{"rng": torch.get_rng_state()}`` holds what the call returned when
+the dict was made; that it is stale cannot be detected. For what changes from step to step use a :class:`Stateful`, or
+an object with ``state_dict`` and ``load_state_dict``.
 """
 
 from __future__ import annotations

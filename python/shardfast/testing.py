@@ -1,8 +1,7 @@
 """The contract of an adapter as checks that any framework's adapter can call in its own tests.
 
-What an adapter says is compared with memory: every rank's parts must be in bounds, disjoint and together cover the
-tensor, replicas must agree, strides must lead to the right elements, and what a load writes must be what a save then
-reads.
+The checks compare an adapter's answers with memory: every rank's parts must be in bounds, disjoint and together cover
+the tensor, replicas must agree, strides must lead to the right elements, and a save must read what a load wrote.
 
 Example::
 
@@ -157,7 +156,7 @@ def check_view(adapter: Adapter, tensor: object) -> None:
 
 
 def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]) -> None:
-    """Checks what a bundle says about its changes.
+    """Checks that a bundle announces its changes.
 
     Args:
         adapter: The adapter under test.
@@ -196,7 +195,7 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
 
 
 def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any], None]) -> None:
-    """Checks that a hold tells which of a bundle's announced tensors was written by ``write``, without announcement."""
+    """Checks that a hold shows which of a bundle's announced tensors ``write`` wrote, without announcement."""
     tensors = bundle.announce(lambda: None)
     owners = [adapter.source(tensor).owner for tensor in tensors]
     hold = held(adapter.hold(owners))

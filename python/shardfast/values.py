@@ -1,10 +1,10 @@
-"""Python values as plain data and back: data, never code, unless the user asks for pickle by name.
+"""Python values as plain data and back: data, never code, unless the user passes ``pickle=True``.
 
-:func:`capture` says a value in ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
-:class:`Tagged` (the table of tags is that of ``docs/format.md``) and encodes that; :func:`decode` makes it from its
-bytes again. :func:`raise_value` makes the value again. It imports nothing and calls
-nothing that the checkpoint names: dataclasses, enums and named tuples come back only if this process has already
-imported their class and it still fits, and without running their constructors.
+:func:`capture` lowers a value to ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict`` and
+:class:`Tagged` (the table of tags is that of ``docs/format.md``) and encodes that; :func:`decode` decodes it.
+:func:`raise_value` makes the value again. It imports nothing and calls nothing that the checkpoint names: dataclasses,
+enums and named tuples are made only if this process has already imported their class and it still fits, and without
+running their constructors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ATOMS = frozenset({type(None), bool, int, float, bytes})
 
 
 def decode(data: bytes, place: str) -> object:
-    """The lowered value of its bytes; ``place`` says in errors where it stands."""
+    """The lowered value of its bytes; ``place`` is its place for errors."""
     try:
         return _native.decode(data)
     except (Corrupt, Unsupported) as error:
@@ -107,7 +107,7 @@ def _short(text: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The kind and the text of an exception that is not ours: short, and such that it can be sent to other ranks."""
+    """The kind and the text of a foreign exception: short, and valid UTF-8 for other ranks."""
     try:
         text = str(error)
     except Exception:  # whatever its own code raises
@@ -117,7 +117,7 @@ def reason(error: Exception) -> str:
 
 
 def _expect_spread(keys: Collection[object], what: str) -> None:
-    """Refuses keys of which too many have one hash: each costs a comparison with all of the others.
+    """Refuses keys if too many have one hash: each costs a comparison with all of the others.
 
     Texts and bytes are hashed with a secret of the process; few floats and few integers of 64 bits share a hash.
     """
@@ -144,7 +144,7 @@ class Lowering:
         adapters: Of the frameworks in use.
         refer: Called with a tensor inside the value and its trail: the key and name of the tensor leaf that it becomes,
             or ``None`` to keep it as part of the value.
-        pickle: Whether what cannot be said as data is pickled.
+        pickle: Whether values without a form as data are pickled.
     """
 
     place: str
@@ -163,14 +163,14 @@ def capture(value: object, how: Lowering) -> _native.Value:
 
 
 class _Lower:
-    """Lowers what is no plain container of plain values; those Rust walks through itself, and then comes here."""
+    """Lowers values that Rust does not know; Rust walks plain containers itself and calls this for the rest."""
 
     def __init__(self, how: Lowering) -> None:
         self._how = how
         self._open: set[int] = set()
 
     def strange(self, value: object, trail: Trail) -> object:
-        """A value that Rust does not know, or a container that it knows and does not enter."""
+        """Lowers a value that Rust does not know, or a container that it does not enter."""
         if type(value) in (list, dict, tuple):
             raise self._not_entered(value, trail)
         return self.value(value, trail)
@@ -380,7 +380,7 @@ def _tuple_fields(kind: type) -> tuple[str, ...] | None:
 
 
 _TPFLAGS_HEAPTYPE = 1 << 9
-"""The bit in a type's flags that says that it was made by a class statement."""
+"""The bit in a type's flags for types that were made by a class statement."""
 
 
 def _is_made_of_fields(kind: type) -> bool:
@@ -390,7 +390,7 @@ def _is_made_of_fields(kind: type) -> bool:
 
 
 def _expect_no_more(record: object, known: Collection[str]) -> None:
-    """Refuses attributes that are no fields, which a load would not bring back; what is cached is made again."""
+    """Refuses attributes that are no fields, which a load would not restore; cached properties are made again."""
     is_cache = functools.cached_property
     kind = type(record)
     attributes = getattr(record, "__dict__", {})
@@ -409,14 +409,14 @@ def _expect_short(integers: list[int], what: str) -> list[int]:
 
 
 def tensors_in(value: object, adapters: Sequence[Adapter]) -> Iterator[tuple[Trail, Adapter, Any]]:
-    """The tensors inside plain containers, with their trails; what else there is, is passed over."""
+    """The tensors inside plain containers, with their trails; ignores everything else."""
     pending: list[tuple[Trail, object, tuple[int, ...]]] = [((), value, ())]
     while pending:
         trail, current, around = pending.pop()
         owner = next((adapter for adapter in adapters if adapter.is_tensor(current)), None)
         if owner is not None:
             yield trail, owner, current
-        elif len(trail) > DEPTH_MAX or id(current) in around:  # what contains itself has no end
+        elif len(trail) > DEPTH_MAX or id(current) in around:  # skips a container that contains itself
             continue
         elif isinstance(current, dict):
             inside = (*around, id(current))
@@ -453,7 +453,7 @@ class Raising:
 def raise_value(lowered: object, how: Raising) -> Any:
     """The value that :func:`capture` lowered. May use ``lowered`` up: its lists and dicts become the value's.
 
-    Whatever is stored, nothing else is raised than this:
+    For any stored data it raises only these:
 
     Raises:
         Unsupported: If it needs a class or a framework that this process has not imported.
@@ -469,7 +469,7 @@ def raise_value(lowered: object, how: Raising) -> Any:
             f"{how.place}: it nests deeper than the remaining stack allows: call from a shallower stack, "
             "or raise sys.setrecursionlimit()"
         ) from error
-    except Exception as error:  # the last line: what stands below says it better where it can
+    except Exception as error:  # a fallback: the code below raises better errors where it can
         raise Corrupt(f"{how.place}: no value can be made of what is stored: {reason(error)}") from error
 
 
@@ -552,7 +552,7 @@ class _Raise:
             return self._how.settle(tensor, trail)
         except (Error, MemoryError, Refused):
             raise
-        except Exception as error:  # the fault of what stands there, not of what is stored
+        except Exception as error:  # an error of the present tensor, not of the stored data
             message = f"{where(self._how.place, trail)}: the tensor here cannot be written: {reason(error)}"
             raise Invalid(message) from error
 

@@ -130,7 +130,7 @@ def save_async(
     )
 
 
-# Each session's last state, as it was described for the plain verbs.
+# Each session's last state, as described for the plain verbs.
 _describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
 
 
@@ -195,7 +195,7 @@ def begin(
 
 
 def _until_captured(begun: _native.Pending) -> None:
-    """Waits until everything is copied that the program may change after the call, whatever ends the call.
+    """Waits until everything is copied that the program may change after the call, also after an exception.
 
     A program that goes on after Ctrl-C changes what the save still copies, and the save would commit that.
     """
@@ -216,7 +216,7 @@ def _until_captured(begun: _native.Pending) -> None:
 
 
 def _streams(devices: Iterable[int]) -> dict[int, int]:
-    """The streams on which the program works now."""
+    """The streams that the program uses now."""
     found = ((device, adapter.stream(device)) for device in devices for adapter in frameworks.active())
     return {device: stream for device, stream in found if stream is not None}
 
@@ -325,9 +325,8 @@ def fill(
 ) -> LoadPlan:
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
-    ``peer_reads`` is ``"always"`` to have bytes that several ranks want read by one of them, ``"never"`` to have each
-    read for itself, else what is faster. ``carrier`` moves bytes between the ranks in place of what fits where the
-    tensors are.
+    ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
+    itself, else the faster way is chosen. ``carrier`` moves bytes between the ranks instead of the default carrier.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.plan.expect_no_problems()
@@ -344,7 +343,7 @@ def fill(
         encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, peer_reads), carrier)
     for name, number in traffic.items():
         setattr(matching.plan, name, number)
-    # Values are made by each rank alone: a failure of one is the failure of all, before any rank has changed.
+    # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     prepared(session, lambda: matching.make(encoded), timeout_s)
     checkpoint.agree([], [], timeout_s)
     prepared(session, matching.install, timeout_s)
@@ -353,15 +352,15 @@ def fill(
 
 
 def _carried(loading: _native.Loading, carrier: Callable[[Rounds], None]) -> tuple[list[bytes], dict[str, int]]:
-    """Carries what ranks send each other for a load, and waits for its end."""
+    """Carries the messages between ranks for a load, and waits for its end."""
     try:
         carrier(loading)
     except Exception as error:
-        # The load fails with this on every rank, or with what befell the rank that broke the round.
+        # The load fails with this on every rank, or with the error of the rank that broke the round.
         loading.broken(f"{type(error).__name__}: {error}")
         return loading.finish()
     except BaseException:
-        # It still writes into the tensors.
+        # The load still writes into the tensors.
         with contextlib.suppress(Error):
             loading.finish()
         raise
@@ -398,7 +397,7 @@ def _matched(
 
 
 def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
-    """What ``prepare`` makes of this rank's arguments; its failure is that of all ranks, so that none waits for it."""
+    """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one."""
     try:
         return prepare()
     except Exception as error:
@@ -407,15 +406,15 @@ def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: floa
             if agreed is error:
                 raise
             raise agreed from error
-        finally:  # an exception whose traceback leads to itself keeps all frames, and with them the state
+        finally:  # an exception that its own traceback refers to would keep all frames, and with them the state
             del agreed
 
 
 def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:
-    """Tells all ranks of this one's failure, so that none waits for it; what to raise here."""
+    """Fails all ranks with this one's error, so that none waits for it; returns what to raise here."""
     if isinstance(error, MemoryError):
         kind = Exhausted.__name__
-    else:  # what is not ours was raised by the state's own code
+    else:  # other exceptions come from the state's own code
         kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything

@@ -186,10 +186,10 @@ impl<'a> Planning<'a> {
             opening::decide(self.operation, &openings, all)
         })?;
         if let Answer::NeedCatalogs = answer {
-            let told = RankCatalog { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
+            let full = RankCatalog { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
             answer = self
                 .operation
-                .agree("plan", Ok(told), |told| opening::decide_told(self.operation.number(), told, all))?;
+                .agree("plan", Ok(full), |catalogs| opening::decide_in_full(self.operation.number(), catalogs, all))?;
         }
         let Answer::Go { id, writes, status } = answer else {
             return Err(Error::internal("rank 0 asked twice for the same catalogs"));
@@ -243,8 +243,8 @@ impl<'a> Planning<'a> {
 pub(crate) fn knows(operation: &Operation, plan: &RankPlan, values: &ValuePlan, files: &Arc<ValueFiles>) -> bool {
     let mut is_known = false;
     operation.remember(plan.id, |planned| {
-        let told = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
-        is_known = values.known.as_ref().and_then(told).is_some_and(|(_, known)| known == files);
+        let reported = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
+        is_known = values.known.as_ref().and_then(reported).is_some_and(|(_, known)| known == files);
         planned.value_files.push((operation.number(), Arc::clone(files)));
         let surplus = planned.value_files.len().saturating_sub(PLANS_MAX);
         planned.value_files.drain(..surplus);

@@ -65,7 +65,7 @@ fn sum_through(of: &(impl Provider + ?Sized), at: u64, bytes: u64, through: &mut
     Ok(crc.finish())
 }
 
-/// Copies that a device has been told to make.
+/// Copies in flight on a device.
 pub trait Fence: Send + Sync {
     /// Waits until every copy that was begun before this call has arrived.
     ///

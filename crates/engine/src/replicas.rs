@@ -275,7 +275,7 @@ pub(crate) fn prove(
         Ok((0..world).map(|_| if verdict == Verdict::Equal { Verdict::Equal } else { Verdict::NeedAll }).collect())
     };
     if operation.agree("replicas", said, &mut decide)? == Verdict::NeedAll {
-        operation.agree("replicas told", copies.map(|copies| copies.held()), &mut decide)?;
+        operation.agree("replicas in full", copies.map(|copies| copies.held()), &mut decide)?;
     }
     planning::proven(operation, plan);
     Ok(())

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use shardfast_cli::{Finding, Host, Status};
 
 /// Name, status, what was found, what follows.
-type Told = (String, String, String, String);
+type Row = (String, String, String, String);
 
 /// Runs the command, which holds no lock of Python's unless it calls `host`.
 pub(crate) fn run(py: Python<'_>, argv: Vec<OsString>, host: &Py<PyAny>) -> PyResult<i32> {
@@ -23,8 +23,8 @@ pub(crate) fn run(py: Python<'_>, argv: Vec<OsString>, host: &Py<PyAny>) -> PyRe
 }
 
 fn asked(host: &Bound<'_, PyAny>) -> PyResult<Host> {
-    let (staging_bytes, told): (Option<u64>, Vec<Told>) = host.call0()?.extract()?;
-    let finding = |(name, status, found, follows): Told| {
+    let (staging_bytes, rows): (Option<u64>, Vec<Row>) = host.call0()?.extract()?;
+    let finding = |(name, status, found, follows): Row| {
         let status = match status.as_str() {
             "ok" => Status::Ok,
             "limited" => Status::Limited,
@@ -36,5 +36,5 @@ fn asked(host: &Bound<'_, PyAny>) -> PyResult<Host> {
         };
         Ok(Finding { name, status, found, follows })
     };
-    Ok(Host { staging_bytes, findings: told.into_iter().map(finding).collect::<PyResult<_>>()? })
+    Ok(Host { staging_bytes, findings: rows.into_iter().map(finding).collect::<PyResult<_>>()? })
 }

@@ -48,7 +48,7 @@ struct Tensor {
 /// exactly while all of these are.
 ///
 /// Raises `TypeError` when a tensor's type has no exchange table of a known version, and what the table's function
-/// raises about a tensor that cannot be told.
+/// raises about a tensor that it cannot describe.
 pub(crate) fn places_of<'py>(py: Python<'py>, tensors: &[Bound<'py, PyAny>]) -> PyResult<Vec<u8>> {
     let mut out = Vec::with_capacity(tensors.len() * 64);
     let mut known: Vec<(Bound<'py, PyType>, &Exchange)> = Vec::new();
@@ -83,23 +83,23 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
 fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<()> {
     let function = exchange.tensor_from_py_object;
     let function = function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
-    let mut told = std::mem::MaybeUninit::<Tensor>::zeroed();
-    // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `told` has room.
-    if unsafe { function(tensor.as_ptr().cast(), told.as_mut_ptr()) } != 0 {
+    let mut found = std::mem::MaybeUninit::<Tensor>::zeroed();
+    // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `found` has room.
+    if unsafe { function(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
         return Err(PyErr::take(py).unwrap_or_else(|| PyTypeError::new_err("DLPack cannot describe a tensor")));
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
-    let told = unsafe { told.assume_init() };
+    let found = unsafe { found.assume_init() };
     out.extend_from_slice(&(tensor.get_type_ptr() as usize).to_ne_bytes());
-    out.extend_from_slice(&(told.data as u64).wrapping_add(told.byte_offset).to_ne_bytes());
-    for number in [told.device_type, told.device_id, told.ndim] {
+    out.extend_from_slice(&(found.data as u64).wrapping_add(found.byte_offset).to_ne_bytes());
+    for number in [found.device_type, found.device_id, found.ndim] {
         out.extend_from_slice(&number.to_ne_bytes());
     }
-    out.extend_from_slice(&told.dtype);
-    for numbers in [told.shape, told.strides] {
-        if !numbers.is_null() && told.ndim > 0 {
+    out.extend_from_slice(&found.dtype);
+    for numbers in [found.shape, found.strides] {
+        if !numbers.is_null() && found.ndim > 0 {
             // SAFETY: `ndim` numbers that stay while the tensor is not changed, which needs the interpreter.
-            let numbers = unsafe { std::slice::from_raw_parts(numbers, told.ndim as usize) };
+            let numbers = unsafe { std::slice::from_raw_parts(numbers, found.ndim as usize) };
             for number in numbers {
                 out.extend_from_slice(&number.to_ne_bytes());
             }
@@ -126,7 +126,7 @@ mod tests {
                 PyTypeError::new_err("no data").restore(py);
                 return -1;
             };
-            let told = Tensor {
+            let found = Tensor {
                 data: data as *const c_void,
                 device_type: 1,
                 device_id: 0,
@@ -137,7 +137,7 @@ mod tests {
                 byte_offset: 16,
             };
             // SAFETY: there is room for one, as the caller vouches.
-            unsafe { out.write(told) };
+            unsafe { out.write(found) };
             0
         })
     }

@@ -77,11 +77,11 @@ pub struct Matching {
 }
 
 /// Finds what ranks have in common. `wants` has the wants of each rank, sorted, none twice. `None` when to tell it
-/// would take more than `told_max` wants in all answers together.
+/// would take more than `others_max` wants in all answers together.
 ///
 /// # Errors
 /// [`Error::Invalid`] when a want is no part of the checkpoint.
-pub fn share(manifest: &Manifest, wants: &[Vec<Wanted>], told_max: usize) -> Result<Option<Matching>, Error> {
+pub fn share(manifest: &Manifest, wants: &[Vec<Wanted>], others_max: usize) -> Result<Option<Matching>, Error> {
     let mut ids: HashMap<&Wanted, u32> = HashMap::new();
     let mut items: Vec<&Wanted> = Vec::new();
     let mut holders: Vec<Vec<u32>> = Vec::new();
@@ -105,7 +105,7 @@ pub fn share(manifest: &Manifest, wants: &[Vec<Wanted>], told_max: usize) -> Res
     let set_of: Vec<u32> = holders.into_iter().map(|ranks| sets.of(ranks)).collect();
 
     let parts = part::parts(manifest, items.iter().copied())?;
-    let Some(swept) = sweep::sweep(manifest, &parts, &set_of, &mut sets, told_max) else { return Ok(None) };
+    let Some(swept) = sweep::sweep(manifest, &parts, &set_of, &mut sets, others_max) else { return Ok(None) };
 
     let mut peers_max = 0;
     let mut peers_of: HashMap<Vec<u32>, u32> = HashMap::new();

@@ -38,7 +38,7 @@ def installed() -> dict[str, tuple[str, bool]]:
 
 
 def random_generators() -> dict[str, RandomGenerators]:
-    """What reads and sets the global random generators of each framework that this process has imported."""
+    """The modules for the global random generators of the frameworks that this process has imported, by framework."""
     names = [framework for framework in FRAMEWORKS if framework in sys.modules]
     return {name: importlib.import_module(f"{__name__}.{name}_random") for name in names}
 

@@ -1,4 +1,4 @@
-"""NumPy's arrays and scalars, said as regions and plain data."""
+"""NumPy's arrays and scalars as regions and plain data."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class NumpyAdapter:
         return None
 
     def expect_remade(self, tensor: Array) -> None:
-        pass  # what is a tensor here is of NumPy's own classes
+        pass  # tensors here are of NumPy's own classes
 
     def lower_value(self, value: object) -> tuple[str, object] | None:
         if isinstance(value, np.ndarray):
@@ -180,7 +180,7 @@ def _expect_writable(array: Array) -> None:
 
 
 def _type_string(dtype: np.dtype[Any]) -> str:
-    """NumPy's type string, which tells the byte order."""
+    """NumPy's type string, which includes the byte order."""
     if (
         dtype.hasobject
         or dtype.names is not None
@@ -198,7 +198,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _expect_size(array: Array) -> None:
-    """Refuses what is too large to be part of a value, or has elements of no size, which NumPy does not make again."""
+    """Refuses an array that is too large for a value, or has elements of no size, which NumPy cannot make again."""
     what = f"an array of {array.dtype} {list(array.shape)}"
     if array.dtype.itemsize == 0:
         raise Refused(f"{what} cannot be stored: its elements have no bytes")

@@ -15,7 +15,7 @@ def read() -> Any:
 
 
 def check(state: Any) -> None:
-    """Refuses a state that :func:`write` could not set. What is no such state at all raises anything."""
+    """Refuses a state that :func:`write` could not set. Raises any exception for what is no such state."""
     here = np.random.get_state(legacy=False)["bit_generator"]
     if state["bit_generator"] != here:
         raise Refused(

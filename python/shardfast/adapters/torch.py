@@ -1,4 +1,4 @@
-"""PyTorch's tensors, said as regions; its modules and optimizers stand beside."""
+"""PyTorch's tensors as regions; modules and optimizers have files of their own."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TorchAdapter:
         is_sharded = is_dtensor(tensor)
         local = local_of(tensor) if is_sharded else tensor
         expect_storable(local)
-        if not local.is_meta:  # of which a plan speaks, too
+        if not local.is_meta:  # plans include these, too
             expect_memory(local)
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -168,7 +168,7 @@ class TorchAdapter:
         return Target(memory(tensor, staging), staging, lambda: copy(local, staging))
 
     def wrote(self, owners: Sequence[torch.Tensor]) -> None:
-        # A backward through what was loaded in between then raises, as after `copy_`.
+        # A backward through a tensor that was loaded in between then raises, as after `copy_`.
         increment_version([owner for owner in owners if not owner.is_inference()])
 
     def destination(self, tensor: torch.Tensor, dtype: str) -> Destination:

@@ -1,7 +1,7 @@
-"""What PyTorch says about changes: before they happen, after they happened, and whether anything is still the same.
+"""How PyTorch announces and counts changes, and whether a described state is still the same.
 
-Optimizers step and modules load through hooks of PyTorch. What is written in place past them shows in a tensor's
-version counter, unless it was written through ``.data``, by a fused kernel or by foreign code.
+Optimizers step and modules load through hooks of PyTorch. Other writes in place show in a tensor's version counter,
+unless they go through ``.data``, a fused kernel or foreign code.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _is_kind_of_dtensor(kind: type) -> bool:
 
 @functools.cache
 def announce_steps(notice: Notice) -> None:
-    """Has ``notice`` called before any optimizer of this process steps.
+    """Calls ``notice`` before any optimizer of this process steps.
 
     The hook is the one for all optimizers: it runs before an optimizer's own hooks, which may write parameters; it also
-    speaks for optimizers that are not saved but own some of the parameters; and no optimizer carries anything of ours.
+    covers optimizers that are not saved but own some of the parameters; and it adds nothing to any optimizer.
     """
 
     def before_step(optimizer: object, args: object, kwargs: object) -> None:
@@ -51,12 +51,12 @@ def announce_steps(notice: Notice) -> None:
 
 
 def announces_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps of that optimizer run hooks; they do not if its class did not make itself known to PyTorch."""
+    """Whether steps of that optimizer run hooks; they do not if its class is not registered with PyTorch."""
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 class _BeforeLoad:
-    """Stands among a module's hooks. In a copy of the module it does no harm, in a pickle it is nothing."""
+    """One of a module's hooks. A copy of the module may keep it; a pickle replaces it by a function without effect."""
 
     def __init__(self, notice: Notice) -> None:
         self.notice = notice
@@ -72,7 +72,7 @@ class _BeforeLoad:
 
 
 def announce_loads(module: nn.Module, notice: Notice) -> None:
-    """Has ``notice`` called before that module or one below it loads a state dict, by whichever of them it is asked."""
+    """Calls ``notice`` before that module or one below it loads a state dict."""
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
@@ -86,7 +86,7 @@ def announce_loads(module: nn.Module, notice: Notice) -> None:
 
 
 _OF_TORCH = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.jit.")
-"""Where hooks and methods are defined that convert older state dicts, or do what was done before a load wrote."""
+"""Modules with hooks and methods that convert older state dicts, or that have no effect after our load."""
 
 
 def _is_of_torch(hook: object) -> bool:
@@ -112,10 +112,10 @@ def _class_loads_by_itself(kind: type) -> bool:
 
 
 def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
-    """Has parts of ``module``, whose tensors are filled, load themselves where a load means more to them than that.
+    """Loads the parts of ``module``, whose tensors are filled, for which a load does more than to fill tensors.
 
-    Such parts have hooks or methods of their own: they rebuild caches, convert, count. Each is given the state dict
-    that it has, with ``entries`` in place of what is not a tensor of its own.
+    Such parts have hooks or methods of their own: they rebuild caches, convert, count. Each gets its own state dict,
+    with ``entries`` in place of what is not a tensor of its own.
 
     Args:
         module: The whole.
@@ -148,12 +148,12 @@ def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
     """Holds the storages of plain tensors."""
     if not hasattr(torch.Tensor, "_version"):
         raise Refused("this PyTorch has no version counters, so it cannot tell whether a tensor was written")
-    # Not the tensors keep the memory: `tensor.data = other` makes one let go of it.
+    # Tensors do not keep the memory: `tensor.data = other` releases it.
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     return Hold(storages, torch.UntypedStorage.data_ptr, "_version")
 
 
-# Whether all is as it was
+# Whether nothing has changed
 
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -172,7 +172,7 @@ _OF_WRAPPED: list[tuple[str, Kind]] = [("param_groups", "groups"), ("optim", "ob
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module's state dict is what stands in its slots, and nothing else is done to make it."""
+    """Whether the module's state dict is what is in its slots, without any further code."""
     if isinstance(module, torch.jit.ScriptModule) or any(name in vars(module) for name in _METHODS):
         return False
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS):
@@ -185,13 +185,13 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 Place = tuple[int, str]
-"""Where an entry stands: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
+"""The place of an entry: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
 
 
 def outline_of_modules(
     roots: Sequence[nn.Module], tensors: Sequence[tuple[Place, Any]], parameters: Sequence[Place]
 ) -> Outline | None:
-    """The outline of modules; ``None`` where only making their state dicts again tells what they hold.
+    """The outline of modules; ``None`` if only their state dicts show what they hold.
 
     Args:
         roots: The modules.

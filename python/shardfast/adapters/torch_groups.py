@@ -1,4 +1,4 @@
-"""Parameter groups of PyTorch's optimizers: what they say about their parameters, by name."""
+"""Parameter groups of PyTorch's optimizers, with their parameters by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..catalog import Refused
 
 _JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of a parameter group that say in which order and by which kernels a job steps, not what it computes."""
+"""Entries of a parameter group about the order and the kernels of a job's steps, not about what it computes."""
 
 
 _CLASS = "optimizer_class"
@@ -21,7 +21,7 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "base_mo
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says about its parameters, without what is the job's affair."""
+    """The entries of a group that belong to a checkpoint, without those of the job."""
     return {name: value for name, value in group.items() if name not in _JOBS_OWN and name != _CLASS}
 
 
@@ -39,7 +39,7 @@ def saved_class(group: Mapping[str, Any]) -> str | None:
 def groups_value(
     groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]], classes: Sequence[str]
 ) -> dict[str, object]:
-    """The value of the parameter groups: what each says about its parameters, their names, its optimizer's class."""
+    """The value of the parameter groups: for each its hyper-parameters, parameters' names and optimizer's class."""
     said = [
         {"params": of, _CLASS: kind, **hyperparameters(group)}
         for group, of, kind in zip(groups, names, classes, strict=True)

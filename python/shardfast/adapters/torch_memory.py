@@ -1,4 +1,4 @@
-"""Plain tensors of PyTorch: their element types, where they lie, and what is copied into them."""
+"""Plain tensors of PyTorch: their element types, their memory, and copies into them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.complex128, torch.complex32)}
 
 ORDINARY = frozenset({torch.Tensor, nn.Parameter})
-"""The types of tensors that carry nothing beside their memory."""
+"""The types of tensors that have nothing beside their memory."""
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 def named(
     method: Callable[Concatenate[Any, torch.Tensor, P], T],
 ) -> Callable[Concatenate[Any, torch.Tensor, P], T]:
-    """Refuses a tensor of which PyTorch raises something, so that the caller of the adapter names its leaf."""
+    """Turns PyTorch's exceptions about a tensor into :class:`Refused`, so that the adapter's caller names its leaf."""
 
     @functools.wraps(method)
     def refusing(self: Any, tensor: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -60,7 +60,7 @@ def named(
             return method(self, tensor, *args, **kwargs)
         except (Refused, MemoryError):
             raise
-        except Exception as error:  # also what the code of a tensor subclass or of a mode raises
+        except Exception as error:  # includes exceptions of a tensor subclass or of a mode
             what = str(error).strip().partition("\n")[0]
             raise Refused(
                 f"PyTorch cannot inspect a {type(tensor).__name__}: {type(error).__name__}: {what}"
@@ -121,12 +121,12 @@ def expect_storable(tensor: torch.Tensor) -> None:
 
 
 def expect_memory(local: torch.Tensor) -> None:
-    """Refuses a tensor that does not lie, all of it, in memory of its own storage."""
+    """Refuses a tensor that does not lie completely in memory of its own storage."""
     if local.is_meta:
         raise Refused("a tensor on the meta device has no memory: give it some first (to_empty)")
     if not (local.is_cpu or local.is_cuda):  # of other devices a copy is made
         return
-    if not is_plain(type(local)):  # what a mode made of a plain one
+    if not is_plain(type(local)):  # a mode replaced a plain one
         kind = type(local).__name__
         raise Refused(f"a {kind} has no memory of its own: save and load outside of the mode that makes such tensors")
     numel = local.numel()
@@ -155,7 +155,7 @@ def expect_memory(local: torch.Tensor) -> None:
 
 
 def ordinary_address(local: torch.Tensor) -> int | None:
-    """Where a contiguous tensor of a plain kind lies, if it does in memory of torch's own, all of it."""
+    """Where a contiguous tensor of a plain kind lies, if it lies completely in memory of torch's own."""
     try:
         storage, address, numel = local.untyped_storage(), local.data_ptr(), local.numel()
     except (RuntimeError, NotImplementedError):

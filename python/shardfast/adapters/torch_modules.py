@@ -49,7 +49,7 @@ class _Replicated:
 
     Attributes:
         prefix: Of the names of what it holds.
-        ignored: Names behind the prefix of what it leaves alone.
+        ignored: Names after the prefix that it does not synchronise.
     """
 
     prefix: str
@@ -203,7 +203,7 @@ class Modules:
         strict: bool,
         absent: Sequence[str] = (),
     ) -> Restored:
-        # What is no parameter or buffer itself, such as extra state, gets in by the module's own door.
+        # What is no parameter or buffer, such as extra state, is loaded by the module's own method.
         entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}
         for name in values.keys() & self._constants.keys():
             expect_same_constants(name, self._constants[name], values[name])

@@ -25,12 +25,12 @@ from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, unwr
 
 
 class _Held(NamedTuple):
-    """An optimizer that steps parameters, and all that stand around it.
+    """An optimizer that steps parameters, and the optimizers that wrap it.
 
     Attributes:
-        outer: The optimizers around it, the outermost first.
+        outer: The optimizers that wrap it, the outermost first.
         optimizer: Itself.
-        holder: What holds its state: itself, or what ``ZeroRedundancyOptimizer`` has inside.
+        holder: The object that holds its state: itself, or the optimizer inside of a ``ZeroRedundancyOptimizer``.
     """
 
     outer: tuple[Any, ...]
@@ -62,7 +62,7 @@ class _Owned(NamedTuple):
 class Optimizers:
     """One optimizer, or several (pipeline stages), in terms of parameters' names, never of their positions.
 
-    Optimizers that hold others are looked through. Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no
+    Of wrapped optimizers the inner ones count. Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no
     parameter, and ``param_groups``, a list of the groups with their parameters' names.
     """
 
@@ -176,12 +176,14 @@ class Optimizers:
             if whole is None and is_dtensor(parameter) and mesh_covers_job(parameter):
                 whole = everyone()
             if whole is not None:
-                # What is not sharded with its parameter (a step counter) is the same wherever the parameter is.
+                # State that is not sharded with its parameter (a step counter) is the same on all ranks that hold the
+                # parameter.
                 known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
         return known
 
     def compared(self) -> Mapping[str, Compared]:
-        # What is made of a shard alone may be equal while it is zero. A step counter is what it is of any shard.
+        # State computed from a shard may be equal on all ranks while it is zero. A step counter is equal for all
+        # shards.
         return {
             f"state.{fqn}.{name}": "every save"
             for fqn, (state, parameter, _, _) in self._owned.items()
@@ -253,8 +255,8 @@ class Optimizers:
                 return self._create_part(name, (id(parameter), place[1]), part, shape, kind, device)
             if shape == tuple(parameter.shape) and not is_step:
                 return torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
-            # State of another shape than its parameter (row-wise, factored) is sharded where it was, and where the job
-            # that saved it did not shard the parameter: there its optimizer computed it from plain gradients.
+            # State of another shape than its parameter (row-wise, factored) is sharded if it was, or if the saving job
+            # did not shard the parameter: there its optimizer computed it from plain gradients.
             if is_dtensor(parameter) and shape and (layout or not beside):
                 return empty_beside(parameter, shape, kind, device)
             return torch.empty(shape, dtype=kind, device=device)
@@ -314,7 +316,7 @@ class Optimizers:
                 unexpected.append(name)
             elif name != "param_groups":
                 entries[name] = value
-        # What the checkpoint says of a parameter is all of its state: the rest is of a later step.
+        # The checkpoint holds all of a parameter's state: any other state is of a later step.
         spoken_of = saved.keys() - foreign
         owners = {name: self._parameter_of(name) for name in absent}
         gone = {name for name, owner in owners.items() if saved and (owner is None or owner in spoken_of)}
@@ -383,7 +385,7 @@ class Optimizers:
         return of_parameter
 
     def _of_another_class(self, saved: Mapping[str, dict[str, Any]], strict: bool) -> frozenset[str]:
-        """The parameters of which another class of optimizer saved the state: it means nothing here.
+        """The parameters with state that another class of optimizer saved, which this one cannot use.
 
         Classes of different names that have the same hyper-parameters are taken for one: ``Adam`` and ``AdamW``.
         """
@@ -431,12 +433,12 @@ _POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
 
 
 def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
-    """The optimizers that really step, in ``optimizer`` or itself.
+    """The innermost optimizers: those in ``optimizer``, or itself.
 
     Raises:
-        Refused: If one of those around them holds more than the ones inside.
+        Refused: If a wrapping optimizer holds more than those inside.
     """
-    # ZeRO stage 1 shards whole parameters: what this rank holds is in the optimizer inside.
+    # ZeRO stage 1 shards whole parameters: the inner optimizer has this rank's part.
     if _is_zero_redundancy(optimizer):
         yield _Held(outer, optimizer, optimizer.optim)
         return

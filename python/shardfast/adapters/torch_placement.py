@@ -71,7 +71,7 @@ def _cuts(
 ) -> tuple[Cut, ...] | None:
     """How a DTensor is cut, in the order of application; ``None`` on a rank outside its mesh."""
     cuts: list[tuple[int, Cut]] = []
-    # A layout that was sharded in another order than from left to right says so in its spec.
+    # A layout that was sharded in another order than from left to right has that in its spec.
     turn = {axis: place for entry in shard_order for place, axis in enumerate(entry.mesh_dims)}
     for axis, placement in enumerate(placements):
         if placement.is_partial():
@@ -101,7 +101,7 @@ class Placed:
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
         text: The layout in words.
-        holders: The ranks that hold the same regions, where the mesh tells.
+        holders: The ranks that hold the same regions, if the mesh shows them.
     """
 
     shape: Ints
@@ -113,7 +113,7 @@ class Placed:
 
 
 class _Same:
-    """A mesh as part of a key: equal to itself only, which is found out faster than whether two are alike."""
+    """A mesh as part of a key: equal to itself only, which is faster to check than equality of meshes."""
 
     __slots__ = ("mesh",)
 
@@ -162,8 +162,8 @@ def _placed(
 def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device) -> Any:
     """A new ``DTensor`` of ``shape`` on the mesh of ``parameter``: state of it that has other dimensions.
 
-    It is sharded as the parameter is where its dimensions are certainly some of the parameter's, as those of row-wise
-    and factored moments are; else it is replicated, which is right for every step and takes more memory.
+    It is sharded like the parameter if its dimensions are certainly some of the parameter's, as with row-wise and
+    factored moments; else it is replicated, which is correct for every step and takes more memory.
     """
     whole = tuple(parameter.shape)
     placements = []
@@ -183,7 +183,7 @@ def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.
 
 
 def _axis_of(dim: int, whole: Ints, shape: Ints) -> int | None:
-    """The dimension of ``shape`` that is ``dim`` of ``whole``, if only one reading makes the one of the other.
+    """The dimension of ``shape`` that is ``dim`` of ``whole``, if there is only one way to match them.
 
     Dimensions of ``whole`` may be left out, or be 1 where their number is the same.
     """
@@ -204,7 +204,7 @@ def everyone() -> Ints:
 
 
 def _holders(mesh: Any, coordinate: Ints | None, placements: tuple[Any, ...]) -> Ints | None:
-    """The ranks with this rank's part, unless the mesh leaves ranks out: of what those hold it says nothing."""
+    """The ranks with this rank's part; ``None`` if the mesh leaves ranks out, which may hold anything."""
     distributed = torch.distributed
     if coordinate is None or not distributed.is_initialized() or mesh.size() != distributed.get_world_size():
         return None
@@ -221,7 +221,7 @@ def mesh_covers_job(tensor: Any) -> bool:
 
 
 def text(tensor: Any) -> str:
-    """The layout of a DTensor in words: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
+    """The layout of a DTensor as text: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
     return _text(tensor.device_mesh, tensor.placements)
 
 
@@ -237,7 +237,7 @@ def _text(mesh: Any, placements: tuple[Any, ...]) -> str:
 
 
 def chunks(tensor: Any) -> list[Region] | None:
-    """The regions that another library attached to the local tensor, because placements do not tell them truly."""
+    """The regions that another library attached to the local tensor, because its placements are not correct."""
     attached = getattr(getattr(tensor, "_local_tensor", None), "__create_chunk_list__", None)
     if attached is None:
         return None
@@ -251,7 +251,7 @@ def local_of(tensor: Any) -> torch.Tensor:
         return tensor  # type: ignore[no-any-return]
     inside = getattr(tensor, "_local_tensor", None)
     if type(inside) is torch.Tensor:
-        return inside  # as `to_local` gives it without autograd
+        return inside  # as `to_local` returns it without autograd
     with torch.no_grad():
         local = tensor.to_local()
     if hasattr(local, "trigger_wait"):  # a collective is still in flight
@@ -289,7 +289,7 @@ def parts(tensor: Any, local: torch.Tensor) -> list[torch.Tensor]:
     """The views of :func:`views`, of a tensor whose regions are known already."""
     if local.numel() == 0:
         return []
-    # A rank's part is one box, unless strides or somebody else cut it.
+    # A rank's part is one box, unless strides or another library cut it.
     if not is_dtensor(tensor) or (chunks(tensor) is None and not any(map(_is_strided, tensor.placements))):
         return [local]
     return [view for _, view in views(tensor, local)]

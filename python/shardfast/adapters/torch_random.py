@@ -10,7 +10,7 @@ from ..catalog import Refused
 
 
 def read() -> dict[str, object]:
-    """The generators' states now; CUDA's only once it is in use, since asking would begin to use it."""
+    """The generators' states now; CUDA's only once it is in use, since asking would initialise it."""
     state: dict[str, object] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -18,7 +18,7 @@ def read() -> dict[str, object]:
 
 
 def check(state: Any) -> None:
-    """Refuses states that :func:`write` could not set. What is no such state at all raises anything."""
+    """Refuses states that :func:`write` could not set. Raises any exception for what is no such state."""
     torch.Generator("cpu").set_state(state["cpu"])
     saved = state.get("cuda", [])
     if any(one.dtype is not torch.uint8 or one.ndim != 1 for one in saved):

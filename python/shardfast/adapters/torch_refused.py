@@ -1,7 +1,7 @@
-"""What other libraries build on PyTorch and Shardfast does not understand yet: refused by name, never half saved.
+"""Refuses, by name, states of other libraries on PyTorch that Shardfast does not understand yet.
 
-Each of these looks like ordinary modules, optimizers and tensors, and holds one rank's part of something under the name
-of the whole. Saved as it looks, it would be saved as less.
+Each of these looks like an ordinary module, optimizer or tensor, but holds one rank's part under the name of the whole.
+Saved as such, the rest would be lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def expect_understood_module(module: nn.Module) -> None:
             "save what else it holds with its own library"
         )
     for name, parameter in module.named_parameters():
-        marks = parameter.__dict__  # quicker than to ask for what few parameters have
+        marks = parameter.__dict__  # faster than `getattr` for what few parameters have
         if "ds_id" in marks:
             raise Refused(
                 f"its parameter {name!r} is partitioned by DeepSpeed ZeRO stage 3, and this rank holds a part of it: "
@@ -60,7 +60,7 @@ def _tensor_parallel_size() -> int:
 
 
 def expect_understood_tensor(tensor: torch.Tensor) -> None:
-    """Refuses a tensor that is one rank's part of another one and does not say which."""
+    """Refuses a tensor that is one rank's part of another one without saying which."""
     if is_sharded_tensor(type(tensor)):
         raise Refused(
             "a ShardedTensor cannot be stored: use DTensor, or store its local_shards() under names of their own"

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from ..catalog import Rounds
 
 _FINISHED = -1
-"""In place of a number of bytes: the rank needs no more rounds."""
+"""Sent in place of a number of bytes by a rank that needs no more rounds."""
 
 
 def carries(world: int) -> bool:
     """Whether there is a process group of all ``world`` ranks that moves bytes between devices of several machines.
 
-    On the host the ranks' own connections are faster, and ranks of one machine see each other's memory.
+    On the host the ranks' own connections are faster, and ranks of one machine share memory.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world):
         return False
@@ -24,7 +24,7 @@ def carries(world: int) -> bool:
 
 
 def carry(rounds: Rounds) -> None:
-    """Carries rounds until no rank needs more. Every rank calls it, with nothing else under way on the group."""
+    """Carries out rounds until no rank needs more. Every rank calls it, while no other collective runs on the group."""
     device = _device()
     while True:
         round_ = rounds.next()
@@ -52,9 +52,9 @@ def _bytes(memory: bytearray) -> torch.Tensor:
 
 
 def _device() -> torch.device:
-    """Where the group moves bytes: on devices if it can, for that is the faster network.
+    """Where the group moves bytes: on devices if it can, since theirs is the faster network.
 
-    The way over devices has not run on any yet.
+    The path over devices is untested.
     """
     # "cpu:gloo,cuda:nccl", or "cuda:nccl" alone
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config().split(","))

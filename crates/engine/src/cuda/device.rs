@@ -183,7 +183,7 @@ struct Stream {
 impl Drop for Stream {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once; whoever copied into host memory through it has waited.
+        // SAFETY: made once, destroyed once; every copy into host memory through it was waited for.
         let _ = self.context.run(|driver| unsafe { driver.cuStreamDestroy_v2(self.handle) });
     }
 }

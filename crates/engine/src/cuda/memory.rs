@@ -138,7 +138,7 @@ impl Provider for DeviceMemory {
             return self.sort_out(at, out, &span);
         }
         // SAFETY: the runs lie inside the block, which `new`'s caller keeps readable and unchanged, and inside `out`,
-        // which nobody touches before the fences were waited for, as `Provider::fill` says.
+        // which no code uses before the fences were waited for, as `Provider::fill` says.
         unsafe {
             self.place.begin(fences, |push| {
                 self.block.for_each_run(at, bytes, |address, position, bytes| {

@@ -17,7 +17,7 @@ use crate::sink::Want;
 use crate::staging::window::{View, Window};
 
 /// The most wants of others in the answers to all ranks together; each takes about 20 bytes.
-const TOLD_MAX: usize = 16 << 20;
+const OTHERS_MAX: usize = 16 << 20;
 
 /// In one round and with one peer, about as much as fills the network.
 const LINK_BYTES: u64 = 4 << 20;
@@ -116,7 +116,7 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerR
         return plain();
     }
     let wants: Vec<Vec<Wanted>> = ranks.into_iter().map(|rank| rank.wants).collect();
-    let Some(matching) = share(manifest, &wants, TOLD_MAX)? else { return plain() };
+    let Some(matching) = share(manifest, &wants, OTHERS_MAX)? else { return plain() };
     let peers = u64::from(matching.peers_max);
     let repeated = matching.bytes_for_each - matching.bytes_for_all;
     let is_little = repeated < REPEATED_BYTES_MIN * world as u64

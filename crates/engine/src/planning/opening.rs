@@ -107,7 +107,7 @@ fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> R
         shardfast_plan::prove(&claims)?;
         return Ok(Some(GlobalPlan::new(number, Basis::Claims(claims), compares_always)));
     }
-    let told = openings.iter().enumerate().map(|(rank, opening)| match opening {
+    let catalogs = openings.iter().enumerate().map(|(rank, opening)| match opening {
         Opening::Ask(held) => Some(RankCatalog { holdings: held.clone(), writes: None }),
         Opening::Same { id } => match &remembered(*id)?.basis {
             Basis::Catalogs { holdings, writes } => {
@@ -117,26 +117,26 @@ fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> R
         },
         Opening::Local { .. } => None,
     });
-    told.collect::<Option<Vec<_>>>().map(|told| planned(number, told)).transpose()
+    catalogs.collect::<Option<Vec<_>>>().map(|catalogs| planned(number, catalogs)).transpose()
 }
 
 /// Decides over everything of all ranks. The plan, if any, is then in `found`.
-pub(super) fn decide_told(
+pub(super) fn decide_in_full(
     number: PlanId,
-    told: Vec<RankCatalog>,
+    catalogs: Vec<RankCatalog>,
     found: &mut Option<Arc<GlobalPlan>>,
 ) -> Result<Vec<Answer>> {
-    let has_draft: Vec<bool> = told.iter().map(|told| told.writes.is_some()).collect();
-    let plan = planned(number, told)?;
+    let has_draft: Vec<bool> = catalogs.iter().map(|catalog| catalog.writes.is_some()).collect();
+    let plan = planned(number, catalogs)?;
     let answers = plan.answers(|rank| has_draft[rank]);
     *found = Some(plan);
     Ok(answers)
 }
 
 /// A plan of that number from these catalogs around the local plans.
-fn planned(number: PlanId, told: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
+fn planned(number: PlanId, ranks: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
     let (mut catalogs, mut unshared, mut always, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes }) in told.into_iter().enumerate() {
+    for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes }) in ranks.into_iter().enumerate() {
         catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
         catalogs.push(catalog);
         unshared.push(rules.unshared);

@@ -103,7 +103,7 @@ pub(crate) fn assign_values(
     };
     let mut answer = operation.agree("values", said, &mut decide)?;
     if let Verdict::NeedAll = answer.verdict {
-        answer = operation.agree("values told", digests.map(|digests| all(&digests)), &mut decide)?;
+        answer = operation.agree("values in full", digests.map(|digests| all(&digests)), &mut decide)?;
     }
     let remembered = match (answer.verdict, &plan.values) {
         (Verdict::Same, Some(known)) => Arc::clone(known),

@@ -329,7 +329,7 @@ fn a_rank_that_does_not_know_makes_all_tell() {
     let (job, said, _) = counted(layout.clone(), false);
     let states = vec![state(&truth, &knowing, 0), state(&truth, &layout, 1), state(&truth, &knowing, 2)];
     save_states(&job, url.to_str().unwrap(), states).unwrap();
-    assert_eq!(stages(&most(&said)), ["commit", "open", "plan", "replicas", "replicas told", "values"]);
+    assert_eq!(stages(&most(&said)), ["commit", "open", "plan", "replicas", "replicas in full", "values"]);
     let loading = Job::new(Layout::rows(2));
     let flaw = loading.compare(|engine| checkpoint::open(engine, url.to_str().unwrap(), LONG), &truth, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
@@ -386,7 +386,7 @@ fn values_that_differ_from_now_on_are_written_by_each_from_now_on() {
     save_and_compare(&job, &url("equal"), &with(vec![vec![1; 20]]));
     assert_eq!(stages(&most(&said)), ["commit", "open", "replicas", "values"]);
     save_and_compare(&job, &url("apart"), &with(vec![vec![2; 20], vec![3; 30]]));
-    assert_eq!(stages(&most(&said)), ["commit", "open", "values", "values told"]);
+    assert_eq!(stages(&most(&said)), ["commit", "open", "values", "values in full"]);
     save_and_compare(&job, &url("still apart"), &with(vec![vec![4; 10], vec![5; 40]]));
     assert_eq!(stages(&most(&said)), ["commit", "open", "values"]);
     save_and_compare(&job, &url("equal again"), &with(vec![vec![6; 20]]));

@@ -24,14 +24,14 @@ struct Span {
     item: u32,
 }
 
-/// Finds the pairs of items that touch the same blocks; `None` when ranks would have to be told of more than `told_max`
-/// foreign items.
+/// Finds the pairs of items that touch the same blocks; `None` when the answers to ranks would have more than
+/// `others_max` items of other ranks.
 pub(super) fn sweep(
     manifest: &Manifest,
     parts: &[Part],
     set_of: &[u32],
     sets: &mut Sets,
-    told_max: usize,
+    others_max: usize,
 ) -> Option<Swept> {
     let span = |part: &Part| {
         let data_start = manifest.files()[part.file as usize].data_start;
@@ -42,7 +42,7 @@ pub(super) fn sweep(
     spans.sort_unstable_by_key(|span| (span.file, span.first, span.item));
 
     let mut pass = Pass { active: Vec::new(), at: 0, for_each: 0, for_all: 0 };
-    let (mut pairs, mut told) = (HashSet::new(), 0usize);
+    let (mut pairs, mut others) = (HashSet::new(), 0usize);
     for group in spans.chunk_by(|a, b| (a.file, a.first) == (b.file, b.first)) {
         let place = (group[0].file, group[0].first);
         pass.go_to(place, sets, set_of);
@@ -51,10 +51,10 @@ pub(super) fn sweep(
                 let (a, b) = (active.item.min(span.item), active.item.max(span.item));
                 let (set_a, set_b) = (set_of[a as usize], set_of[b as usize]);
                 if set_a != set_b && pairs.insert((a, b)) {
-                    told += sets.ranks(set_a).len() + sets.ranks(set_b).len();
+                    others += sets.ranks(set_a).len() + sets.ranks(set_b).len();
                 }
             }
-            if told > told_max {
+            if others > others_max {
                 return None;
             }
             pass.active.push(Active { file: span.file, end: span.end, item: span.item });

@@ -1,4 +1,4 @@
-//! What one rank holds: its leaves, said without ranks' layouts in them.
+//! The leaves that one rank holds.
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -44,7 +44,7 @@ pub struct Leaf {
     /// What it is and which parts of it this rank holds.
     pub body: LeafBody,
     /// How the saving job laid the leaf out, in words (`mesh(dp=2, tp=2) [Shard(0), Replicate()]`). Information only:
-    /// nothing is ever decided by it. Empty when there is nothing to say.
+    /// nothing depends on it. May be empty.
     pub layout: String,
 }
 
@@ -80,13 +80,13 @@ pub struct Catalog {
 }
 
 impl Catalog {
-    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions. What the layouts are called is left
-    /// out. Two catalogs of one fingerprint have the same plan.
+    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions, without the layouts' texts. Two
+    /// catalogs with one fingerprint have the same plan.
     pub fn fingerprint(&self) -> [u8; 32] {
         let mut digest = Sha256::new();
         digest.update(b"shardfast catalog 1");
         let number = |digest: &mut Sha256, value: u64| digest.update(value.to_le_bytes());
-        // Every text and list carries its length, so that no two catalogs spell the same bytes.
+        // Every text and list has its length in front, so that no two catalogs give the same bytes.
         let text = |digest: &mut Sha256, text: &str| {
             number(digest, text.len() as u64);
             digest.update(text.as_bytes());
@@ -120,9 +120,9 @@ impl Catalog {
         digest.finalize().into()
     }
 
-    /// Checks what one rank can check alone: keys are valid, leaves sorted and unique, tensors of sane shape, parts
-    /// in bounds and not empty (unless the tensor itself is), alias targets present and tensors. Whether parts are
-    /// disjoint and the ranks agree is the planner's question.
+    /// Checks what one rank can check alone: keys are valid, leaves sorted and unique, tensors of sane shape, parts in
+    /// bounds and not empty (unless the tensor itself is), alias targets present and tensors. The planner checks
+    /// whether parts are disjoint and the ranks agree.
     ///
     /// # Errors
     /// `Invalid`, naming every problem, one per line.

@@ -1,4 +1,4 @@
-//! The two checksums of the format: CRC-64/NVME for data, SHA-256 for what a commit vouches for.
+//! The two checksums of the format: CRC-64/NVME for data, SHA-256 for the manifest of a commit.
 //!
 //! CRC-64/NVME: width 64, polynomial 0xad93d23594c93659, initial value and final XOR all ones, input and output
 //! reflected, check value 0xae8b14860a799888 (NVM Express command set specification, 5.2.1.3.4; also the CRC64NVME that

@@ -1,4 +1,4 @@
-//! The commit record: a few lines of text that make a checkpoint exist, and vouch for its manifest.
+//! The commit record: a few lines of text that make a checkpoint exist, with the SHA-256 of its manifest.
 
 use crate::checksum::{crc64, sha256};
 use crate::digits::{decimal_u64, hex, hex_bytes, hex_u64};
@@ -12,7 +12,7 @@ pub const COMMIT_BYTES_MAX: u64 = 4096;
 const MAGIC: &str = "shardfast ";
 const CRC: &str = "crc64 ";
 
-/// What `COMMIT` says.
+/// The contents of `COMMIT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Commit {
     /// Major version of the format that the checkpoint is written in.
@@ -86,7 +86,7 @@ impl Commit {
         Err(corrupt(format!("expected nothing but {known:?} before the checksum, found {body:?}")))
     }
 
-    /// Checks that `manifest` is the one that this record vouches for.
+    /// Checks that `manifest` is the one of this record.
     ///
     /// # Errors
     /// `Corrupt`, naming the file and both sizes or digests.

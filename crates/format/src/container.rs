@@ -1,5 +1,5 @@
 //! The safetensors container: an 8-byte little-endian length, that many bytes of JSON (padded with spaces), then the
-//! tensors without holes. Strict: what the container's own definition does not allow is `Corrupt`.
+//! tensors without holes. Strict: anything that the container's definition does not allow is `Corrupt`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -38,7 +38,7 @@ pub(crate) struct Container {
 pub(crate) struct Entry {
     /// Its name.
     pub(crate) name: String,
-    /// Its element type; the unknown name when this build does not know it (its size is then not checked).
+    /// Its element type, or the name of an unknown one, with unchecked size.
     pub(crate) dtype: Result<DType, String>,
     /// Its shape as the header counts it (twice the last dimension for [`DType::F4x2`]).
     pub(crate) shape: Dims,
@@ -47,7 +47,7 @@ pub(crate) struct Entry {
 }
 
 /// The shape that a header shows for a tensor: two values per byte are counted one by one. A zero-dimensional
-/// [`DType::F4x2`] shows as `[2]`, for half a byte cannot be said.
+/// [`DType::F4x2`] shows as `[2]`, since half a byte cannot be expressed.
 pub(crate) fn header_shape(dtype: DType, shape: &[u64]) -> Option<Dims> {
     let mut shown = Dims::from_slice(shape);
     if dtype == DType::F4x2 {
@@ -187,8 +187,8 @@ pub(crate) fn true_shape(dtype: DType, mut shown: Dims) -> Option<Dims> {
     Some(shown)
 }
 
-/// The JSON as it stands. Its depth is bounded by the types (and by serde_json's own limit for what they skip); nothing
-/// is reserved ahead of the bytes that justify it.
+/// The JSON as it is. Its depth is bounded by the types (and by serde_json's own limit for what they skip); no memory
+/// is reserved beyond the bytes at hand.
 struct Header {
     entries: Vec<Entry>,
     metadata: BTreeMap<String, String>,

@@ -1,4 +1,4 @@
-//! What can be wrong with bytes, or with a call that makes them.
+//! Errors of decoding and encoding.
 
 /// A closed set, grouped by what the caller would do. Every message names the thing, what was expected and what was
 /// found.
@@ -7,10 +7,10 @@ pub enum Error {
     /// The bytes are not what was written: use another checkpoint.
     #[error("corrupt: {0}")]
     Corrupt(String),
-    /// The bytes are of a version, or hold a thing, that this build does not know: upgrade.
+    /// The bytes are of a version, or have a feature, that this build does not know: upgrade.
     #[error("unsupported: {0}")]
     Unsupported(String),
-    /// The call asks for something that the format cannot say: fix the call.
+    /// The call asks for something that the format cannot express: fix the call.
     #[error("invalid: {0}")]
     Invalid(String),
 }

@@ -47,7 +47,7 @@ impl EntrySpec {
     }
 }
 
-/// Where everything in a data file is going to lie.
+/// The layout of a data file that is going to be written.
 #[derive(Debug, Clone)]
 pub struct FileLayout {
     /// Where the data begin, in bytes from the file's start: a multiple of [`DATA_ALIGNMENT`].
@@ -177,7 +177,7 @@ pub struct DataHeader {
     pub block_bytes: u64,
     /// CRC-64/NVME of each block.
     pub block_crcs: Vec<u64>,
-    /// What else stands in `__metadata__`.
+    /// The other entries of `__metadata__`.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -185,8 +185,8 @@ impl DataHeader {
     /// Parses the first `data_start` bytes of a data file of `file_bytes` bytes.
     ///
     /// # Errors
-    /// `Corrupt` for whatever [`FileLayout`] would not have written; `Unsupported` for an element type or a size of
-    /// blocks that this build does not know.
+    /// `Corrupt` for anything that [`FileLayout`] would not have written; `Unsupported` for an element type or a size
+    /// of blocks that this build does not know.
     pub fn parse(bytes: &[u8], file_bytes: u64) -> Result<DataHeader, Error> {
         let corrupt = |message: String| Error::Corrupt(format!("data file: {message}"));
         let parsed = container::parse("data file", bytes, file_bytes)?;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::manifest::{LeafKind, Manifest};
 
 /// `model.safetensors.index.json` for a key that holds tensors only, all of them whole: which of the directory's files
-/// holds which tensor. Aliases stand for no data of their own and are left to the model that ties them. `None` when the
+/// holds which tensor. Aliases have no data of their own; the model ties them. `None` when the
 /// key holds no tensor, an object, or a tensor that is cut or lies outside the key's directory.
 pub fn hugging_face_index(manifest: &Manifest, key: &str) -> Option<Vec<u8>> {
     let mut total_size = 0u64;

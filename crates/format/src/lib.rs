@@ -1,6 +1,6 @@
 //! What the bytes of a checkpoint mean: regions, leaves, manifest, safetensors headers, checksums, versions.
 //!
-//! This crate only thinks. It knows no files, clocks, threads, networks, ranks' topology or frameworks. The format is
+//! This crate does no I/O. It knows no files, clocks, threads, networks, ranks' topology or frameworks. The format is
 //! specified in `docs/format.md`.
 
 pub mod catalog;

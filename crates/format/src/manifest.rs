@@ -28,7 +28,7 @@ pub struct SaveInfo {
     pub created_unix_ms: u64,
     /// The program that wrote it: `shardfast 0.1.0`.
     pub writer: String,
-    /// What the user wanted to be noted.
+    /// The user's notes.
     pub user: BTreeMap<String, String>,
 }
 
@@ -88,11 +88,11 @@ pub enum LeafKind<'a> {
     },
 }
 
-/// A checked manifest. Whatever it says holds: extents lie inside their files, regions inside their tensors, the
+/// A checked manifest: extents lie inside their files, regions inside their tensors, the
 /// regions of a tensor have as many elements as the tensor, alias targets are tensors, names are unique and sorted.
 ///
-/// What it does not prove, since that takes more than linear time, is that a tensor's regions are disjoint (the writer
-/// did, before the commit), nor that extents of different leaves are.
+/// The check does not prove that a tensor's regions are disjoint, nor that extents of different leaves are, since that
+/// takes more than linear time; the writer proved the former before the commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
     /// What is known about the save.

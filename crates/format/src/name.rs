@@ -1,4 +1,4 @@
-//! How the things of a checkpoint are called.
+//! Names of a checkpoint's files and entries.
 
 use crate::digits::hex_u64;
 use crate::error::Error;
@@ -44,7 +44,7 @@ pub fn data_file(key: &str, attempt: &str, rank: u32, index: u32) -> Result<Stri
     Ok(format!("{key}/{rank:05}-{index:03}-{attempt}.safetensors"))
 }
 
-/// Whether a path inside a checkpoint is one that this format writes, of whatever attempt: `COMMIT`, a manifest, a data
+/// Whether a path inside a checkpoint is one that this format writes, of any attempt: `COMMIT`, a manifest, a data
 /// file as [`data_file`] names it, or a key's index.
 pub fn is_own_path(path: &str) -> bool {
     let attempt = |digits: &str| check_attempt(digits).is_ok();

@@ -35,8 +35,8 @@ pub enum Value {
     Bytes(Vec<u8>),
     /// `list`.
     List(Vec<Value>),
-    /// `dict`, in its order; keys may be of any kind. That keys differ is not checked: what Python holds equal (`1` and
-    /// `True`) or different (two NaNs) is not the format's question.
+    /// `dict`, in its order; keys may be of any kind. Keys are not checked to differ: whether two are equal (`1` and
+    /// `True`, two NaNs) is defined by Python.
     Dict(Vec<(Value, Value)>),
     /// Anything else, as the [`Tag`] says.
     Tagged(Tag, Box<Value>),

@@ -6,7 +6,7 @@ use crate::error::Error;
 /// Major version of the format: a reader refuses any other.
 pub const FORMAT_MAJOR: u32 = 1;
 
-/// Minor version of the format: a reader refuses by name what a later one adds, unless it cannot mislead.
+/// Minor version of the format: a reader refuses, by name, features of a later one, unless it can safely ignore them.
 pub const FORMAT_MINOR: u32 = 0;
 
 /// Parses `<major>.<minor>`.

@@ -9,8 +9,8 @@ use crate::ranks::RankSet;
 use crate::save::{is_unshared, save_unshared};
 use crate::write::{Rows, Write, row_dim};
 
-/// Plans a save of the catalogs of all ranks around what some of them have begun: `drafted` has, per rank, the writes
-/// that stand, or `None` for a rank that writes nothing yet and takes what is left. The same catalogs and drafts give
+/// Plans a save of the catalogs of all ranks around writes that some of them have begun: `drafted` has, per rank, its
+/// fixed writes, or `None` for a rank that writes nothing yet and takes what is left. The same catalogs and drafts give
 /// the same plan everywhere.
 ///
 /// # Errors
@@ -88,7 +88,7 @@ pub fn amend_unshared(
     Ok(writes)
 }
 
-/// Who has a region.
+/// The holders of a region.
 #[derive(Default)]
 struct Holders {
     bytes: u64,
@@ -98,12 +98,12 @@ struct Holders {
 }
 
 impl Holders {
-    /// The smaller, the rather a rank with that load writes; of equals the lower rank does.
+    /// The sort key of a writer: the smallest load first, of equals the lowest rank.
     fn preference(&self, load: u64) -> u64 {
         if self.is_unshared { 0 } else { load }
     }
 
-    /// The rows that nobody has begun, `None` for all of the region; or two ranks that have begun the same.
+    /// The rows that no rank has begun, `None` for all of the region; or two ranks that have begun the same.
     fn gaps(&mut self, region: &Region) -> Result<Vec<Option<Rows>>, (usize, usize)> {
         if self.begun.is_empty() {
             return Ok(vec![None]);

@@ -8,7 +8,7 @@ use crate::coverage::{Flaw, tile};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
 
-/// Collects what ranks wrote of their tensors, rank by rank, and proves that it is all of each of them once. Time and
+/// Collects what ranks wrote of their tensors, rank by rank, and proves that it is each tensor exactly once. Time and
 /// memory are linear in the number of regions; names stay where they are.
 #[derive(Debug, Default)]
 pub struct Assembly<'a> {
@@ -24,14 +24,14 @@ struct Tensor<'a> {
     shape: &'a [u64],
     layout: &'a str,
     regions: Vec<(Region, Extent)>,
-    /// Each rank that spoke of it, and the number of its regions.
+    /// Each rank that reported it, and the number of its regions.
     ranks: Vec<(u32, usize)>,
 }
 
 impl<'a> Assembly<'a> {
     /// Adds what `rank` wrote of the tensor `name`: each region with the index of its file in the manifest and its
-    /// offset there. A rank that wrote nothing of it adds no region, so that what nobody wrote is missed. `layout`
-    /// counts when no rank before has spoken of the tensor.
+    /// offset there. A rank that wrote nothing of it adds no region, so that a missing region is found. `layout` is
+    /// used if no rank before has reported the tensor.
     pub fn tensor(
         &mut self,
         rank: u32,
@@ -56,7 +56,7 @@ impl<'a> Assembly<'a> {
         }
         let before = tensor.regions.len();
         tensor.regions.extend(regions.into_iter().map(|(region, file, offset)| {
-            // What does not lie inside the shape, whose bytes are counted, is found to be so.
+            // A region outside of the shape may have any size here; `finish` reports it.
             let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes()));
             (region, Extent { file, offset, bytes: bytes.unwrap_or(u64::MAX) })
         }));

@@ -1,15 +1,15 @@
-//! Shares the writing of replicas among those who hold them, and cuts what is too large to be shared whole.
+//! Shares the writing of replicas among their holders, and cuts parts that are too large to be shared whole.
 //!
 //! 1. **Worst-Fit decreasing**: each part, from the largest on, goes to the least loaded of its holders, on top of what
 //!    ranks must write anyway. Where that is within the tolerance of the best that any sharing could do, it is the
 //!    answer, and nothing is cut.
 //! 2. Else [`crate::levels`] says how much of each class (the parts of one set of holders) each holder would write if
-//!    parts were as fine as water. These are quotas: parts are laid whole while they fit under the tolerance, from
-//!    the largest on, to whoever has most of its quota left, and one that does not fit anywhere is cut there. A cut
-//!    fills a quota, so a class is cut no oftener than it has members, and mostly much less.
-//! 3. Keys that consist of whole tensors open elsewhere as they are. Their parts are cut only if cutting the others
-//!    does not bring the heaviest rank under the tolerance, and then those of the largest such key first: optimizer
-//!    states go before weights.
+//!    parts were arbitrarily divisible. These are quotas: parts are assigned whole while they fit under the tolerance,
+//!    from the largest on, to the rank with most of its quota left, and one that fits nowhere is cut there. A cut fills
+//!    a quota, so a class has at most as many cuts as members, and mostly far fewer.
+//! 3. Other programs can open the files of keys that consist of whole tensors. Such parts are cut only if cutting the
+//!    others does not bring the heaviest rank under the tolerance, and then those of the largest such key first:
+//!    optimizer states before weights.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
@@ -33,7 +33,7 @@ pub(crate) struct Item {
     pub(crate) bytes: u64,
     /// Rows of equal size into which it can be cut.
     pub(crate) rows: u64,
-    /// How long it should be spared that: 0 for not at all, else what is said of its key in [`Spared`].
+    /// Its priority against cuts: 0 for none, else that of its key in [`Spared`].
     pub(crate) spared: u32,
     /// Index of the class of its holders.
     pub(crate) class: usize,
@@ -49,10 +49,10 @@ impl Item {
     }
 }
 
-/// Keys are told apart by size up to this many; all smaller ones are spared longest and alike.
+/// Keys are distinguished by size up to this many; all smaller ones have the same highest priority.
 const SPARED_MAX: u32 = 3;
 
-/// Which keys consist of nothing but whole tensors (and values), and in which order these give that up: from 1, the
+/// The keys that consist of whole tensors (and values) only, in the order in which their parts may be cut: from 1, the
 /// largest first.
 pub(crate) struct Spared<'a>(HashMap<&'a str, u32>);
 
@@ -135,8 +135,7 @@ fn loads(world: usize, items: &[Item], shares: &[Share]) -> Vec<u64> {
     loads
 }
 
-/// What only one rank holds is that rank's, and then each item from the largest on goes to the least loaded of its
-/// holders.
+/// A rank writes what it alone holds; then each item from the largest on goes to the least loaded of its holders.
 fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     let mut loads = vec![0u64; world];
     let mut shares = Vec::with_capacity(items.len());
@@ -177,7 +176,7 @@ fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     shares
 }
 
-/// Lays items into quotas.
+/// Assigns items to quotas.
 struct Cutting<'a> {
     classes: &'a [Vec<u32>],
     levels: &'a Levels,
@@ -196,7 +195,7 @@ impl<'a> Cutting<'a> {
         Cutting { classes, levels, limit, expected: levels.loads.clone(), shares: Vec::new() }
     }
 
-    /// Shares all items, and cuts none that is spared longer than `cut`.
+    /// Shares all items, and cuts none with a priority above `cut`.
     fn run(mut self, items: &[Item], cut: u32) -> Vec<Share> {
         let mut by_class: Vec<Vec<usize>> = vec![Vec::new(); self.classes.len()];
         items.iter().enumerate().for_each(|(i, item)| by_class[item.class].push(i));
@@ -219,7 +218,7 @@ impl<'a> Cutting<'a> {
         self.shares
     }
 
-    /// Lays what is left, from the largest on, where there is most room.
+    /// Assigns what is left, from the largest on, where there is most room.
     fn lay(
         &mut self,
         items: &[Item],

@@ -2,9 +2,9 @@
 //!
 //! Take the corners of a box, each with the sign of ∏_d (δ(start_d) − δ(end_d)). Summing the signs of all corners at or
 //! before a point, in every dimension, gives how many boxes hold that point. So boxes tile the tensor exactly when all
-//! their corners together cancel to the corners of the whole: nothing can hide, as a hole and an overlap of equal size
-//! would hide from a comparison of volumes. Corners at the end of the tensor count no point inside and are left out,
-//! and so are dimensions that no box cuts.
+//! their corners together cancel to the corners of the whole. A comparison of volumes would miss a hole and an overlap
+//! of equal size. Corners at the end of the tensor count no point inside and are left out, and so are dimensions that
+//! no box cuts.
 //!
 //! Where a corner is left over, the first in row-major order is itself the first point of a flaw: every other corner at
 //! or before it would come earlier in that order, so the count there is its own.

@@ -1,4 +1,4 @@
-//! How even loads could be if what ranks share were as fine as water.
+//! The most even loads if the shared bytes were arbitrarily divisible.
 
 /// The sharing of classes of bytes among their holders with the lowest highest load, nearly.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -7,25 +7,25 @@ pub(crate) struct Levels {
     pub(crate) quotas: Vec<Vec<u64>>,
     /// Per rank, all its quotas.
     pub(crate) loads: Vec<u64>,
-    /// No sharing whatever has a highest load below this.
+    /// No sharing has a highest load below this.
     pub(crate) least: u64,
 }
 
-/// Sweeps over all classes after which the levels are taken as they are.
+/// The most sweeps over all classes.
 const SWEEPS_MAX: usize = 200;
 
-/// Work (members of classes poured over) after which they are, too.
+/// The most work, in members of classes.
 const STEPS_MAX: usize = 1 << 25;
 
-/// The gap to what is provably possible that ends the search: one part of this.
+/// The relative gap to the lower bound that ends the search: one part of this.
 const GAP: u64 = 400;
 
 /// Levels of classes of `amounts` bytes, each of which all of its members hold. All together are at most 2^62.
 ///
-/// Each class in turn is poured over its members, on top of what these have of other classes, until nothing moves much.
-/// The smallest sets come first: where sets of holders are nested in each other or apart, as those of a mesh mostly
-/// are, one sweep is enough. In general the sweeps are a coordinate descent of the sum of squared loads, whose
-/// minimum also has the lowest highest load.
+/// Each class in turn is divided among its members to one level, on top of their loads of other classes, until the
+/// loads converge. The smallest sets come first: if sets of holders are nested or disjoint, as those of a mesh mostly
+/// are, one sweep is enough. In general the sweeps are a coordinate descent of the sum of squared loads, whose minimum
+/// also has the lowest highest load.
 pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Levels {
     let mut levels = Levels {
         quotas: classes.iter().map(|members| vec![0; members.len()]).collect(),
@@ -49,7 +49,7 @@ pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Lev
     levels
 }
 
-/// Takes a class's quotas back and pours the class again, to one level over the loads of its members.
+/// Takes a class's quotas back and divides the class again, to one level over the loads of its members.
 fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     for (&rank, quota) in members.iter().zip(&mut *quotas) {
         loads[rank as usize] -= std::mem::take(quota);
@@ -76,8 +76,8 @@ fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     }
 }
 
-/// A highest load that cannot be beaten: ranks of high loads together have at least what only they hold. Which ranks to
-/// take together is read off the loads: at the best levels, what keeps the highest ones up is held by nobody below.
+/// A lower bound of the highest load: ranks of high loads together have at least what only they hold. The loads show
+/// which ranks to take together: at the best levels, no rank below holds what makes the highest loads.
 fn provable(loads: &[u64], classes: &[Vec<u32>], amounts: &[u64]) -> u64 {
     let mut confined: Vec<(u64, u64)> = classes
         .iter()
@@ -119,11 +119,11 @@ mod tests {
 
     #[test]
     fn sets_that_cross_level_out_too() {
-        // Poured once and one after the other: 500, 750, 750.
+        // After one sweep: 500, 750, 750.
         let found = levels(3, &[vec![0, 1], vec![1, 2]], &[1000, 1000]);
         assert!(found.loads.iter().all(|load| (660..=670).contains(load)), "{found:?}");
         assert!((664..=667).contains(&found.least), "{found:?}");
-        // What two of them hold cannot be taken from them by those who hold nothing of it.
+        // What two of them hold cannot be given to ranks that do not hold it.
         let found = levels(5, &[vec![0, 1], vec![1, 2], vec![2, 3], vec![4]], &[4000, 0, 9, 7]);
         assert_eq!((found.loads, found.least), (vec![2000, 2000, 5, 4, 7], 2000));
     }

@@ -34,7 +34,7 @@ pub struct Want {
     pub region: Region,
 }
 
-/// How the store likes to be read.
+/// The store's preferences for reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// The most unwanted bytes in a row that are read rather than begin another read.
@@ -83,8 +83,8 @@ pub struct Reads {
     queue: BinaryHeap<Reverse<(u32, u64, usize)>>,
 }
 
-/// Plans what one rank reads to fill `wants`. Nothing is read twice but what two wants share and no one read could
-/// hold; wants without elements bring nothing.
+/// Plans what one rank reads to fill `wants`. Bytes are read twice only if two wants share them and no single read can
+/// hold both; wants without elements need no read.
 ///
 /// # Errors
 /// [`Error::Invalid`] naming every want of no tensor or outside its tensor's shape; [`Error::Corrupt`] naming every

@@ -1,12 +1,12 @@
-//! Plans that every rank makes alone, and how it is proven afterwards that they fit together.
+//! Plans that every rank makes alone, and the later proof that they fit together.
 //!
-//! Where a rank knows who else holds the very parts of a leaf that it holds, it needs no message to learn who writes
-//! them. All leaves that one set of ranks holds are a *class*. Each member of that set knows the class, and nobody
-//! knows more that all members know: so each class is divided among its members as if there were nothing else. Every
-//! share of every class is within 2 % (or a block) of even, and so are their sums.
+//! A rank that knows which other ranks hold the same parts of a leaf needs no message to compute who writes them. All
+//! leaves that one set of ranks holds are a *class*. Each member of that set knows the class, but not the members'
+//! other classes: so each class is divided among its members as if there were nothing else. Every share of every class
+//! is within 2 % (or a block) of even, and so are their sums.
 //!
-//! What a rank believes of others is proven when they meet for the commit: each names the classes that it divided, by
-//! their members and a digest of their leaves, and [`prove`] finds who believed otherwise.
+//! A rank's assumptions about others are proven when the ranks meet: each claims the classes that it divided, by their
+//! members and a digest of their leaves, and [`prove`] finds ranks with other claims.
 
 use std::collections::HashMap;
 
@@ -26,7 +26,7 @@ pub struct Replicas {
     /// The sets, each once.
     pub groups: Vec<RankSet>,
     /// For each leaf of the catalog, the index in `groups` of all ranks that hold it in exactly these parts, this rank
-    /// among them; `None` where that is not known. Nothing is asked of leaves without parts.
+    /// among them; `None` where that is not known. Leaves without parts are ignored.
     pub leaves: Vec<Option<u32>>,
 }
 
@@ -35,11 +35,11 @@ pub struct Replicas {
 pub struct Local {
     /// What it writes, sorted.
     pub writes: Vec<Write>,
-    /// What that rests on, sorted: one claim for each set of ranks with which it shares the writing of something.
+    /// Its claims, sorted: one for each set of ranks with which it shares the writing of something.
     pub claims: Vec<Claim>,
 }
 
-/// What a rank believes of a class of leaves.
+/// A rank's claim about a class of leaves.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Claim {
     /// All ranks that hold it.
@@ -49,15 +49,15 @@ pub struct Claim {
     pub digest: [u8; 16],
 }
 
-/// Plans a save of `catalog` on `rank` of `world`, without a word from the others; `None` when the holders of some leaf
-/// are not known, and ranks must exchange their catalogs ([`crate::save`]).
+/// Plans a save of `catalog` on `rank` of `world`, without a message from the others; `None` when the holders of some
+/// leaf are not known, and ranks must exchange their catalogs ([`crate::save`]).
 ///
 /// That all members of a set come to the same assignment rests on their claims being equal, which [`prove`] checks, and
 /// on leaves and their parts being in the same order everywhere. Coverage is for the commit to check, as always.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming each leaf of which `replicas` says what cannot be: a set that there is not, without this
-/// rank, or with ranks beyond the world.
+/// [`Error::Invalid`] naming each leaf with impossible `replicas`: an unknown set, one without this rank, or with ranks
+/// beyond the world.
 pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Result<Option<Local>, Error> {
     local_unshared(catalog, &[], replicas, rank, world)
 }
@@ -100,7 +100,7 @@ pub fn local_unshared(
             }
         }
         let mine = members.binary_search(&rank).unwrap_or_default() as u32;
-        // What is not shared is the lowest one's, and the others take more of the rest.
+        // The lowest rank writes what is not shared, and the others take more of the rest.
         let classes = [(0..members.len() as u32).collect(), vec![0]];
         let classes = if members.len() > 1 { &classes[..] } else { &classes[1..] };
         items.iter_mut().for_each(|item| item.class = item.class.min(classes.len() - 1));
@@ -156,10 +156,10 @@ fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Res
 }
 
 /// Proves that local plans fit together: of every set that any rank claims to share with, each member claims the same
-/// digest, and nobody else claims it. `claims` is by rank.
+/// digest, and no other rank claims it. `claims` is by rank.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming each set with the ranks that do not know of it, that are not of it or that differ.
+/// [`Error::Invalid`] naming each set with the ranks that lack the claim, that are not members or that differ.
 pub fn prove(claims: &[Vec<Claim>]) -> Result<(), Error> {
     let mut by_set: HashMap<&RankSet, Vec<(u32, [u8; 16])>> = HashMap::new();
     for (rank, claims) in (0u32..).zip(claims) {

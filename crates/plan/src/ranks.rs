@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// A set of ranks. What a mesh makes of a job, every so-manieth rank of a stretch, takes the room of one run.
+/// A set of ranks. Every n-th rank of a range, as in a mesh, takes one run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "Vec<Run>")]
 pub struct RankSet {
@@ -76,7 +76,7 @@ impl RankSet {
 impl TryFrom<Vec<Run>> for RankSet {
     type Error = String;
 
-    /// Only what [`RankSet::new`] makes: another rank sent it.
+    /// Accepts only what [`RankSet::new`] makes, since another rank sent it.
     fn try_from(runs: Vec<Run>) -> Result<RankSet, String> {
         let mut before: Option<Run> = None;
         for &run in &runs {

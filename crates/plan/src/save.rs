@@ -32,7 +32,7 @@ pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
 
 /// [`save`] in which some leaves are not shared: every region of theirs is written whole, by the lowest rank that holds
 /// it. Copies that may differ would be mixed otherwise. `unshared` has, per rank, the indices of these leaves in its
-/// catalog, ascending; what one rank names so is so on all.
+/// catalog, ascending; a leaf that one rank names is unshared on all.
 ///
 /// # Errors
 /// As [`save`].
@@ -102,7 +102,7 @@ fn merge<'a>(catalogs: &'a [Catalog], problems: &mut Vec<String>) -> Vec<(&'a Le
     sorted
 }
 
-/// What all holders of a leaf must say alike.
+/// What must be equal on all holders of a leaf.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Kind<'a> {
     Tensor { dtype: DType, shape: &'a [u64] },
@@ -160,7 +160,7 @@ fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Hold
     Some(format!("{name}: it is an alias of {of}, which must be a tensor and is {found}"))
 }
 
-/// All parts of all ranks, those of one region side by side: what there is to share.
+/// All parts of all ranks, grouped by region.
 #[derive(Default)]
 struct Replicated<'a> {
     /// The distinct sets of holders.

@@ -1,8 +1,8 @@
-//! Bytes that several ranks want: who reads them, and for whom.
+//! Bytes that several ranks want: which rank reads them, and for which others.
 //!
-//! 1. One rank knows what all want. [`share`] finds which wants touch the same blocks of the files, and tells each rank
-//!    which ranks want what it wants, and what else lies in those blocks that others want ([`Common`]). Equal wants are
-//!    told once, with the set of their ranks, and a rank hears nothing of what it has nothing in common with.
+//! 1. One rank has all ranks' wants. [`share`] finds which wants touch the same blocks of the files, and gives each
+//!    rank which ranks want what it wants, and what else lies in those blocks that others want ([`Common`]). Equal
+//!    wants are given once, with the set of their ranks, and a rank gets no wants that it has no block in common with.
 //! 2. From then on each rank plans alone ([`Sharing`]): the blocks that it wants are cut into [`Chunk`]s, each wanted
 //!    by the same ranks throughout, and those ranks take turns at reading, by bytes. Everything follows from who wants
 //!    a chunk and from its place among all chunks that the same ranks want; of those each of them knows all. So they
@@ -28,7 +28,7 @@ use crate::error::{Error, Problems};
 use crate::load::Piece;
 use crate::ranks::ranges;
 
-/// Something that a rank wants, in words that mean the same to all ranks.
+/// Something that a rank wants, in terms of the manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Wanted {
     /// Index of a tensor or an object in the manifest.
@@ -58,7 +58,7 @@ pub struct Common {
     pub sets: Vec<Vec<Range<u32>>>,
     /// For each want of this rank, in its order, the index of the set of all ranks with this want.
     pub own: Vec<u32>,
-    /// What only others want of the blocks that this rank wants, each with the index of the set of these others.
+    /// Wants of other ranks in the blocks that this rank wants, each with the index of the set of these ranks.
     pub others: Vec<(Wanted, u32)>,
 }
 
@@ -76,8 +76,8 @@ pub struct Matching {
     pub peers_max: u32,
 }
 
-/// Finds what ranks have in common. `wants` has the wants of each rank, sorted, none twice. `None` when to tell it
-/// would take more than `others_max` wants in all answers together.
+/// Finds what ranks have in common. `wants` has the wants of each rank, sorted, none twice. `None` when all answers
+/// together would have more than `others_max` wants of others.
 ///
 /// # Errors
 /// [`Error::Invalid`] when a want is no part of the checkpoint.

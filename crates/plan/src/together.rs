@@ -1,9 +1,9 @@
 //! Small parts that one rank writes together.
 //!
-//! Replicas that drifted apart unnoticed (statistics of normalisation layers under data parallelism) still belong
-//! together: a mean of one rank beside a variance of another one is of no rank. So what is small and hangs below one
-//! name is written by one rank, and so are neighbours up to a block in all. That costs the balance no more than a
-//! block, and spares files entries of a few bytes.
+//! Replicas that drifted apart unnoticed (statistics of normalisation layers under data parallelism) belong together: a
+//! mean of one rank beside a variance of another is a state of no rank. So one rank writes the small parts below one
+//! name, and also neighbours up to a block in all. That changes the balance by no more than a block, and avoids file
+//! entries of a few bytes.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ const SMALL_BYTES_MAX: u64 = BLOCK_BYTES / 4;
 struct Bundle<'a> {
     item: Item,
     members: Vec<usize>,
-    /// The name that the last ones hang below, and their bytes.
+    /// The name above the last ones, and their bytes.
     last: (&'a str, &'a str),
     last_bytes: u64,
 }
@@ -51,7 +51,7 @@ pub(crate) fn divide_together(world: usize, classes: &[Vec<u32>], items: &[Item]
                 bundle.members.push(index);
             }
             Some(bundle) => {
-                // What has begun to hang below this name goes along.
+                // Members below this name stay together.
                 let mut taken = if bundle.last == parent { bundle.give_last(items) } else { Vec::new() };
                 let bytes = taken.iter().map(|&index| items[index].bytes).sum::<u64>() + item.bytes;
                 taken.push(index);
@@ -81,7 +81,7 @@ impl Bundle<'_> {
         self.last == parent && self.last_bytes == self.item.bytes
     }
 
-    /// Gives away the members below the last name.
+    /// Removes the members below the last name.
     fn give_last(&mut self, items: &[Item]) -> Vec<usize> {
         let mut left = self.last_bytes;
         let mut at = self.members.len();

@@ -1,4 +1,4 @@
-//! What one rank writes of what it holds.
+//! The parts of its state that one rank writes.
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::Region;

@@ -1,10 +1,10 @@
-//! How much of a file lies in the page cache, without bringing any of it there.
+//! How much of a file lies in the page cache, without reading the file.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::sys::{Errno, Sys};
 
-/// The call's number, one for all architectures, which the C library's headers learn late.
+/// The call's number, one for all architectures, which older headers of the C library lack.
 const SYS_CACHESTAT: libc::c_long = 451;
 
 /// `struct cachestat_range` of `linux/mman.h`.
@@ -46,7 +46,7 @@ pub(crate) fn cached_bytes(file: &OwnedFd, offset: u64, bytes: u64) -> Sys<u64> 
 /// Asks about a file in memory.
 ///
 /// # Errors
-/// As [`cached_bytes`]; what the kernel says where it makes no such file.
+/// As [`cached_bytes`]; the kernel's error if it makes no such file.
 pub(crate) fn try_out() -> Sys<()> {
     let file = rustix::fs::memfd_create("shardfast-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     cached_bytes(&file, 0, 1).map(drop)

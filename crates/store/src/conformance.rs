@@ -20,7 +20,7 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     objects_keep_their_bytes(&two("objects"));
     objects_are_written_by_many_threads(&*open("threads"));
     many_objects_are_written_at_a_time(&*open("many"));
-    writes_that_fail_come_back(&*open("astray"));
+    writes_that_fail_come_back(&*open("failed"));
     taken_names_conflict(&two("taken"));
     the_unfinished_leave_with_their_writer(&*open("unfinished"));
     wrong_writes_are_refused(&*open("writes"));
@@ -47,7 +47,7 @@ pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()
     object.finish()
 }
 
-/// Memory as an object asks for it, padded with zeros.
+/// Memory aligned for an object, padded with zeros.
 struct Aligned {
     storage: Box<[u8]>,
     start: usize,
@@ -166,7 +166,7 @@ fn objects_keep_their_bytes([store, other]: &[Arc<dyn Store>; 2]) {
         assert_eq!(other.open(name).unwrap().bytes(), length as u64);
         assert_eq!(read(&**other, name), pattern(7, length), "{name}");
     }
-    // What nobody wrote reads as zeros.
+    // Bytes that were never written read as zeros.
     let mut object = store.create("gaps", 20_000).unwrap();
     write_piece(&*object, 8192, &[9; 4096]).unwrap();
     object.finish().unwrap();
@@ -249,7 +249,7 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
     assert_eq!(kind(store.write_all(&Pieces { object: &*object, left: pieces })), Some(Kind::Invalid));
 }
 
-/// A write that cannot be made comes back as it was, and what is given instead is asked for and made.
+/// A failed write is returned unchanged, and the write that replaces it is taken and made.
 fn writes_that_fail_come_back(store: &dyn Store) {
     const PIECES: usize = 12;
     const PIECE: usize = 4096;
@@ -284,11 +284,11 @@ fn writes_that_fail_come_back(store: &dyn Store) {
         }
     }
     let contents = pattern(9, PIECES * PIECE);
-    let mut object = store.create("astray", contents.len() as u64).unwrap();
+    let mut object = store.create("failed", contents.len() as u64).unwrap();
     let (left, came_back) = (Mutex::new((0..PIECES).collect()), Mutex::default());
     store.write_all(&Astray { object: &*object, contents: &contents, left, came_back }).unwrap();
     object.finish().unwrap();
-    assert_eq!(read(store, "astray"), contents);
+    assert_eq!(read(store, "failed"), contents);
 }
 
 fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {

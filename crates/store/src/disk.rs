@@ -28,7 +28,7 @@ pub struct Stat {
     pub identity: (u64, u64),
 }
 
-/// What a file system has left.
+/// The free room of a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Bytes that this process may still take.
@@ -75,7 +75,7 @@ pub trait Disk: Send + Sync + 'static {
     fn fdatasync(&self, file: &Self::File) -> Sys<()>;
     /// Tells the kernel that a range will be read soon.
     fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
-    /// Tells the kernel that a range will not be used soon: what is dirty of it begins to be written back.
+    /// Tells the kernel that a range will not be used soon: write-back of its dirty pages begins.
     fn dont_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
     /// Maps the first `bytes` bytes.
     fn map(&self, file: &Self::File, bytes: u64) -> Sys<Mapping>;
@@ -85,7 +85,8 @@ pub trait Disk: Send + Sync + 'static {
     }
     /// About how many bytes of a range lie in the page cache. Not every kernel can tell.
     fn cached_bytes(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<u64>;
-    /// Whether a byte lies in the page cache. If not, its page begins to be read: who asks again finds it.
+    /// Whether a byte lies in the page cache. If not, the kernel begins to read its page, so that a later call finds
+    /// it.
     fn reads_at_once(&self, file: &Self::File, offset: u64) -> Sys<bool>;
     /// What an open file is.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
@@ -103,9 +104,9 @@ pub trait Disk: Send + Sync + 'static {
     fn rmdir(&self, path: &Path) -> Sys<()>;
     /// The entries of a directory without `.` and `..`, in any order; links are not followed.
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
-    /// What a path leads to; links are followed.
+    /// What a path refers to; links are followed.
     fn stat(&self, path: &Path) -> Sys<Stat>;
-    /// What the file system of a path has left.
+    /// The free room of a path's file system.
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
     }

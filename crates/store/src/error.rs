@@ -8,7 +8,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What the caller would do about an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The object is not what it was said to be, such as shorter: use another one.
+    /// The object is not what was expected, such as shorter: use another one.
     Corrupt,
     /// There is no such object or directory.
     NotFound,
@@ -38,8 +38,7 @@ pub struct Error {
     pub name: String,
     /// What was found, and what was expected.
     pub message: String,
-    /// Whether the same call, made again, would prove nothing: a kernel reports once what it could not write back, and
-    /// forgets it.
+    /// Whether a retry of the same call would prove nothing: a kernel reports a failed write-back once, and forgets it.
     pub is_final: bool,
 }
 
@@ -49,7 +48,7 @@ impl Error {
         Self { kind, op, name: name.into(), message: message.into(), is_final: false }
     }
 
-    /// The same failure, which nobody is to try again.
+    /// The same error, marked as not to be retried.
     pub(crate) fn finally(self) -> Self {
         Self { is_final: true, ..self }
     }

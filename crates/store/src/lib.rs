@@ -12,7 +12,7 @@
 //! object.write_at(0, b"bytes")?;
 //! object.finish()?; // the contents are durable
 //! store.sync(&["step/data"])?; // and so is the name
-//! store.publish("step/COMMIT", b"done")?; // visible to everybody or to nobody
+//! store.publish("step/COMMIT", b"done")?; // atomically visible
 //! assert_eq!(store.publish("step/COMMIT", b"again").unwrap_err().kind, Kind::Conflict);
 //! assert_eq!(store.read("step/COMMIT", 100)?, b"done");
 //! # Ok::<(), shardfast_store::Error>(())
@@ -50,14 +50,14 @@ pub use write::{Buffer, Next, Write, Writes};
 /// **Names** are relative: UTF-8 components separated by `/`, each of 1 to 255 bytes and neither `.` nor `..`, no
 /// backslash and no control character, 1024 bytes at most in all. Anything else is [`Kind::Invalid`]. A directory is
 /// named the same way; `""` is the root. Directories come into being with the first object in them and are never
-/// created by reading. A name is never both an object and a directory: the caller sees to that, and a backend may
+/// created by reading. A name is never both an object and a directory: the caller ensures that, and a backend may
 /// refuse it with [`Kind::Conflict`] or [`Kind::Invalid`].
 ///
 /// **Life of an object.** [`create`](Store::create) takes a name that is free; [`write_at`](ObjectWriter::write_at)
 /// fills it in any order from any number of threads; [`finish`](ObjectWriter::finish) gives it its declared length and
-/// makes its *contents* durable; [`sync`](Store::sync) makes its *name* durable. Until `finish` has returned, what the
-/// name shows is undefined: nothing, a part, or zeros. An object is never changed after `finish`. A writer that is
-/// dropped unfinished takes its object with it as far as the store still answers; a crash leaves debris, which
+/// makes its *contents* durable; [`sync`](Store::sync) makes its *name* durable. Until `finish` has returned, the
+/// object under the name is undefined: absent, a part, or zeros. An object is never changed after `finish`. A writer
+/// that is dropped unfinished deletes its object if the store still answers; a crash leaves debris, which
 /// [`list`](Store::list) may show and [`delete`](Store::delete) and [`delete_tree`](Store::delete_tree) remove. Debris
 /// that has a name of the store's own choice [is recognized by it](is_temporary).
 ///
@@ -112,15 +112,15 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// [`Kind::Conflict`] if the name is taken; [`Kind::Unsupported`] if the storage cannot create-if-absent
-    /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is how things stand.
+    /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is unknown.
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the writes that `writes` gives until there are no more, as many at a time and in whatever way the storage
-    /// likes best, into objects of this store. Buffers are dropped as soon as they are written; a write that fails is
-    /// handed [back](Writes::failed) whole.
+    /// Makes the writes that `writes` yields until there are no more, as many at a time and in the way that suits the
+    /// storage, into objects of this store. Buffers are dropped as soon as they are written; a failed write is
+    /// [returned](Writes::failed) whole.
     ///
     /// # Errors
-    /// The first failure that `writes` does not take back; no write is taken after it, and none is in flight any more.
+    /// The first error that `writes` does not accept; no write is taken after it, and none is in flight any more.
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         write::by_threads(WRITE_THREADS, writes)
     }
@@ -129,29 +129,29 @@ pub trait Store: Send + Sync {
     /// objects is cheaper than many calls.
     fn sync(&self, names: &[&str]) -> Result<()>;
 
-    /// What directly is in the directory `dir` (`""` is the root), sorted by name. Entries whose names this crate would
+    /// The entries of the directory `dir` (`""` is the root), sorted by name. Entries whose names this crate would
     /// refuse are left out.
     ///
     /// # Errors
-    /// [`Kind::NotFound`] if there is no such directory; a backend without directories answers so for an empty one.
+    /// [`Kind::NotFound`] if there is no such directory; also for an empty one in a backend without directories.
     fn list(&self, dir: &str) -> Result<Vec<Entry>>;
 
-    /// Removes the object `name`, durably. That it is absent already is no error.
+    /// Removes the object `name`, durably. A missing object is no error.
     fn delete(&self, name: &str) -> Result<()>;
 
     /// Removes these objects, then those of these directories that are empty by then; durably but not atomically.
-    /// Nothing else goes: a directory with anything else in it stays. That something is absent already is no error.
+    /// Removes nothing else: a directory with anything else in it stays. A missing object or directory is no error.
     fn delete_all(&self, objects: &[&str], _dirs: &[&str]) -> Result<()> {
         // Where directories come and go with their objects.
         objects.iter().try_for_each(|name| self.delete(name))
     }
 
     /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
-    /// leave any part of it. That it is absent already is no error.
+    /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 }
 
-/// Writes in flight where nothing better is known: enough to keep a disk's queue busy.
+/// The default number of writes in flight: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;
 
 impl dyn Store + '_ {
@@ -177,8 +177,8 @@ impl dyn Store + '_ {
 
 /// An object in the making; see the [contract](Store#contract).
 pub trait ObjectWriter: Any + Send + Sync {
-    /// What `write_at` asks of the address, the offset and the length of its bytes: each is a multiple of this power of
-    /// two, at most 4096. 1 where the backend does not care.
+    /// The alignment of the address, the offset and the length of `write_at`: each is a multiple of this power of two,
+    /// at most 4096. 1 if the backend needs none.
     fn alignment(&self) -> usize;
 
     /// Writes all of `bytes` at `offset`. Any order, any thread; ranges of concurrent calls do not overlap.
@@ -200,7 +200,7 @@ pub trait ObjectReader: Send + Sync {
     /// Its length when it was opened.
     fn bytes(&self) -> u64;
 
-    /// The whole object mapped into memory, for looking at it.
+    /// Maps the whole object into memory, for reading.
     ///
     /// # Errors
     /// [`Kind::Unsupported`] where the storage is no file system of this machine.
@@ -208,16 +208,16 @@ pub trait ObjectReader: Send + Sync {
         Err(Error::new(Kind::Unsupported, "map", "", "this storage cannot be mapped into memory: load from it"))
     }
 
-    /// Says that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
+    /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
 
-    /// How much of a range this machine has in memory already; `None` where nobody knows.
+    /// How much of a range this machine has in memory already; `None` if unknown.
     fn cached_bytes(&self, _offset: u64, _bytes: u64) -> Option<u64> {
         None
     }
 
-    /// A range as it lies in this machine's memory, if reading it there is as safe as [`read_at`](Self::read_at);
-    /// `None` where it is better copied. What is not there is fetched only if it was announced so.
+    /// Lends a range in this machine's memory, if reading it there is as safe as [`read_at`](Self::read_at); `None` if
+    /// a copy is better. Fetches missing pages only if the range was announced as lent.
     fn lend(&self, _offset: u64, _bytes: usize) -> Option<Lent<'_>> {
         None
     }
@@ -229,7 +229,7 @@ pub trait ObjectReader: Send + Sync {
     /// [`Kind::Corrupt`] if the object ends before the range does.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// [`read_at`](Self::read_at) of what was not what it should be: in another way if there is one, from the medium.
+    /// A second [`read_at`](Self::read_at) after damage: in another way if there is one, from the medium.
     ///
     /// # Errors
     /// As [`read_at`](Self::read_at).
@@ -238,36 +238,36 @@ pub trait ObjectReader: Send + Sync {
     }
 }
 
-/// What is known of a range that will be read soon.
+/// The announcement of a range that will be read soon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Upcoming {
-    /// Whether others of this machine will read it too, so that it is kept for them.
+    /// Whether other processes of this machine will read it too, so that it is kept for them.
     pub shared_on_host: bool,
-    /// Bytes around it that the reader will be asked to [lend](ObjectReader::lend) as well, all of them; none if it
-    /// will not be asked to lend this range either.
+    /// Bytes around it that will all be [lent](ObjectReader::lend) as well; empty if this range will not be lent
+    /// either.
     pub lent: Range<u64>,
 }
 
 /// How a range that will be read soon comes into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetch {
-    /// It is there.
+    /// It is in memory.
     Cached,
-    /// It was asked for, and is on its way.
+    /// The kernel has begun to fetch it.
     Begun,
-    /// Whoever asks for it to be [lent](ObjectReader::lend) waits for it.
+    /// [Lending](ObjectReader::lend) it fetches it, and waits.
     WhenLent,
-    /// Whoever reads it waits for it.
+    /// Reading it fetches it, and waits.
     WhenRead,
 }
 
 impl Fetch {
-    /// Whether few threads suffice, since nobody waits for long.
+    /// Whether few threads suffice, since none waits for long.
     pub fn is_ahead(self) -> bool {
         matches!(self, Fetch::Cached | Fetch::Begun)
     }
 
-    /// Whether it is lent better than read, together with what lies beside it.
+    /// Whether to lend it, with adjacent ranges, instead of reading it.
     pub fn is_to_be_lent(self) -> bool {
         matches!(self, Fetch::Cached | Fetch::WhenLent)
     }
@@ -280,7 +280,7 @@ pub struct Entry {
     pub name: String,
     /// Whether it is a directory.
     pub is_dir: bool,
-    /// Whether it is a link to an object or a directory elsewhere: what is done below it is done there.
+    /// Whether it is a link to an object or a directory elsewhere, so that operations below it act there.
     pub is_link: bool,
     /// The object's length; 0 for a directory.
     pub bytes: u64,
@@ -302,7 +302,7 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     open_on(url, &Arc::default())
 }
 
-/// [`open`] with what is already known about the machine's storage.
+/// [`open`] with measurements of the machine's storage.
 ///
 /// # Errors
 /// As [`open`].
@@ -314,7 +314,7 @@ pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
 }
 
 /// The URL or path in a form that names the same place whatever the current directory is later: a path is made
-/// absolute; a URL with a scheme is that already and stays as it is. Nothing is looked at.
+/// absolute; a URL with a scheme is absolute and stays as it is. It reads nothing.
 ///
 /// # Errors
 /// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, and where there is no current

@@ -1,4 +1,4 @@
-//! The local file system, and whatever is mounted as one.
+//! The local file system, and what is mounted as one.
 //!
 //! Objects are files below the root directory, with the same names. What makes them durable and atomic:
 //!
@@ -10,21 +10,21 @@
 //!    kept in flight by one thread through `io_uring` where the kernel offers it, by several threads with `pwrite`
 //!    where it does not (seccomp) and for the page cache. Short writes and `EINTR` are continued.
 //! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable. A
-//!    write that failed may be made again: write(2) promises that what an earlier one could not write back is told by
-//!    the sync, too. A sync that failed may not.
+//!    write that failed may be made again: write(2) promises that the sync reports an earlier failed write-back, too. A
+//!    failed sync may not be repeated.
 //! 4. *Sync.* A name is durable when every directory from its own up to the root has been `fsync`ed, and so has the
-//!    root's own way down from `/`. Every sync covers the whole way, whoever made the directories: their maker, on this
-//!    machine or another, may have died before it could sync them. Each directory is synced once per call, those above
-//!    the root once per store.
+//!    root's own way down from `/`. Every sync covers the whole way: the process that made a directory, on this machine
+//!    or another, may have died before it could sync it. Each directory is synced once per call, those above the root
+//!    once per store.
 //! 5. *Publish.*
 //!    1. The bytes go to a new temporary file `.tmp-<16 hex digits>` in the target's directory.
 //!    2. `fdatasync` of that file.
 //!    3. `fsync` of every directory above the target's, as in 4, so that the way to the target is durable before it is.
 //!    4. `renameat2(RENAME_NOREPLACE)` to the target, or `link` where the file system lacks it; where it lacks both,
-//!       `Unsupported`. `EEXIST` means that somebody else was first, unless the target is our own file: on a network
+//!       `Unsupported`. `EEXIST` means that another process was first, unless the target is our own file: on a network
 //!       file system a request may be carried out, its answer lost, and the repetition refused.
 //!    5. `fsync` of the target's directory. If that fails, the object is visible but perhaps not durable, which cannot
-//!       be undone safely: somebody may have seen it. The error says so.
+//!       be undone safely: another process may have read it. The error says so.
 //! 6. *Put* is 5 with a plain `rename`, which replaces.
 //! 7. *Delete* removes the name, then `fsync`s its directory; several names of one directory share the sync.
 //!
@@ -49,10 +49,10 @@ use crate::map::Lending;
 use crate::write::{Writes, by_threads};
 use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
-/// What direct I/O is held to, here and on every device in use: a page.
+/// The alignment of direct I/O, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
 
-/// From this length on a write through the page cache is sent on its way to the device at once.
+/// From this length on, write-back of a write through the page cache begins at once.
 const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 
 /// A block for the probe write.
@@ -116,9 +116,9 @@ pub struct LocalStore<D: Disk = RealDisk> {
     root: PathBuf,
     url: String,
     devices: Arc<Devices>,
-    /// Whether the file system takes `O_DIRECT`; found out before the first file is created.
+    /// Whether the file system takes `O_DIRECT`; tried before the first file is created.
     direct: OnceLock<bool>,
-    /// Whether large files are written through the page cache all the same; found out before the first one is created.
+    /// Whether large files are written through the page cache all the same; measured before the first one is created.
     buffered: AtomicBool,
     above: Mutex<Above>,
     lending: Arc<Lending>,
@@ -312,7 +312,7 @@ impl<D: Disk> LocalStore<D> {
         }
         for dir in self.root.ancestors().skip(1) {
             match self.call("fsync", dir, |disk| disk.fsync_dir(dir)) {
-                // What others made, and this process may not even open, is theirs to sync.
+                // A directory of another user that this process may not open: its owner syncs it.
                 Err(error) if error.kind != Kind::Unavailable && !above.made_in.contains(dir) => {}
                 synced => synced.map_err(Error::finally)?,
             }
@@ -377,7 +377,7 @@ impl<D: Disk> Store for LocalStore<D> {
                 Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                 Err(errno) => {
                     let path = object.path.clone();
-                    // What it was given already is free again before it is said what is free.
+                    // Frees what it has allocated before the error reports the free room.
                     drop(object);
                     return Err(no_room(&*self.disk, "fallocate", &path, errno, bytes));
                 }
@@ -391,7 +391,7 @@ impl<D: Disk> Store for LocalStore<D> {
         let (file, stat) = self.open_file(&path)?;
         let bytes = stat.bytes;
         let is_large = bytes >= devices::WORTH_BYTES;
-        // Only another way: what cannot be opened so is read through the page cache.
+        // Optional: without it the file is read through the page cache.
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
         let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
         let lending = Arc::clone(&self.lending);
@@ -399,7 +399,7 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn size(&self, name: &str) -> Result<u64> {
-        // Opened, not only looked at: a client of a network file system answers a mere look from its cache.
+        // Opened, since a client of a network file system answers a mere `stat` from its cache.
         Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
     }
 
@@ -452,12 +452,12 @@ impl<D: Disk> Store for LocalStore<D> {
                 FileKind::Dir => (true, false, 0),
                 _ => {
                     let entry = path.join(&name);
-                    // Gone since, or a link to nowhere: not there to be opened either.
+                    // Removed since, or a dangling link: it cannot be opened either.
                     let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else {
                         continue;
                     };
                     let is_dir = stat.kind == FileKind::Dir;
-                    // What is something else than what its name leads to is a link.
+                    // An entry of another type than its target is a link.
                     (is_dir, stat.kind != kind, if is_dir { 0 } else { stat.bytes })
                 }
             };
@@ -511,7 +511,7 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 }
 
-/// A file being written; removed when dropped, unless it is to be kept.
+/// A file being written; removed when dropped, unless it is finished.
 struct LocalWriter<D: Disk> {
     disk: Arc<D>,
     file: D::File,
@@ -567,7 +567,7 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
             done += whole;
         }
         if self.alignment == 1 && bytes.len() >= WRITE_BACK_BYTES_MIN {
-            // The device begins now what it would otherwise do all at once at the end, and the page cache stays free.
+            // Write-back begins now instead of all at once at the end, and the page cache stays free.
             let _ = self.disk.dont_need(&self.file, offset, bytes.len() as u64);
         }
         Ok(())
@@ -585,7 +585,8 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
 impl<D: Disk> Drop for LocalWriter<D> {
     fn drop(&mut self) {
         if !self.keep {
-            // Whoever dropped it has the error that made him do so; what cannot be removed is debris as after a crash.
+            // The caller has the error that made it drop the file; a file that cannot be removed is debris, as after a
+            // crash.
             let _ = self.disk.unlink(&self.path);
         }
     }
@@ -636,12 +637,12 @@ fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
     Error::of_errno(op, path.to_string_lossy(), errno)
 }
 
-/// The error of a call that makes or fills a file of `bytes` bytes: where there is no room it says how much was needed,
-/// for this file, and how much there is.
+/// The error of a call that makes or fills a file of `bytes` bytes: without room it says how much this file needs, and
+/// how much is free.
 fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
     let mut error = of_errno(op, path, errno);
     if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
-        // The file may be gone by now, and directories above it may not be there yet.
+        // The file may be removed by now, and directories above it may not exist yet.
         let room = path.ancestors().find_map(|place| uninterrupted(|| disk.statvfs(place)).ok());
         if bytes > 0 {
             error.message += &format!(": expected room for {bytes} bytes");

@@ -1,4 +1,4 @@
-//! Objects mapped into memory: looked at without a copy, as a whole or as long as a range lies in the page cache.
+//! Objects mapped into memory: read without a copy, as a whole or while a range lies in the page cache.
 
 use std::ffi::c_void;
 use std::ops::{Deref, Range};
@@ -10,7 +10,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::sys::{Errno, Sys};
 
-/// File systems whose cached pages are this machine's own: no server takes them back while they are looked at. By
+/// File systems with cached pages of this machine's own: no server invalidates them while they are read. By
 /// `linux/magic.h`: ext4, XFS, Btrfs, F2FS, tmpfs.
 const OWN_FILE_SYSTEMS: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
 
@@ -22,8 +22,8 @@ const MAPPED_BYTES_MAX: usize = 8 << 20;
 
 /// An object's bytes as they lie in the page cache; unmapped when dropped.
 ///
-/// The object must stay as it is, which it does once it is finished: to look at bytes that were cut off meanwhile, or
-/// that the device cannot read, ends the process.
+/// The object must not change, as is the case once it is finished: reading bytes that were truncated meanwhile, or that
+/// the device cannot read, ends the process.
 pub struct Mapping {
     address: NonNull<c_void>,
     bytes: usize,
@@ -40,14 +40,14 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     pub(crate) fn new(file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
-        // Writable and private, so that a program that writes into what it looks at changes its own copy of a page.
+        // Writable and private, so that a program that writes there changes its own copy of a page.
         Mapping::with(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
     /// For [`Lending`].
     ///
     /// # Errors
-    /// `ENOTSUP` where others than this machine may take the pages of a file away.
+    /// `ENOTSUP` if a server may invalidate the cached pages of a file.
     pub(crate) fn for_lending(file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
         // Unsigned, whatever type the C library gives the field here.
         let file_system = rustix::fs::fstatfs(file)?.f_type as u32;
@@ -56,8 +56,8 @@ impl Mapping {
         }
         let mut mapping = Mapping::with(file, bytes, ProtFlags::READ, MapFlags::SHARED)?;
         let advise = |advice| mapping.advise(&(0..mapping.bytes), advice).is_ok();
-        // Huge pages are one read each and quickly mapped, by whoever comes later too. Without the second advice the
-        // kernel reads one more of them, and goes on from there.
+        // Huge pages are one read each and quickly mapped, also by later readers. Without the second advice the kernel
+        // reads one more of them, and continues its read-ahead from there.
         mapping.fetches_units = faults_bring_units() && advise(Advice::LinuxHugepage) && advise(Advice::Random);
         Ok(mapping)
     }
@@ -120,8 +120,8 @@ fn faults_bring_units() -> bool {
 
 /// Ranges of mapped files, lent while they lie in the page cache.
 ///
-/// What is mapped counts as this process's memory, so ranges that were given back are unmapped, many at a time: all
-/// cores that run this process are interrupted for each time.
+/// Mapped bytes count as this process's memory, so returned ranges are unmapped, many at a time: each unmapping
+/// interrupts all cores that run this process.
 #[derive(Default)]
 pub(crate) struct Lending {
     given_back: Mutex<Option<GivenBack>>,
@@ -182,9 +182,9 @@ impl Lending {
 
 /// A range of an object as it lies in this machine's memory.
 ///
-/// Pages of a file were there when it was lent. While it lives, reading it is a signal that ends the process only if
-/// somebody cuts the object short, which is not changed once it is finished, or if the kernel gives up a page that was
-/// just used, and then cannot read it again.
+/// Its pages were in memory when it was lent. While it lives, reading it raises a signal that ends the process only if
+/// another process truncates the finished object, or if the kernel evicts a page that was just used, and then cannot
+/// read it again.
 pub struct Lent<'a>(Place<'a>);
 
 enum Place<'a> {

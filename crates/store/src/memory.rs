@@ -24,7 +24,7 @@ enum Slot {
 
 impl Bucket {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        // Nothing panics between two changes of the map, so that it is whole whoever held the lock.
+        // Nothing panics between two changes of the map, so that it is consistent even if the lock is poisoned.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

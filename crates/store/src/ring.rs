@@ -1,4 +1,4 @@
-//! Writes in flight: what a queue of them is given, and gives back.
+//! Writes in flight: the interface of a queue of them.
 
 use std::ops::Range;
 

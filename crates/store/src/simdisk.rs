@@ -41,7 +41,7 @@ pub struct SimDisk(Arc<Mutex<State>>);
 /// How one system call goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The machine dies before it: this call and every later one fail with `EROFS`, which nobody tries again.
+    /// The machine dies before it: this call and every later one fail with `EROFS`, which is never retried.
     Die,
     /// It fails and has no effect.
     Fail(Errno),

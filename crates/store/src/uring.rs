@@ -12,12 +12,12 @@ use crate::ring::{Flight, Ring};
 use crate::sys::{Errno, Sys};
 use crate::write::Buffer;
 
-/// Buffers and files that a ring registers; what has a higher number is used all the same, at a little more cost.
+/// Buffers and files that a ring registers; those with higher numbers work, too, at a little more cost.
 const BUFFERS_MAX: u32 = 1024;
 const FILES_MAX: u32 = 64;
 
-/// How long no request may be answered before those that were not begun are taken back. Seen with Linux 6.18: two
-/// direct writes that waited for ever for a worker of the ring, of which there was none. Taken back, they ended.
+/// How long no request may complete before those that were not begun are cancelled. Seen with Linux 6.18: two direct
+/// writes that waited for ever for a worker of the ring, of which there was none. Cancelled, they ended.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An `io_uring` of one thread.
@@ -38,10 +38,10 @@ impl Uring {
     /// A ring for `depth` writes in flight.
     ///
     /// # Errors
-    /// What the kernel says where it refuses: `ENOSYS` or `EPERM` under a seccomp filter or `kernel.io_uring_disabled`,
+    /// The kernel's error: `ENOSYS` or `EPERM` under a seccomp filter or `kernel.io_uring_disabled`,
     /// `ENOMEM`; `EOPNOTSUPP` for one that cannot write.
     pub(crate) fn new(depth: u32) -> Sys<Uring> {
-        // Completions are worked off when this thread asks for them, where the kernel (6.1) offers that.
+        // Completions are processed when this thread asks for them, if the kernel (6.1) offers that.
         let ring = IoUring::builder()
             .dontfork()
             .setup_single_issuer()
@@ -103,8 +103,8 @@ impl Uring {
         };
         match submitter.submit_with_args(1, &types::SubmitArgs::new().timespec(&patience)).map_err(errno) {
             Err(Errno::TIME) => {
-                // What a device or a worker is busy with stays with it, and is waited for; so is everything where the
-                // kernel (before 6.0) takes nothing back.
+                // Requests that a device or a worker has begun cannot be cancelled and are waited for; so are all
+                // before Linux 6.0.
                 let now = Some(types::Timespec::new());
                 let _ = submitter.register_sync_cancel(now, types::CancelBuilder::any());
                 Ok(())
@@ -173,8 +173,8 @@ impl Ring for Uring {
 
 impl Drop for Uring {
     /// The kernel takes a ring apart some time later, and would keep the files, deleted ones and their space too, until
-    /// then. What is still in flight was given up by a failure of the ring itself or a panic: the kernel may read its
-    /// memory until it is done, and nobody will learn when, so the memory is never given back.
+    /// then. Writes still in flight were abandoned by a failure of the ring itself or a panic: the kernel may read
+    /// their memory until they are done, which this process will not learn, so the memory is leaked.
     fn drop(&mut self) {
         if !self.registered_files.is_empty() {
             let _ = self.ring.submitter().unregister_files();
@@ -286,7 +286,7 @@ mod tests {
             return;
         }
         ring.patience = Some(Duration::from_millis(50));
-        // Nobody reads, so that the pipe takes its 64 KiB and then nothing.
+        // Without a reader the pipe takes its 64 KiB and then nothing.
         let (_nobody, pipe) = std::io::pipe().unwrap();
         let pipe = OwnedFd::from(pipe);
         let page = |write| Flight {

@@ -1,21 +1,21 @@
-//! Many writes in flight: memory goes in, and comes back when its bytes are written.
+//! Many writes in flight: buffers are taken, and dropped when their bytes are written.
 
 use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, ObjectWriter, Result};
 
-/// Memory whose bytes are on their way into an object. Dropping it gives it back to its owner.
+/// Memory whose bytes are being written to an object. Dropping it returns it to its owner.
 ///
 /// # Safety
 /// Until it is dropped, `bytes` is the same range at every call, wherever the buffer itself is moved; the range stays
-/// allocated and nobody writes it. Buffers of one number are the same range as long as the process lives.
+/// allocated and is not written. Buffers of one number are the same range as long as the process lives.
 #[allow(unsafe_code)]
 pub unsafe trait Buffer: Send {
     /// All of it.
     fn bytes(&self) -> &[u8];
 
-    /// Which of its owner's buffers it is, if these are few and used again and again: a kernel can keep such a buffer
-    /// mapped from one write to the next.
+    /// The number of the buffer, if its owner reuses a few buffers: a kernel can keep such a buffer mapped between
+    /// writes.
     fn number(&self) -> Option<u32>;
 }
 
@@ -29,7 +29,7 @@ pub struct Write<'a> {
     pub buffer: Box<dyn Buffer>,
     /// How many of the buffer's bytes, from the first one on; aligned as the object asks.
     pub bytes: usize,
-    /// Which of its source's writes it is: by this the source knows it when it comes back.
+    /// The source's number of the write, by which it knows a returned write.
     pub number: usize,
 }
 
@@ -52,21 +52,21 @@ pub enum Next<'a> {
 
 /// Where writes come from, asked from any number of threads.
 pub trait Writes<'a>: Sync {
-    /// The next write. With `wait` the answer is never [`Next::Later`]: it is waited for.
+    /// The next write. With `wait` it waits for one and never returns [`Next::Later`].
     fn next(&self, wait: bool) -> Next<'a>;
 
-    /// Takes back a write that failed, of which the object may hold any part. Whoever hands it back asks for the next
-    /// one then, even where it has heard that there are no more.
+    /// Takes back a failed write, of which the object may hold any part. The caller then asks for the next write, even
+    /// after [`Next::End`].
     ///
     /// # Errors
-    /// The failure, when it is the end of all writes.
+    /// The error, if it ends all writes.
     fn failed(&self, write: Write<'a>, error: Error) -> Result<()>;
 }
 
 /// Makes the writes one by one on each of `threads` threads.
 ///
 /// # Errors
-/// The first failure that is not taken back; no write is taken after it.
+/// The first error that is not accepted; no write is taken after it.
 pub(crate) fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
     let failure = Mutex::new(None);
     let lock = || failure.lock().unwrap_or_else(PoisonError::into_inner);

@@ -32,7 +32,7 @@ impl ManifestBuilder {
         ManifestBuilder { info, files: Vec::new(), leaves: Vec::new() }
     }
 
-    /// Adds a data file; the answer is what extents call it.
+    /// Adds a data file; returns its index, for extents.
     pub fn file(&mut self, file: FileEntry) -> u32 {
         self.files.push(file);
         (self.files.len() - 1) as u32

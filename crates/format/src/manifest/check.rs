@@ -1,4 +1,4 @@
-//! Everything that a manifest promises its readers, checked once in linear time (plus a sort of file paths).
+//! All invariants of a manifest, checked once in linear time (plus a sort of file paths).
 
 use super::{Extent, FileEntry, KIND_ALIAS, KIND_OBJECT, KIND_TENSOR, Manifest, SaveInfo, Strings, span};
 use crate::container::{JSON_BYTES_MAX, LENGTH_BYTES, NDIM_MAX, tensor_bytes};
@@ -8,7 +8,7 @@ use crate::header::DATA_ALIGNMENT;
 use crate::name;
 use crate::region::checked_numel;
 
-/// Most bytes of the user's notes: they stand in a header that every reader parses.
+/// Most bytes of the user's notes, which are in a header that every reader parses.
 const USER_BYTES_MAX: usize = 1 << 20;
 
 type Checked = Result<(), Error>;
@@ -51,7 +51,7 @@ impl Strings {
 }
 
 impl Manifest {
-    /// Checks everything and fills in what follows from the columns.
+    /// Checks everything and computes what follows from the columns.
     pub(super) fn check(&mut self) -> Checked {
         check_info(&self.info)?;
         check_files(&self.files)?;
@@ -103,7 +103,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Before anything is held against what may only be new.
+    /// Runs first, so that kinds of a later version are `Unsupported` and not `Corrupt`.
     fn check_kinds(&self) -> Checked {
         match self.leaves.kind.iter().position(|&kind| kind > KIND_ALIAS) {
             Some(i) => Err(Error::Unsupported(format!(
@@ -147,7 +147,7 @@ impl Manifest {
                 }
                 self.check_object(i)
             }
-            // `check_kinds` leaves nothing else.
+            // `check_kinds` has refused all other kinds.
             _ => {
                 if regions != 0 || values != 0 || !shape.is_empty() || code != 0 {
                     return corrupt(format!("alias {key}/{name}: has a shape, a dtype, regions or values"));
@@ -229,8 +229,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// That an extent lies inside its file and holds `expected` bytes as they are: only a feature that the manifest
-    /// requires could say that they are stored in another number of bytes.
+    /// Checks that an extent lies inside its file and holds `expected` bytes: without a required feature, stored bytes
+    /// are not encoded.
     fn inside(&self, extent: Extent, expected: u64) -> Result<(), String> {
         let Extent { file, offset, bytes } = extent;
         if bytes != expected {

@@ -22,7 +22,7 @@ const CREATED: &str = "shardfast.created_unix_ms";
 const WRITER: &str = "shardfast.writer";
 const USER: &str = "user.";
 
-/// What the names of columns begin with that a reader may ignore.
+/// Prefix of columns that a reader may ignore.
 const INFORMATION: &str = "info.";
 
 /// The columns lie on multiples of this many bytes, so that they can be used where they are.

@@ -1,4 +1,4 @@
-//! The features that a reader of a manifest must know, or it would misread what the manifest says.
+//! The features that a reader of a manifest must know in order to read it correctly.
 
 use crate::error::Error;
 use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, parse_version};
@@ -7,7 +7,7 @@ use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, parse_version};
 const NAME_BYTES_MAX: usize = 64;
 
 /// Checks that the features of `requires` are spelled right and that this build knows all of them. Format 1.0 has none,
-/// so whatever is required is of a later version.
+/// so any required feature is of a later version.
 ///
 /// # Errors
 /// `Corrupt` for another spelling than `<name>>=<major>.<minor>`, sorted by name, with single spaces between;

@@ -26,8 +26,8 @@ pub fn decode(bytes: &[u8]) -> Result<Value, Error> {
 
 struct Reader<'b> {
     decoder: Decoder<'b>,
-    /// Items that the lists and dicts begun so far still ask for. Each takes a byte at least, so a count is believed
-    /// only while the bytes left can hold all of them.
+    /// Items that are still missing in the lists and dicts begun so far. Each takes at least a byte, so a count is
+    /// accepted only while the bytes left can hold all of them.
     owed: usize,
     /// What was entered so far.
     counts: Counts,

@@ -19,9 +19,9 @@ pub fn encode(value: &Value) -> Result<Vec<u8>, Error> {
     }
 }
 
-/// The same encoding, written value by value by who has no [`Value`]: a list or a dict is its head and as many values
-/// (of a dict twice as many) behind it. How deep these nest, and that the payload of a tag is what the table says, is
-/// the caller's affair; so is that [`counts`](Writer::counts) stay within the limits.
+/// The same encoding, written value by value without a [`Value`]: a list or a dict is its head and as many values (of a
+/// dict twice as many) behind it. The caller ensures the nesting depth, that the payload of a tag is what the table
+/// says, and that [`counts`](Writer::counts) stay within the limits.
 #[derive(Default)]
 pub struct Writer {
     bytes: Vec<u8>,
@@ -94,7 +94,7 @@ impl Writer {
         put(self, value, 0)
     }
 
-    /// What was begun so far, whatever was taken since.
+    /// What was begun so far, bytes already taken included.
     pub fn counts(&self) -> Counts {
         self.counts
     }

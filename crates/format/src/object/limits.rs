@@ -1,4 +1,4 @@
-//! How much one value may hold, so that what a small file asks for stays in proportion to a machine's memory and time.
+//! Limits of one value, so that a small file cannot take a disproportionate amount of memory or time.
 
 /// Largest encoding of one value, in bytes.
 pub const BYTES_MAX: u64 = 1 << 30;
@@ -38,7 +38,7 @@ impl Counts {
     }
 }
 
-/// In what a value of `bytes` encoded bytes that holds `counts` goes beyond the limits, if it does.
+/// The limit that a value of `bytes` encoded bytes with `counts` exceeds, if any.
 pub fn excess(bytes: u64, counts: Counts) -> Option<String> {
     let Counts { items, containers } = counts;
     let beyond = |what: &str, found: u64, most: u64| {

@@ -1,9 +1,8 @@
-//! The closed table of what a value can be beyond CBOR's own kinds.
+//! The closed table of kinds of values beyond CBOR's own.
 
 use super::{Int, Value};
 
-/// First number of the table. From the range that anyone may use; not registered, since the values mean something to
-/// Shardfast alone.
+/// First number of the table. From the range that anyone may use; not registered, since only Shardfast uses the values.
 const FIRST: u64 = 57_600;
 
 /// What the payload of a tag means. The table is only ever appended to; a reader that meets an unknown number says
@@ -79,7 +78,7 @@ pub enum Tag {
     TorchSize,
     /// `torch.device`: its text, `cuda:1`.
     TorchDevice,
-    /// A pickle, which holds code: written and read only by the user's explicit word.
+    /// A pickle, which holds code: written and read only with the user's explicit permission.
     Pickle,
 }
 
@@ -132,7 +131,7 @@ impl Tag {
         Tag::ALL.get(index).copied()
     }
 
-    /// The name in the specification, and across the language border.
+    /// The name in the specification and in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Tag::Tuple => "tuple",
@@ -176,7 +175,7 @@ impl Tag {
         Tag::ALL.into_iter().find(|tag| tag.name() == name)
     }
 
-    /// What the payload must be, when `value` is not it.
+    /// The expected payload, if `value` is another one.
     pub fn mismatch(self, value: &Value) -> Option<&'static str> {
         let (fits, expected) = match self {
             Tag::Tuple | Tag::Set | Tag::FrozenSet => (matches!(value, Value::List(_)), "a list"),

@@ -1,4 +1,4 @@
-//! What one rank reads, for itself and for others, and what it hears from them.
+//! What one rank reads, for itself and for others, and what it receives from them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
@@ -286,7 +286,7 @@ impl Chunks<'_> {
         }
     }
 
-    /// The rank that reads the next bytes that a set of ranks wants: the one that has read least of what they want.
+    /// The rank that reads the next bytes that a set of ranks wants: the one that has read the least of these so far.
     fn deal(&mut self, set: u32, bytes: u64) -> u32 {
         let ranks = self.sets.ranks(set);
         let dealt = self.dealt.entry(set).or_insert_with(|| vec![0; ranks.len()]);

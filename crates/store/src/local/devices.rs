@@ -1,7 +1,7 @@
-//! Which way of reading and writing is the fastest on the storage at hand: measured once per device, where it matters.
+//! The fastest way of reading and writing on a device: measured once per device, where it matters.
 //!
-//! Writes are tried on a file of their own before a large object is written: a wrong way would cost the training time.
-//! Reads are tried as they come: some the one way, some the other, and then all the faster way.
+//! Writes are measured on a separate file before a large object is written: the wrong way would cost the training time.
+//! Reads are measured as they come: some one way, some the other, and then all the faster way.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -20,12 +20,12 @@ const WRITE_BYTES: u64 = 16 << 20;
 const WRITE_TRIALS: usize = 6;
 /// Read in each way before it is decided.
 const READ_BYTES: u64 = 64 << 20;
-/// A pause between reads that is not the device's.
+/// A longer pause between reads is not due to the device.
 const PAUSE: Duration = Duration::from_millis(200);
 const REQUEST_BYTES: usize = 1 << 20;
 const THREADS: u64 = 4;
 
-/// What is known about the machine's storage, device by device. Shared by the stores of one process, so that nothing is
+/// Measurements of the machine's storage, device by device. Shared by the stores of one process, so that nothing is
 /// measured twice.
 #[derive(Default)]
 pub struct Devices {
@@ -88,7 +88,7 @@ impl Reads {
 
 impl Devices {
     /// Whether large objects are written faster through the page cache, on a device that takes direct writes too; one
-    /// measures at a time. `false` while a measurement told nothing.
+    /// measures at a time. `false` without a conclusive measurement.
     pub(super) fn writes_buffered(&self, device: u64, measure: impl FnOnce() -> Option<bool>) -> bool {
         let mut known = self.lock();
         let answer = &mut known.entry(device).or_default().writes_buffered;
@@ -103,12 +103,12 @@ impl Devices {
         self.lock().entry(device).or_default().reads.go_direct()
     }
 
-    /// A read in one of the two ways is announced, or made.
+    /// Notes that a read in one of the two ways is announced, or made.
     pub(super) fn begun(&self, device: u64, direct: bool) {
         self.lock().entry(device).or_default().reads.of(direct).begin(Instant::now());
     }
 
-    /// Makes a read in one of the two ways, and learns from it.
+    /// Makes a read in one of the two ways, and measures it.
     pub(super) fn tried<T>(&self, device: u64, direct: bool, bytes: u64, read: impl FnOnce() -> T) -> T {
         self.begun(device, direct);
         let read = read();
@@ -127,9 +127,9 @@ pub(super) fn writes_faster_buffered(disk: &impl Disk, dir: &Path) -> Option<boo
 }
 
 /// Whether it is three times as fast: both are flushed, so that it is faster only on storage that is bad at direct
-/// writes, and the processor copies each byte once more for it, which is taken from the training. `took` tells how long
-/// a trial took, direct or not. A device pauses now and then for longer than a trial takes, so that one of each tells
-/// nothing, and the way that costs more has to win them all.
+/// writes, and the processor copies each byte once more for it, which costs the training time. `took` returns how long
+/// a trial took, direct or not. A device pauses now and then for longer than a trial takes, so one trial of each is not
+/// conclusive, and the more expensive way has to win all of them.
 fn buffered_is_clearly_faster(mut took: impl FnMut(bool) -> Option<Duration>) -> Option<bool> {
     let (mut direct, mut buffered) = (Duration::MAX, Duration::MAX);
     for trial in 1..=WRITE_TRIALS {
@@ -201,7 +201,7 @@ mod tests {
     use crate::simdisk::SimDisk;
     use crate::{Fetch, ObjectReader, Store, Upcoming};
 
-    /// A store of which it is known which way is the fastest.
+    /// A store with a known fastest way.
     fn store(disk: &SimDisk, writes_buffered: bool, reads_direct: bool) -> LocalStore<SimDisk> {
         let devices = Arc::new(Devices::default());
         devices.writes_buffered(0, || Some(writes_buffered));

@@ -75,7 +75,7 @@ fn begin<'a, D: Disk>(
     Ok(())
 }
 
-/// What becomes of a write after an answer.
+/// The state of a write after an answer.
 enum Advanced<'a, D: Disk> {
     /// The rest of it is in flight, at that place.
     Goes(usize, Begun<'a, D>),

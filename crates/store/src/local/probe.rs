@@ -1,4 +1,4 @@
-//! What the kernel and a directory offer, found out by trying; for people who ask why a machine is slow.
+//! What the kernel and a directory offer, found by trying; for people who ask why a machine is slow.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -72,7 +72,7 @@ pub fn directory(url: &str) -> Result<Directory> {
     })
 }
 
-/// Does in `dir` what makes an object durable and atomic, then removes it.
+/// Publishes an object in `dir`, durably and atomically, then removes it.
 fn try_out(dir: &Path) -> Result<bool> {
     let store = LocalStore::on(RealDisk, dir.to_owned())?;
     let takes_direct = store.takes_direct(dir)?;

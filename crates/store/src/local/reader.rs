@@ -1,4 +1,4 @@
-//! Reads of one file: through the page cache what is in it, in the faster way what is not.
+//! Reads of one file: cached ranges through the page cache, others in the faster way.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -25,9 +25,9 @@ const LENT_BYTES_MIN: usize = 256 * 1024;
 enum Announced {
     /// The kernel was asked for it.
     Range,
-    /// By the faults of whoever looks at it.
+    /// By page faults of its reader.
     Units,
-    /// Not at all: it was found missing, and a kernel that was asked so would say something else the next time.
+    /// Not at all: it was missing, and a further query of the kernel would have begun to fetch it.
     Not,
 }
 
@@ -67,7 +67,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
     }
 
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
-        // To ask in the other way would bring the first page there, and the next one who asks would find it.
+        // The other query would fetch the first page, so that the next query would find it.
         if self.direct.is_some() && self.disk.cached_bytes(&self.file, offset, bytes).is_ok_and(is_most_of(bytes)) {
             return Fetch::Cached;
         }
@@ -78,7 +78,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
             return Fetch::Cached;
         }
         if self.fetches_units(offset, bytes, &upcoming.lent) {
-            // By those who look at it: what is fetched is in place then, and not copied out of the page cache first.
+            // By its reader's page faults: fetched pages are used in place, without a copy out of the page cache.
             self.announced().insert(offset, Announced::Units);
             return Fetch::WhenLent;
         }
@@ -86,7 +86,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
             self.devices.begun(self.device, false);
             self.announced().insert(offset, Announced::Range);
         }
-        // Only a hint: a file system that has no use for it says so and is read all the same.
+        // Only a hint: a file system that does not support it is read all the same.
         if self.disk.will_need(&self.file, offset, bytes).is_ok() { Fetch::Begun } else { Fetch::WhenRead }
     }
 
@@ -108,7 +108,7 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
             self.announced().retain(|at, _| !(offset..end).contains(at));
             return Some(lent);
         }
-        // All of it: a page that is missing is read from the device better than by a fault.
+        // All of it: reading a missing page is faster than a page fault.
         let cached = self.cached(offset, bytes as u64).ok()?;
         if cached < bytes as u64 {
             if !is_most_of(bytes as u64)(cached) {
@@ -184,7 +184,7 @@ impl<D: Disk> LocalReader<D> {
         self.mapping.get_or_init(map).as_ref()
     }
 
-    /// Whether a range is fetched best by those who look at it, and nothing beside what will be `lent`.
+    /// Whether page faults of its reader fetch a range best, and nothing outside of what will be `lent`.
     fn fetches_units(&self, offset: u64, bytes: u64, lent: &Range<u64>) -> bool {
         let first = offset / UNIT_BYTES * UNIT_BYTES;
         let end = offset.saturating_add(bytes).next_multiple_of(UNIT_BYTES).min(self.bytes);
@@ -192,12 +192,12 @@ impl<D: Disk> LocalReader<D> {
         is_wanted && self.direct.is_some() && self.mapping().is_some_and(|mapping| mapping.fetches_units())
     }
 
-    /// Whether most of a range lies in the page cache: what is missing is read through it then.
+    /// Whether most of a range lies in the page cache: missing pages are then read through it.
     fn is_cached(&self, offset: u64, bytes: u64) -> bool {
         self.cached(offset, bytes).map_or(true, is_most_of(bytes))
     }
 
-    /// How much of a range lies in the page cache; where the kernel cannot say so, all of it if its first page does.
+    /// How much of a range lies in the page cache; if the kernel cannot say so, all of it if its first page does.
     fn cached(&self, offset: u64, bytes: u64) -> Sys<u64> {
         self.disk.cached_bytes(&self.file, offset, bytes).or_else(|_| {
             let is_there = self.disk.reads_at_once(&self.file, offset)?;
@@ -329,7 +329,7 @@ mod tests {
         assert!(object.lend(last as u64, UNIT / 4).unwrap()[..] == contents[last..]);
         drop(object);
 
-        // What nobody wants is not fetched: it is asked for, and copied.
+        // A fetch must not bring unwanted bytes: then the range is read ahead and copied.
         for lent in [3 * UNIT + 4096..4 * UNIT, 3 * UNIT..4 * UNIT - 4096, 0..0] {
             let object = open();
             assert_eq!(cached(), 0);

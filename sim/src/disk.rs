@@ -1,4 +1,4 @@
-//! The disk that all ranks share, as one of them has it: gone when the rank is, and failing where a trap is set.
+//! One rank's view of the shared disk: it ends with the rank, and fails where a trap is set.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::dice::Dice;
 use crate::process::{Process, Word};
 use crate::trap::{Fate, is_data};
 
-/// What a dead process's system calls fail with: nothing tries that again.
+/// The error of a dead process's system calls, which is never retried.
 const DEAD: Errno = Errno::ROFS;
 
 /// One rank's view of the disk.
@@ -31,7 +31,7 @@ impl RankDisk {
         match process.trapped(name, path) {
             None => body(disk),
             Some(Fate::Die { after }) => {
-                // What its result would be nobody hears any more.
+                // The result reaches no one.
                 let _ = after.then(|| body(disk));
                 process.die();
                 Err(DEAD)
@@ -61,7 +61,7 @@ fn sweep(disk: &SimDisk, path: &Path, of: Option<u32>) {
         return;
     };
     if is_data(path) {
-        // What else this rank writes at the same time has no order.
+        // Other writes of this rank at the same time have no order.
         let _ = disk.unlink(path);
         return;
     }

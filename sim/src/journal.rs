@@ -27,7 +27,7 @@ impl Journal {
     }
 }
 
-/// Temporary files are named by the system's own chance, and are nobody's business.
+/// Temporary files have names from the system's random numbers, which differ between runs.
 fn without_chance(text: &str) -> String {
     const TEMPORARY: &str = ".tmp-";
     let mut parts = text.split(TEMPORARY);

@@ -1,22 +1,24 @@
-//! Whole jobs in one process, in seeded virtual time, through everything that may go wrong.
+//! Whole jobs in one process, in seeded virtual time, with all kinds of faults.
 //!
 //! A run is a job of a few ranks that saves a few times. Ranks are real engines, the tree between them is made of the
 //! real [nodes](shardfast_coord::node), and they write through the real local store; only the links, the clock and the
-//! disk are simulated. [`run`] draws all of it from a seed, and judges what came of it:
+//! disk are simulated. [`run`] draws all of it from a seed, and checks the results:
 //!
 //! * What is committed is whole: it opens, verifies, and loads bit for bit as it was saved.
-//! * A save has one outcome. If any rank heard that it is committed, it is, and a loss of power cannot undo it; if any
-//!   heard that it failed for a reason, nothing is there, and all who heard a reason heard the same.
-//! * Every call of every living rank ends within twice its deadline and a grace, soon after a rank is gone, and soon
-//!   after its deadline where a rank above stands still or nothing comes through; what it hears names ranks that are
-//!   gone, are silent or did not come. No round is decided that had expired.
-//! * Where nothing went wrong every save is committed; where one rank did something wrong all hear what, and who.
-//! * Whatever another program removes of a save under way, no checkpoint is committed without it.
-//! * Ranks of which one has left a save out find together again, in the next save or the one after it.
-//! * Wherever the power fails, what anybody had heard to be committed is there, and what is to be seen is whole.
-//! * Whatever was left behind, the next job saves to the same places.
-//! * A load that ranks share gives all of them what was saved, or the same failure; no other byte reaches their memory,
-//!   whatever becomes of a rank, of a message or of the data.
+//! * A save has one outcome. If any rank reports that it is committed, it is, and a loss of power cannot undo it; if
+//!   any reports an error with a reason, there is no checkpoint, and all ranks with a reason report the same.
+//! * Every call of every living rank ends within twice its deadline and a grace, soon after a rank is lost, and soon
+//!   after its deadline if a rank above is stopped or its link delivers nothing; its error names ranks that are lost,
+//!   are silent or did not come. No expired round is decided.
+//! * Without faults every save is committed; if one rank does something wrong, all ranks get an error that names the
+//!   problem and the rank.
+//! * If another program removes files of a save in flight, no checkpoint is committed without them.
+//! * After one rank has left a save out, all ranks meet again in the next save or the one after it.
+//! * After a loss of power at any point, every save that a rank reported as committed is there, and every visible
+//!   checkpoint is whole.
+//! * With any files left behind, the next job saves to the same places.
+//! * A load that ranks share gives all of them what was saved, or the same error; no other byte reaches their memory,
+//!   also after the loss of a rank or a message, or damage of the data.
 //!
 //! The same seed gives the same [`Run::digest`] of all that happened.
 

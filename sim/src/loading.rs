@@ -1,5 +1,5 @@
 //! Loads that ranks share, over what a meeting left: real engines, the real plan of who reads what and the real rounds
-//! of messages; only the disk is simulated, and whoever carries the messages, who may fail or forge them.
+//! of messages; only the disk and the carrier of messages are simulated; the carrier may fail or forge them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -190,7 +190,7 @@ pub(crate) fn judge(
         }
         ending = format!("load: {}", first.kind.name());
     } else {
-        // A byte that nobody wants may be another one.
+        // The damage may have hit a byte that no rank wants.
         hold!(!has_happened || trouble == Trouble::Damage, "{trouble:?} is passed over");
         let traffic: Vec<_> =
             outcomes.iter().flat_map(|outcome| &outcome.loaded).map(|loaded| loaded.traffic).collect();
@@ -204,7 +204,7 @@ pub(crate) fn judge(
     Ok(ending)
 }
 
-/// That all hear of what went wrong.
+/// Checks that all ranks report what went wrong.
 fn expected_of(trouble: Trouble, error: &Error) -> std::result::Result<(), String> {
     let (kinds, words): (&[Kind], String) = match trouble {
         Trouble::Nothing => (&[], String::new()),
@@ -285,7 +285,7 @@ fn load(
     })
 }
 
-/// Whoever carries the ranks' messages.
+/// The carrier of the ranks' messages.
 struct Links {
     trouble: Trouble,
     /// Where in a message.
@@ -307,7 +307,7 @@ impl Links {
         Links { trouble, at, rounds, begun: vec![0; world], waiting: vec![None; world], on_the_way: BTreeMap::new() }
     }
 
-    /// Carries until no rank needs any more. Returns whether the trouble came.
+    /// Carries messages until no rank needs more. Returns whether the trouble happened.
     fn carry(mut self, mortals: &[Arc<Mortal>]) -> bool {
         let (started, mut has_happened) = (Instant::now(), false);
         while self.rounds.iter().any(Option::is_some) {
@@ -369,7 +369,7 @@ impl Links {
         (Some(bytes), true)
     }
 
-    /// Gives a rank what it waits for, once all of it is there or somebody will never send it.
+    /// Gives a rank what it waits for, once all of it is there or a rank will never send it.
     fn deliver(&mut self, rank: u32) {
         let place = rank as usize;
         let (Some(rounds), Some(from)) = (&self.rounds[place], &self.waiting[place]) else { return };

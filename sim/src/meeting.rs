@@ -40,12 +40,12 @@ const HANGS: Duration = Duration::from_secs(60);
 /// More events than any meeting has.
 const EVENTS_MAX: u64 = 200_000;
 
-/// What became of a meeting.
+/// The result of a meeting.
 pub(crate) struct Past {
     pub(crate) calls: Vec<OneCall>,
-    /// By save, then by rank: what those heard who lived.
+    /// By save, then by rank: the outcomes of surviving ranks.
     pub(crate) heard: Vec<BTreeMap<u32, Result<()>>>,
-    /// By save: what a loss of power would have left when the first rank heard of its success.
+    /// By save: what a loss of power would have left when the first rank got its success.
     pub(crate) promised: BTreeMap<usize, SimDisk>,
     /// By topic: when rank 0 had everything.
     pub(crate) complete: BTreeMap<String, Duration>,
@@ -54,7 +54,7 @@ pub(crate) struct Past {
     pub(crate) broken: BTreeMap<u32, Duration>,
     /// By the rank below: from when to when nothing came through.
     pub(crate) partitions: Vec<(u32, Range<Duration>)>,
-    /// Who stood still, from when to when.
+    /// The ranks that were stopped, from when to when.
     pub(crate) stops: Vec<(u32, Range<Duration>)>,
     /// What losses of power would have left on the way.
     pub(crate) blackouts: Vec<Blackout>,
@@ -72,7 +72,7 @@ impl Past {
 pub(crate) struct Blackout {
     /// The disk that the next process finds.
     pub(crate) disk: SimDisk,
-    /// The saves that any rank had heard to be committed.
+    /// The saves that any rank had reported as committed.
     pub(crate) promised: Vec<usize>,
 }
 

@@ -13,7 +13,7 @@ use shardfast_store::simdisk::SimDisk;
 
 use crate::trap::{Fate, Trap};
 
-/// What a thread of a rank tells the simulation.
+/// What a thread of a rank sends the simulation.
 pub(crate) enum Word {
     /// It is in `agree` and waits.
     Called(Call),
@@ -31,7 +31,7 @@ pub(crate) struct Call {
     pub(crate) topic: String,
     pub(crate) contribution: Contribution,
     pub(crate) deadline: Duration,
-    /// Whoever drops it ends the call.
+    /// Dropping it ends the call.
     pub(crate) reply: Sender<Reply>,
 }
 
@@ -60,12 +60,12 @@ impl Process {
         self.is_dead.load(Ordering::Acquire)
     }
 
-    /// From now on its threads reach nobody, and no system call of theirs does anything.
+    /// Kills it: its threads reach no other rank, and their system calls have no effect.
     pub(crate) fn die(&self) {
         self.is_dead.store(true, Ordering::Release);
     }
 
-    /// What befalls this system call, if anything.
+    /// The trap of this system call, if any.
     pub(crate) fn trapped(&self, name: &str, path: &std::path::Path) -> Option<Fate> {
         let mut deciding = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
         let here = thread::current().id();
@@ -94,7 +94,7 @@ impl Process {
 
     pub(crate) fn say(&self, word: Word) {
         if !self.is_dead() {
-            // Without a simulation nobody waits for an answer either.
+            // Without a simulation no rank waits for an answer either.
             let _ = self.words.lock().unwrap_or_else(PoisonError::into_inner).send(word);
         }
     }

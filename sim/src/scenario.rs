@@ -57,7 +57,7 @@ pub(crate) struct Save {
     pub(crate) deadline: Duration,
     pub(crate) prove: Prove,
     pub(crate) mischief: Option<(u32, Mischief)>,
-    /// Whether ranks say afterwards that the state was left alone while it was copied.
+    /// Whether ranks confirm afterwards that the state was not modified while it was copied.
     pub(crate) is_lazy: bool,
     /// Whether ranks begin it before the save before it has ended.
     pub(crate) overlaps: bool,
@@ -243,7 +243,7 @@ impl Save {
         let allowed = Mischief::ALL.into_iter().filter(|mischief| self.truth.allows(*mischief));
         let mischief = dice.pick(&allowed.collect::<Vec<_>>());
         self.mischief = self.truth.culprit(mischief, dice).map(|rank| (rank, mischief));
-        // Whoever does not write its replica reads it only to prove it.
+        // A rank that does not write its replica reads it only to compare it.
         if matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable) {
             self.prove = Prove::EverySave;
         }

@@ -16,7 +16,7 @@ pub(crate) enum Fate {
     Lost(Errno),
     /// It takes that long.
     Slow(Duration),
-    /// The power fails, for whoever looks later at what would be left; here all goes on.
+    /// Records what a loss of power would leave at this point; the run goes on.
     Blackout { seed: u64 },
     /// Before the call another program removes data files of what has no `COMMIT` yet: in a decision, when every rank
     /// has written, all of the checkpoint; else the file that the call is for, or all of the calling rank. What others

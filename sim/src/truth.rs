@@ -16,7 +16,7 @@ use crate::dice::Dice;
 /// The keys of the state.
 pub(crate) const KEYS: [&str; 2] = ["model", "extra"];
 
-/// Of calls in real time that wait for nobody.
+/// Of calls in real time that wait for no other rank.
 const ALONE: Duration = Duration::from_secs(60);
 
 /// A state and how it is spread.
@@ -59,7 +59,7 @@ pub(crate) enum Mischief {
     OtherUrl,
     /// Its first tensor has another shape.
     OtherShape,
-    /// It holds nothing of the first tensor, which nobody else has whole.
+    /// It holds nothing of the first tensor, which no other rank has whole.
     Hole,
     /// It holds an element of the first tensor that another rank holds too.
     Overlap,
@@ -441,7 +441,7 @@ impl Tensor {
 fn sink(memory: &mut [u8], lengths: &[u64], dtype: DType) -> Result<Sink> {
     let item = dtype.size_bytes();
     let strides: Vec<i64> = row_major_strides(lengths, item).iter().map(|&stride| stride as i64).collect();
-    // SAFETY: the memory has room for all elements; nobody moves or reads it until the load has returned.
+    // SAFETY: the memory has room for all elements; no other code moves or reads it until the load has returned.
     unsafe { Sink::new(memory.as_mut_ptr() as usize, lengths, &strides, item) }
 }
 

@@ -19,7 +19,7 @@ use crate::promise::Judged;
 use crate::scenario::{Save, Scenario, Weather};
 use crate::truth::{Mischief, TOUCHED, UNREADABLE};
 
-/// Of calls in real time that wait for nobody.
+/// Of calls in real time that wait for no other rank.
 const ALONE: Duration = Duration::from_secs(60);
 
 /// All promises, over a meeting and the disk that it left. Gives the saves that were published.
@@ -106,7 +106,7 @@ fn published_at(
     };
     let save = checkpoint.manifest().info.user.get("save").and_then(|save| save.parse::<usize>().ok());
     let Some((save, spec)) = save.and_then(|save| Some((save, saves.get(save)?))) else {
-        return Err(format!("{place} holds what nobody saved"));
+        return Err(format!("{place} holds what no rank saved"));
     };
     hold!(spec.place == place, "{place} holds save {save}, which was to go to {}", spec.place);
     let found = spec.truth.flaw(&checkpoint);
@@ -189,8 +189,8 @@ fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
     Ok(())
 }
 
-/// Whoever is below a rank that stands still, or behind a link on which nothing comes through, hears who that is by the
-/// end of its deadline, or soon after the silence began.
+/// Every rank below a stopped rank, or below a link that delivers nothing, gets an error that names it by its deadline,
+/// or soon after the silence began.
 fn despite_silence(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
     let OneCall { rank, topic, deadline, came: Some(came), answered: Some((at, answer)), decides: false, .. } = call
     else {
@@ -258,10 +258,10 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
         Some((_, Err(Coord::Lost { rank: named, .. }))) => {
             let mut ends = past.broken.keys().flat_map(|child| [Some(*child), scenario.topology.parent(*child)]);
             let is_gone = past.crashed.contains_key(named) || ends.any(|end| end == Some(*named));
-            hold!(is_gone, "rank {rank} hears on {topic:?} that rank {named} is gone, and it is not");
+            hold!(is_gone, "rank {rank} hears on {topic:?} that rank {named} is lost, and it is not");
         }
         Some((at, Err(Coord::Missing { ranks, .. }))) => {
-            hold!(!ranks.is_empty(), "rank {rank} hears on {topic:?} that nobody is missing");
+            hold!(!ranks.is_empty(), "rank {rank} hears on {topic:?} that no rank is missing");
             if past.was_held_up() || !past.broken.is_empty() || !past.crashed.is_empty() {
                 return Ok(());
             }
@@ -287,7 +287,7 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
     Ok(())
 }
 
-/// All who can be reached hear the same of a round, and nobody hears that it failed where others have an answer.
+/// All reachable ranks get the same outcome of a round, and no rank gets a failure if others have an answer.
 fn one_end_of_each_round(scenario: &Scenario, past: &Past) -> Judged {
     let is_cut = |rank: u32| {
         let above = std::iter::successors(Some(rank), |rank| scenario.topology.parent(*rank));
@@ -350,7 +350,7 @@ fn as_expected(scenario: &Scenario, past: &Past, save: usize) -> Judged {
     Ok(())
 }
 
-/// What all ranks hear of what one does wrong.
+/// The error that all ranks get when one does something wrong.
 fn complaint(scenario: &Scenario, spec: &Save, (culprit, mischief): (u32, Mischief)) -> (&'static [Kind], Vec<String>) {
     let leaf = spec.truth.tensors[0].name.to_string();
     let named = if scenario.topology.world() == 1 { String::new() } else { format!("rank {culprit}") };

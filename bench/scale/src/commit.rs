@@ -16,7 +16,7 @@ const DATA_START: u64 = 4096;
 /// The engine's, about.
 pub(crate) const LIMITS: Limits = Limits { gap_max_bytes: 64 << 10, read_max_bytes: 8 << 20 };
 
-/// What a rank tells the root of its files; its parts are those of the engine's.
+/// What a rank reports to the root of its files; its parts are those of the engine's.
 #[derive(Serialize)]
 struct Receipt {
     /// `None` when the root remembers them.
@@ -208,7 +208,7 @@ pub(crate) fn print(rows: &[Row]) {
     line("opening the manifest, checked, ms", 1, &|row| row.open_ms);
     line("plan of one rank's load, half as many, ms", 1, &|row| row.load_plan_ms);
     line("shared: what all have in common, at the root, ms", 0, &|row| row.share_ms);
-    line("shared: wants of others that one rank hears of", 0, &|row| row.told as f64);
+    line("shared: wants of others that one rank gets", 0, &|row| row.told as f64);
     line("shared: one rank's chunks, ms", 0, &|row| row.share_plan_ms);
 }
 

@@ -11,7 +11,7 @@ use crate::timed;
 pub(crate) struct Shared {
     /// The root's part.
     pub(crate) share_ms: f64,
-    /// The most wants of others of which one rank hears.
+    /// The most wants of others that one rank gets.
     pub(crate) told: usize,
     /// The plan of rank 0, with all its chunks.
     pub(crate) plan_ms: f64,

@@ -13,12 +13,12 @@ use crate::timed;
 const RANKS_PER_NODE: u32 = 8;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What ranks say of a save when nothing has changed, by how much of it is a rank's own.
+/// What ranks send for a save when nothing has changed, by how much of it is a rank's own.
 #[derive(Debug, Clone, Copy)]
 enum Words {
-    /// All say the same.
+    /// All send the same.
     Same,
-    /// Whoever has the same place among the tensor and pipeline parallel ranks: 128 different words.
+    /// The same for each place among the tensor and pipeline parallel ranks: 128 different words.
     OfClass,
     /// Each rank another.
     Own,
@@ -110,7 +110,7 @@ fn send(sent: &mut VecDeque<Sent>, rank: u32, effects: Vec<Effect<()>>, world: u
             Effect::Up(message) => sent.push_back(Sent::Up(rank, message)),
             Effect::Down(child, message) => sent.push_back(Sent::Down(child, message)),
             Effect::Reply((), Reply::Decide(payloads)) => {
-                assert_eq!(payloads.len(), world as usize, "everyone was heard");
+                assert_eq!(payloads.len(), world as usize, "every rank contributed");
                 let (_, effects) = nodes[0].decided(TOPIC, Ok(vec![b"go".to_vec(); world as usize]));
                 send(sent, 0, effects, world, nodes);
             }

@@ -1,4 +1,4 @@
-//! What can be asked of the command.
+//! The command's arguments.
 
 use clap::{Parser, Subcommand};
 

@@ -1,4 +1,4 @@
-//! The commands: each some calls of the engine and what it says to their results.
+//! The commands: each calls the engine and prints the results.
 
 use std::io::{IsTerminal, Write};
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use crate::doctor::{Host, Report};
 use crate::text::size;
 use crate::{FINE, FOUND, describe};
 
-/// What a command has to say.
+/// The output of a command.
 pub(crate) struct Outcome {
     pub(crate) text: String,
     pub(crate) json: String,
     pub(crate) exit_code: i32,
 }
 
-/// One rank agrees with itself at once.
+/// With one rank, agreements do not wait.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outcome> {
@@ -117,7 +117,7 @@ struct Export<'a> {
     exported: &'a Exported,
 }
 
-/// A line on standard error that is written over again and again, where somebody watches.
+/// A progress line on standard error, overwritten each time, if that is a terminal.
 struct Progress {
     verb: &'static str,
     is_shown: bool,

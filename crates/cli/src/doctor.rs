@@ -1,4 +1,4 @@
-//! What saves and loads will do on this machine, and what they lack: the engine's facts and the caller's, in words.
+//! What saves and loads will do on this machine, and what they lack, from the engine's and the caller's findings.
 
 use std::fmt::Write;
 
@@ -39,12 +39,12 @@ impl Finding {
     }
 }
 
-/// What only the program around the command knows.
+/// Findings of the program around the command.
 #[derive(Default)]
 pub struct Host {
     /// The staging budget of a process, where the environment sets one.
     pub staging_bytes: Option<u64>,
-    /// What it found itself.
+    /// Its findings.
     pub findings: Vec<Finding>,
 }
 
@@ -148,7 +148,7 @@ fn file_system(directory: &Directory) -> Finding {
     Finding::new("file system", status, found, follows)
 }
 
-/// Nothing where nothing can be written at all.
+/// `None` if nothing can be written at all.
 fn direct_io(directory: &Directory) -> Option<Finding> {
     let (status, found, follows) = match directory.takes_direct {
         Ok(true) => (

@@ -32,12 +32,12 @@ const UNREADABLE: i32 = 4;
 const OTHER: i32 = 5;
 
 /// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the
-/// process's own standard output and error. `host` is asked for what only the caller knows, if the command tells it.
+/// process's own standard output and error. `host` returns the caller's own findings, if the command reports them.
 pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host) -> i32 {
     let arguments = match Arguments::try_parse_from(args) {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Nobody is left to be told that the terminal is gone.
+            // The terminal is closed: no error can be shown.
             let _ = error.print();
             return error.exit_code();
         }
@@ -51,7 +51,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
     };
     let printed = if arguments.json { outcome.json } else { outcome.text };
     match io::stdout().lock().write_all(printed.as_bytes()).and_then(|()| io::stdout().flush()) {
-        // Who closes the pipe (`| head`) has read enough.
+        // A reader that closes the pipe (`| head`) has read enough.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             let _ = writeln!(io::stderr(), "shardfast: Unavailable: the output cannot be written: {error}");
             OTHER

@@ -65,7 +65,7 @@ pub(crate) fn ranks(ranges: &[Range<u32>]) -> String {
     word.to_owned() + &said.collect::<Vec<_>>().join(", ")
 }
 
-/// Text from a checkpoint on one line, with nothing in it that a terminal would obey.
+/// Text from a checkpoint on one line, without control characters.
 pub(crate) fn plain(text: &str) -> Cow<'_, str> {
     if text.chars().any(char::is_control) { Cow::Owned(escaped(text, |_| false)) } else { Cow::Borrowed(text) }
 }
@@ -83,7 +83,7 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
     out
 }
 
-/// How a column stands.
+/// The alignment of a column.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Align {
     Left,

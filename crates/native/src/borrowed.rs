@@ -1,7 +1,7 @@
-//! What stands in lists and dicts, looked at without counting references: under the stable interface each count is a
-//! call, which costs more than looking.
+//! Reads items of lists and dicts without counting references: under the stable interface each count is a call, which
+//! costs more than the read.
 
-#![allow(unsafe_code)] // a reference that is not counted is vouched for here
+#![allow(unsafe_code)] // uses references that are not counted
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -16,20 +16,20 @@ const ITEMS_AHEAD: usize = 32;
 /// So many entries ahead of the one that is looked at, the key and the value of an entry of a dict are fetched.
 const ENTRIES_AHEAD: usize = 16;
 
-/// Gives `take` the items of a list from the front on, as long as it says `true`. Returns how many it took.
+/// Gives `take` the items of a list from the front on, while it returns `true`. Returns how many it took.
 ///
 /// # Safety
-/// `take` runs no code of the program and lets no other thread run it: nothing that stands in the list may go.
+/// `take` runs no code of the program and lets no other thread run it: no item of the list may be freed.
 pub(crate) unsafe fn items_while<'py>(
     list: &Bound<'py, PyList>,
     mut take: impl FnMut(&Bound<'py, PyAny>) -> bool,
 ) -> usize {
     let count = list.len();
     let mut ring = [std::ptr::null_mut(); ITEMS_AHEAD];
-    let mut next = 0; // to be asked of the list: asking costs more than keeping
+    let mut next = 0; // read from the list once: a further read costs more than keeping it
     for index in 0..count {
         while next < count.min(index + ITEMS_AHEAD) {
-            // SAFETY: the list has such an item, and keeps it, as the caller vouches.
+            // SAFETY: the list has such an item, and keeps it, as the caller promises.
             let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), next as ffi::Py_ssize_t) };
             near::fetch(item);
             ring[next % ITEMS_AHEAD] = item;
@@ -73,7 +73,7 @@ pub(crate) unsafe fn parts_while<'py>(
     tuple.len()
 }
 
-/// Gives `take` the keys and values of a dict in order, as long as it says `true`. Returns how many it took.
+/// Gives `take` the keys and values of a dict in order, while it returns `true`. Returns how many it took.
 ///
 /// # Safety
 /// As of [`items_while`].
@@ -87,7 +87,7 @@ pub(crate) unsafe fn entries_while<'py>(
     while taken < count {
         while next < count.min(taken + ENTRIES_AHEAD) {
             let (key, value) = &mut ring[next % ENTRIES_AHEAD];
-            // SAFETY: it is a dict, which does not change meanwhile, as the caller vouches.
+            // SAFETY: it is a dict, which does not change meanwhile, as the caller promises.
             if unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut at, key, value) } == 0 {
                 return taken;
             }

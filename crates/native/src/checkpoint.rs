@@ -17,7 +17,7 @@ use crate::loading::{self, Loading};
 use crate::process::Own;
 use crate::session::{Session, seconds};
 
-/// A committed checkpoint whose manifest is proven.
+/// A committed checkpoint whose manifest is verified.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Checkpoint {
     checkpoint: Own<Arc<shardfast_engine::Checkpoint>>,
@@ -62,8 +62,8 @@ pub(crate) fn newest(
 }
 
 /// Deletes the committed checkpoints of the run at `url` that are neither among the newest `last` nor of a step that is
-/// a multiple of `every`; returns their steps, and those that stay for what else is in their directory: the URL of
-/// each, and the reason. One rank calls it.
+/// a multiple of `every`; returns their steps, and the checkpoints that stay because of foreign files: the URL of each,
+/// and the reason. One rank calls it.
 #[pyfunction]
 #[pyo3(signature = (url, *, last, every))]
 #[allow(clippy::type_complexity)] // it is what Python gets
@@ -135,8 +135,8 @@ impl Checkpoint {
         Ok(list)
     }
 
-    /// What all ranks make of it, the same on every rank: the leaves that no rank has a place for (`touched` are those
-    /// that this one has), and all ranks' problems, each once, with the ranks that have it.
+    /// All ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those that
+    /// this one has), and all problems, each once, with the ranks that have it.
     #[allow(clippy::type_complexity)] // it is what Python gets
     fn agree(
         &self,
@@ -172,9 +172,8 @@ impl Checkpoint {
 
     /// Fills the wants' memory; returns the encoded values, in order, and what was moved for it: bytes_read,
     /// bytes_received, bytes_sent, is_shared. Every rank calls it, with the same `peer_reads` ("auto", "always" or
-    /// "never"), and every rank raises the same error. The caller keeps the memory allocated and lets nobody touch it
-    /// meanwhile.
-    /// `streams` are as in `save`.
+    /// "never"), and every rank raises the same error. The caller keeps the memory allocated and lets no other code use
+    /// it meanwhile. `streams` are as in `save`.
     #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     #[allow(clippy::type_complexity)] // it is what Python gets
     fn load<'py>(
@@ -194,8 +193,8 @@ impl Checkpoint {
         loading::said(py, loaded)
     }
 
-    /// Begins `load` on a thread of its own. What ranks send each other, the caller carries between all of them. The
-    /// memory stays the load's until `finish` has returned, or the last reference to what this returns is gone.
+    /// Begins `load` on a thread of its own. The caller carries the messages between all ranks. The load owns the
+    /// memory until `finish` has returned, or the last reference to the result is dropped.
     #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
     fn begin_load(
         &self,
@@ -236,7 +235,7 @@ impl Checkpoint {
     ) -> PyResult<Vec<Want>> {
         let checkpoint = self.checkpoint.get()?;
         leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, streams).map_err(|error| {
-            // The other ranks are about to load: they must not wait for one that cannot.
+            // The other ranks are about to load: they must not wait for a rank that cannot.
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
             raise(py.detach(|| checkpoint.refuse(reason, timeout)))
         })

@@ -1,4 +1,4 @@
-//! The `shardfast` command, and what Python tells it of this machine.
+//! The `shardfast` command, and Python's findings about this machine.
 
 use std::ffi::OsString;
 

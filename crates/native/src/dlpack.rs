@@ -1,4 +1,4 @@
-//! Where tensors lie now, asked of their framework in C, many at once: the exchange table of DLPack 1.3
+//! The present addresses of tensors, from their framework in C, many at once: the exchange table of DLPack 1.3
 //! (`DLPackExchangeAPI` in `dlpack.h` of <https://github.com/dmlc/dlpack>).
 
 #![allow(unsafe_code)] // the table is one of function pointers
@@ -114,13 +114,13 @@ mod tests {
 
     static NUMBERS: [i64; 4] = [2, 3, 12, 4];
 
-    /// Tells of an object with an attribute `data`; refuses any other.
+    /// Describes an object with an attribute `data`; refuses any other.
     ///
     /// # Safety
     /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
     unsafe extern "C" fn tell(object: *mut c_void, out: *mut Tensor) -> c_int {
         Python::attach(|py| {
-            // SAFETY: the caller vouches for the object.
+            // SAFETY: the caller's promise.
             let object = unsafe { Bound::from_borrowed_ptr(py, object.cast()) };
             let Ok(data) = object.getattr("data").and_then(|data| data.extract::<usize>()) else {
                 PyTypeError::new_err("no data").restore(py);
@@ -136,13 +136,13 @@ mod tests {
                 strides: NUMBERS[2..].as_ptr(),
                 byte_offset: 16,
             };
-            // SAFETY: there is room for one, as the caller vouches.
+            // SAFETY: there is room for one, as the caller promises.
             unsafe { out.write(found) };
             0
         })
     }
 
-    /// A type whose objects such a table tells of.
+    /// A type with such a table.
     fn kind(py: Python<'_>, major: u32) -> Bound<'_, PyAny> {
         let nothing = std::ptr::null();
         let table = Exchange {

@@ -1,4 +1,4 @@
-//! The memory of tensors, kept allocated, and what is done to it meanwhile.
+//! Keeps the memory of tensors allocated, and detects writes and moves meanwhile.
 
 #![allow(unsafe_code)] // calls of one argument without a tuple for it
 
@@ -8,7 +8,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyString, PyWeakrefReference};
 
-/// Knows the memory of tensors, which it does not keep allocated, and notices what is done to it.
+/// Refers weakly to the memory of tensors, and detects writes and moves.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Hold {
     memory: Vec<Py<PyWeakrefReference>>,
@@ -19,7 +19,7 @@ pub(crate) struct Hold {
     has_moved: AtomicBool,
 }
 
-/// How the tensors of a hold were at a moment. Keeps their memory allocated, and no tensor alive beyond that.
+/// The state of a hold's tensors at a moment. Keeps their memory allocated, and no tensor alive beyond that.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Stamp {
     memory: Vec<Py<PyAny>>,
@@ -28,8 +28,8 @@ pub(crate) struct Stamp {
 
 #[pymethods]
 impl Hold {
-    /// `memory` is what the tensors lie in, one for each, and `address` tells where that is now; `version` is the name
-    /// of the tensors' attribute that counts writes.
+    /// `memory` are the objects that hold the tensors' memory, one for each, and `address` returns the present address
+    /// of one; `version` is the name of the tensors' attribute that counts writes.
     #[new]
     fn new(memory: Vec<Py<PyAny>>, address: Py<PyAny>, version: Py<PyString>, py: Python<'_>) -> PyResult<Hold> {
         let weak = memory.iter().map(|memory| Ok(PyWeakrefReference::new(memory.bind(py))?.unbind()));
@@ -40,8 +40,8 @@ impl Hold {
         Ok(hold)
     }
 
-    /// How the tensors, those of the hold, are now; `None` when their memory is gone or was found to have moved before.
-    /// The tensors lie where they lay: `changes` looks whether their memory does, too, which would take too long here.
+    /// The present state of the hold's tensors; `None` when their memory was freed or has moved before. The caller has
+    /// checked that the tensors have the same addresses; `changes` checks their memory, which would take too long here.
     fn stamp(&self, tensors: &Bound<'_, PyList>) -> PyResult<Option<Stamp>> {
         if self.has_moved.load(Ordering::Relaxed) {
             return Ok(None);
@@ -51,7 +51,7 @@ impl Hold {
         Ok(Some(Stamp { memory, versions: self.versions(tensors)? }))
     }
 
-    /// What was done since the stamp was made: each tensor's number, and a word such as "written".
+    /// The changes since the stamp was made: each tensor's number, and a word such as "written".
     fn changes(&self, tensors: &Bound<'_, PyList>, stamp: &Stamp) -> PyResult<Vec<(usize, &'static str)>> {
         let (addresses, versions) = (self.now(tensors.py(), &stamp.memory)?, self.versions(tensors)?);
         if addresses != self.addresses {
@@ -69,7 +69,7 @@ impl Hold {
 }
 
 impl Hold {
-    /// Memory that is resized is elsewhere before the old is given back.
+    /// Whether memory has moved: resized memory has its new address before the old is freed.
     fn now(&self, py: Python<'_>, memory: &[Py<PyAny>]) -> PyResult<Vec<u64>> {
         let end = std::ptr::null_mut::<ffi::PyObject>();
         let address = |memory: &Py<PyAny>| {

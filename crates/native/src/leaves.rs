@@ -95,11 +95,11 @@ struct Block {
 struct Part {
     block: Strided,
     device: Option<u32>,
-    /// Where it is looked at when a save begins.
+    /// The samples that are read when a save begins.
     spots: Range<usize>,
 }
 
-/// The streams on which the program works, by the number of the device.
+/// The streams that the program uses, by the number of the device.
 pub(crate) type Streams = BTreeMap<u32, u64>;
 
 /// Makes one copy stream for each device of a save or a load.
@@ -131,17 +131,17 @@ impl<'a> CopyStreams<'a> {
     }
 }
 
-/// What a state holds and where its tensors lie, said once for all the saves during which both stay the same.
+/// What a state holds and where its tensors lie, described once for all saves while both stay the same.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Described {
     catalog: Arc<Catalog>,
-    /// When the holders of all tensors are known.
+    /// Present if the holders of all tensors are known.
     replicas: Option<Arc<Replicas>>,
     /// When the replicas of each leaf are compared.
     compared: Arc<Vec<Compared>>,
     /// In the catalog's order.
     bodies: Arc<Vec<Body>>,
-    /// What is looked at when a save begins.
+    /// The samples that are read when a save begins.
     spots: Spots,
     captures: Captures,
 }
@@ -151,7 +151,7 @@ struct Now {
     values: Vec<Arc<Encoded>>,
     copied: Arc<Vec<u8>>,
     copies: BTreeMap<u32, Arc<CopyStream>>,
-    /// Of each spot, if this save looks at them.
+    /// The bytes of each spot, if this save samples them.
     samples: Vec<Sample>,
     owner: Arc<Py<PyAny>>,
     blocking: bool,
@@ -197,7 +197,7 @@ impl Now {
 #[derive(Default)]
 struct Groups<'py> {
     sets: Vec<RankSet>,
-    /// Their indices, by the addresses of the tuples that said them, which are kept: most leaves say the same one.
+    /// Their indices, by the addresses of the Python tuples, which are kept: most leaves give the same tuple.
     known: HashMap<usize, (Bound<'py, PyAny>, u32)>,
 }
 
@@ -282,7 +282,7 @@ impl Described {
             Body::Object(_) | Body::Alias => None,
         });
         let captures = captures.collect();
-        // One tensor of unknown holders makes ranks ask, and then they ask about all.
+        // With one tensor of unknown holders ranks need rank 0's plan, and then for all tensors.
         let has_parts = |leaf: &Leaf| matches!(&leaf.body, LeafBody::Tensor { parts, .. } if !parts.is_empty());
         let is_unknown = |(leaf, group): (&Leaf, &Option<u32>)| group.is_none() && has_parts(leaf);
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
@@ -303,7 +303,7 @@ impl Described {
 }
 
 impl Described {
-    /// What puts the state as it is now together, on whatever thread. `values` are those of the objects, in the order
+    /// The function that assembles the present state, on any thread. `values` are those of the objects, in the order
     /// in which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
     /// In a `blocking` save nothing else goes on meanwhile.
     pub(crate) fn state(
@@ -365,7 +365,7 @@ impl Described {
 fn memory(block: &Strided, is_lazy: bool) -> Memory {
     // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was begun in
     // the same call, and that its `owner` keeps so; the caller of `save` does not write it before the save is staged,
-    // or confirms no save during which somebody did. The engine reads nothing after that.
+    // or confirms no save during which it was written. The engine reads nothing after that.
     #[allow(unsafe_code)]
     unsafe {
         if is_lazy { Memory::guarded(block.clone()) } else { Memory::new(block.clone()) }
@@ -403,7 +403,7 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
             capture = match capture {
                 // In the call there is no time to wait for a device.
                 Capture::Inline if block.device.is_some() => Capture::Eager,
-                // What is scattered is not read in the background: that would have to be done byte by byte.
+                // Scattered memory is not read in the background: the kernel would read it element by element.
                 Capture::Lazy if block.device.is_none() && !is_quick(&strided) => Capture::Eager,
                 capture => capture,
             };
@@ -420,8 +420,8 @@ fn is_quick(block: &Strided) -> bool {
     block.run_bytes() >= GUARDED_RUN_BYTES_MIN.min(block.total_bytes())
 }
 
-/// The numbers in a tuple at `place` of a part; thousands of parts cross at a time, and tuples are read without asking
-/// what else they might be.
+/// The numbers in a tuple at `place` of a part. Tuples are read without further type checks, since thousands of parts
+/// are converted at a time.
 fn numbers<'py, T>(part: &Bound<'py, PyTuple>, place: usize) -> PyResult<Vec<T>>
 where
     T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,

@@ -16,7 +16,7 @@ use crate::process::Own;
 /// How often a wait looks for signals: Ctrl-C must not hang.
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
-/// A load under way on a thread of its own, which asks for rounds. The memory that it fills is its own until `finish`.
+/// A load that runs on a thread of its own and asks for rounds. It owns the memory that it fills until `finish`.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Loading {
     running: Own<Running>,
@@ -24,7 +24,7 @@ pub(crate) struct Loading {
 }
 
 struct Running {
-    /// Gone when nobody carries rounds any more.
+    /// `None` once the program carries no more rounds.
     rounds: Mutex<Option<Rounds>>,
     thread: Mutex<Option<JoinHandle<shardfast_engine::Result<Loaded>>>>,
 }
@@ -53,7 +53,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It writes memory that its caller may give back after this.
+        // It writes memory that its caller may free after this.
         self.join();
     }
 }
@@ -93,7 +93,7 @@ impl Loading {
         self.running.get()?.with_rounds(Rounds::is_shared)
     }
 
-    /// Gives what came in the round: how many bytes from each rank, and these bytes in the order of the ranks.
+    /// Takes what came in the round: how many bytes from each rank, and these bytes in the order of the ranks.
     fn received(&self, sizes: Vec<usize>, data: &Bound<'_, PyByteArray>) -> PyResult<()> {
         if sizes.len() != self.world || sizes.iter().sum::<usize>() != data.len() {
             let (ranks, world, found) = (sizes.len(), self.world, data.len());
@@ -110,13 +110,13 @@ impl Loading {
         self.running.get()?.with_rounds(|rounds| rounds.received(Ok(messages)))
     }
 
-    /// Says that the round could not be carried out: the load fails on all ranks.
+    /// Notes that the round could not be carried out: the load fails on all ranks.
     fn broken(&self, reason: String) -> PyResult<()> {
         let error = Error::new(Kind::Unavailable, reason);
         self.running.get()?.with_rounds(|rounds| rounds.received(Err(error)))
     }
 
-    /// Waits for the end of the load; as `Checkpoint.load`. Whoever carries no more rounds calls it, too.
+    /// Waits for the end of the load; as `Checkpoint.load`. A program that carries no more rounds calls it, too.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
         let running = self.running.get()?;
         let loaded = py.detach(|| running.join()).ok_or_else(|| invalid("this load has been finished"))?;

@@ -1,4 +1,4 @@
-//! Tensors looked at where they lie in a checkpoint's files.
+//! Tensors in a checkpoint's files, mapped into memory.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -8,7 +8,7 @@ use crate::checkpoint::Checkpoint;
 use crate::errors::raise;
 use crate::process::Own;
 
-/// A checkpoint whose data files are mapped into memory when they are first looked at.
+/// A checkpoint whose data files are mapped into memory when they are first read.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Mapped {
     mapped: Own<shardfast_engine::Mapped>,

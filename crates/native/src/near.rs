@@ -1,8 +1,8 @@
-//! Memory that a walk through Python's objects will look at, fetched into the cache all at once.
+//! Prefetches the memory that a walk through Python's objects will read.
 //!
-//! By the next save the training has pushed the program's objects out of the caches. A walk waits for each of them, and
-//! for what it leads to; here none waits for another. Addresses are guesses by how CPython and extension types lay out
-//! their objects: to fetch from one that leads nowhere any more, or never did, does nothing.
+//! By the next save the training has evicted the program's objects from the caches. A walk waits for each of them in
+//! turn; prefetches do not wait. Addresses are guesses from the layout of CPython's and extension types' objects: a
+//! prefetch from an invalid address does nothing.
 
 #![allow(unsafe_code)] // looks into objects
 
@@ -12,7 +12,7 @@ use pyo3::{ffi, intern};
 
 const LINE_BYTES: usize = 64;
 
-/// A dict's table of keys; what an object of an extension points to is about as long as it is looked at.
+/// Bytes of a dict's table of keys, and of what an object of an extension points to.
 const LINES_BEHIND: usize = 4;
 
 /// Of an object's own fields the first one that may be a pointer: behind the count of references and the type.
@@ -79,7 +79,7 @@ pub(crate) unsafe fn fetch_table(object: *mut ffi::PyObject) {
 /// It is a live object, and nothing changes it meanwhile.
 #[inline]
 pub(crate) unsafe fn fetch_values(object: *mut ffi::PyObject) {
-    // SAFETY: the caller vouches for the object.
+    // SAFETY: the caller's promise.
     if unsafe { ffi::Py_TYPE(object) } != &raw mut ffi::PyDict_Type {
         return;
     }

@@ -1,4 +1,4 @@
-//! Whether objects of a framework hold what they held: the same names in the same slots, tensors where they lay.
+//! Checks that objects of a framework are unchanged: the same names in the same slots, tensors at the same addresses.
 
 #![allow(unsafe_code)] // looks into containers
 
@@ -14,10 +14,10 @@ use crate::dlpack;
 use crate::errors::invalid;
 use crate::near::Near;
 
-/// What stands in an attribute of an object, and how much of it counts.
+/// The contents of an attribute of an object, and what is compared of them.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// A dict or a set, of which the names count.
+    /// A dict or a set, of which the names are compared.
     Names,
     /// A dict of the outline's objects, or `None`, by name.
     Objects,
@@ -45,7 +45,7 @@ impl Kind {
     }
 }
 
-/// An object and those of its attributes that count.
+/// An object and its relevant attributes.
 struct Part {
     object: Py<PyWeakrefReference>,
     attributes: Vec<(Py<PyString>, Kind)>,
@@ -60,7 +60,7 @@ struct Met {
     links: Vec<Option<usize>>,
 }
 
-/// How a tensor that wraps this rank's memory tells of it.
+/// The attributes of a tensor that wraps this rank's memory.
 struct Wrapper {
     /// The attribute that says how it is sharded: never changed, only replaced.
     layout: Py<PyString>,
@@ -80,7 +80,7 @@ struct Bundle {
     tensors: Vec<usize>,
     /// Which entries are parameters; all members are, too.
     parameters: Vec<usize>,
-    /// Which entries are asked for beside the tensors.
+    /// Which entries are wanted beside the tensors.
     wanted: Vec<usize>,
     /// Which of the tensors are sharded, and how.
     sharded: Vec<(usize, Py<PyAny>)>,
@@ -89,8 +89,7 @@ struct Bundle {
     members: Py<PyString>,
 }
 
-/// The objects of a state's bundles as they were when this was made, of which nothing is kept alive but names and
-/// layouts.
+/// The objects of a state's bundles as they were when this was made. Keeps only names and layouts alive.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Outline {
     bundles: Vec<Bundle>,
@@ -125,8 +124,8 @@ impl Outline {
     /// - `wrapper`: the names of these tensors' attributes for the layout and for the memory, and its exact type.
     /// - `members`: the name under which a group lists its members.
     ///
-    /// Raises `TypeError` for what cannot be looked at again, and what the framework raises of tensors that do not tell
-    /// where they lie.
+    /// Raises `TypeError` for what cannot be compared later, and the framework's errors for tensors without a known
+    /// address.
     #[new]
     fn new(py: Python<'_>, bundles: Vec<Given<'_>>) -> PyResult<Outline> {
         let bundles = bundles.into_iter().map(Bundle::new).collect::<PyResult<Vec<_>>>()?;
@@ -138,8 +137,8 @@ impl Outline {
         Ok(outline)
     }
 
-    /// The tensors of all bundles, in order, with this rank's memory in place of what is sharded, and each bundle's
-    /// other entries, if all is as it was: names, types, layouts, places and which parameters are the same.
+    /// The tensors of all bundles, in order, with this rank's memory in place of sharded tensors, and each bundle's
+    /// other entries, if nothing has changed: names, types, layouts, addresses and which parameters are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
         self.near.fetch();
         let Some(seen) = self.seen(py, false)? else { return Ok(None) };
@@ -164,7 +163,7 @@ struct Seen<'py> {
 }
 
 impl Outline {
-    /// What there is, if it is as it was; where it lies only if that `is_new`.
+    /// What there is, if it is unchanged; its addresses only if that `is_new`.
     fn seen<'py>(&self, py: Python<'py>, is_new: bool) -> PyResult<Option<Seen<'py>>> {
         let mut seen = Seen::default();
         for bundle in &self.bundles {
@@ -228,7 +227,7 @@ impl Bundle {
         })
     }
 
-    /// Adds the bundle's tensors to `out`; `false` if an entry is of another type now, or is sharded otherwise.
+    /// Adds the bundle's tensors to `out`; `false` if an entry has another type or another sharding now.
     fn tensors<'py>(&self, py: Python<'py>, walk: &Walk<'_, 'py>, out: &mut Vec<Bound<'py, PyAny>>) -> PyResult<bool> {
         let is_kept = |(number, kind): &(usize, Py<PyType>)| walk.entries[*number].get_type().is(kind);
         if !self.others.iter().all(is_kept) {
@@ -251,20 +250,20 @@ impl Bundle {
     }
 }
 
-/// One walk through the objects of a bundle: it notes what it meets, or compares it with what was met before.
+/// One walk through the objects of a bundle: it records what it meets, or compares it with the record.
 struct Walk<'a, 'py> {
     objects: &'a [Bound<'py, PyAny>],
     /// The name under which a group lists its members.
     members_name: &'a Bound<'py, PyString>,
     known: Option<&'a Met>,
     made: Met,
-    /// How much of what is known was met.
+    /// How much of the record was met.
     lengths: usize,
     names: usize,
     links: usize,
     entries: Vec<Bound<'py, PyAny>>,
     members: Vec<Bound<'py, PyAny>>,
-    /// Takes what is looked at.
+    /// Takes the entries.
     near: Option<Near>,
     /// Numbers of objects and of members by address, to note them by.
     object_numbers: HashMap<usize, usize>,
@@ -295,7 +294,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// Whether all is as it was, and could be looked at.
+    /// Whether nothing has changed, as far as can be compared.
     fn all(&mut self, parts: &[Part]) -> PyResult<bool> {
         for (object, part) in self.objects.iter().zip(parts) {
             let slots = object.getattr_opt(intern!(object.py(), "__dict__"))?;
@@ -327,7 +326,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// A dict, each of its entries said to be as it was. What looks at them runs no code of the program.
+    /// A dict: whether `look` finds each of its entries unchanged. `look` runs no code of the program.
     fn dict(
         &mut self,
         there: &Bound<'py, PyAny>,
@@ -424,7 +423,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         met.links.get(self.links - 1) == Some(&number)
     }
 
-    /// A name that is a text or a number, of exactly these types: others may do anything when they are compared.
+    /// A name that is a text or a number, of exactly these types: comparing others may run any code.
     fn name(&mut self, name: &Bound<'py, PyAny>) -> bool {
         let Some(met) = self.known else {
             self.made.names.push(name.clone().unbind());
@@ -439,7 +438,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 }
 
-/// The objects, if all are still there.
+/// The objects, if all are still alive.
 fn upgraded<'py>(py: Python<'py>, parts: &[Part]) -> Option<Vec<Bound<'py, PyAny>>> {
     parts.iter().map(|part| part.object.bind(py).upgrade()).collect()
 }
@@ -466,7 +465,7 @@ impl Same {
         Same { first: first.collect(), distinct: numbers.len() }
     }
 
-    /// Whether it is so of these objects, too.
+    /// Whether the same holds for these objects.
     fn holds_of(&self, addresses: &[usize]) -> bool {
         if addresses.len() != self.first.len() {
             return false;

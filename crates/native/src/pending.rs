@@ -22,10 +22,10 @@ pub(crate) struct Pending {
 }
 
 /// Begins to save what is described as the checkpoint at `url`. `values` are those of its objects, in order; `owner` is
-/// kept until the save needs the tensors' memory no more; until it is staged nobody may write that memory. `streams`
-/// are those on which the program works now, by device: copies begin behind what they were given. `blocking`: the
-/// caller does nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves
-/// that the first save of a plan compares.
+/// kept until the save needs the tensors' memory no more; until it is staged that memory must not be written. `streams`
+/// are those that the program uses now, by device: copies begin after their present work. `blocking`: the caller does
+/// nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves that the
+/// first save of a plan compares.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
                    blocking=false, prove=None))]
@@ -108,7 +108,8 @@ impl Pending {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>, wait: Wait) -> PyResult<()> {
         let pending = self.pending.get()?;
         let until = timeout_s.map(seconds).transpose()?.map(|timeout| Instant::now() + timeout);
-        // What has happened already is told without letting go of the interpreter, which others would keep for a while.
+        // A state that is reached already is returned without releasing the interpreter, which other threads would keep
+        // for a while.
         if wait(pending, Some(Duration::ZERO)).is_ok() {
             return Ok(());
         }
@@ -118,7 +119,7 @@ impl Pending {
             let ended = pending.done();
             match py.detach(|| wait(pending, Some(slice))) {
                 Ok(()) => return Ok(()),
-                // Of a save that had not ended before the wait this may be the end of the slice only.
+                // If the save has not ended, only this slice of the wait has.
                 Err(error) if ended || left == Some(Duration::ZERO) => return Err(raise(error)),
                 Err(_) => py.check_signals()?,
             }

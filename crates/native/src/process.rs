@@ -1,11 +1,11 @@
-//! What belongs to one process: a forked child has the memory of it, but none of its threads and connections.
+//! Things that belong to one process: a forked child has their memory, but none of their threads and connections.
 
 use pyo3::prelude::*;
 
 use crate::errors::invalid;
 
-/// Something of the process that made it. A forked child gets an error instead of it, and never drops it: that could
-/// wait for threads which the child does not have.
+/// A value of the process that made it. A forked child gets an error instead, and never drops it: that could wait for
+/// threads that the child does not have.
 pub(crate) struct Own<T> {
     what: &'static str,
     value: Option<T>,
@@ -13,12 +13,12 @@ pub(crate) struct Own<T> {
 }
 
 impl<T> Own<T> {
-    /// `what` is the thing's name in the error.
+    /// `what` names the value in the error.
     pub(crate) fn new(what: &'static str, value: T) -> Own<T> {
         Own { what, value: Some(value), process: std::process::id() }
     }
 
-    /// The thing, in its own process.
+    /// The value, in its own process.
     pub(crate) fn get(&self) -> PyResult<&T> {
         let here = std::process::id();
         match &self.value {

@@ -55,13 +55,14 @@ impl Place {
         self.parent
     }
 
-    /// Where other ranks join through this one, `host:port`; `None` where none do.
+    /// The address at which this rank's children join, `host:port`; `None` without children.
     #[getter]
     fn address(&self) -> Option<&str> {
         self.address.as_deref()
     }
 
-    /// The parent's address, from rank 0 at `root`; tells rank 0 this rank's own. All ranks of a job ask, or none.
+    /// The parent's address, from rank 0 at `root`; registers this rank's own there. All ranks of a job call it, or
+    /// none.
     fn find_parent(&self, py: Python<'_>, root: &str, timeout_s: f64) -> PyResult<String> {
         let timeout = seconds(timeout_s)?;
         let place = self.place.get()?;
@@ -146,8 +147,8 @@ impl Session {
         Ok(self.engine()?.staging_bytes())
     }
 
-    /// What operations have waited longer than `patience_s` for other ranks to call them, each once, and whether any
-    /// waits for that at all.
+    /// A sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once, and
+    /// whether any waits for ranks.
     fn overdue(&self, patience_s: f64) -> PyResult<(Vec<String>, bool)> {
         let patience = seconds(patience_s)?;
         Ok(self.engine()?.overdue(patience))

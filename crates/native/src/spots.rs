@@ -1,16 +1,16 @@
-//! Where the memory of tensors is looked at when a save begins: eight bytes here and there.
+//! Samples of tensors' memory, taken when a save begins: eight bytes each.
 //!
-//! What is captured lazily is copied after the call, and a framework's counters do not count every write. A write to
-//! all of a tensor changes these bytes, too: when they are copied, the save finds that they are no longer what they
-//! were. In the call each look waits for memory, many at a time, so there are few: one for a small tensor, one every 4
-//! MiB of a large one, which is written from its front to its end while it may be copied in any order.
+//! Lazily captured tensors are copied after the call, and a framework's counters do not count every write. A write to
+//! all of a tensor changes these bytes, too, which the save detects when it copies them. In the call each sample waits
+//! for memory, many at a time, so there are few: one for a small tensor, one every 4 MiB of a large one, which is
+//! written from its front to its end while it may be copied in any order.
 
 use shardfast_engine::{SAMPLE_BYTES, Sample, Strided};
 
-/// One look for so many bytes.
+/// Bytes per sample.
 const BYTES_EACH: u64 = 4 << 20;
 
-/// Looks at one part.
+/// Samples per part.
 const LOOKS_MAX: u64 = 16;
 
 /// Addresses, and where in its part's bytes each lies.
@@ -32,12 +32,12 @@ impl Spots {
         first..self.0.len()
     }
 
-    /// What is there now.
+    /// The present bytes.
     #[allow(unsafe_code)]
     pub(crate) fn look(&self) -> Vec<Sample> {
         let look = |&(address, at): &(usize, u64)| {
             // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was
-            // begun in the same call; the spot lies inside. What a thread writes meanwhile is found to be written.
+            // begun in the same call; the spot lies inside. A concurrent write is detected as a change.
             let bytes = unsafe { std::ptr::read(address as *const [u8; SAMPLE_BYTES]) };
             Sample { at, bytes }
         };

@@ -1,6 +1,6 @@
 //! Python's builtin values and `Tagged` ones as the format's typed encoding.
 
-#![allow(unsafe_code)] // vouches for the code that looks at containers
+#![allow(unsafe_code)] // reads containers without counting references
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ impl Value {
     }
 }
 
-/// `bytes` from this size on are not copied: nobody can change them.
+/// `bytes` from this size on are not copied, since they are immutable.
 const HELD_BYTES_MIN: usize = 1 << 12;
 
 /// A part of an encoding.
@@ -143,12 +143,12 @@ impl Out {
         self.pieces.iter().map(|piece| piece.as_slice().len() as u64).sum()
     }
 
-    /// What [`rewind`](Out::rewind) goes back to.
+    /// A position for [`rewind`](Out::rewind).
     fn mark(&self) -> (usize, usize, Counts) {
         (self.pieces.len(), self.writer.written(), self.writer.counts())
     }
 
-    /// As if nothing had been written since the mark was made.
+    /// Discards what was written since the mark was made.
     fn rewind(&mut self, (pieces, written, counts): (usize, usize, Counts)) {
         if let Some(Piece::Made(bytes)) = self.pieces.drain(pieces..).next() {
             self.writer = Writer::from(bytes);
@@ -168,7 +168,7 @@ impl Out {
 /// It is a `str`.
 unsafe fn utf8<'a>(text: &'a Bound<'_, PyAny>) -> Option<&'a str> {
     let mut bytes = 0;
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller's promise.
     let at = unsafe { ffi::PyUnicode_AsUTF8AndSize(text.as_ptr(), &mut bytes) };
     if at.is_null() {
         PyErr::take(text.py());
@@ -224,7 +224,7 @@ impl Keys {
     }
 }
 
-/// How one got to a value.
+/// The path to a value.
 enum Step<'py> {
     Key(Bound<'py, PyAny>),
     Index(usize),
@@ -236,7 +236,7 @@ struct Walk<'a, 'py> {
     /// Where it stands, for errors.
     place: &'a str,
     trail: Vec<Step<'py>>,
-    /// The containers that one is in.
+    /// The containers around the present value.
     open: Vec<usize>,
     /// The containers known to hold something that is not encoded quietly, until they are encoded.
     loud: Vec<usize>,
@@ -258,8 +258,8 @@ impl<'py> Walk<'_, 'py> {
         self.atom(value) || self.quiet_container(value, depth)
     }
 
-    /// Of exactly one of the types that stand for themselves. Nothing here is done for one value that could be done for
-    /// all: a state may hold hundreds of thousands.
+    /// Encodes a value of exactly one of the builtin types. The code per value is minimal: a state may hold hundreds of
+    /// thousands.
     #[inline(always)]
     fn atom(&mut self, value: &Bound<'py, PyAny>) -> bool {
         let (kind, at) = (value.get_type_ptr(), value.as_ptr());
@@ -361,7 +361,7 @@ impl<'py> Walk<'_, 'py> {
         let address = value.as_ptr() as usize;
         let is_refused = self.trail.len() >= DEPTH_MAX || self.open.contains(&address);
         if is_refused && self.lower.is_some() {
-            return self.lowered(value, depth); // which tells what is wrong with it
+            return self.lowered(value, depth); // which returns the error
         }
         if depth == DEPTH_MAX {
             return Err(too_deep(self.place));
@@ -445,14 +445,14 @@ impl<'py> Walk<'_, 'py> {
         if self.atom(&lowered) { Ok(()) } else { self.plain(&lowered, depth) }
     }
 
-    /// Encodes what is said in builtins and `Tagged`.
+    /// Encodes builtins and `Tagged`.
     fn plain(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         let value = plain(value, depth, self.place)?;
         self.out.writer.value(&value).map_err(|error| at(self.place, error.message()))?;
         self.expect_within_limits(0)
     }
 
-    /// Refuses what no load would take. `elsewhere` are the bytes that the writer holds no more.
+    /// Refuses a value beyond the limits of a load. `elsewhere` are the bytes that the writer no longer holds.
     fn expect_within_limits(&self, elsewhere: u64) -> PyResult<()> {
         match object::excess(elsewhere + self.out.writer.written() as u64, self.out.writer.counts()) {
             Some(excess) => {
@@ -464,7 +464,7 @@ impl<'py> Walk<'_, 'py> {
     }
 }
 
-/// A value that is said in builtins and `Tagged`. `depth` is its own; `place` says in errors where it stands.
+/// A value of builtins and `Tagged`. `depth` is its own; `place` says in errors where it stands.
 fn plain(value: &Bound<'_, PyAny>, depth: usize, place: &str) -> PyResult<object::Value> {
     if value.is_none() {
         return Ok(object::Value::None);

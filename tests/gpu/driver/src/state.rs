@@ -1,4 +1,4 @@
-//! What the driver knows: contexts, faults to come, who captures.
+//! The driver's state: contexts, faults to come, captures.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};

@@ -83,7 +83,7 @@ class Internal(Error):
 
 @final
 class Place:
-    """A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens."""
+    """A rank's place among the ranks of its job before it has joined them. With children it listens."""
 
     def __new__(
         cls,
@@ -108,10 +108,10 @@ class Place:
 
     @property
     def address(self) -> str | None:
-        """Where other ranks join through this one, ``host:port``; ``None`` where none do."""
+        """The address at which this rank's children join, ``host:port``; ``None`` without children."""
 
     def find_parent(self, root: str, timeout_s: float) -> str:
-        """The parent's address, from rank 0 at ``root``, which is told this rank's own. All ranks ask, or none."""
+        """The parent's address, from rank 0 at ``root``; registers this rank's own. All ranks call it, or none."""
 
     def join(
         self,
@@ -144,7 +144,7 @@ class Session:
         """Bytes of staging memory that saves and loads may use together."""
 
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
-        """What has waited longer than that for ranks to call it, each once; whether anything waits for that at all."""
+        """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
 
     def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
         """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""
@@ -160,24 +160,23 @@ class Pending:
         """Waits until all is copied."""
 
     def confirm_unmodified(self, kind_name: str | None = None, message: str = "") -> None:
-        """Says whether the tensors that are copied lazily were left alone until the save was staged.
+        """Confirms that lazily captured tensors were not modified before the save was staged, or fails the save.
 
-        A save with such tensors is committed only after this; with a failure it fails on every rank. Only the first
-        word counts.
+        A save with such tensors commits only after this; an error fails it on every rank. Only the first call counts.
         """
 
     def committed(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is durable and visible; raises what failed."""
 
     def done(self) -> bool:
-        """Whether the save has ended, well or badly."""
+        """Whether the save has ended, with or without success."""
 
     def report(self) -> str:
         """What the save did so far, as JSON."""
 
 @final
 class Checkpoint:
-    """A committed checkpoint whose manifest is proven."""
+    """A committed checkpoint whose manifest is verified."""
 
     @property
     def url(self) -> str: ...
@@ -194,11 +193,11 @@ class Checkpoint:
     def agree(
         self, touched: Sequence[int], problems: Sequence[str], timeout_s: float
     ) -> tuple[list[int], list[tuple[list[int], str]]]:
-        """What all ranks make of it, the same on every rank. Every rank calls it.
+        """All ranks' findings, the same on every rank. Every rank calls it.
 
         Args:
             touched: Indices of the leaves that this rank has a place for.
-            problems: What forbids the load on this rank.
+            problems: What prevents the load on this rank.
 
         Returns:
             The leaves that no rank has a place for, and all ranks' problems, each once, with the ranks that have it.
@@ -231,11 +230,11 @@ class Checkpoint:
         streams: Mapping[int, int] = ...,
         peer_reads: str = "auto",
     ) -> Loading:
-        """Begins :meth:`load` on a thread of its own; the caller carries what ranks send each other."""
+        """Begins :meth:`load` on a thread of its own; the caller carries the messages between ranks."""
 
 @final
 class Loading:
-    """A load under way, which asks for rounds. The memory is the load's until ``finish`` has returned."""
+    """A load in progress, which asks for rounds. The memory is the load's until ``finish`` has returned."""
 
     @property
     def is_shared(self) -> bool:
@@ -245,21 +244,21 @@ class Loading:
         """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
 
     def received(self, sizes: list[int], data: bytearray) -> None:
-        """Gives how many bytes came from each rank in the round, and these bytes by rank."""
+        """Takes how many bytes came from each rank in the round, and these bytes by rank."""
 
     def broken(self, reason: str) -> None:
-        """Says that the round could not be carried out: the load fails on all ranks."""
+        """Notes that the round could not be carried out: the load fails on all ranks."""
 
     def finish(self) -> tuple[list[bytes], dict[str, int]]:
         """Waits for the end of the load; as :meth:`Checkpoint.load`."""
 
 @final
 class Mapped:
-    """A checkpoint whose data files are mapped into memory when they are first looked at."""
+    """A checkpoint whose data files are mapped into memory when they are first read."""
 
     def __new__(cls, checkpoint: Checkpoint) -> Self: ...
     def parts(self, leaf: int) -> list[Part]:
-        """The saved parts of the tensor that is leaf ``leaf``, proven. One rank alone calls it."""
+        """The saved parts of the tensor that is leaf ``leaf``, verified. One rank alone calls it."""
 
 @final
 class Part:
@@ -283,7 +282,7 @@ class Part:
 
 @final
 class Tagged:
-    """A value that is no builtin, said in builtins; ``tag`` is a name of the format's closed table."""
+    """A value that is no builtin, in terms of builtins; ``tag`` is a name of the format's closed table."""
 
     def __new__(cls, tag: str, value: object) -> Self: ...
     @property
@@ -296,8 +295,7 @@ class Value:
     """The encoding of a Python value as it was when this was made.
 
     ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
-    these types. What is none of these goes, with the keys and indices that lead to it, through ``lower``, which says it
-    in them.
+    these types. ``lower`` converts any other value to these; it also gets the keys and indices that lead to it.
     """
 
     def __new__(
@@ -310,9 +308,9 @@ class Value:
 class Described:
     """What a state holds and where its tensors lie, for all the saves during which both stay the same.
 
-    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, when, holders, compared)`` with parts ``(offsets,
+    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)`` with parts ``(offsets,
     lengths, pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if
-    the memory is one's, ``when`` as :data:`shardfast.catalog.When`, ``holders`` a tuple of ranks or ``None``, and
+    the memory is one's, ``capture`` as :data:`shardfast.catalog.Capture`, ``holders`` a tuple of ranks or ``None``, and
     ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, per_rank)``; or ``("alias", key,
     name, layout, of_key, of_name)``.
     """
@@ -329,35 +327,35 @@ class Outline:
     A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``wrapper`` is a tuple.
 
     Raises:
-        TypeError: For what cannot be looked at again, and for tensors whose type does not tell where they lie by way of
-            DLPack's exchange table; other errors of the framework when one tensor cannot tell.
+        TypeError: For what cannot be compared later, and for tensors of a type without DLPack's exchange table; other
+            errors of the framework for a tensor without a known address.
     """
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
     def again(self) -> tuple[list[Any], list[list[Any]]] | None:
-        """The tensors of all bundles, in order, with this rank's memory in place of what is sharded.
+        """The tensors of all bundles, in order, with this rank's memory in place of sharded tensors.
 
-        With them each bundle's other entries. ``None`` unless all is as it was: names, types, layouts, which parameters
-        are the same, and where tensors lie: device, address, element type, shape and strides.
+        With them each bundle's other entries. ``None`` if anything has changed: names, types, layouts, which parameters
+        are the same, and tensors' device, address, element type, shape and strides.
         """
 
 @final
 class Hold:
-    """Knows the memory of tensors, which it does not keep allocated, and notices what is done to it.
+    """Refers weakly to the memory of tensors, and detects writes and moves.
 
     The arguments are the fields of :class:`shardfast.catalog.Hold`.
     """
 
     def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
     def stamp(self, tensors: list[Any]) -> Stamp | None:
-        """How they are now; ``None`` if their memory is gone, or `changes` found that it had moved."""
+        """Their present state; ``None`` if their memory was freed, or `changes` found that it had moved."""
 
     def changes(self, tensors: list[Any], stamp: Stamp) -> list[tuple[int, str]]:
-        """What was done since the stamp was made, as the tensor's number and a word such as "written"."""
+        """The changes since the stamp was made, as the tensor's number and a word such as "written"."""
 
 @final
 class Stamp:
-    """How the tensors of a :class:`Hold` were at a moment. Keeps their memory allocated."""
+    """The state of the tensors of a :class:`Hold` at a moment. Keeps their memory allocated."""
 
 def save(
     session: Session,
@@ -390,7 +388,7 @@ def newest(
 def retain(url: str, *, last: int | None, every: int | None) -> tuple[list[int], list[tuple[str, str]]]:
     """Deletes the committed checkpoints of a run that no rule keeps. One rank calls it.
 
-    Returns their steps; and the URLs of those that stay for what else is in their directory, each with the reason.
+    Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
     """
 
 def absolute_url(url: str) -> str:
@@ -402,6 +400,6 @@ def decode(data: bytes) -> object:
 def cli_main(argv: Sequence[str], host: Callable[[], tuple[int | None, Sequence[tuple[str, str, str, str]]]]) -> int:
     """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code.
 
-    ``host`` is called if the command tells of this machine: the staging budget of a process where one is set, and
+    ``host`` is called if the command reports on this machine: the staging budget of a process where one is set, and
     findings, each its name, ``ok``, ``limited`` or ``failed``, what was found, and what follows.
     """

@@ -102,7 +102,7 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
         Invalid: If :data:`STAGING_BYTES` is no size or :data:`FANOUT` no fan-out, on every rank that begins an
             operation with this one; if what this rank's environment says of the job or of certificates cannot be used;
             if ``process_group`` is none that this rank is in; if this is a process of several that are in no process
-            group and are not told where rank 0 is.
+            group and do not know rank 0's address.
     """
     found = _job(process_group)
     if found is None:
@@ -192,8 +192,8 @@ def _warn() -> None:
     while True:
         time.sleep(GLANCE_S)
         # No lasting reference: dropping the last one waits until the other ranks have left.
-        for told in [text for session in _watched for text in session.overdue(PATIENCE_S)[0]]:
-            _log.warning("%s; still waiting", told)
+        for sentence in [text for session in _watched for text in session.overdue(PATIENCE_S)[0]]:
+            _log.warning("%s; still waiting", sentence)
 
 
 class _Members(NamedTuple):

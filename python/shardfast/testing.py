@@ -121,9 +121,9 @@ def check_tensor(adapter: Adapter, tensor: object, gather: Gather = lambda mine:
     layout = adapter.layout(tensor)
     assert layout == adapter.layout(tensor), "a layout does not change by being asked for"
     destination, target = adapter.destination(tensor, layout.dtype), adapter.target(tensor, layout.dtype)
-    assert destination[:2] == (layout, adapter.identity(tensor)), "a load is told what a save is"
+    assert destination[:2] == (layout, adapter.identity(tensor)), "a load gets the same as a save"
     origin = adapter.origin(tensor)
-    assert origin[:2] == (layout, adapter.identity(tensor)), "what is told at once is what is told one by one"
+    assert origin[:2] == (layout, adapter.identity(tensor)), "one call returns the same as single calls"
     assert origin.source is None or origin.source.memory == adapter.source(tensor).memory
     if destination.target is not None:
         assert target.finish is None, "what is at hand is the tensor's own memory"

@@ -60,7 +60,7 @@ pub(crate) fn of_downward(message: &Downward) -> String {
         FromParent::Answer { topic, .. } => format!("#{number} answers on {topic:?}"),
         FromParent::Failed { topic, error } => format!("#{number} {topic:?} failed: {error}"),
         FromParent::OutcomeUnknown { topic, rank } => {
-            format!("#{number} nothing is heard of {topic:?}: rank {rank} is silent")
+            format!("#{number} the outcome of {topic:?} is unknown: rank {rank} is silent")
         }
         FromParent::Lost { rank, .. } => format!("#{number} rank {rank} is lost"),
         FromParent::Asks { .. } => "do you live?".to_owned(),

@@ -139,8 +139,8 @@ fn live(
 /// How each save and each call ended.
 fn count(past: &Past, endings: &mut BTreeMap<String, u64>) {
     let mut add = |ending: String| *endings.entry(ending).or_default() += 1;
-    for heard in past.heard.iter().flat_map(BTreeMap::values) {
-        add(heard
+    for outcome in past.outcomes.iter().flat_map(BTreeMap::values) {
+        add(outcome
             .as_ref()
             .map_or_else(|error| format!("save: {}", Kind::name(error.kind)), |()| "save: Ok".to_owned()));
     }

@@ -168,7 +168,7 @@ pub(crate) fn judge(
     let mut ending = "load: Ok".to_owned();
     for (rank, Outcome { loaded, wanted }) in (0..).zip(&outcomes) {
         let unproven = wanted.iter().find(|wanted| !truth.is_proven(wanted));
-        hold!(unproven.is_none(), "rank {rank} has bytes that nobody saved, with {trouble:?}");
+        hold!(unproven.is_none(), "rank {rank} has bytes that no rank saved, with {trouble:?}");
         let Ok(loaded) = loaded else { continue };
         hold!(wanted.iter().all(|wanted| truth.is_there(wanted)), "rank {rank} lacks bytes, with {trouble:?}");
         hold!(loaded.values == expected, "rank {rank} has other values, with {trouble:?}");
@@ -216,7 +216,7 @@ fn expected_of(trouble: Trouble, error: &Error) -> std::result::Result<(), Strin
         Trouble::Refused { .. } => (&[Kind::Unavailable], REFUSED.to_owned()),
         Trouble::Crash { rank, .. } => (&[Kind::Unavailable], format!("rank {rank}")),
     };
-    hold!(kinds.contains(&error.kind) && error.message.contains(&words), "with {trouble:?} a rank hears: {error:?}");
+    hold!(kinds.contains(&error.kind) && error.message.contains(&words), "with {trouble:?} a rank reports: {error:?}");
     Ok(())
 }
 

@@ -44,7 +44,7 @@ const EVENTS_MAX: u64 = 200_000;
 pub(crate) struct Past {
     pub(crate) calls: Vec<OneCall>,
     /// By save, then by rank: the outcomes of surviving ranks.
-    pub(crate) heard: Vec<BTreeMap<u32, Result<()>>>,
+    pub(crate) outcomes: Vec<BTreeMap<u32, Result<()>>>,
     /// By save: what a loss of power would have left when the first rank got its success.
     pub(crate) promised: BTreeMap<usize, SimDisk>,
     /// By topic: when rank 0 had everything.
@@ -122,7 +122,7 @@ enum Event {
     Decide { call: usize, parts: Vec<Vec<u8>> },
     Decided { call: usize, decision: std::result::Result<Vec<Vec<u8>>, String> },
     Resume { call: usize },
-    Hear { call: usize, answer: std::result::Result<Vec<u8>, Coord> },
+    Answered { call: usize, answer: std::result::Result<Vec<u8>, Coord> },
 }
 
 /// What a rank waits for.
@@ -162,7 +162,7 @@ impl<'a> Meeting<'a> {
         };
         let past = Past {
             calls: Vec::new(),
-            heard: vec![BTreeMap::new(); scenario.saves.len()],
+            outcomes: vec![BTreeMap::new(); scenario.saves.len()],
             promised: BTreeMap::new(),
             complete: BTreeMap::new(),
             crashed: BTreeMap::new(),
@@ -201,7 +201,7 @@ impl<'a> Meeting<'a> {
             let event = self.past.events;
             let due: Vec<What> =
                 self.scenario.faults.extract_if(.., |fault| fault.event < event).map(|f| f.what).collect();
-            due.into_iter().for_each(|what| self.befall(what));
+            due.into_iter().for_each(|what| self.apply(what));
             let Some(next) = self.next() else { break };
             match next {
                 Next::Tick { rank, at } => {
@@ -219,7 +219,7 @@ impl<'a> Meeting<'a> {
             }
         }
         for (rank, save, task) in self.tasks() {
-            assert!(task.has_ended, "rank {rank} never hears what became of save {save}");
+            assert!(task.has_ended, "rank {rank} never gets the outcome of save {save}");
         }
         (self.scenario, self.past)
     }
@@ -285,7 +285,7 @@ impl<'a> Meeting<'a> {
         let caller = |call: usize| self.past.calls[call].rank;
         match event {
             Event::Begin { rank, .. } | Event::Gone { rank, .. } => *rank,
-            Event::Come { call, .. } | Event::Hear { call, .. } => caller(*call),
+            Event::Come { call, .. } | Event::Answered { call, .. } => caller(*call),
             Event::Up { child, .. } => self.scenario.topology.parent(*child).unwrap_or_default(),
             Event::Down { child, .. } => *child,
             Event::Decide { .. } | Event::Decided { .. } | Event::Resume { .. } => 0,
@@ -302,7 +302,7 @@ impl<'a> Meeting<'a> {
         }
         match event {
             Event::Begin { rank, save } => self.begin(rank, save),
-            Event::Hear { call, answer } => self.hear(call, answer),
+            Event::Answered { call, answer } => self.answered(call, answer),
             Event::Come { call, contribution } => {
                 let OneCall { rank, topic, deadline, .. } = &self.past.calls[call];
                 let (rank, topic, deadline) = (*rank, topic.clone(), *deadline);
@@ -345,7 +345,7 @@ impl<'a> Meeting<'a> {
             }
             Event::Decide { call, parts } => {
                 let OneCall { topic, reply, .. } = &self.past.calls[call];
-                // It may have given up meanwhile, or crashed.
+                // It may have timed out meanwhile, or crashed.
                 let Some(reply) = reply else { return };
                 let _ = reply.send(Reply::Decide(parts));
                 let topic = topic.clone();
@@ -427,17 +427,17 @@ impl<'a> Meeting<'a> {
         *answered = Some((self.now, answer.clone()));
         // Until the thread that waits is woken.
         let after = self.work(50);
-        self.schedule(after, Event::Hear { call, answer });
+        self.schedule(after, Event::Answered { call, answer });
     }
 
-    fn hear(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
+    fn answered(&mut self, call: usize, answer: std::result::Result<Vec<u8>, Coord>) {
         let OneCall { rank, save, topic, reply, .. } = &mut self.past.calls[call];
         // It may have crashed meanwhile.
         let Some(reply) = reply.take() else { return };
         let (rank, save, topic) = (*rank, *save, topic.clone());
         self.note(|| match &answer {
             Ok(_) => format!("rank {rank} has its answer on {topic:?}"),
-            Err(error) => format!("rank {rank} hears on {topic:?}: {error}"),
+            Err(error) => format!("rank {rank} gets on {topic:?}: {error}"),
         });
         let _ = reply.send(Reply::Answer(answer));
         drop(reply);
@@ -500,7 +500,7 @@ impl<'a> Meeting<'a> {
             let disk = self.disk;
             self.past.promised.entry(save).or_insert_with(|| disk.crash(0));
         }
-        self.past.heard[save].insert(rank, outcome);
+        self.past.outcomes[save].insert(rank, outcome);
         if self.scenario.saves.get(save + 1).is_some_and(|next| !next.overlaps) {
             self.begin_soon(rank, save + 1);
         }
@@ -557,8 +557,8 @@ impl<'a> Meeting<'a> {
     }
 
     fn lose_power(&mut self, disk: SimDisk) {
-        let is_promised = |heard: &BTreeMap<u32, Result<()>>| heard.values().any(Result::is_ok);
-        let promised = (0..).zip(&self.past.heard).filter(|(_, heard)| is_promised(heard)).map(|(save, _)| save);
+        let is_promised = |outcomes: &BTreeMap<u32, Result<()>>| outcomes.values().any(Result::is_ok);
+        let promised = (0..).zip(&self.past.outcomes).filter(|(_, ranks)| is_promised(ranks)).map(|(save, _)| save);
         let promised = promised.collect();
         self.past.blackouts.push(Blackout { disk, promised });
     }
@@ -580,7 +580,7 @@ impl<'a> Meeting<'a> {
         self.schedule(after, Event::Come { call: id, contribution });
     }
 
-    fn befall(&mut self, what: What) {
+    fn apply(&mut self, what: What) {
         match what {
             What::Crash { rank } if !self.is_dead(rank) => self.crash(rank),
             What::Crash { .. } => {}
@@ -638,7 +638,7 @@ impl<'a> Meeting<'a> {
         }
         let started = Instant::now();
         while !self.ranks[rank as usize].tasks.values().all(|task| task.pending.done()) {
-            // Nobody else runs: these are its last words.
+            // No other rank runs: these are its last messages.
             drop(self.words.recv_timeout(GLANCE));
             assert!(started.elapsed() < HANGS, "rank {rank} is dead and works on");
         }

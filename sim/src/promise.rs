@@ -1,6 +1,6 @@
 //! What a promise that was broken looks like.
 
-/// A promise that was broken, in words.
+/// A broken promise, as text.
 pub(crate) type Judged = std::result::Result<(), String>;
 
 macro_rules! hold {

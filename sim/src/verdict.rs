@@ -70,17 +70,18 @@ pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::re
 fn find_together(scenario: &Scenario, past: &Past) -> Judged {
     let world = scenario.topology.world();
     for (save, spec) in scenario.saves.iter().enumerate() {
-        let heard = &past.heard[save];
-        let is_committed = heard.len() == world as usize && heard.values().all(Result::is_ok);
+        let outcomes = &past.outcomes[save];
+        let is_committed = outcomes.len() == world as usize && outcomes.values().all(Result::is_ok);
         let (_, elsewhere) = scenario.saves[0].left_out.unwrap_or_default();
         match spec.left_out {
             Some((absent, _)) => {
-                hold!(!heard.contains_key(&absent), "rank {absent} heard of save {save}, which it left out");
-                hold!(heard.values().all(Result::is_err), "save {save} is committed without rank {absent}: {heard:?}");
+                hold!(!outcomes.contains_key(&absent), "rank {absent} reports save {save}, which it left out");
+                let is_failed = outcomes.values().all(Result::is_err);
+                hold!(is_failed, "save {save} is committed without rank {absent}: {outcomes:?}");
             }
             None => hold!(
                 is_committed || (save == 1 && elsewhere.is_zero() && world > 1),
-                "the ranks have not found together in save {save}: {heard:?}"
+                "the ranks have not found together in save {save}: {outcomes:?}"
             ),
         }
     }
@@ -125,14 +126,14 @@ fn published_at(
 fn one_outcome(past: &Past, save: usize, published: &[usize]) -> Judged {
     let is_published = published.contains(&save);
     let mut decided: Option<(u32, Kind, &str)> = None;
-    for (&rank, heard) in &past.heard[save] {
-        match heard {
-            Ok(()) => hold!(is_published, "rank {rank} heard that save {save} is committed, and it is not"),
+    for (&rank, outcome) in &past.outcomes[save] {
+        match outcome {
+            Ok(()) => hold!(is_published, "rank {rank} reports that save {save} is committed, and it is not"),
             Err(error) if error.kind == Kind::Unavailable => {}
             Err(error) => {
                 let is_defect = error.kind == Kind::Internal && !error.message.contains(UNREADABLE);
                 hold!(!is_defect, "save {save} met a defect on rank {rank}: {error}");
-                hold!(!is_published, "rank {rank} heard that save {save} failed, and it is committed: {error}");
+                hold!(!is_published, "rank {rank} reports that save {save} failed, and it is committed: {error}");
                 let (first, kind, message) = *decided.get_or_insert((rank, error.kind, &error.message));
                 hold!(
                     (kind, message) == (error.kind, &*error.message),
@@ -177,13 +178,13 @@ fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         most = if stop.contains(&most) { stop.end } else { most };
     }
     hold!(*decides || *at <= most, "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}");
-    let gone = past.crashed.values().chain(past.broken.values()).min();
-    if let (Some(gone), Err(Coord::Lost { .. } | Coord::Missing { .. }), false) = (gone, answer, past.was_held_up()) {
-        let known = *gone + DETECTION_MAX + closing(scenario);
+    let lost = past.crashed.values().chain(past.broken.values()).min();
+    if let (Some(lost), Err(Coord::Lost { .. } | Coord::Missing { .. }), false) = (lost, answer, past.was_held_up()) {
+        let known = *lost + DETECTION_MAX + closing(scenario);
         let prompt = came.max(known) + closing(scenario);
         hold!(
             *at <= prompt,
-            "rank {rank} came to {topic:?} at {came:?} and heard only at {at:?} of what went at {gone:?}: {answer:?}"
+            "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}, after the loss at {lost:?}: {answer:?}"
         );
     }
     Ok(())
@@ -206,7 +207,7 @@ fn despite_silence(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         let known = (*came + *deadline).max(silence.start) + SILENCE + journeys(scenario);
         hold!(
             *at <= known || known > silence.end,
-            "rank {rank} came to {topic:?} at {came:?} for {deadline:?}, and heard only at {at:?}: {answer:?}; rank \
+            "rank {rank} came to {topic:?} at {came:?} for {deadline:?}, and was answered at {at:?}: {answer:?}; rank \
              {silent} was silent in {silence:?}"
         );
     }
@@ -252,16 +253,16 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
         let is_silent = past.stops.iter().any(|(stopped, _)| *stopped == named)
             || past.crashed.contains_key(&named)
             || ends.any(|end| end == Some(named));
-        hold!(is_silent, "rank {rank} hears on {topic:?} that rank {named} does not answer, and it does");
+        hold!(is_silent, "rank {rank} gets on {topic:?} that rank {named} does not answer, and it does");
     }
     match &call.answered {
         Some((_, Err(Coord::Lost { rank: named, .. }))) => {
             let mut ends = past.broken.keys().flat_map(|child| [Some(*child), scenario.topology.parent(*child)]);
             let is_gone = past.crashed.contains_key(named) || ends.any(|end| end == Some(*named));
-            hold!(is_gone, "rank {rank} hears on {topic:?} that rank {named} is lost, and it is not");
+            hold!(is_gone, "rank {rank} gets on {topic:?} that rank {named} is lost, and it is not");
         }
         Some((at, Err(Coord::Missing { ranks, .. }))) => {
-            hold!(!ranks.is_empty(), "rank {rank} hears on {topic:?} that no rank is missing");
+            hold!(!ranks.is_empty(), "rank {rank} gets on {topic:?} that no rank is missing");
             if past.was_held_up() || !past.broken.is_empty() || !past.crashed.is_empty() {
                 return Ok(());
             }
@@ -273,12 +274,12 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
                     (ranks.contains(&missing), came.is_some_and(|came| *came + DELAY_MAX < expired));
                 hold!(
                     !is_named || !is_there,
-                    "rank {rank} hears on {topic:?} that rank {missing} did not come; it did"
+                    "rank {rank} gets on {topic:?} that rank {missing} did not come; it did"
                 );
                 let is_absent = came.is_none_or(|came| came > at);
                 hold!(
                     is_named || !is_absent,
-                    "rank {rank} does not hear that rank {missing} did not come to {topic:?}"
+                    "rank {rank} gets no error that rank {missing} did not come to {topic:?}"
                 );
             }
         }
@@ -328,8 +329,8 @@ fn complete_in_time(scenario: &Scenario, past: &Past) -> Judged {
 fn as_expected(scenario: &Scenario, past: &Past, save: usize) -> Judged {
     let spec = &scenario.saves[save];
     let world = scenario.topology.world();
-    let heard = &past.heard[save];
-    hold!(heard.len() == world as usize, "only {} of {world} ranks heard of save {save}", heard.len());
+    let outcomes = &past.outcomes[save];
+    hold!(outcomes.len() == world as usize, "only {} of {world} ranks have an outcome of save {save}", outcomes.len());
     let earlier = &scenario.saves[..save];
     let is_taken = earlier.iter().any(|earlier| earlier.place == spec.place && earlier.mischief.is_none());
     let (kinds, words): (&[Kind], Vec<String>) = match spec.mischief {
@@ -337,15 +338,15 @@ fn as_expected(scenario: &Scenario, past: &Past, save: usize) -> Judged {
         None => (&[], Vec::new()),
         Some(mischief) => complaint(scenario, spec, mischief),
     };
-    for (rank, heard) in heard {
-        let is_expected = match heard {
+    for (rank, outcome) in outcomes {
+        let is_expected = match outcome {
             Ok(()) => kinds.is_empty(),
             // What is taken is found first.
             Err(error) if is_taken && error.kind == Kind::Conflict => true,
             Err(error) => kinds.contains(&error.kind) && words.iter().all(|word| error.message.contains(word)),
         };
         let mischief = spec.mischief;
-        hold!(is_expected, "save {save}, with {mischief:?}, on rank {rank}: expected {kinds:?}, {words:?}; {heard:?}");
+        hold!(is_expected, "save {save}, {mischief:?}, on rank {rank}: expected {kinds:?}, {words:?}; {outcome:?}");
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ pub(crate) struct Shared {
 pub(crate) fn measure(job: Job, manifest: &Manifest) -> Shared {
     let wants: Vec<Vec<Wanted>> = (0..job.world()).map(|rank| wanted(job, rank, manifest)).collect();
     let (matching, share_ms) = timed(|| share(manifest, &wants, usize::MAX));
-    let common = matching.expect("wants of the checkpoint").expect("no bound on what is told").common;
+    let common = matching.expect("wants of the checkpoint").expect("no bound on others' wants").common;
     let told = common.iter().map(|common| common.others.len()).max().unwrap_or(0);
     let (chunks, plan_ms) = timed(|| {
         let sharing = Sharing::new(manifest, 0, &wants[0], &common[0], CHUNK_BLOCKS_MAX);

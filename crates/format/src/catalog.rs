@@ -43,7 +43,7 @@ pub struct Leaf {
     pub name: LeafName,
     /// What it is and which parts of it this rank holds.
     pub body: LeafBody,
-    /// How the saving job laid the leaf out, in words (`mesh(dp=2, tp=2) [Shard(0), Replicate()]`). Information only:
+    /// The leaf's layout in the saving job, as text (`mesh(dp=2, tp=2) [Shard(0), Replicate()]`). Information only:
     /// nothing depends on it. May be empty.
     pub layout: String,
 }

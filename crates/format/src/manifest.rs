@@ -63,7 +63,7 @@ pub struct LeafRef<'a> {
     pub key: &'a str,
     /// The fully qualified name below the key.
     pub name: &'a str,
-    /// How the saving job laid the leaf out, in words. Information only.
+    /// The leaf's layout in the saving job, as text. Information only.
     pub layout: &'a str,
     /// What it is.
     pub kind: LeafKind<'a>,

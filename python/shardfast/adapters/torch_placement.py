@@ -100,7 +100,7 @@ class Placed:
         regions: Its regions.
         starts: Where each begins in the local tensor.
         local_shape: That of the local tensor.
-        text: The layout in words.
+        text: The layout as text.
         holders: The ranks that hold the same regions, if the mesh shows them.
     """
 

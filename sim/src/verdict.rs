@@ -184,7 +184,7 @@ fn in_time(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged {
         let prompt = came.max(known) + closing(scenario);
         hold!(
             *at <= prompt,
-            "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}, after the loss at {lost:?}: {answer:?}"
+            "rank {rank} came to {topic:?} at {came:?} and was answered at {at:?}, lost at {lost:?}: {answer:?}"
         );
     }
     Ok(())

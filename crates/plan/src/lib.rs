@@ -7,8 +7,8 @@
 //! - [`amend`]: the same around writes that have begun.
 //! - [`save_unshared`], [`amend_unshared`], [`local_unshared`]: the same where copies of some leaves may differ, so
 //!   that each region of theirs comes from one rank.
-//! - [`local`]: what one rank holds and who else does → what this rank writes, without a message; [`prove`]: whether
-//!   such plans fit together.
+//! - [`local`]: what one rank holds and which others hold it → what this rank writes, without a message; [`prove`]:
+//!   whether such plans fit together.
 //! - [`load`]: a manifest and the regions that one rank wants → the reads that bring them.
 //! - [`Assembly`]: what each rank wrote → the tensors of a manifest, each whole.
 //! - [`share`](fn@share): the regions that each rank wants → which rank reads what for which others.

@@ -19,7 +19,7 @@ use crate::ranks::RankSet;
 use crate::together::divide_together;
 use crate::write::Write;
 
-/// Which ranks hold the very same parts of each leaf of a catalog, where that is all who hold any of them: two ranks
+/// Which ranks hold the same parts of each leaf of a catalog, if no other rank holds any of these parts: two ranks
 /// hold all the same parts of a leaf, or none in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replicas {

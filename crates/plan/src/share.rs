@@ -4,9 +4,9 @@
 //!    rank which ranks want what it wants, and what else lies in those blocks that others want ([`Common`]). Equal
 //!    wants are given once, with the set of their ranks, and a rank gets no wants that it has no block in common with.
 //! 2. From then on each rank plans alone ([`Sharing`]): the blocks that it wants are cut into [`Chunk`]s, each wanted
-//!    by the same ranks throughout, and those ranks take turns at reading, by bytes. Everything follows from who wants
-//!    a chunk and from its place among all chunks that the same ranks want; of those each of them knows all. So they
-//!    agree without a message.
+//!    by the same ranks throughout, and those ranks take turns at reading, by bytes. The reader of a chunk follows from
+//!    the ranks that want it and from its place among all chunks that the same ranks want, all of which each of them
+//!    knows. So they agree without a message.
 //!
 //! A block is a checksummed one, the least that can be read and proven: ranks that want different columns of a matrix
 //! want the same blocks.

@@ -121,7 +121,7 @@ mod tests {
         let found =
             ranks(&[("n.a", 16 * KIB), ("n.b", 16 * KIB), ("n.c", 16 * KIB), ("n.d", 16 * KIB), ("n.e", 16 * KIB)]);
         assert_eq!(found, [0; 5]);
-        // What is large is shared as ever.
+        // Large parts are shared as usual.
         assert_eq!(ranks(&[("a", 900 * KIB), ("b", 900 * KIB), ("c", 4), ("d", 4)]), [0, 1, 0, 0]);
     }
 }

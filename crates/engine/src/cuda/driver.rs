@@ -17,7 +17,7 @@ pub(crate) type Code = c_uint;
 /// `CU_STREAM_NON_BLOCKING`: no order between this stream and the default one.
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 
-/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: who waits sleeps, and the device notes no time.
+/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a waiting thread sleeps, and the device records no time.
 pub(crate) const EVENT_BLOCKING_UNTIMED: c_uint = 1 | 2;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.

@@ -272,10 +272,7 @@ fn names_whom_it_may(scenario: &Scenario, past: &Past, call: &OneCall) -> Judged
                 let came = came.get(&missing);
                 let (is_named, is_there) =
                     (ranks.contains(&missing), came.is_some_and(|came| *came + DELAY_MAX < expired));
-                hold!(
-                    !is_named || !is_there,
-                    "rank {rank} gets on {topic:?} that rank {missing} did not come; it did"
-                );
+                hold!(!is_named || !is_there, "rank {rank} gets on {topic:?} that rank {missing} did not come; it did");
                 let is_absent = came.is_none_or(|came| came > at);
                 hold!(
                     is_named || !is_absent,

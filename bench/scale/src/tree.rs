@@ -93,7 +93,9 @@ pub(crate) fn measure(world: u32) -> Vec<Exchange> {
                         }
                         (parent, nodes[parent as usize].receive_from_child(child, message, Duration::ZERO))
                     }
-                    Sent::Down(child, message) => (child, nodes[child as usize].receive_from_parent(message, Duration::ZERO)),
+                    Sent::Down(child, message) => {
+                        (child, nodes[child as usize].receive_from_parent(message, Duration::ZERO))
+                    }
                 };
                 send(&mut sent, rank, effects, world, &mut nodes);
             }

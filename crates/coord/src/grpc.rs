@@ -29,13 +29,13 @@
 //! Each coordinator has two threads of its own from [`Place::open`] until it is dropped; there are none before. They
 //! do not survive a `fork`: in the child `agree` is an [`Error::Invalid`], and dropping the coordinator does nothing.
 
-mod service;
+mod connections;
 mod frames;
 mod hub;
 mod pass;
+mod service;
 mod tls;
 mod uplink;
-mod connections;
 mod workers;
 
 #[cfg(test)]
@@ -47,10 +47,10 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use self::service::TreeService;
 use self::hub::ProcessHub;
 use self::pass::Pass;
 pub(crate) use self::pass::same_secret;
+use self::service::TreeService;
 pub use self::tls::Tls;
 use self::workers::Workers;
 use crate::hub as calls;

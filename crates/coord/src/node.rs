@@ -30,6 +30,17 @@
 //! two outcomes, though an answer may not arrive. A rank below a silent one, and a rank that has waited twice its
 //! deadline and [`GRACE`], gets the error that the outcome is unknown, and ignores an outcome that arrives later.
 
+mod bundle;
+mod inbox;
+mod message;
+mod round;
+mod watch;
+
+#[cfg(test)]
+mod scenarios;
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::time::Duration;

@@ -230,8 +230,9 @@ async fn swap_one(
             }
         }
     };
-    let message =
-        timeout(deadline, swapped).await.map_err(|_| failed_swap(rank, format!("no message within {deadline:?}")))??;
+    let message = timeout(deadline, swapped)
+        .await
+        .map_err(|_| failed_swap(rank, format!("no message within {deadline:?}")))??;
     Ok((rank, link, message))
 }
 

@@ -114,7 +114,9 @@ impl Encoded for Downward {
             FromParent::Failed { topic, error } => {
                 downward::Word::Ended(proto::Ended { topic, error: Some(error.into()) })
             }
-            FromParent::OutcomeUnknown { topic, rank } => downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank }),
+            FromParent::OutcomeUnknown { topic, rank } => {
+                downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank })
+            }
             FromParent::Lost { rank, cause } => downward::Word::Lost(proto::Lost { rank, cause }),
             FromParent::Asks { interval } => downward::Word::Asks(interval.into()),
             FromParent::Lives => downward::Word::Lives(proto::Lives {}),
@@ -133,7 +135,9 @@ impl Encoded for Downward {
                 let error = error(&topic, end.ok_or("a failure of an unknown kind")?)?;
                 FromParent::Failed { topic, error }
             }
-            downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank }) => FromParent::OutcomeUnknown { topic, rank },
+            downward::Word::OutcomeUnknown(proto::OutcomeUnknown { topic, rank }) => {
+                FromParent::OutcomeUnknown { topic, rank }
+            }
             downward::Word::Lost(proto::Lost { rank, cause }) => FromParent::Lost { rank, cause },
             downward::Word::Asks(asks) => FromParent::Asks { interval: asks.into() },
             downward::Word::Lives(proto::Lives {}) => FromParent::Lives,

@@ -82,7 +82,8 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
 
 fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<()> {
     let function = exchange.tensor_from_py_object;
-    let function = function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
+    let function =
+        function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
     let mut found = std::mem::MaybeUninit::<Tensor>::zeroed();
     // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `found` has room.
     if unsafe { function(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {

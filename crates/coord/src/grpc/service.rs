@@ -10,11 +10,11 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status, Streaming};
 
+use super::connections::{Connections, Remote};
 use super::frames::{Arrived, Assembly, FRAME_BYTES_MAX, Frames};
 use super::hub::ProcessHub;
 use super::pass::{Pass, Refusal};
 use super::tls::Tls;
-use super::connections::{Remote, Connections};
 use super::{BROKEN, KeepAlive, MEETING_HEADER, WINDOW_BYTES};
 use crate::hub::LEFT;
 use crate::node::Upward;

@@ -81,8 +81,12 @@ impl Tree {
                     told.push((waiter, reply));
                     continue;
                 }
-                Effect::Up(message) => node.receive_from_child(from, carried(message, &mut self.taken[to as usize].0), now),
-                Effect::Down(_, message) => node.receive_from_parent(carried(message, &mut self.taken[to as usize].1), now),
+                Effect::Up(message) => {
+                    node.receive_from_child(from, carried(message, &mut self.taken[to as usize].0), now)
+                }
+                Effect::Down(_, message) => {
+                    node.receive_from_parent(carried(message, &mut self.taken[to as usize].1), now)
+                }
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));
         }

@@ -192,10 +192,7 @@ pub(crate) fn connect(
         let missing = joining.go_on(JOINING).map_err(Error::from).and_then(|missing| match missing[..] {
             [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
                 Kind::Unavailable,
-                format!(
-                    "no connection to rank {peer} for the shared load within {:?}",
-                    began.elapsed()
-                ),
+                format!("no connection to rank {peer} for the shared load within {:?}", began.elapsed()),
             )),
             _ => Ok(missing.len()),
         });

@@ -167,10 +167,7 @@ fn a_save_commits_only_when_it_is_confirmed() {
     let error = alike(outcomes(pendings)).unwrap_err();
     assert_eq!(
         error,
-        Error::new(
-            Kind::Invalid,
-            "rank 1: model/t was written during capture (its part was staged, not yet durable)"
-        )
+        Error::new(Kind::Invalid, "rank 1: model/t was written during capture (its part was staged, not yet durable)")
     );
     assert_eq!(files_below(&url), 0);
 

@@ -517,7 +517,7 @@ def test_stages_are_one_module():
     first, last = Net(), Net()
     last.emb = None
     del last.layers["0"]
-    with pytest.raises(Refused, match=r"two parts of the module have an entry 'layers\.1\.up\.weight'"):
+    with pytest.raises(Refused, match=r"its stages \[0\] and \[1\] both have 'layers\.1\.up\.weight'"):
         names([first, last])
     del first.layers["1"]
     first.norm = first.out = None

@@ -168,7 +168,7 @@ def test_leaves_are_sorted():
         ({"m": nn.LazyLinear(2)}, "m.weight: a UninitializedParameter has no shape yet"),
         ({"m": nn.Linear(2, 2, dtype=torch.complex128)}, "m.weight: a tensor of torch.complex128 cannot be stored"),
         ({"o": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, "o: a parameter of shape (2,) in param_groups[0] bel"),
-        ({"m": [nn.Linear(1, 1), nn.Linear(1, 1)]}, "m: two parts of the module have an entry 'weight'"),
+        ({"m": [nn.Linear(1, 1), nn.Linear(1, 1)]}, "m: its stages [0] and [1] both have 'weight', and"),
         ({"a": [(lambda: [x := [], x.append(x), x])()[2]]}, "a[0][0]: a list that contains itself"),
     ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ class Modules:
                 if name in self._places:
                     twin = self._tensors.get(name)
                     if twin is None or not is_tensor or not _are_one(twin, value):
-                        raise Refused(f"two parts of the module have an entry {name!r}, and they are not the same")
+                        raise Refused(self._of_one_name(name, module))
                     continue
                 self._places[name] = (module, original)
                 if is_tensor and wraps(value):
@@ -127,6 +127,17 @@ class Modules:
             self._tensors[f"{name}.{below}"] = tensor
             self._places[f"{name}.{below}"] = (module, original)
         self._constants[f"{name}.{CONSTANTS}"] = inside.constants
+
+    def _of_one_name(self, name: str, second: nn.Module) -> str:
+        """Why two entries of one name cannot be saved; ``second`` has the one that came later."""
+        stages = [number for number, module in enumerate(self._modules) if module in (self._places[name][0], second)]
+        if len(stages) < 2:
+            return f"two parts of it have {name!r} once names of wrappers are left out: rename one of them"
+        return (
+            f"its stages {' and '.join(f'[{number}]' for number in stages)} both have {name!r}, and these are not the "
+            "same tensor: in every stage, call a layer what the whole model calls it, for example by its number there "
+            "as a key of an nn.ModuleDict (a slice of an nn.ModuleList counts from 0 again)"
+        )
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
         """The tensors, parts and other values of a module, by their names in its state dict."""

@@ -397,21 +397,27 @@ class _Bundle:
     name: str | None
     place: str
     objects: Sequence[weakref.ref[Any]]
-    is_sequence: bool
+    is_container: bool
     values: Callable[[Sequence[Any]], Mapping[str, object]]
 
     @staticmethod
     def of(entry: BundleEntry, outline: Outline, forget: Callable[[object], None]) -> _Bundle:
-        is_sequence = isinstance(entry.value, (list, tuple))
-        objects = [weakref.ref(one, forget) for one in (entry.value if is_sequence else [entry.value])]
-        return _Bundle(entry.key, entry.name, entry.place, objects, is_sequence, outline.values)
+        is_container, objects = _objects(entry.value)
+        weak = [weakref.ref(one, forget) for one in objects]
+        return _Bundle(entry.key, entry.name, entry.place, weak, is_container, outline.values)
 
     def is_of(self, value: object) -> bool:
-        if isinstance(value, (list, tuple)) is not self.is_sequence:
-            return False
-        objects: Sequence[Any] = value if self.is_sequence else [value]  # type: ignore[assignment]
+        is_container, objects = _objects(value)
         pairs = zip(objects, self.objects, strict=False)
-        return len(objects) == len(self.objects) and all(one is weak() for one, weak in pairs)
+        is_as_long = is_container is self.is_container and len(objects) == len(self.objects)
+        return is_as_long and all(one is weak() for one, weak in pairs)
+
+
+def _objects(value: object) -> tuple[bool, Sequence[Any]]:
+    """Whether a bundle is of several objects, and these."""
+    if isinstance(value, dict):
+        return True, list(value.values())
+    return (True, value) if isinstance(value, (list, tuple)) else (False, [value])
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class BundleEntry:
     place: str = ""
     name: str | None = None
     value: Any = None
-    """The module or optimizer, or the list of them."""
+    """The module or optimizer, or the list or dict of them."""
 
     owned: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For an optimizer the names of its parameters, by the keys under which they stand."""

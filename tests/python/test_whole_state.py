@@ -1,6 +1,8 @@
 """The whole state comes back, or an error names what does not: modules and optimizers that were once saved as less."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import shardfast as sf
@@ -157,7 +159,27 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("wrap", [Container, lambda model: Wrapper(Container(model)), lambda model: [Container(model)]])
+class Nested(Container):
+    """Has a list of optimizers for each part of the model."""
+
+    @property
+    def optimizers(self):
+        return [optimizer for of_part in self.parts["all"] for optimizer in of_part]
+
+    @optimizers.setter
+    def optimizers(self, optimizers):
+        self.parts = {"all": [[optimizer] for optimizer in optimizers]}
+
+
+WRAPS = [
+    Container,
+    Nested,
+    lambda model: Wrapper(Container(model)),
+    lambda model: [Container(model)],
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_optimizers_that_hold_others_are_looked_through(tmp_path, wrap):
     def made(seed):
         model = net(seed)
@@ -180,6 +202,90 @@ def test_optimizers_that_hold_others_are_looked_through(tmp_path, wrap):
     assert same(dict(fresh.named_parameters()), saved[0])
     assert same(state_of(*held(other)), saved[1]) and all(saved[1])
     assert [group["lr"] for one in held(other) for group in one.param_groups] == [1e-2, 1e-1]
+
+
+class Passing(Wrapper):
+    """Made as Lightning makes its own: what it does not have is that of the optimizer inside."""
+
+    def __init__(self, optimizer, trainer):
+        super().__init__(optimizer)
+        self.trainer = weakref.proxy(trainer)
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+def test_a_wrapper_outlives_its_trainer_and_has_no_hooks_of_the_one_inside(tmp_path):
+    class Trainer:
+        pass
+
+    model, trainer, seen = net(), Trainer(), []
+    inner = torch.optim.AdamW(model.parameters())
+    optimizer = Passing(inner, trainer)
+    step(model, optimizer)
+    inner.register_load_state_dict_post_hook(seen.append)
+    del trainer
+    gc.collect()
+    with pytest.raises(ReferenceError):
+        bool(optimizer.trainer)
+    sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    sf.load(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    assert len(seen) == 1 and seen[0] is inner
+
+
+class Facade(nn.Module):
+    """Has the state dict of what it wraps, and that twice; made as Lightning's Fabric makes its wrapper."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.forward_module, self.original = module, module
+
+    def forward(self, *args):
+        return self.forward_module(*args)
+
+    def state_dict(self, *args, **kwargs):
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.original.load_state_dict(*args, **kwargs)
+
+
+def test_an_optimizer_has_the_names_that_a_wrapper_gives_its_parameters(tmp_path):
+    model = Facade(net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    fresh = net(1)
+    other = torch.optim.AdamW(fresh.parameters())
+    sf.load(tmp_path / "one", {"model": fresh, "optimizer": other})
+    assert same(dict(fresh.named_parameters()), dict(model.original.named_parameters()))
+    assert same(state_of(other), state_of(optimizer)) and all(state_of(other))
+
+
+def test_optimizers_by_the_parameters_that_they_step_in_backward(tmp_path):
+    def made(seed):
+        model = net(seed)
+        optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+        def step_of(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step_of)
+        return model, optimizers
+
+    model, optimizers = made(0)
+    for number in range(3):
+        step(model, seed=number)
+        pending = sf.save_async(tmp_path / f"{number}", {"model": model, "optimizer": optimizers})
+        saved = copy.deepcopy(list(model.parameters())), state_of(*optimizers.values())
+        step(model, seed=9)
+        pending.committed()
+    fresh, others = made(1)
+    sf.load(tmp_path / "2", {"model": fresh, "optimizer": others})
+    assert same(list(fresh.parameters()), saved[0])
+    assert same(state_of(*others.values()), saved[1]) and all(saved[1])
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -231,6 +337,7 @@ def test_whatever_owns_parameters_and_is_not_understood_is_refused(tmp_path):
             sharp,
         ),
         (r"a .*Foreign owns parameters .* no torch.optim.Optimizer.*put the torch optimizers", Foreign(model)),
+        (r"a .*Foreign owns parameters .* no torch.optim.Optimizer.*put the torch optimizers", Wrapper(Foreign(model))),
         (r"a .*Secretive, whose state_dict\(\) has shampoo beside state", Secretive(model.parameters())),
     ]
     sf.save(tmp_path / "one", {"model": model})
@@ -258,8 +365,9 @@ def test_partitioning_optimizers_are_refused_by_name(tmp_path, library, name):
     whole = of_library(library, name, param_groups=groups, **state_dict)
     partition = of_library(library, name, **state_dict)  # on a rank that owns nothing
     for optimizer in (whole(), partition()):
-        with pytest.raises(sf.Invalid, match=rf"optimizer: a {library}\.inside\.{name}: .*one rank's partition"):
-            sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+        for shown in (optimizer, Wrapper(optimizer), {next(model.parameters()): optimizer}):
+            with pytest.raises(sf.Invalid, match=rf"optimizer: a {library}\.inside\.{name}: .*one rank's partition"):
+                sf.save(tmp_path / "one", {"model": model, "optimizer": shown})
     partitioned = net()
     partitioned[0].weight.ds_id = 0
     with pytest.raises(sf.Invalid, match=r"'0\.weight' is partitioned by DeepSpeed ZeRO stage 3"):

@@ -212,6 +212,8 @@ class TorchAdapter:
 
     def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Optimizers | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, dict):  # from each parameter to the optimizer that steps it in backward
+            parts = list(value.values())
         if not parts:
             return None
         expect_understood_owner(parts[0])  # a list of numbers may be long

@@ -89,7 +89,7 @@ class Modules:
         self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
-            names = _Names(module)
+            names, own_names = _Names(module), dict[int, str]()
             self._replicated[id(module)] = list(_replicated(module))
             state = self._state_of(module)
             own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
@@ -103,6 +103,7 @@ class Modules:
                         raise Refused(self._of_one_name(name, module))
                     continue
                 self._places[name] = (module, original)
+                own_names.setdefault(id(value), name)
                 if is_tensor and wraps(value):
                     self._unwrap(name, module, original, value)
                 elif is_tensor:
@@ -113,6 +114,8 @@ class Modules:
                     self._values[name] = value
             for original, parameter in self._parameters_of(module, state):
                 name = names(original)
+                if name not in self._places:  # a wrapper that has the state dict of what it wraps
+                    name = own_names.get(id(parameter), name)
                 if name not in self.parameters:
                     self.parameters[name] = parameter
                     self._of_parameters.append(self._slot(module, original))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .torch_groups import (
 )
 from .torch_memory import OF_NAME, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
+from .torch_refused import expect_understood_owner
 from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, unwrapped, wraps
 
 
@@ -339,7 +341,7 @@ class Optimizers:
                         group[name] = value
             for held in self._held:
                 for optimizer in dict.fromkeys((*held.outer, held.optimizer)):
-                    for hook in getattr(optimizer, _POST_HOOKS, {}).values():
+                    for hook in _hooks(optimizer, _POST_HOOKS):
                         hook(optimizer)
 
         missing = [name for name in absent if name not in gone]
@@ -370,7 +372,7 @@ class Optimizers:
     def _expect_no_pre_hooks(self) -> None:
         for held in self._held:
             for optimizer in (*held.outer, held.optimizer):
-                for hook in getattr(optimizer, _PRE_HOOKS, {}).values():
+                for hook in _hooks(optimizer, _PRE_HOOKS):
                     raise Refused(
                         f"its hook {getattr(hook, '__qualname__', hook)!r} (register_load_state_dict_pre_hook) "
                         "needs the whole state dict, which no rank has: register a post-hook instead"
@@ -430,6 +432,12 @@ class Optimizers:
 
 _PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 _POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
+_DEPTH_MAX = 3  # of containers in an attribute: some hold a list of optimizers for each part of a model
+
+
+def _hooks(optimizer: Any, kind: str) -> list[Callable[..., object]]:
+    """Its own hooks: wrappers that pass on what they do not have would name those of the optimizer inside."""
+    return list(vars(optimizer).get(kind, {}).values())
 
 
 def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
@@ -462,12 +470,27 @@ def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
 
 
 def _inside(optimizer: Any) -> list[Any]:
-    """The optimizers that are attributes of ``optimizer``, or items of one."""
-    found: dict[int, Any] = {}
-    for value in vars(optimizer).values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        found.update((id(item), item) for item in items if isinstance(item, torch.optim.Optimizer))
+    """The optimizers that are attributes of ``optimizer``, or stand in containers that are.
+
+    Raises:
+        Refused: If something else there owns parameters, or holds a partition: what the wrapper shows of it is not all.
+    """
+    known = ("param_groups", "state", "defaults")  # long, and each has what it says
+    attributes = [value for name, value in vars(optimizer).items() if name not in known]
+    found = {id(item): item for value in attributes for item in _optimizers_in(value, _DEPTH_MAX)}
     return list(found.values())
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, weakref.ProxyTypes):
+        return  # to what holds the wrapper, such as a trainer; it may be gone
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set, frozenset)):
+        for item in (value.values() if isinstance(value, dict) else value) if depth else ():
+            yield from _optimizers_in(item, depth - 1)
+    else:
+        expect_understood_owner(value)
 
 
 def _class_of(optimizer: object) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes dev.txt, bench.txt and wheel.txt in requirements/ from the .in files beside them: every package pinned, for
-# every platform. Run it after an edit of one of those; `scripts/lock.sh --upgrade` takes newer versions of what they do
-# not name.
+# Makes dev.txt, bench.txt, wheel.txt and frameworks.txt in requirements/ from the .in files beside them: every package
+# pinned, for every platform. Run it after an edit of one of those; `scripts/lock.sh --upgrade` takes newer versions of
+# what they do not name.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,3 +17,4 @@ lock() {
 lock dev "$@"
 lock bench --constraint requirements/dev.txt "$@"
 lock wheel --constraint requirements/dev.txt "$@"
+lock frameworks --constraint requirements/dev.txt --excludes requirements/frameworks.excludes "$@"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Functions for scripts that have an environment of their own, beside .venv: target/NAME with the packages of
+# requirements/NAME.txt. To be sourced from the root of the checkout.
+set -euo pipefail
+
+digest() { sha256sum | cut -d' ' -f1; }
+
+# is_stamped VENV NAME DIGEST: whether that is installed already. Stamps live in the environment that they speak of.
+is_stamped() { [[ -f "$1/$2.stamp" && "$(<"$1/$2.stamp")" == "$3" ]]; }
+
+# make_environment NAME [PYTHON]: makes target/NAME, or brings it up to date. Lock files name every package, so that
+# what is installed is what they say and nothing else.
+make_environment() {
+    local name=$1 python=${2:-.venv/bin/python} at=target/$1 requirements
+    if [[ ! -x .venv/bin/uv ]]; then
+        printf '%s: no environment: run `make setup` first\n' "$name" >&2
+        return 1
+    fi
+    requirements=$(digest <"requirements/$name.txt")
+    if "$at/bin/python" -c '' 2>/dev/null && is_stamped "$at" requirements "$requirements"; then
+        return
+    fi
+    rm -rf "$at"
+    "$python" -m venv "$at"
+    echo "$name: installing requirements/$name.txt (torch is large: minutes on a slow line)"
+    .venv/bin/uv pip install --quiet --no-deps --python "$at/bin/python" --requirement "requirements/$name.txt"
+    echo "$requirements" >"$at/requirements.stamp"
+}
+
+# install_what_is_tested NAME: puts the shardfast of .venv into target/NAME. Its extension is of Python's stable ABI and
+# links with no framework, so nothing is compiled again.
+install_what_is_tested() {
+    local from into
+    from=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    into=$("target/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    rm -rf "$into"/shardfast "$into"/shardfast-*.dist-info
+    cp -r "$from"/shardfast "$from"/shardfast-*.dist-info "$into"
+}

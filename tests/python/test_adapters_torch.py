@@ -734,7 +734,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
         bundle.restore({}, {"param_groups": groups}, str, strict=True).install()
         assert optimizer.param_groups[0]["lr"] is rate
         assert rate.item() == float(saved)
-    with pytest.raises(Refused, match=r"\[2\] where one of torch.float32 \[\] stands"):
+    with pytest.raises(Refused, match=r"\[2\] where the state has one of torch.float32 \[\]"):
         bundle.restore({}, {"param_groups": [[group(["weight", "bias"], lr=torch.ones(2))]]}, str, strict=True)
 
 

@@ -165,7 +165,7 @@ KINDS = {
         "__torch_dispatch__",
         "__torch_dispatch__",
     ),
-    "of no elements": (lambda: torch.empty(0, 4), "", "shape|where one of"),
+    "of no elements": (lambda: torch.empty(0, 4), "", "shape|where the state has"),
     "array": (lambda: plain().numpy().copy(), "", ""),
     "array over a tensor": (lambda: plain().numpy(), "", ""),
     "array that is read-only": (lambda: read_only(plain().numpy().copy()), "", "read-only"),

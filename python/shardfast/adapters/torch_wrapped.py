@@ -49,8 +49,10 @@ def wraps(tensor: object) -> bool:
     """Whether it is a tensor, or this rank's part of one, that names the tensors inside it."""
     if type(tensor) in _PLAIN:  # most are
         return False
-    inside = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
-    return isinstance(inside, torch.Tensor) and not is_dtensor(inside) and hasattr(type(inside), "__tensor_flatten__")
+    inside: Any = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
+    if not isinstance(inside, torch.Tensor) or not hasattr(type(inside), "__tensor_flatten__"):
+        return False
+    return not is_dtensor(inside) and not inside.is_nested  # parts of nested ones change their size
 
 
 def unwrapped(tensor: Any) -> Unwrapped:

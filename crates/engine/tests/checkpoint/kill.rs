@@ -186,7 +186,7 @@ fn kills_at_random_moments_leave_no_broken_checkpoint() {
         assert!(is_there(run, previous), "step {previous} is gone");
         if killed != [true, true] {
             let survivor = told[usize::from(killed[0])].as_ref().unwrap();
-            assert!(survivor == "saved" || survivor.contains("gone"), "{survivor}");
+            assert!(survivor == "saved" || survivor.contains("lost"), "{survivor}");
         }
         // Killed while a save was under way, not after it.
         if (0..2).any(|i| killed[i] && told[i].is_none()) {

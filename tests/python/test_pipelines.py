@@ -190,7 +190,7 @@ def check_resumed(rank, world, url):
         uninterrupted = run.losses(range(3, 23))
         assert len(set(uninterrupted)) == len(uninterrupted)
         run = Run(layout, 1)
-        if layout in ("pp_ddp", "zero1"):  # DistributedDataParallel sums otherwise in its first step, whoever loaded
+        if layout in ("pp_ddp", "zero1"):  # DistributedDataParallel adds in another order in its first step
             run.losses(range(1))
         sf.load(f"{url}/{layout}", {**run.state(), "random": sf.random_state()})
         assert run.losses(range(3, 23)) == uninterrupted, layout

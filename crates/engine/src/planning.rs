@@ -125,6 +125,9 @@ impl<'a> Planning<'a> {
         write: impl FnOnce(&[Write]) -> T,
     ) -> (Result<(RankPlan, ValuePlan)>, Result<T>) {
         let known = local.as_ref().ok().and_then(|local| local.as_ref().map(|local| Arc::clone(&local.writes)));
+        // Before other ranks can see it at the agreement, where a rank without this waits and writes nothing.
+        let mark = || progress.mark("planned");
+        let known = known.inspect(|_| mark());
         std::thread::scope(|threads| {
             let (sender, planned) = bounded(1);
             let agreement = threads.spawn(move || {
@@ -138,11 +141,8 @@ impl<'a> Planning<'a> {
                 agreed.inspect_err(|error| progress.cancel(error))
             });
             let died = |_| Err(Error::internal("the agreement between ranks ended without a result"));
-            let writes = known.map_or_else(|| planned.recv().unwrap_or_else(died), Ok);
-            let written = writes.map(|writes| {
-                progress.mark("planned");
-                write(&writes)
-            });
+            let writes = known.map_or_else(|| planned.recv().unwrap_or_else(died).inspect(|_| mark()), Ok);
+            let written = writes.map(|writes| write(&writes));
             (agreement.join().unwrap_or_else(|panic| Err(panicked(&*panic))), written)
         })
     }

@@ -327,8 +327,8 @@ class Outline:
     A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``wrapper`` is a tuple.
 
     Raises:
-        TypeError: For what cannot be compared later, and for tensors of a type without DLPack's exchange table; other
-            errors of the framework for a tensor without a known address.
+        TypeError: For what cannot be compared later, and for tensors of a bundle without ``place`` whose type has no
+            exchange table of DLPack; other errors of the framework for a tensor without a known address.
     """
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
@@ -346,7 +346,13 @@ class Hold:
     The arguments are the fields of :class:`shardfast.catalog.Hold`.
     """
 
-    def __new__(cls, memory: Sequence[Any], address: Callable[[Any], int], version: str) -> Self: ...
+    def __new__(
+        cls,
+        memory: Sequence[Any],
+        address: Callable[[Any], int],
+        version: str,
+        retain: Callable[[Any], object] | None,
+    ) -> Self: ...
     def stamp(self, tensors: list[Any]) -> Stamp | None:
         """Their present state; ``None`` if their memory was freed, or `changes` found that it had moved."""
 

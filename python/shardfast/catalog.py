@@ -340,11 +340,14 @@ class Hold:
             weakly, and is one object for as long as the tensor lies in that memory.
         address: Tells where one of these lies now. Memory that is resized is elsewhere before the old is given back.
         version: The name of the tensor attribute that counts writes.
+        retain: Is called with each of these after it was reached through a weak reference, so that the new reference
+            keeps the memory allocated; ``None`` where every reference does.
     """
 
     memory: Sequence[Any]
     address: Callable[[Any], int]
     version: str
+    retain: Callable[[Any], object] | None = None
 
 
 Kind = Literal["names", "objects", "object", "entries", "groups", "state"]
@@ -383,6 +386,8 @@ class Outline:
         wrapper: The attributes of these.
         values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
         members: The name under which a group lists its members, where an attribute is of kind ``"groups"``.
+        place: Returns a tensor's device, address, element type, shape and strides, and what else says how its memory
+            is read. Is called for tensors whose class has no exchange table of DLPack, which is faster.
     """
 
     objects: Sequence[tuple[Any, Sequence[tuple[str, Kind]]]]
@@ -393,6 +398,7 @@ class Outline:
     wrapper: Wrapper | None
     values: Callable[[Sequence[Any]], Mapping[str, object]]
     members: str = ""
+    place: Callable[[Any], Hashable] | None = None
 
 
 @dataclass(frozen=True, slots=True)

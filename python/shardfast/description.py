@@ -515,7 +515,8 @@ def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
     given = []
     for one in outlines:
         wrapper = None if one.wrapper is None else (one.wrapper.layout, one.wrapper.inner, one.wrapper.kind)
-        given.append((one.objects, one.tensors, one.parameters, one.others, one.sharded, wrapper, one.members))
+        numbers = (one.tensors, one.parameters, one.others)
+        given.append((one.objects, *numbers, one.sharded, wrapper, one.members, one.place))
     try:
         return _native.Outline(given)
     except _UNTOLD:
@@ -528,7 +529,7 @@ _UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
 
 def held(hold: Hold) -> _native.Hold:
     """What an adapter says of tensors' memory, with what notices changes."""
-    return _native.Hold(hold.memory, hold.address, hold.version)
+    return _native.Hold(hold.memory, hold.address, hold.version, hold.retain)
 
 
 def _described(

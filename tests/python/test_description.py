@@ -194,7 +194,7 @@ def fresh(state):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_remembered_description_is_a_fresh_one(seed):
+def test_a_remembered_description_is_a_fresh_one(table, seed):
     made, reused = State(seed), 0
     describer, last, leaves = Describer(lambda: None), None, None
     for _ in range(60):
@@ -221,7 +221,7 @@ def test_a_remembered_description_is_a_fresh_one(seed):
     assert reused >= 5
 
 
-def test_unchanged_states_are_not_described_again():
+def test_unchanged_states_are_not_described_again(table):
     made = State(0)
     made.step()
     describer = Describer(lambda: None)
@@ -232,6 +232,30 @@ def test_unchanged_states_are_not_described_again():
         assert describer.describe(made.state, pickle=False).native is first.native
     made.state["optimizer"].state.clear()
     assert describer.describe(made.state, pickle=False).native is not first.native
+
+
+VIEWS = {
+    "conjugate": (torch.Tensor.conj, lambda p: p),
+    "negative": (torch.Tensor.conj, lambda p: p.imag),
+    "transposed": (lambda p: p, torch.Tensor.t),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_that_change_how_memory_is_read_are_described_again(table, tmp_path, kind):
+    """The memory of a conjugate or negative view is that of the tensor, and holds other numbers than it."""
+    change, part = VIEWS[kind]
+    whole = torch.randn(20, 30, dtype=torch.complex64)
+    model = nn.Module()
+    model.w = nn.Parameter(part(whole))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        if number == 2:
+            model.w.data = part(change(whole))
+        sf.save(tmp_path / str(number), {"model": model, "optimizer": optimizer})
+        found = torch.zeros_like(model.w).resolve_conj().resolve_neg()
+        sf.load(tmp_path / str(number), {"model": {"w": found}}, strict=False)
+        assert torch.equal(found, model.w.detach()), number
 
 
 def test_a_state_is_asked_once_for_each_state_dict():
@@ -266,6 +290,6 @@ def check_layouts(rank, world):
     return reused
 
 
-def test_sharded_states_are_described_once(ranks):
+def test_sharded_states_are_described_once(table, ranks):
     for reused in ranks(4)(check_layouts):
         assert reused == {"ddp": True, "fsdp": True, "fsdp_tp": True}

@@ -1,9 +1,14 @@
 """An outline is that of its objects while they hold what they held, and a hold tells what was done to its memory."""
 
+import ctypes
 import gc
+import weakref
 
+import numpy as np
 import pytest
 import torch
+from older import TABLE
+from shardfast.adapters.torch_capture import hold_of, place
 from shardfast.catalog import Hold, Outline, Wrapper
 from shardfast.description import held, outlined
 
@@ -46,10 +51,11 @@ def made():
     tensors, parameters, others = [0, 1, 3, 5, 7], [0, 1], [4, 6]
     wrapper = Wrapper("sharded_as", "inner_memory", torch.Tensor)
     sharded = [(2, LAYOUT)]
-    return box, Outline(objects, tensors, parameters, others, sharded, wrapper, lambda entries: {}, members="listed")
+    further = {"members": "listed", "place": place}
+    return box, Outline(objects, tensors, parameters, others, sharded, wrapper, lambda entries: {}, **further)
 
 
-def test_what_is_the_same_is_told_with_what_it_holds_now():
+def test_what_is_the_same_is_told_with_what_it_holds_now(table):
     box, outline = made()
     native = outlined([outline])
     tensors, others = native.again()
@@ -124,7 +130,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_change_is_noticed(name):
+def test_every_change_is_noticed(table, name):
     box, outline = made()
     native = outlined([outline])
     assert native.again() is not None
@@ -132,10 +138,68 @@ def test_every_change_is_noticed(name):
     assert native.again() is None
 
 
+PLACES = {
+    "other memory": lambda tensor: tensor.set_(torch.ones(4, 6)),
+    "a later element of the same memory": lambda tensor: tensor.set_(tensor.untyped_storage(), 1, (4, 5), (5, 1)),
+    "another shape": lambda tensor: tensor.resize_(6, 4),
+    "other strides": lambda tensor: tensor.t_(),
+    "another element type": lambda tensor: setattr(tensor, "data", tensor.view(torch.int32)),
+    "another class": lambda tensor: setattr(tensor, "__class__", Wrapping),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_change_of_a_place_is_noticed(table, name):
+    """The object stays, and is another tensor."""
+    tensor = torch.ones(4, 6)
+    box = Box(entries={"w": tensor})
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=place)])
+    assert native.again() is not None
+    PLACES[name](tensor)
+    assert native.again() is None
+
+
+def test_classes_without_a_table_are_asked(table):
+    """What tells the place of each tensor is called where there is no table, and only there."""
+    asked = []
+
+    def told(tensor):
+        asked.append(tensor)
+        return place(tensor)
+
+    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
+    box = Box(entries=dict(enumerate(tensors)))
+    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], [], None, dict, place=told)
+    native = outlined([outline])
+    assert native.again() is not None
+    expected = tensors * 2 if table == "without the table" else []
+    assert list(map(id, asked)) == list(map(id, expected))
+    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], [], None, dict)
+    assert (outlined([outline]) is None) == (table == "without the table"), "nothing else tells it"
+
+
+def test_a_place_that_cannot_be_told_is_no_place(monkeypatch):
+    """An error of what tells it is one of the outline, which then serves no further save."""
+
+    def told(tensor):
+        if failing:
+            raise RuntimeError("no memory")
+        return place(tensor)
+
+    monkeypatch.delattr(torch.Tensor, TABLE, raising=False)
+    failing = []
+    box = Box(entries={"w": torch.ones(1)})
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=told)])
+    assert native.again() is not None
+    failing.append(True)
+    with pytest.raises(RuntimeError, match="no memory"):
+        native.again()
+
+
 def test_two_parameters_that_were_one_are_noticed_between_bundles():
     shared = torch.ones(3)
     boxes = [Box(entries={"w": shared}) for _ in range(2)]
-    outlines = [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict) for box in boxes]
+    outlines = [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict, place=place) for box in boxes]
     native = outlined(outlines)
     assert native.again() is not None
     boxes[1].entries["w"] = shared.detach()  # where it was
@@ -152,7 +216,9 @@ def test_it_counts_which_parameters_are_the_same():
     one = torch.ones(3)
     other = one.detach()  # where it is
     boxes = [Box(entries={"w": of}) for of in (one, one, other)]
-    native = outlined([Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict) for box in boxes])
+    native = outlined(
+        [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict, place=place) for box in boxes]
+    )
     assert native.again() is not None
     boxes[1].entries["w"] = other
     assert native.again() is None
@@ -195,12 +261,12 @@ def test_an_outline_keeps_nothing_alive():
 def test_numbers_that_are_none_are_errors():
     box = Box(entries={})
     with pytest.raises(Exception, match="numbers of 0 entries"):
-        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict)])
+        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=place)])
 
 
 def test_a_hold_tells_what_was_done():
     tensors = [torch.ones(4) for _ in range(4)]
-    hold = held(Hold([one.untyped_storage() for one in tensors], torch.UntypedStorage.data_ptr, "_version"))
+    hold = held(hold_of(tensors))
     stamp = hold.stamp(tensors)
     assert hold.changes(tensors, stamp) == []
     tensors[1] += 1
@@ -212,3 +278,20 @@ def test_a_hold_tells_what_was_done():
         hold.changes([object()] * 4, stamp)
     with pytest.raises(TypeError):
         held(Hold([1], lambda memory: "here", "_version"))
+
+
+def test_a_stamp_keeps_memory_that_its_tensor_lets_go_of():
+    """What reads it would read freed memory otherwise, or end the process."""
+    tensors = [torch.arange(1000.0) for _ in range(3)]
+    numbers = np.ctypeslib.as_array((ctypes.c_float * 1000).from_address(tensors[0].data_ptr()))
+    alive = weakref.ref(tensors[0].untyped_storage())
+    hold = held(hold_of(tensors))
+    stamp = hold.stamp(tensors)
+    tensors[0].data = torch.zeros(2)
+    gc.collect()
+    others = [torch.full((1000,), -1.0) for _ in range(50)]  # they take memory that was freed
+    assert numbers.tolist() == list(range(1000))
+    assert hold.changes(tensors, stamp) == []
+    del stamp, others
+    assert alive() is None
+    assert hold.stamp(tensors) is None

@@ -1,5 +1,6 @@
 //! The present addresses of tensors, from their framework in C, many at once: the exchange table of DLPack 1.3
-//! (`DLPackExchangeAPI` in `dlpack.h` of <https://github.com/dmlc/dlpack>).
+//! (`DLPackExchangeAPI` in `dlpack.h` of <https://github.com/dmlc/dlpack>). For types without a table a function of the
+//! framework's adapter returns the same.
 
 #![allow(unsafe_code)] // the table is one of function pointers
 
@@ -15,6 +16,9 @@ const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
 
 /// The major version whose structures are those below.
 const MAJOR: u32 = 1;
+
+/// The code of complex types, `kDLComplex`.
+const COMPLEX: u8 = 5;
 
 /// `DLPackExchangeAPI`.
 #[repr(C)]
@@ -44,28 +48,72 @@ struct Tensor {
     byte_offset: u64,
 }
 
-/// Device, address, type (of its elements and in Python), shape and strides of every tensor, as bytes that are equal
-/// exactly while all of these are.
-///
-/// Raises `TypeError` when a tensor's type has no exchange table of a known version, and what the table's function
-/// raises about a tensor that it cannot describe.
-pub(crate) fn places_of<'py>(py: Python<'py>, tensors: &[Bound<'py, PyAny>]) -> PyResult<Vec<u8>> {
-    let mut out = Vec::with_capacity(tensors.len() * 64);
-    let mut known: Vec<(Bound<'py, PyType>, &Exchange)> = Vec::new();
-    for tensor in tensors {
-        let kind = tensor.get_type_ptr();
-        let exchange = match known.iter().find(|(of, _)| of.as_type_ptr() == kind) {
-            Some((_, exchange)) => exchange,
-            None => {
-                let kind = tensor.get_type();
-                let exchange = exchange(&kind)?;
-                known.push((kind, exchange));
-                exchange
+/// Where the place of a type's tensors comes from.
+#[derive(Clone, Copy)]
+enum Origin<'a> {
+    Table(&'a Exchange),
+    Function(&'a Py<PyAny>),
+}
+
+/// The places of tensors: the type in Python, device, address, element type, shape and strides of each.
+#[derive(Default)]
+pub(crate) struct Places {
+    /// Each tensor's type, and what a table returned of it.
+    bytes: Vec<u8>,
+    /// What the function returned, in order.
+    objects: Vec<Py<PyAny>>,
+}
+
+impl Places {
+    /// Adds tensors. `function` returns the place of a tensor whose type has no exchange table of a known version. It
+    /// is also called for tensors that may be conjugate or negative views, since a table does not distinguish these.
+    ///
+    /// Raises `TypeError` or `AttributeError` for a tensor without table where `function` is missing, and what a table
+    /// or `function` raises about a tensor that it cannot describe.
+    pub(crate) fn add<'py>(&mut self, tensors: &[Bound<'py, PyAny>], function: Option<&Py<PyAny>>) -> PyResult<()> {
+        let mut known: Vec<(Bound<'py, PyType>, Origin<'_>)> = Vec::new();
+        self.bytes.reserve(tensors.len() * 64);
+        for tensor in tensors {
+            let (py, kind) = (tensor.py(), tensor.get_type_ptr());
+            let origin = match known.iter().find(|(of, _)| of.as_type_ptr() == kind) {
+                Some((_, origin)) => *origin,
+                None => {
+                    let kind = tensor.get_type();
+                    let origin = match exchange(&kind) {
+                        Ok(exchange) => Origin::Table(exchange),
+                        Err(error) => Origin::Function(function.ok_or(error)?),
+                    };
+                    known.push((kind, origin));
+                    origin
+                }
+            };
+            self.bytes.extend_from_slice(&(kind as usize).to_ne_bytes());
+            let function = match origin {
+                Origin::Table(exchange) => {
+                    let may_be_view = place(py, tensor, exchange, &mut self.bytes)?;
+                    function.filter(|_| may_be_view)
+                }
+                Origin::Function(function) => Some(function),
+            };
+            if let Some(function) = function {
+                self.objects.push(function.call1(py, (tensor,))?);
             }
-        };
-        place(py, tensor, exchange, &mut out)?;
+        }
+        Ok(())
     }
-    Ok(out)
+
+    /// Whether all places are equal.
+    pub(crate) fn is_equal(&self, py: Python<'_>, other: &Places) -> PyResult<bool> {
+        if self.bytes != other.bytes || self.objects.len() != other.objects.len() {
+            return Ok(false);
+        }
+        for (one, other) in self.objects.iter().zip(&other.objects) {
+            if !one.bind(py).eq(other)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }
 
 fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
@@ -80,7 +128,9 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
     Ok(exchange)
 }
 
-fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<()> {
+/// Appends what the table returns, and whether the tensor may be a conjugate view, which is complex, or a negative one:
+/// the imaginary parts of a conjugate view, whose strides are even.
+fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<bool> {
     let function = exchange.tensor_from_py_object;
     let function =
         function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
@@ -91,31 +141,40 @@ fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &m
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
     let found = unsafe { found.assume_init() };
-    out.extend_from_slice(&(tensor.get_type_ptr() as usize).to_ne_bytes());
     out.extend_from_slice(&(found.data as u64).wrapping_add(found.byte_offset).to_ne_bytes());
     for number in [found.device_type, found.device_id, found.ndim] {
         out.extend_from_slice(&number.to_ne_bytes());
     }
     out.extend_from_slice(&found.dtype);
-    for numbers in [found.shape, found.strides] {
+    let mut both = [&[][..], &[]];
+    for (numbers, slice) in [found.shape, found.strides].into_iter().zip(&mut both) {
         if !numbers.is_null() && found.ndim > 0 {
             // SAFETY: `ndim` numbers that stay while the tensor is not changed, which needs the interpreter.
-            let numbers = unsafe { std::slice::from_raw_parts(numbers, found.ndim as usize) };
-            for number in numbers {
+            *slice = unsafe { std::slice::from_raw_parts(numbers, found.ndim as usize) };
+            for number in *slice {
                 out.extend_from_slice(&number.to_ne_bytes());
             }
         }
     }
-    Ok(())
+    let [shape, strides] = both;
+    let shortest = shape.iter().zip(strides).filter(|(length, _)| **length > 1).map(|(_, stride)| *stride).min();
+    Ok(found.dtype[0] == COMPLEX || shortest.is_some_and(|stride| stride != 1))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    static NUMBERS: [i64; 4] = [2, 3, 12, 4];
+    static NUMBERS: [i64; 4] = [2, 3, 3, 1];
 
-    /// Describes an object with an attribute `data`; refuses any other.
+    fn places_of(tensors: &[Bound<'_, PyAny>], function: Option<&Py<PyAny>>) -> PyResult<Places> {
+        let mut places = Places::default();
+        places.add(tensors, function)?;
+        Ok(places)
+    }
+
+    /// Describes an object with an attribute `data`, and with `code` if its type is not float; refuses any
+    /// other.
     ///
     /// # Safety
     /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
@@ -127,12 +186,13 @@ mod tests {
                 PyTypeError::new_err("no data").restore(py);
                 return -1;
             };
+            let code = object.getattr("code").and_then(|code| code.extract()).unwrap_or(2);
             let found = Tensor {
                 data: data as *const c_void,
                 device_type: 1,
                 device_id: 0,
                 ndim: 2,
-                dtype: [2, 32, 1, 0],
+                dtype: [code, 32, 1, 0],
                 shape: NUMBERS.as_ptr(),
                 strides: NUMBERS[2..].as_ptr(),
                 byte_offset: 16,
@@ -174,21 +234,53 @@ mod tests {
                 tensor.into_bound(py)
             };
             let (one, other) = (kind(py, MAJOR), kind(py, MAJOR));
-            let places = places_of(py, &[tensor(&one, 4096), tensor(&other, 4096), tensor(&one, 4096)]).unwrap();
-            let each: Vec<_> = places.chunks(places.len() / 3).collect();
+            let places = places_of(&[tensor(&one, 4096), tensor(&other, 4096), tensor(&one, 4096)], None).unwrap();
+            let each: Vec<_> = places.bytes.chunks(places.bytes.len() / 3).collect();
             assert_eq!(each[0], each[2]);
             assert_ne!(each[0], each[1], "the type in Python counts");
-            assert_ne!(places_of(py, &[tensor(&one, 8192)]).unwrap(), each[0]);
+            assert_ne!(places_of(&[tensor(&one, 8192)], None).unwrap().bytes, each[0]);
             assert_eq!(each[0][8..16], (4096u64 + 16).to_ne_bytes());
             assert_eq!(each[0][32..], NUMBERS.map(i64::to_ne_bytes).concat());
+            assert!(places.objects.is_empty());
         });
     }
 
     #[test]
-    fn what_cannot_be_told_is_an_error() {
+    fn the_function_serves_types_without_a_table() {
         Python::initialize();
         Python::attach(|py| {
-            let error = |tensor| places_of(py, &[tensor]).unwrap_err().value(py).to_string();
+            let function = py.eval(c"lambda tensor: [tensor.data]", None, None).unwrap().unbind();
+            let tensor = |kind: &Bound<'_, PyAny>, data: usize| {
+                let tensor = kind.call0().unwrap().unbind();
+                tensor.setattr(py, "data", data).unwrap();
+                tensor.into_bound(py)
+            };
+            let bare = || py.eval(c"type('Tensor', (), {})", None, None).unwrap();
+            let (one, other, newer, known) = (bare(), bare(), kind(py, MAJOR + 1), kind(py, MAJOR));
+            let places = |kinds: [&Bound<'_, PyAny>; 3], data: usize| {
+                places_of(&[tensor(kinds[0], data), tensor(kinds[1], 4096), tensor(kinds[2], 4096)], Some(&function))
+                    .unwrap()
+            };
+            let first = places([&one, &newer, &known], 4096);
+            assert_eq!(first.objects.len(), 2, "a table of a known version is used");
+            assert!(first.is_equal(py, &places([&one, &newer, &known], 4096)).unwrap());
+            assert!(!first.is_equal(py, &places([&one, &newer, &known], 8192)).unwrap());
+            assert!(!first.is_equal(py, &places([&other, &newer, &known], 4096)).unwrap(), "the type in Python counts");
+            assert!(!first.is_equal(py, &places([&one, &newer, &one], 4096)).unwrap());
+            let complex = tensor(&known, 4096);
+            complex.setattr("code", COMPLEX).unwrap();
+            let views = places_of(&[complex, tensor(&known, 4096)], Some(&function)).unwrap();
+            assert_eq!(views.objects.len(), 1, "a complex tensor may be a conjugate view");
+            let error = places_of(&[one.call0().unwrap()], Some(&function)).err().unwrap();
+            assert!(error.value(py).to_string().contains("data"), "what is raised is passed on: {error}");
+        });
+    }
+
+    #[test]
+    fn what_cannot_be_described_is_an_error() {
+        Python::initialize();
+        Python::attach(|py| {
+            let error = |tensor| places_of(&[tensor], None).err().unwrap().value(py).to_string();
             assert_eq!(error(kind(py, MAJOR).call0().unwrap()), "no data");
             assert_eq!(error(kind(py, MAJOR + 1).call0().unwrap()), "expected DLPack 1, found 2");
             assert!(error(py.None().into_bound(py)).contains(ATTRIBUTE));

@@ -14,6 +14,7 @@ pub(crate) struct Hold {
     memory: Vec<Py<PyWeakrefReference>>,
     address: Py<PyAny>,
     version: Py<PyString>,
+    retain: Option<Py<PyAny>>,
     addresses: Vec<u64>,
     /// Whether what is held was found elsewhere.
     has_moved: AtomicBool,
@@ -29,13 +30,20 @@ pub(crate) struct Stamp {
 #[pymethods]
 impl Hold {
     /// `memory` are the objects that hold the tensors' memory, one for each, and `address` returns the present address
-    /// of one; `version` is the name of the tensors' attribute that counts writes.
+    /// of one; `version` is the name of the tensors' attribute that counts writes. `retain` is called with memory that
+    /// was reached through a weak reference, so that the new reference keeps it allocated.
     #[new]
-    fn new(memory: Vec<Py<PyAny>>, address: Py<PyAny>, version: Py<PyString>, py: Python<'_>) -> PyResult<Hold> {
+    fn new(
+        memory: Vec<Py<PyAny>>,
+        address: Py<PyAny>,
+        version: Py<PyString>,
+        retain: Option<Py<PyAny>>,
+        py: Python<'_>,
+    ) -> PyResult<Hold> {
         let weak = memory.iter().map(|memory| Ok(PyWeakrefReference::new(memory.bind(py))?.unbind()));
         let weak = weak.collect::<PyResult<_>>()?;
         let mut hold =
-            Hold { memory: weak, address, version, addresses: Vec::new(), has_moved: AtomicBool::new(false) };
+            Hold { memory: weak, address, version, retain, addresses: Vec::new(), has_moved: AtomicBool::new(false) };
         hold.addresses = hold.now(py, &memory)?;
         Ok(hold)
     }
@@ -46,8 +54,12 @@ impl Hold {
         if self.has_moved.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let memory = self.memory.iter().map(|weak| Some(weak.bind(tensors.py()).upgrade()?.unbind()));
+        let py = tensors.py();
+        let memory = self.memory.iter().map(|weak| Some(weak.bind(py).upgrade()?.unbind()));
         let Some(memory) = memory.collect::<Option<Vec<_>>>() else { return Ok(None) };
+        if let Some(retain) = &self.retain {
+            memory.iter().try_for_each(|memory| call(py, retain, memory).map(drop))?;
+        }
         Ok(Some(Stamp { memory, versions: self.versions(tensors)? }))
     }
 
@@ -71,20 +83,21 @@ impl Hold {
 impl Hold {
     /// Whether memory has moved: resized memory has its new address before the old is freed.
     fn now(&self, py: Python<'_>, memory: &[Py<PyAny>]) -> PyResult<Vec<u64>> {
-        let end = std::ptr::null_mut::<ffi::PyObject>();
-        let address = |memory: &Py<PyAny>| {
-            // SAFETY: both are live objects, and the interpreter is attached; a new reference or an error comes back.
-            let found = unsafe {
-                let found = ffi::PyObject_CallFunctionObjArgs(self.address.as_ptr(), memory.as_ptr(), end);
-                Bound::from_owned_ptr_or_err(py, found)?
-            };
-            found.cast_into::<PyInt>()?.extract()
-        };
-        memory.iter().map(address).collect()
+        memory.iter().map(|memory| call(py, &self.address, memory)?.cast_into::<PyInt>()?.extract()).collect()
     }
 
     fn versions(&self, tensors: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
         let name = self.version.bind(tensors.py());
         tensors.iter().map(|tensor| tensor.getattr(name)?.extract()).collect()
+    }
+}
+
+/// Calls a function with one argument.
+fn call<'py>(py: Python<'py>, function: &Py<PyAny>, argument: &Py<PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let end = std::ptr::null_mut::<ffi::PyObject>();
+    // SAFETY: both are live objects, and the interpreter is attached; a new reference or an error comes back.
+    unsafe {
+        let found = ffi::PyObject_CallFunctionObjArgs(function.as_ptr(), argument.as_ptr(), end);
+        Bound::from_owned_ptr_or_err(py, found)
     }
 }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
 
 use crate::borrowed::{entries_while, items_while};
-use crate::dlpack;
+use crate::dlpack::Places;
 use crate::errors::invalid;
 use crate::near::Near;
 
@@ -87,18 +87,20 @@ struct Bundle {
     wrapper: Option<Wrapper>,
     /// The name under which a group lists its members.
     members: Py<PyString>,
+    /// Returns the place of a tensor whose type has no exchange table.
+    place: Option<Py<PyAny>>,
 }
 
 /// The objects of a state's bundles as they were when this was made. Keeps only names and layouts alive.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Outline {
     bundles: Vec<Bundle>,
-    places: Vec<u8>,
+    places: Places,
     parameters: Same,
     near: Near,
 }
 
-/// `(objects, tensors, parameters, others, sharded, wrapper, members)`, as [`Outline`] takes a bundle.
+/// `(objects, tensors, parameters, others, sharded, wrapper, members, place)`, as [`Outline`] takes a bundle.
 type Given<'py> = (
     Vec<(Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)>,
     Vec<usize>,
@@ -107,11 +109,12 @@ type Given<'py> = (
     Vec<(usize, Bound<'py, PyAny>)>,
     Option<(Bound<'py, PyString>, Bound<'py, PyString>, Bound<'py, PyType>)>,
     Bound<'py, PyString>,
+    Option<Bound<'py, PyAny>>,
 );
 
 #[pymethods]
 impl Outline {
-    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper, members)`:
+    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper, members, place)`:
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
@@ -123,17 +126,20 @@ impl Outline {
     /// - `sharded`: `(number among the tensors, layout)` of those that wrap this rank's memory.
     /// - `wrapper`: the names of these tensors' attributes for the layout and for the memory, and its exact type.
     /// - `members`: the name under which a group lists its members.
+    /// - `place`: `None`, or a function that returns the place of a tensor whose type has no exchange table: an object
+    ///   that equals an earlier one exactly if device, address, element type, shape and strides are the same.
     ///
     /// Raises `TypeError` for what cannot be compared later, and the framework's errors for tensors without a known
     /// address.
     #[new]
     fn new(py: Python<'_>, bundles: Vec<Given<'_>>) -> PyResult<Outline> {
         let bundles = bundles.into_iter().map(Bundle::new).collect::<PyResult<Vec<_>>>()?;
-        let mut outline = Outline { bundles, places: Vec::new(), parameters: Same::default(), near: Near::default() };
+        let mut outline =
+            Outline { bundles, places: Places::default(), parameters: Same::default(), near: Near::default() };
         let seen = outline.seen(py, true)?.ok_or_else(unstable)?;
-        outline.near = seen.near;
-        outline.places = dlpack::places_of(py, &seen.tensors)?;
+        outline.places = outline.places_of(&seen)?;
         outline.parameters = Same::of(&seen.parameters);
+        outline.near = seen.near;
         Ok(outline)
     }
 
@@ -142,7 +148,7 @@ impl Outline {
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
         self.near.fetch();
         let Some(seen) = self.seen(py, false)? else { return Ok(None) };
-        if !self.parameters.holds_of(&seen.parameters) || dlpack::places_of(py, &seen.tensors)? != self.places {
+        if !self.parameters.holds_of(&seen.parameters) || !self.places_of(&seen)?.is_equal(py, &self.places)? {
             return Ok(None);
         }
         Ok(Some((PyList::new(py, seen.tensors)?, seen.others)))
@@ -156,6 +162,8 @@ type Again<'py> = (Bound<'py, PyList>, Vec<Vec<Bound<'py, PyAny>>>);
 #[derive(Default)]
 struct Seen<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
+    /// The number of each bundle's tensors.
+    lengths: Vec<usize>,
     others: Vec<Vec<Bound<'py, PyAny>>>,
     /// Addresses.
     parameters: Vec<usize>,
@@ -173,6 +181,7 @@ impl Outline {
             if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen.tensors)? {
                 return Ok(None);
             }
+            seen.lengths.push(bundle.tensors.len());
             seen.others.push(bundle.wanted.iter().map(|&number| walk.entries[number].clone()).collect());
             let entries = bundle.parameters.iter().map(|&number| &walk.entries[number]);
             if let Some(mut near) = walk.near.take() {
@@ -183,11 +192,22 @@ impl Outline {
         }
         Ok(Some(seen))
     }
+
+    /// Where all tensors lie now.
+    fn places_of(&self, seen: &Seen<'_>) -> PyResult<Places> {
+        let (mut places, mut tensors) = (Places::default(), &seen.tensors[..]);
+        for (bundle, &length) in self.bundles.iter().zip(&seen.lengths) {
+            let (own, others) = tensors.split_at(length);
+            places.add(own, bundle.place.as_ref())?;
+            tensors = others;
+        }
+        Ok(places)
+    }
 }
 
 impl Bundle {
     fn new<'py>(given: Given<'py>) -> PyResult<Bundle> {
-        let (objects, tensors, parameters, wanted, sharded, wrapper, members) = given;
+        let (objects, tensors, parameters, wanted, sharded, wrapper, members, place) = given;
         let part = |(object, attributes): (Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)| {
             let kinds = attributes.into_iter().map(|(name, kind)| Ok((name.unbind(), Kind::from_name(&kind)?)));
             let part = Part {
@@ -224,6 +244,7 @@ impl Bundle {
                 kind: kind.unbind(),
             }),
             members: members.unbind(),
+            place: place.map(Bound::unbind),
         })
     }
 

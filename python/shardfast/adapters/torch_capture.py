@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,10 @@ def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
         raise Refused("this PyTorch has no version counters, so it cannot tell whether a tensor was written")
     # Tensors do not keep the memory: `tensor.data = other` releases it.
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    return Hold(storages, torch.UntypedStorage.data_ptr, "_version")
+    # In PyTorch 2.7 a storage owns its Python object once Python has let go of it, and a reference that is then taken
+    # from a weak one does not keep the storage alive: to read it after its tensor's end would end the process.
+    retain = getattr(torch.UntypedStorage, "_fix_weakref", None)
+    return Hold(storages, torch.UntypedStorage.data_ptr, "_version", retain)
 
 
 # Whether nothing has changed
@@ -169,6 +172,19 @@ _OF_MODULES: list[tuple[str, Kind]] = [
 ]
 _OF_OPTIMIZERS: list[tuple[str, Kind]] = [("param_groups", "groups"), ("state", "state")]
 _OF_WRAPPED: list[tuple[str, Kind]] = [("param_groups", "groups"), ("optim", "object")]
+
+
+def place(tensor: torch.Tensor) -> Hashable:
+    """The address of a tensor and how its memory is read, for a torch without DLPack's exchange table."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -220,6 +236,7 @@ def outline_of_modules(
         sharded,
         WRAPPER if sharded else None,
         lambda entries: {},
+        place=place,
     )
 
 
@@ -271,6 +288,7 @@ def outline_of_optimizers(
         WRAPPER if sharded else None,
         values_of,
         members="params",
+        place=place,
     )
 
 

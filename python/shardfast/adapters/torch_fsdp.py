@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused, Restored
+from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused
 from .torch_capture import Place, loads_by_itself
 from .torch_modules import Modules
 from .torch_refused import expect_understood_module
@@ -222,23 +222,9 @@ class FsdpModules(Modules):
     def outline(self) -> Outline | None:
         return None if any(handle.is_unsharded for handle in self._handles) else super().outline()
 
-    def restore(
-        self,
-        created: Mapping[str, torch.Tensor],
-        values: Mapping[str, object],
-        parameter: Callable[[str], str],
-        *,
-        strict: bool,
-        absent: Sequence[str] = (),
-    ) -> Restored:
-        restored = super().restore(created, values, parameter, strict=strict, absent=absent)
-
-        def install() -> None:
-            for handle in self._handles:
-                handle.reshard()
-            restored.install()
-
-        return Restored(install, restored.missing, restored.unexpected)
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.reshard()
 
 
 def _is_wrapped(module: nn.Module) -> bool:

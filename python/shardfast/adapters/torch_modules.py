@@ -151,6 +151,9 @@ class Modules:
         """Where an entry of the module's state dict stands in it."""
         return id(module), original
 
+    def _release(self) -> None:
+        """Frees what was made of the tensors before a load filled them; here nothing."""
+
     def _parameters_of(self, module: nn.Module, state: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter | Part]]:
         """The parameters of a module by name, among them those of ``state`` that are parts."""
         return module.named_parameters(remove_duplicate=False)
@@ -227,6 +230,7 @@ class Modules:
             entries[id(module)][original] = value
 
         def install() -> None:
+            self._release()
             for module in self._modules:
                 load_by_hooks(module, entries[id(module)])
 

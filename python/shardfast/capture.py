@@ -144,9 +144,11 @@ class Pending:
         self._is_raised = True
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # includes a save that never began, or of another process
+        try:
             if not in_flight.is_over and not self._is_raised and self._pending.done():
                 self.conclude()
+        except Exception:  # a save that never began or of another process, or names that an ending Python cleared
+            return
 
 
 class InFlight:

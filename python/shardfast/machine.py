@@ -54,7 +54,7 @@ def _oldest_tested(framework: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:2]]
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
 def _address() -> Finding:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from .torch_memory import (
     OF_NAME,
     ORDINARY,
     copy,
+    dtype_of,
     expect_memory,
     expect_storable,
     expect_writable,
@@ -51,6 +54,8 @@ from .torch_optimizers import Optimizers
 from .torch_placement import Placed, chunks, expect_shape, local_of, placed, text, views
 from .torch_refused import expect_understood_owner, expect_understood_tensor
 from .torch_rounds import carries, carry
+
+_log = logging.getLogger("shardfast")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,7 +164,7 @@ class TorchAdapter:
     @named
     def target(self, tensor: torch.Tensor, dtype: str) -> Target:
         local = local_of(tensor)
-        wanted = OF_NAME[dtype]
+        wanted = dtype_of(dtype)
         expect_memory(local)
         expect_writable(local)
         if local.dtype is wanted and is_direct(local):
@@ -186,12 +191,10 @@ class TorchAdapter:
         return Destination(layout, identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
-        return on_host(shape, OF_NAME[dtype])
+        return on_host(shape, dtype_of(dtype))
 
     def view(self, dtype: str, shape: Ints, buffer: Any) -> torch.Tensor:
-        if dtype not in OF_NAME:
-            raise Refused(f"PyTorch has no type for {dtype}")
-        tensor = torch.frombuffer(buffer, dtype=OF_NAME[dtype]).view(shape)
+        tensor = torch.frombuffer(buffer, dtype=dtype_of(dtype)).view(shape)
         expect_memory(tensor)
         return tensor
 
@@ -293,6 +296,22 @@ class TorchAdapter:
         return tensor
 
 
+TESTED = ("2.7.1", "2.15")
+"""The oldest and the newest PyTorch that the tests run with; with the newest count its patch releases."""
+
+
+def _is_tested(version: str) -> bool:
+    oldest, newest, found = ([int(number) for number in re.findall(r"\d+", one)[:3]] for one in (*TESTED, version))
+    return oldest <= found and found[: len(newest)] <= newest
+
+
 def adapter() -> TorchAdapter:
-    """The adapter of this framework."""
+    """The adapter of this framework. Logs a warning where PyTorch is of a version that was not tested."""
+    if not _is_tested(torch.__version__):
+        _log.warning(
+            "this is PyTorch %s, and Shardfast is tested with PyTorch %s to %s: it goes on, and refuses sharded "
+            "tensors whose number of elements is not the one that their placements give",
+            torch.__version__,
+            *TESTED,
+        )
     return TorchAdapter()

@@ -12,37 +12,53 @@ from torch import nn
 from ..catalog import Memory, Refused, is_writable, may_overlap
 from .torch_placement import local_of, parts, views
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float4_e2m1fn_x2: "F4",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float4_e2m1fn_x2": "F4",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
 }
-"""Element types that safetensors shares with torch, by their safetensors names."""
+"""safetensors names of element types, by torch's names."""
+
+DTYPES: dict[torch.dtype, str] = {getattr(torch, ours): dtype for ours, dtype in _NAMES.items() if hasattr(torch, ours)}
+"""Element types that safetensors shares with this torch, by their safetensors names."""
 
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+"""The reverse, without the types that this torch lacks: see :func:`dtype_of`."""
+
 ARRAY_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.complex128, torch.complex32)}
 
 ORDINARY = frozenset({torch.Tensor, nn.Parameter})
 """The types of tensors that have nothing beside their memory."""
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The element type of that safetensors name.
+
+    Raises:
+        Refused: If this torch has none.
+    """
+    if name not in OF_NAME:
+        raise Refused(f"PyTorch {torch.__version__} has no type for {name} (a newer one may have it)")
+    return OF_NAME[name]
 
 
 P = ParamSpec("P")

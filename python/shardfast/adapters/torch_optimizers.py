@@ -20,7 +20,7 @@ from .torch_groups import (
     saved_class,
     saved_groups,
 )
-from .torch_memory import OF_NAME, expect_fill, fill
+from .torch_memory import dtype_of, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
 from .torch_refused import expect_understood_owner
 from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, unwrapped, wraps
@@ -238,7 +238,7 @@ class Optimizers:
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         place = self._split(name)
-        kind = OF_NAME[dtype]
+        kind = dtype_of(dtype)
         # Made in inference mode, it could not be trained with afterwards.
         with torch.inference_mode(False), torch.no_grad():
             if place is None:

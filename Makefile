@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test frameworks memcheck wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test frameworks oldest memcheck wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | frameworks | memcheck | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | frameworks | oldest | memcheck | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and shardfast built from these sources.
 setup:
@@ -20,6 +20,10 @@ test:
 # The tests with the packages of trainers, in an environment of their own.
 frameworks: setup
 	@scripts/frameworks.sh
+
+# The Python tests with the oldest PyTorch that works.
+oldest: setup
+	@scripts/oldest.sh
 
 # The tests that walk through Python's objects, with every access to memory checked.
 memcheck: setup

@@ -35,4 +35,7 @@ install_what_is_tested() {
     into=$("target/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
     rm -rf "$into"/shardfast "$into"/shardfast-*.dist-info
     cp -r "$from"/shardfast "$from"/shardfast-*.dist-info "$into"
+    # The command, which names its Python.
+    sed "s|$PWD/.venv/bin/|$PWD/target/$1/bin/|g" .venv/bin/shardfast >"target/$1/bin/shardfast"
+    chmod +x "target/$1/bin/shardfast"
 }

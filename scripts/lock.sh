@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes dev.txt, bench.txt, wheel.txt and frameworks.txt in requirements/ from the .in files beside them: every package
-# pinned, for every platform. Run it after an edit of one of those; `scripts/lock.sh --upgrade` takes newer versions of
-# what they do not name.
+# Makes dev.txt, bench.txt, wheel.txt, frameworks.txt and oldest.txt in requirements/ from the .in files beside them:
+# every package pinned, for every platform. Run it after an edit of one of those; `scripts/lock.sh --upgrade` takes
+# newer versions of what they do not name.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,3 +18,8 @@ lock dev "$@"
 lock bench --constraint requirements/dev.txt "$@"
 lock wheel --constraint requirements/dev.txt "$@"
 lock frameworks --constraint requirements/dev.txt --excludes requirements/frameworks.excludes "$@"
+# What comes with torch is of the version that this torch asks for.
+others=$(mktemp)
+trap 'rm -f "$others"' EXIT
+grep -vE '^(torch|triton)==' requirements/dev.txt >"$others"
+lock oldest --constraint "$others" "$@"

@@ -56,6 +56,7 @@ venv_step "wheels for other machines" scripts/wheel.sh
 venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
     --ignore=tests/frameworks --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py
 venv_step "pytest, trainers' packages" scripts/frameworks.sh
+venv_step "pytest, oldest PyTorch" scripts/oldest.sh
 venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py tests/python/test_guide.py
 venv_step "memory that Python owns" scripts/memcheck.sh
 venv_step "structure" "$bin/pytest" --quiet tests/structure

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
+from older import AVERAGED, EXPERTS, HIDDEN, IS_OLDER
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -29,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-VOCABULARY, WIDTH, HIDDEN, CONTEXT, EXPERTS = 11, 8, 10, 5, 5
+VOCABULARY, WIDTH, CONTEXT = 11, 8, 5
 
 
 class Block(nn.Module):
@@ -109,8 +110,8 @@ def _tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
 
 def _fully_shard(model: Net, mesh: DeviceMesh) -> nn.Module:
     for block in model.blocks.children():
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **AVERAGED)
+    return fully_shard(model, mesh=mesh, **AVERAGED)
 
 
 def _fsdp_tp(model: Net) -> nn.Module:
@@ -201,7 +202,7 @@ def _ep(model: Net) -> nn.Module:
 def _ep_fsdp(model: Net) -> nn.Module:
     mesh = mesh_of(2, "dp", "ep")
     _share_experts(model, mesh["ep"])
-    fully_shard(model.experts, mesh=mesh["dp"])
+    fully_shard(model.experts, mesh=mesh["dp"], **AVERAGED)
     return _fully_shard(model, mesh_of(1, "one", "all")["all"])
 
 
@@ -229,8 +230,9 @@ def build(layout: str, seed: int = 0, dropout: float = 0.0) -> tuple[nn.Module, 
     torch.manual_seed(seed)
     model = {**LAYOUTS, **APART}[layout](Net(dropout))
     # Tensor and expert parallelism alone leave plain parameters beside DTensors: torch's fused kernels do not take both
-    # at once.
-    options = {"lr": 1e-2, "fused": layout not in ("tp", "ep", "pp_tp", "interleaved_tp"), "foreach": False}
+    # at once. Those of PyTorch 2.7 take no DTensors on different meshes either.
+    mixed = ("tp", "ep", "pp_tp", "interleaved_tp", *(("fsdp_tp", "ep_fsdp") if IS_OLDER else ()))
+    options = {"lr": 1e-2, "fused": layout not in mixed, "foreach": False}
     if layout == "zero1":
         return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
     if isinstance(model, list) and layout != "interleaved_tp":

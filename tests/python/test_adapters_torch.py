@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from older import HIDDEN, IS_OLDER
 from shardfast.adapters import torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
 from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Refused, Region, Source, Target
@@ -228,6 +229,10 @@ def test_index_runs_do_not_depend_on_size():
 # DTensors on four ranks
 
 
+# PyTorch 2.7 cuts evenly where a placement is strided.
+SHAPES = [(48, 36)] if IS_OLDER else [(16, 6), (10, 7), (3, 5), (1, 2)]
+
+
 def placements(ndim):
     kinds = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
     return itertools.product(kinds, repeat=ndim)
@@ -236,7 +241,7 @@ def placements(ndim):
 def check_placements(rank, world, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
     cases, mine = [], []
-    for shape in [(16, 6), (10, 7), (3, 5), (1, 2)]:
+    for shape in SHAPES:
         whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
         for chosen in placements(len(mesh_shape)):
             # Cut locally: scattering by an uneven _StridedShard fails in torch itself.
@@ -257,7 +262,7 @@ def test_dtensors_say_what_they_hold(ranks, mesh_shape):
 
 def check_scattered_and_restored(rank, world):
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = torch.randn(10, 6)
+    whole = torch.randn(16 if IS_OLDER else 10, 6)
     dist.broadcast(whole, 0)
     cases = [
         (line, [Shard(0)]),
@@ -269,7 +274,7 @@ def check_scattered_and_restored(rank, world):
         (square, [Shard(0), Shard(1)]),
     ]
     for mesh, chosen in cases:
-        tensor = nn.Parameter(distribute_tensor(whole, mesh, chosen, src_data_rank=None))
+        tensor = nn.Parameter(distribute_tensor(whole.clone(), mesh, chosen, src_data_rank=None))
         assert check_tensor(ADAPTER, tensor, gather) == data(whole), chosen
         ADAPTER.fill(tensor, whole + 1)
         assert torch.equal(tensor.full_tensor(), whole + 1), chosen
@@ -431,7 +436,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 8, hidden: int = 10, layers: int = 2) -> None:
+    def __init__(self, width: int = 8, hidden: int = HIDDEN, layers: int = 2) -> None:
         super().__init__()
         self.emb = nn.Embedding(11, width)
         self.layers = nn.ModuleDict({str(i): Block(width, hidden) for i in range(layers)})
@@ -537,7 +542,7 @@ def check_fsdp2(rank, world, dims):
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()  # leaves the root's parameters unsharded
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=not IS_OLDER, foreach=False)  # as in layouts.build
     optimizer.step()
     module = ADAPTER.module(model)
     assert list(module.bundle.tensors()) == list(whole.state_dict())
@@ -553,7 +558,7 @@ def check_fsdp2(rank, world, dims):
     assert {name for name in bundle.tensors() if name.endswith("exp_avg")} == {
         f"state.{fqn}.exp_avg" for fqn, _ in whole.named_parameters() if not fqn.startswith("norm.")
     }
-    made = bundle.create("state.layers.0.up.weight.exp_avg", "F32", (10, 8), dry=False)
+    made = bundle.create("state.layers.0.up.weight.exp_avg", "F32", (HIDDEN, 8), dry=False)
     like = bundle.tensors()["state.layers.0.up.weight.exp_avg"]
     assert (made.placements, made.device_mesh, made.to_local().shape) == (
         like.placements,

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import TABLE
+from older import TABLE
 from shardfast.adapters.torch_capture import hold_of, place
 from shardfast.catalog import Hold, Outline, Wrapper
 from shardfast.description import held, outlined

@@ -22,6 +22,7 @@ from layouts import (
     same_bits,
     steppers,
 )
+from older import IS_OLDER
 from shardfast.description import Describer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -106,8 +107,11 @@ MICROBATCHES = 4
 
 
 def trained_of(world):
-    """Those that PyTorch trains: FSDP1 frees parameters behind one micro-batch that the next one's backward needs."""
-    return [name for name in apart_of(world) if "fsdp1" not in name]
+    """Those that PyTorch trains: FSDP1 frees parameters behind one micro-batch that the next one's backward needs.
+
+    The schedules of PyTorch 2.7 never end on gloo.
+    """
+    return [name for name in apart_of(world) if "fsdp1" not in name and not (IS_OLDER and name in PIPELINES)]
 
 
 def loss_of(logits, tokens):
@@ -262,6 +266,7 @@ def check_relaid(rank, world, url, pairs):
     return seen
 
 
+@pytest.mark.skipif(IS_OLDER, reason=f"the pipeline schedules of torch {torch.__version__} never end on gloo")
 def test_losses_under_another_layout_are_those_after_full_state_dicts(ranks, tmp_path):
     url = f"{tmp_path}"
     ranks(4)(train_and_save, url, ["pp_fsdp", "interleaved_fsdp"])
@@ -310,14 +315,16 @@ def test_a_save_runs_no_collective(ranks, tmp_path):
     ranks(4)(check_quiet, f"{tmp_path}")
 
 
-class Stage(nn.ModuleDict):
+class Stage(nn.Module):
     """Layers of which most tensors are too large to be copied in the call, by their numbers in the whole model."""
 
     def __init__(self, *numbers):
-        super().__init__({f"layers_{number}": nn.Linear(60, 40) for number in numbers})
+        super().__init__()
+        for number in numbers:
+            self.add_module(f"layers_{number}", nn.Linear(60, 40))
 
     def forward(self, x):
-        return sum(layer(x).square().mean() for layer in self.values())
+        return sum(layer(x).square().mean() for layer in self.children())
 
 
 def wide(kind, rank, seed=0):

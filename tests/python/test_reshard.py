@@ -7,6 +7,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from layouts import PARALLEL, build, differing, expected, fill, held, known, local, memory, same_bits, train
+from older import IS_OLDER
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -70,7 +71,7 @@ def test_worlds_that_differ_by_one(ranks, tmp_path, saving, loading):
 # DTensors in general
 
 KINDS = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
-SHAPES = [(16, 6), (7, 5), (1, 2), (0, 3)]
+SHAPES = [(48, 36), (0, 36)] if IS_OLDER else [(16, 6), (7, 5), (1, 2), (0, 3)]  # PyTorch 2.7 cuts strided ones evenly
 MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1, 1)], 3: [(3,), (1, 3)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
@@ -156,6 +157,8 @@ def check_resume(rank, world, layout, url):
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_a_step_after_a_resume_is_the_step_without_one(ranks, tmp_path, layout):
+    if IS_OLDER and layout == "hsdp":
+        pytest.skip(f"FSDP2 of torch {torch.__version__} makes no backward pass under HSDP on a CPU")
     ranks(2)(check_resume, layout, f"{tmp_path}/checkpoint")
 
 

@@ -8,6 +8,7 @@ import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from older import AVERAGED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -133,7 +134,7 @@ def train(rank, world, url, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     if world > 1:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)), **AVERAGED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer, "extra": {"losses": []}}
     with sf.Checkpointer(url, every=sf.steps(2), keep=sf.last(2) | sf.every(6)) as ckpt:

@@ -1,5 +1,6 @@
 """One version, reasoned dependencies, permitted licences, links that lead somewhere, words that run what they say."""
 
+import ast
 import fnmatch
 import hashlib
 import os
@@ -41,7 +42,7 @@ def test_the_toolchain_is_the_declared_one():
     assert channel.startswith(declared), f"rust-toolchain.toml pins {channel}, Cargo.toml declares {declared}"
 
 
-@pytest.mark.parametrize("name", ["dev", "bench", "wheel", "frameworks"])
+@pytest.mark.parametrize("name", ["dev", "bench", "wheel", "frameworks", "oldest"])
 def test_lock_files_are_there_and_pin(name):
     wanted = re.findall(r"^([\w-]+==[\w.]+)", read(f"requirements/{name}.in"), re.MULTILINE)
     pinned = read(f"requirements/{name}.txt").splitlines()
@@ -58,6 +59,24 @@ def test_what_is_measured_and_shipped_is_made_of_what_is_tested(name):
     others = read(f"requirements/{name}.txt").splitlines()
     found = [line for line in others if line.split("==")[0] in names and line not in tested]
     offenders("run scripts/lock.sh: where both lock files name a package they pin one version", found)
+
+
+def test_the_versions_of_torch_are_those_that_are_tested():
+    oldest, newest = ast.literal_eval(re.search(r"^TESTED = (.*)$", read(TORCH_ADAPTER), re.MULTILINE)[1])
+    pins = {name: re.search(r"^torch==(.*)$", read(f"requirements/{name}.in"), re.MULTILINE)[1] for name in PINNED}
+    assert pins["oldest"] == oldest, f"requirements/oldest.in pins {pins['oldest']}, {TORCH_ADAPTER} says {oldest}"
+    assert f"{pins['dev']}.".startswith(f"{newest}."), f"requirements/dev.in pins {pins['dev']}, not {newest}"
+    extra = toml("pyproject.toml")["project"]["optional-dependencies"]["torch"]
+    assert extra == [f"torch>={oldest}"], f"pyproject.toml asks for {extra}"
+    said = f"PyTorch {oldest} to {newest}"
+    found = [
+        page for page in ("README.md", "docs/guide/quick-start.md", "docs/guide/limits.md") if said not in read(page)
+    ]
+    offenders(f"say {said!r}", found)
+
+
+PINNED = ("oldest", "dev")
+TORCH_ADAPTER = "python/shardfast/adapters/torch.py"
 
 
 def test_build_tools_are_pinned_once():

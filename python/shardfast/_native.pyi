@@ -332,18 +332,20 @@ class Outline:
     """
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
-    def again(self) -> tuple[list[Any], list[list[Any]]] | None:
+    def again(self) -> tuple[list[Any], dict[int, Any], list[list[Any]]] | None:
         """The tensors of all bundles, in order, with this rank's memory in place of sharded tensors.
 
-        With them each bundle's other entries. ``None`` if anything has changed: names, types, layouts, which parameters
-        are the same, and tensors' device, address, element type, shape and strides.
+        With them the sharded tensors by number, and each bundle's other entries. ``None`` if anything has changed:
+        names, types, layouts, which parameters are the same, and tensors' device, address, element type, shape and
+        strides.
         """
 
 @final
 class Hold:
     """Refers weakly to the memory of tensors, and detects writes and moves.
 
-    The arguments are the fields of :class:`shardfast.catalog.Hold`.
+    The arguments are the fields of :class:`shardfast.catalog.Hold`, and in ``wrapped`` the numbers of those that others
+    wrap, which count writes, too. The methods take the tensors in this memory, and behind them these others.
     """
 
     def __new__(
@@ -352,6 +354,7 @@ class Hold:
         address: Callable[[Any], int],
         version: str,
         retain: Callable[[Any], object] | None,
+        wrapped: Sequence[int],
     ) -> Self: ...
     def stamp(self, tensors: list[Any]) -> Stamp | None:
         """Their present state; ``None`` if their memory was freed, or `changes` found that it had moved."""

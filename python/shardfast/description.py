@@ -30,6 +30,7 @@ from .catalog import (
     ObjectLeaf,
     Origin,
     Outline,
+    Part,
     Refused,
     Source,
     TensorLeaf,
@@ -75,7 +76,7 @@ Patterns = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Watched:
-    """Tensors that are captured lazily, how they were, and their places in the state, for messages."""
+    """Tensors that are captured lazily and what wraps them, how they were, and their places in the state."""
 
     hold: _native.Hold
     tensors: list[Any]
@@ -422,10 +423,18 @@ def _objects(value: object) -> tuple[bool, Sequence[Any]]:
 
 @dataclass(frozen=True)
 class _Lazy:
-    """Tensors that are captured lazily: their memory, their numbers among those of all bundles, and their places."""
+    """Tensors that are captured lazily.
+
+    Attributes:
+        hold: Their memory.
+        numbers: Theirs among those of all bundles.
+        wrapped: Of these, those that others wrap, which count writes, too.
+        places: In the state, for messages.
+    """
 
     hold: _native.Hold
     numbers: Sequence[int]
+    wrapped: Sequence[int]
     places: Sequence[str]
 
     def watched(self, own: list[Any]) -> Watched | None:
@@ -469,10 +478,12 @@ class _Known:
             return None
         if seen is None:
             return None
-        tensors, others = seen
+        tensors, sharded, others = seen
         watched = []
         for lazy in self.lazy:
-            one = lazy.watched(list(map(tensors.__getitem__, lazy.numbers)))
+            own = list(map(tensors.__getitem__, lazy.numbers))
+            of_wrapped = map(lazy.numbers.__getitem__, lazy.wrapped)
+            one = lazy.watched(own + [sharded.get(number, tensors[number]) for number in of_wrapped])
             if one is None:
                 return None
             watched.append(one)
@@ -527,9 +538,9 @@ _UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
 """What a framework raises, or a tensor that does not tell where it lies."""
 
 
-def held(hold: Hold) -> _native.Hold:
-    """What an adapter says of tensors' memory, with what notices changes."""
-    return _native.Hold(hold.memory, hold.address, hold.version, hold.retain)
+def held(hold: Hold, wrapped: Sequence[int] = ()) -> _native.Hold:
+    """What an adapter says of tensors' memory, with what notices changes; the numbers of those that others wrap."""
+    return _native.Hold(hold.memory, hold.address, hold.version, hold.retain, wrapped)
 
 
 def _described(
@@ -553,8 +564,10 @@ def _described(
     for adapter, of in numbers_of.items():
         places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
         own = [found.named[number].source().owner for number in of]
-        lazy.append(_Lazy(held(adapter.hold(own)), of, places))
-        watched += [one for one in [lazy[-1].watched(own)] if one is not None]
+        outer = [found.named[number].tensor for number in of]  # a part counts the writes of what it lies within
+        wrapped = [i for i, one in enumerate(outer) if one is not own[i] and not isinstance(one, Part)]
+        lazy.append(_Lazy(held(adapter.hold(own), wrapped), of, wrapped, places))
+        watched += [one for one in [lazy[-1].watched(own + [outer[i] for i in wrapped])] if one is not None]
     owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
     description = Description(native, values, watched, owner)

@@ -179,11 +179,10 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
     tensors: Sequence[Any] = bundle.announce(notice)
     assert tensors, "the bundle announces changes of some of its tensors"
     first, names = contents(), [*bundle.tensors()]
-    owners = [adapter.source(tensor).owner for tensor in tensors]
-    hold, outline = held(adapter.hold(owners)), bundle.outline()
+    (hold, counted), outline = _held(adapter, tensors), bundle.outline()
     outlines = outlined([outline]) if outline is not None else None
-    stamp = hold.stamp(owners)
-    assert stamp is not None and hold.changes(owners, stamp) == [], "looking at tensors does not change them"
+    stamp = hold.stamp(counted)
+    assert stamp is not None and hold.changes(counted, stamp) == [], "looking at tensors does not change them"
     change()
     is_over = True
     assert before and before[0] == first, "a change is announced before it is made"
@@ -197,13 +196,19 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
 def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any], None]) -> None:
     """Checks that a hold shows which of a bundle's announced tensors ``write`` wrote, without announcement."""
     tensors = bundle.announce(lambda: None)
-    owners = [adapter.source(tensor).owner for tensor in tensors]
-    hold = held(adapter.hold(owners))
+    hold, counted = _held(adapter, tensors)
     for number, tensor in enumerate(tensors):
-        stamp = hold.stamp(owners)
+        stamp = hold.stamp(counted)
         assert stamp is not None, "a hold holds its tensors' memory"
         write(tensor)
-        assert [changed for changed, _ in hold.changes(owners, stamp)] == [number], "a hold tells which one was written"
+        assert [changed for changed, _ in hold.changes(counted, stamp)] == [number], "a hold tells which was written"
+
+
+def _held(adapter: Adapter, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A hold of tensors' memory, and the tensors that count writes: those of the memory, and those that wrap some."""
+    owners: list[Any] = [adapter.source(tensor).owner for tensor in tensors]
+    wrapped = [number for number, tensor in enumerate(tensors) if tensor is not owners[number]]
+    return held(adapter.hold(owners), wrapped), owners + [tensors[number] for number in wrapped]
 
 
 def _expect_in_bounds(rank: int, region: Region | Flat, shape: Ints) -> None:

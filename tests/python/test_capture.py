@@ -17,7 +17,10 @@ import torch
 from layouts import build, held, local, same_bits, train
 from shardfast import _native, session
 from shardfast.capture import in_flight
+from shardfast.description import Describer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 
 WIDTH = 768
@@ -390,6 +393,36 @@ def test_a_write_that_no_counter_counts_fails_the_save(tmp_path, caplog):
     for parameter in model.parameters():
         parameter.data.add_(1)
     pending.committed()
+
+
+def check_writes_to_dtensors(rank, world):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(64, 64), mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    writes = [
+        ("model/weight", lambda: model.weight.mul_(1)),
+        ("optimizer/state.weight.exp_avg", lambda: state["exp_avg"].mul_(1)),
+        ("optimizer/state.weight.exp_avg_sq", lambda: state["exp_avg_sq"].to_local().mul_(1)),
+    ]
+    describer = Describer(lambda: None)
+    natives = []
+    for name, write in writes:  # from the second time on, the state is described already
+        described = describer.describe({"model": model, "optimizer": optimizer}, pickle=False)
+        natives.append(described.native)
+        model(torch.ones(2, 64)).sum().backward()  # gathers the parameters, and writes none
+        assert [change for one in described.watched for change in one.changes()] == []
+        with torch.no_grad():
+            write()
+        assert [change for one in described.watched for change in one.changes()] == [f"{name} was written"]
+    assert natives == [natives[0]] * len(writes)
+
+
+def test_a_write_to_a_dtensor_is_noticed_even_if_its_bytes_stay(ranks):
+    """The counter of the tensor that is written rises, not that of its memory."""
+    ranks(2)(check_writes_to_dtensors)
 
 
 def test_a_write_is_raised_by_the_next_call_of_a_checkpointer_and_not_by_the_step(tmp_path):

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+import shardfast as sf
 import torch
 from older import TABLE
 from shardfast.adapters.torch_capture import hold_of, place
@@ -58,11 +59,12 @@ def made():
 def test_what_is_the_same_is_told_with_what_it_holds_now(table):
     box, outline = made()
     native = outlined([outline])
-    tensors, others = native.again()
+    tensors, sharded, others = native.again()
     assert [id(one) for one in tensors] == [
         *map(id, [box.entries["w"], box.entries["w"], box.entries["sharded"].inner_memory]),
         *map(id, [box.state[box.entries["w"]]["mean"], box.children["below"].entries["w"]]),
     ]
+    assert list(sharded) == [2] and sharded[2] is box.entries["sharded"]
     assert others == [[1, 3]]
     box.state[box.entries["w"]]["step"] = 2
     box.state["total"] = 5
@@ -70,7 +72,7 @@ def test_what_is_the_same_is_told_with_what_it_holds_now(table):
     box.names["one"] = object()
     box.entries = dict(box.entries)
     box.entries["w"] += 1
-    assert native.again()[1] == [[2, 5]]
+    assert native.again()[2] == [[2, 5]]
 
 
 def a_key_by_an_equal_one(box):
@@ -278,6 +280,20 @@ def test_a_hold_tells_what_was_done():
         hold.changes([object()] * 4, stamp)
     with pytest.raises(TypeError):
         held(Hold([1], lambda memory: "here", "_version"))
+
+
+def test_a_hold_counts_writes_of_what_wraps_its_tensors():
+    tensors, outer = [torch.ones(4) for _ in range(3)], [torch.ones(1), torch.ones(1)]
+    hold = held(hold_of(tensors), [2, 1])
+    stamp = hold.stamp(tensors + outer)
+    outer[0] += 1
+    assert hold.changes(tensors + outer, stamp) == [(2, "written")]
+    tensors[1] += 1
+    assert hold.changes(tensors + outer, stamp) == [(1, "written"), (2, "written")]
+    with pytest.raises(sf.Invalid, match="expected 5 tensors, found 3"):
+        hold.stamp(tensors)
+    with pytest.raises(sf.Invalid, match="expected numbers of 3 tensors, found 3"):
+        held(hold_of(tensors), [3])
 
 
 def test_a_stamp_keeps_memory_that_its_tensor_lets_go_of():

@@ -379,12 +379,11 @@ def check_described_once(rank, world):
             state = state_of([*stages], [*optimizer] if isinstance(optimizer, list) else optimizer)
             again = describer.describe(state, pickle=False)
             assert again.native is first.native, kind
-            assert sum(len(one.tensors) for one in again.watched) >= 5, "what the optimizers step is captured lazily"
+            assert sum(len(one.places) for one in again.watched) >= 5, "what the optimizers step is captured lazily"
             assert [one.changes() for one in again.watched] == [[] for _ in again.watched]
         step_wide(stages, optimizer)
-        # Not what ZeRO-1 broadcasts after a step; and of a DTensor its own counter rises, not that of its memory here.
-        if kind in ("alone", "one optimizer"):
-            assert all(len(one.changes()) == len(one.tensors) for one in again.watched), "a step shows in all of them"
+        if kind != "zero1":  # what ZeRO-1 broadcasts after a step is written past the counters
+            assert all(len(one.changes()) == len(one.places) for one in again.watched), "a step shows in all of them"
         fewer = describer.describe({"model": stages}, pickle=False)
         assert fewer.native is not first.native, kind
 

@@ -8,6 +8,8 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyString, PyWeakrefReference};
 
+use crate::errors::invalid;
+
 /// Refers weakly to the memory of tensors, and detects writes and moves.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Hold {
@@ -15,6 +17,7 @@ pub(crate) struct Hold {
     address: Py<PyAny>,
     version: Py<PyString>,
     retain: Option<Py<PyAny>>,
+    wrapped: Vec<usize>,
     addresses: Vec<u64>,
     /// Whether what is held was found elsewhere.
     has_moved: AtomicBool,
@@ -31,19 +34,25 @@ pub(crate) struct Stamp {
 impl Hold {
     /// `memory` are the objects that hold the tensors' memory, one for each, and `address` returns the present address
     /// of one; `version` is the name of the tensors' attribute that counts writes. `retain` is called with memory that
-    /// was reached through a weak reference, so that the new reference keeps it allocated.
+    /// was reached through a weak reference, so that the new reference keeps it allocated. The other methods take the
+    /// tensors that lie in this memory, and behind them those that wrap some of them and count writes, too: `wrapped`
+    /// gives the number of what each of these wraps.
     #[new]
     fn new(
         memory: Vec<Py<PyAny>>,
         address: Py<PyAny>,
         version: Py<PyString>,
         retain: Option<Py<PyAny>>,
+        wrapped: Vec<usize>,
         py: Python<'_>,
     ) -> PyResult<Hold> {
+        if let Some(number) = wrapped.iter().find(|&&number| number >= memory.len()) {
+            return Err(invalid(format!("expected numbers of {} tensors, found {number}", memory.len())));
+        }
         let weak = memory.iter().map(|memory| Ok(PyWeakrefReference::new(memory.bind(py))?.unbind()));
         let weak = weak.collect::<PyResult<_>>()?;
-        let mut hold =
-            Hold { memory: weak, address, version, retain, addresses: Vec::new(), has_moved: AtomicBool::new(false) };
+        let (addresses, has_moved) = (Vec::new(), AtomicBool::new(false));
+        let mut hold = Hold { memory: weak, address, version, retain, wrapped, addresses, has_moved };
         hold.addresses = hold.now(py, &memory)?;
         Ok(hold)
     }
@@ -70,8 +79,12 @@ impl Hold {
             self.has_moved.store(true, Ordering::Relaxed);
         }
         let moved = addresses.iter().zip(&self.addresses).map(|(now, then)| now != then);
-        let written = versions.iter().zip(&stamp.versions).map(|(now, then)| now != then);
-        let changes = moved.zip(written).map(|(is_moved, is_written)| match (is_moved, is_written) {
+        let mut is_written = vec![false; self.memory.len()];
+        let numbers = (0..self.memory.len()).chain(self.wrapped.iter().copied());
+        for (number, (now, then)) in numbers.zip(versions.iter().zip(&stamp.versions)) {
+            is_written[number] |= now != then;
+        }
+        let changes = moved.zip(is_written).map(|(is_moved, is_written)| match (is_moved, is_written) {
             (true, _) => Some("resized or moved"),
             (false, true) => Some("written"),
             (false, false) => None,
@@ -87,6 +100,10 @@ impl Hold {
     }
 
     fn versions(&self, tensors: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
+        let expected = self.memory.len() + self.wrapped.len();
+        if tensors.len() != expected {
+            return Err(invalid(format!("expected {expected} tensors, found {}", tensors.len())));
+        }
         let name = self.version.bind(tensors.py());
         tensors.iter().map(|tensor| tensor.getattr(name)?.extract()).collect()
     }

@@ -7,7 +7,7 @@ use std::collections::hash_map::Entry;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
+use pyo3::types::{IntoPyDict, PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
 
 use crate::borrowed::{entries_while, items_while};
 use crate::dlpack::Places;
@@ -143,25 +143,28 @@ impl Outline {
         Ok(outline)
     }
 
-    /// The tensors of all bundles, in order, with this rank's memory in place of sharded tensors, and each bundle's
-    /// other entries, if nothing has changed: names, types, layouts, addresses and which parameters are the same.
+    /// The tensors of all bundles, in order, with this rank's memory in place of sharded tensors, these by their numbers,
+    /// and each bundle's other entries, if nothing has changed: names, types, layouts, addresses and which parameters
+    /// are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
         self.near.fetch();
         let Some(seen) = self.seen(py, false)? else { return Ok(None) };
         if !self.parameters.holds_of(&seen.parameters) || !self.places_of(&seen)?.is_equal(py, &self.places)? {
             return Ok(None);
         }
-        Ok(Some((PyList::new(py, seen.tensors)?, seen.others)))
+        Ok(Some((PyList::new(py, seen.tensors)?, seen.sharded.into_py_dict(py)?, seen.others)))
     }
 }
 
-/// Tensors, and other entries by bundle.
-type Again<'py> = (Bound<'py, PyList>, Vec<Vec<Bound<'py, PyAny>>>);
+/// Tensors, sharded ones by number, and other entries by bundle.
+type Again<'py> = (Bound<'py, PyList>, Bound<'py, PyDict>, Vec<Vec<Bound<'py, PyAny>>>);
 
 /// What all bundles hold now.
 #[derive(Default)]
 struct Seen<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
+    /// What wraps tensors, with their numbers.
+    sharded: Vec<(usize, Bound<'py, PyAny>)>,
     /// The number of each bundle's tensors.
     lengths: Vec<usize>,
     others: Vec<Vec<Bound<'py, PyAny>>>,
@@ -178,7 +181,7 @@ impl Outline {
             let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
             let mut walk = Walk::new(&objects, bundle.members.bind(py), Some(&bundle.met));
             walk.near = is_new.then(|| std::mem::take(&mut seen.near));
-            if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen.tensors)? {
+            if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen)? {
                 return Ok(None);
             }
             seen.lengths.push(bundle.tensors.len());
@@ -248,22 +251,24 @@ impl Bundle {
         })
     }
 
-    /// Adds the bundle's tensors to `out`; `false` if an entry has another type or another sharding now.
-    fn tensors<'py>(&self, py: Python<'py>, walk: &Walk<'_, 'py>, out: &mut Vec<Bound<'py, PyAny>>) -> PyResult<bool> {
+    /// Adds the bundle's tensors to `seen`; `false` if an entry has another type or another sharding now.
+    fn tensors<'py>(&self, py: Python<'py>, walk: &Walk<'_, 'py>, seen: &mut Seen<'py>) -> PyResult<bool> {
         let is_kept = |(number, kind): &(usize, Py<PyType>)| walk.entries[*number].get_type().is(kind);
         if !self.others.iter().all(is_kept) {
             return Ok(false);
         }
-        let first = out.len();
-        out.extend(self.tensors.iter().map(|&number| walk.entries[number].clone()));
+        let first = seen.tensors.len();
+        seen.tensors.extend(self.tensors.iter().map(|&number| walk.entries[number].clone()));
         let Some(wrapper) = &self.wrapper else { return Ok(true) };
         for (number, layout) in &self.sharded {
-            let tensor = &mut out[first + number];
+            let tensor = &mut seen.tensors[first + number];
             if !tensor.getattr_opt(&wrapper.layout)?.is_some_and(|now| now.is(layout)) {
                 return Ok(false);
             }
             match tensor.getattr_opt(&wrapper.inner)? {
-                Some(inner) if inner.get_type().is(wrapper.kind.bind(py)) => *tensor = inner,
+                Some(inner) if inner.get_type().is(wrapper.kind.bind(py)) => {
+                    seen.sharded.push((first + number, std::mem::replace(tensor, inner)));
+                }
                 _ => return Ok(false),
             }
         }

@@ -324,7 +324,7 @@ class Described:
 class Outline:
     """The objects of a state's bundles as they were when this was made; keeps nothing alive but names and layouts.
 
-    A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``wrapper`` is a tuple.
+    A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``inside`` is a list of tuples.
 
     Raises:
         TypeError: For what cannot be compared later, and for tensors of a bundle without ``place`` whose type has no
@@ -333,11 +333,11 @@ class Outline:
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
     def again(self) -> tuple[list[Any], dict[int, Any], list[list[Any]]] | None:
-        """The tensors of all bundles, in order, with this rank's memory in place of sharded tensors.
+        """The tensors of all bundles, in order, those inside of entries in their place.
 
-        With them the sharded tensors by number, and each bundle's other entries. ``None`` if anything has changed:
-        names, types, layouts, which parameters are the same, and tensors' device, address, element type, shape and
-        strides.
+        With them the entries that have such tensors, by the tensor's number, and each bundle's other entries. ``None``
+        if anything has changed: names, types, layouts, which parameters are the same, and tensors' device, address,
+        element type, shape and strides.
         """
 
 @final

@@ -357,19 +357,16 @@ one such object; a dict of entries by name; a list of dicts, each with a list of
 whole numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """The attributes of tensors that wrap this rank's memory.
+class Inside(NamedTuple):
+    """Where a tensor that wraps others has a leaf's memory, for as long as the types on the way stay the same.
 
     Attributes:
-        layout: Name of the attribute that says how a tensor is sharded: an object that is replaced, never changed.
-        inner: Name of the attribute that is the memory.
-        kind: The memory's exact type.
+        path: Names of attributes: the tensor's, that of what stands there, and so on to the memory.
+        layout: Name of the tensor's attribute that says how it is sharded, which is replaced, never changed; or empty.
     """
 
-    layout: str
-    inner: str
-    kind: type
+    path: tuple[str, ...]
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +379,7 @@ class Outline:
         tensors: For each of :meth:`Bundle.tensors`, in order, the number of its entry.
         parameters: The numbers of a module's parameters; an optimizer's are all members.
         others: Numbers of the entries that ``values`` needs.
-        sharded: Numbers, among the tensors, of those that wrap this rank's memory, with their layouts.
-        wrapper: The attributes of these.
+        inside: For tensors inside of their entries, by number among the tensors, where they are there.
         values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
         members: The name under which a group lists its members, where an attribute is of kind ``"groups"``.
         place: Returns a tensor's device, address, element type, shape and strides, and what else says how its memory
@@ -394,8 +390,7 @@ class Outline:
     tensors: Sequence[int]
     parameters: Sequence[int]
     others: Sequence[int]
-    sharded: Sequence[tuple[int, Any]]
-    wrapper: Wrapper | None
+    inside: Mapping[int, Inside]
     values: Callable[[Sequence[Any]], Mapping[str, object]]
     members: str = ""
     place: Callable[[Any], Hashable] | None = None

@@ -478,12 +478,12 @@ class _Known:
             return None
         if seen is None:
             return None
-        tensors, sharded, others = seen
+        tensors, outer, others = seen
         watched = []
         for lazy in self.lazy:
             own = list(map(tensors.__getitem__, lazy.numbers))
             of_wrapped = map(lazy.numbers.__getitem__, lazy.wrapped)
-            one = lazy.watched(own + [sharded.get(number, tensors[number]) for number in of_wrapped])
+            one = lazy.watched(own + [outer.get(number, tensors[number]) for number in of_wrapped])
             if one is None:
                 return None
             watched.append(one)
@@ -525,9 +525,8 @@ def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
     """The outline with which later saves check the bundles; ``None`` if they do not support it."""
     given = []
     for one in outlines:
-        wrapper = None if one.wrapper is None else (one.wrapper.layout, one.wrapper.inner, one.wrapper.kind)
-        numbers = (one.tensors, one.parameters, one.others)
-        given.append((one.objects, *numbers, one.sharded, wrapper, one.members, one.place))
+        inside = [(number, *there) for number, there in one.inside.items()]
+        given.append((one.objects, one.tensors, one.parameters, one.others, inside, one.members, one.place))
     try:
         return _native.Outline(given)
     except _UNTOLD:

@@ -10,7 +10,7 @@ import shardfast as sf
 import torch
 from older import TABLE
 from shardfast.adapters.torch_capture import hold_of, place
-from shardfast.catalog import Hold, Outline, Wrapper
+from shardfast.catalog import Hold, Inside, Outline
 from shardfast.description import held, outlined
 
 
@@ -50,21 +50,20 @@ def made():
     objects = [(box, attributes), (inner, []), (below, [("entries", "entries")])]
     # w again text sharded | step mean | total | w
     tensors, parameters, others = [0, 1, 3, 5, 7], [0, 1], [4, 6]
-    wrapper = Wrapper("sharded_as", "inner_memory", torch.Tensor)
-    sharded = [(2, LAYOUT)]
+    inside = {2: Inside(("inner_memory",), "sharded_as")}
     further = {"members": "listed", "place": place}
-    return box, Outline(objects, tensors, parameters, others, sharded, wrapper, lambda entries: {}, **further)
+    return box, Outline(objects, tensors, parameters, others, inside, lambda entries: {}, **further)
 
 
 def test_what_is_the_same_is_told_with_what_it_holds_now(table):
     box, outline = made()
     native = outlined([outline])
-    tensors, sharded, others = native.again()
+    tensors, outer, others = native.again()
     assert [id(one) for one in tensors] == [
         *map(id, [box.entries["w"], box.entries["w"], box.entries["sharded"].inner_memory]),
         *map(id, [box.state[box.entries["w"]]["mean"], box.children["below"].entries["w"]]),
     ]
-    assert list(sharded) == [2] and sharded[2] is box.entries["sharded"]
+    assert list(outer) == [2] and outer[2] is box.entries["sharded"]
     assert others == [[1, 3]]
     box.state[box.entries["w"]]["step"] = 2
     box.state["total"] = 5
@@ -155,7 +154,7 @@ def test_every_change_of_a_place_is_noticed(table, name):
     """The object stays, and is another tensor."""
     tensor = torch.ones(4, 6)
     box = Box(entries={"w": tensor})
-    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=place)])
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], {}, dict, place=place)])
     assert native.again() is not None
     PLACES[name](tensor)
     assert native.again() is None
@@ -171,12 +170,12 @@ def test_classes_without_a_table_are_asked(table):
 
     tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
     box = Box(entries=dict(enumerate(tensors)))
-    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], [], None, dict, place=told)
+    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], {}, dict, place=told)
     native = outlined([outline])
     assert native.again() is not None
     expected = tensors * 2 if table == "without the table" else []
     assert list(map(id, asked)) == list(map(id, expected))
-    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], [], None, dict)
+    outline = Outline([(box, [("entries", "entries")])], [0, 1], [], [], {}, dict)
     assert (outlined([outline]) is None) == (table == "without the table"), "nothing else tells it"
 
 
@@ -191,17 +190,55 @@ def test_a_place_that_cannot_be_told_is_no_place(monkeypatch):
     monkeypatch.delattr(torch.Tensor, TABLE, raising=False)
     failing = []
     box = Box(entries={"w": torch.ones(1)})
-    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=told)])
+    native = outlined([Outline([(box, [("entries", "entries")])], [0], [], [], {}, dict, place=told)])
     assert native.again() is not None
     failing.append(True)
     with pytest.raises(RuntimeError, match="no memory"):
         native.again()
 
 
+def test_tensors_deep_inside_of_an_entry_are_followed(table):
+    """Several leaves of one entry, as of a sharded and quantised tensor."""
+    codes, scale = torch.ones(4), torch.ones(1)
+    entry = wrapping(wrapping(codes, LAYOUT), LAYOUT)
+    entry.inner_memory.further = scale
+    box = Box(entries={"w": entry})
+    deep = Inside(("inner_memory", "inner_memory"), "sharded_as"), Inside(("inner_memory", "further"))
+
+    def made():
+        return outlined(
+            [Outline([(box, [("entries", "entries")])], [0, 0], [], [0], dict(enumerate(deep)), dict, place=place)]
+        )
+
+    native = made()
+    tensors, outer, others = native.again()
+    assert tensors[0] is codes and tensors[1] is scale and others == [[entry]]
+    assert list(outer) == [0, 1] and outer[0] is entry and outer[1] is entry
+    scale += 1
+    assert native.again() is not None
+    changes = {
+        "another class of the entry": lambda: setattr(entry, "__class__", torch.nn.Parameter),
+        "another class on the way": lambda: setattr(entry.inner_memory, "__class__", torch.nn.Parameter),
+        "another class inside": lambda: setattr(entry.inner_memory, "inner_memory", wrapping(codes, LAYOUT)),
+        "nothing inside": lambda: delattr(entry.inner_memory, "further"),
+        "another layout": lambda: setattr(entry, "sharded_as", object()),
+        "other memory": lambda: setattr(entry.inner_memory, "further", torch.ones(1)),
+    }
+    for change in changes.values():
+        entry = box.entries["w"] = wrapping(wrapping(codes, LAYOUT), LAYOUT)
+        entry.inner_memory.further = scale
+        native = made()
+        assert native.again() is not None
+        change()
+        assert native.again() is None, change
+    with pytest.raises(sf.Invalid, match="expected numbers of 1 tensors"):
+        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], {1: deep[0]}, dict, place=place)])
+
+
 def test_two_parameters_that_were_one_are_noticed_between_bundles():
     shared = torch.ones(3)
     boxes = [Box(entries={"w": shared}) for _ in range(2)]
-    outlines = [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict, place=place) for box in boxes]
+    outlines = [Outline([(box, [("entries", "entries")])], [0], [0], [], {}, dict, place=place) for box in boxes]
     native = outlined(outlines)
     assert native.again() is not None
     boxes[1].entries["w"] = shared.detach()  # where it was
@@ -219,7 +256,7 @@ def test_it_counts_which_parameters_are_the_same():
     other = one.detach()  # where it is
     boxes = [Box(entries={"w": of}) for of in (one, one, other)]
     native = outlined(
-        [Outline([(box, [("entries", "entries")])], [0], [0], [], [], None, dict, place=place) for box in boxes]
+        [Outline([(box, [("entries", "entries")])], [0], [0], [], {}, dict, place=place) for box in boxes]
     )
     assert native.again() is not None
     boxes[1].entries["w"] = other
@@ -263,7 +300,7 @@ def test_an_outline_keeps_nothing_alive():
 def test_numbers_that_are_none_are_errors():
     box = Box(entries={})
     with pytest.raises(Exception, match="numbers of 0 entries"):
-        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], [], None, dict, place=place)])
+        outlined([Outline([(box, [("entries", "entries")])], [0], [], [], {}, dict, place=place)])
 
 
 def test_a_hold_tells_what_was_done():

@@ -60,14 +60,14 @@ struct Met {
     links: Vec<Option<usize>>,
 }
 
-/// The attributes of a tensor that wraps this rank's memory.
-struct Wrapper {
-    /// The attribute that says how it is sharded: never changed, only replaced.
-    layout: Py<PyString>,
-    /// The attribute with the memory.
-    inner: Py<PyString>,
-    /// The memory's exact type.
-    kind: Py<PyType>,
+/// Where an entry that wraps tensors has one of them.
+struct Inside {
+    /// Names of attributes: the entry's, that of what stands there, and so on to the tensor.
+    path: Vec<Py<PyString>>,
+    /// The types of all of these, from the entry to the tensor.
+    types: Vec<Py<PyType>>,
+    /// The entry's attribute that says how it is sharded, and what stands there: never changed, only replaced.
+    layout: Option<(Py<PyString>, Py<PyAny>)>,
 }
 
 /// What one bundle's objects hold.
@@ -82,9 +82,8 @@ struct Bundle {
     parameters: Vec<usize>,
     /// Which entries are wanted beside the tensors.
     wanted: Vec<usize>,
-    /// Which of the tensors are sharded, and how.
-    sharded: Vec<(usize, Py<PyAny>)>,
-    wrapper: Option<Wrapper>,
+    /// Which of the tensors are inside of their entries, and where.
+    inside: Vec<(usize, Inside)>,
     /// The name under which a group lists its members.
     members: Py<PyString>,
     /// Returns the place of a tensor whose type has no exchange table.
@@ -100,21 +99,20 @@ pub(crate) struct Outline {
     near: Near,
 }
 
-/// `(objects, tensors, parameters, others, sharded, wrapper, members, place)`, as [`Outline`] takes a bundle.
+/// `(objects, tensors, parameters, others, inside, members, place)`, as [`Outline`] takes a bundle.
 type Given<'py> = (
     Vec<(Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)>,
     Vec<usize>,
     Vec<usize>,
     Vec<usize>,
-    Vec<(usize, Bound<'py, PyAny>)>,
-    Option<(Bound<'py, PyString>, Bound<'py, PyString>, Bound<'py, PyType>)>,
+    Vec<(usize, Vec<Bound<'py, PyString>>, Bound<'py, PyString>)>,
     Bound<'py, PyString>,
     Option<Bound<'py, PyAny>>,
 );
 
 #[pymethods]
 impl Outline {
-    /// From bundles `(objects, tensors, parameters, others, sharded, wrapper, members, place)`:
+    /// From bundles `(objects, tensors, parameters, others, inside, members, place)`:
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
@@ -123,8 +121,8 @@ impl Outline {
     /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
     /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
     /// - `others`: numbers of the entries that are wanted, too.
-    /// - `sharded`: `(number among the tensors, layout)` of those that wrap this rank's memory.
-    /// - `wrapper`: the names of these tensors' attributes for the layout and for the memory, and its exact type.
+    /// - `inside`: `(number among the tensors, path, layout)` of those inside of their entries: the names of the
+    ///   attributes that lead there, and that of the entry's for its layout, or an empty text.
     /// - `members`: the name under which a group lists its members.
     /// - `place`: `None`, or a function that returns the place of a tensor whose type has no exchange table: an object
     ///   that equals an earlier one exactly if device, address, element type, shape and strides are the same.
@@ -143,28 +141,27 @@ impl Outline {
         Ok(outline)
     }
 
-    /// The tensors of all bundles, in order, with this rank's memory in place of sharded tensors, these by their numbers,
-    /// and each bundle's other entries, if nothing has changed: names, types, layouts, addresses and which parameters
-    /// are the same.
+    /// The tensors of all bundles, in order, the entries of those inside of one by their numbers, and each bundle's
+    /// other entries, if nothing has changed: names, types, layouts, addresses and which parameters are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
         self.near.fetch();
         let Some(seen) = self.seen(py, false)? else { return Ok(None) };
         if !self.parameters.holds_of(&seen.parameters) || !self.places_of(&seen)?.is_equal(py, &self.places)? {
             return Ok(None);
         }
-        Ok(Some((PyList::new(py, seen.tensors)?, seen.sharded.into_py_dict(py)?, seen.others)))
+        Ok(Some((PyList::new(py, seen.tensors)?, seen.outer.into_py_dict(py)?, seen.others)))
     }
 }
 
-/// Tensors, sharded ones by number, and other entries by bundle.
+/// Tensors, what some are inside of by number, and other entries by bundle.
 type Again<'py> = (Bound<'py, PyList>, Bound<'py, PyDict>, Vec<Vec<Bound<'py, PyAny>>>);
 
 /// What all bundles hold now.
 #[derive(Default)]
 struct Seen<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
-    /// What wraps tensors, with their numbers.
-    sharded: Vec<(usize, Bound<'py, PyAny>)>,
+    /// The entries of tensors that are inside of one, with their numbers.
+    outer: Vec<(usize, Bound<'py, PyAny>)>,
     /// The number of each bundle's tensors.
     lengths: Vec<usize>,
     others: Vec<Vec<Bound<'py, PyAny>>>,
@@ -181,7 +178,7 @@ impl Outline {
             let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
             let mut walk = Walk::new(&objects, bundle.members.bind(py), Some(&bundle.met));
             walk.near = is_new.then(|| std::mem::take(&mut seen.near));
-            if !walk.all(&bundle.parts)? || !bundle.tensors(py, &walk, &mut seen)? {
+            if !walk.all(&bundle.parts)? || !bundle.tensors(&walk, &mut seen)? {
                 return Ok(None);
             }
             seen.lengths.push(bundle.tensors.len());
@@ -210,7 +207,7 @@ impl Outline {
 
 impl Bundle {
     fn new<'py>(given: Given<'py>) -> PyResult<Bundle> {
-        let (objects, tensors, parameters, wanted, sharded, wrapper, members, place) = given;
+        let (objects, tensors, parameters, wanted, inside, members, place) = given;
         let part = |(object, attributes): (Bound<'py, PyAny>, Vec<(Bound<'py, PyString>, String)>)| {
             let kinds = attributes.into_iter().map(|(name, kind)| Ok((name.unbind(), Kind::from_name(&kind)?)));
             let part = Part {
@@ -227,9 +224,16 @@ impl Bundle {
         }
         let (entries, met) = (walk.entries, walk.made);
         let numbers = tensors.iter().chain(&parameters).chain(&wanted);
-        if numbers.copied().chain(sharded.iter().map(|(number, _)| tensors[*number])).any(|n| n >= entries.len()) {
+        if numbers.copied().any(|number| number >= entries.len()) {
             return Err(invalid(format!("expected numbers of {} entries", entries.len())));
         }
+        if inside.iter().any(|(number, ..)| *number >= tensors.len()) {
+            return Err(invalid(format!("expected numbers of {} tensors", tensors.len())));
+        }
+        let inside = inside
+            .into_iter()
+            .map(|(number, path, layout)| Ok((number, Inside::new(&entries[tensors[number]], path, layout)?)));
+        let inside = inside.collect::<PyResult<_>>()?;
         let mut is_tensor = vec![false; entries.len()];
         tensors.iter().for_each(|&number| is_tensor[number] = true);
         let others = entries.iter().enumerate().filter(|(number, _)| !is_tensor[*number]);
@@ -240,39 +244,61 @@ impl Bundle {
             tensors,
             parameters,
             wanted,
-            sharded: sharded.into_iter().map(|(number, layout)| (number, layout.unbind())).collect(),
-            wrapper: wrapper.map(|(layout, inner, kind)| Wrapper {
-                layout: layout.unbind(),
-                inner: inner.unbind(),
-                kind: kind.unbind(),
-            }),
+            inside,
             members: members.unbind(),
             place: place.map(Bound::unbind),
         })
     }
 
-    /// Adds the bundle's tensors to `seen`; `false` if an entry has another type or another sharding now.
-    fn tensors<'py>(&self, py: Python<'py>, walk: &Walk<'_, 'py>, seen: &mut Seen<'py>) -> PyResult<bool> {
+    /// Adds the bundle's tensors to `seen`; `false` if an entry has another type, or other things inside, now.
+    fn tensors<'py>(&self, walk: &Walk<'_, 'py>, seen: &mut Seen<'py>) -> PyResult<bool> {
         let is_kept = |(number, kind): &(usize, Py<PyType>)| walk.entries[*number].get_type().is(kind);
         if !self.others.iter().all(is_kept) {
             return Ok(false);
         }
         let first = seen.tensors.len();
         seen.tensors.extend(self.tensors.iter().map(|&number| walk.entries[number].clone()));
-        let Some(wrapper) = &self.wrapper else { return Ok(true) };
-        for (number, layout) in &self.sharded {
+        for (number, inside) in &self.inside {
             let tensor = &mut seen.tensors[first + number];
-            if !tensor.getattr_opt(&wrapper.layout)?.is_some_and(|now| now.is(layout)) {
-                return Ok(false);
-            }
-            match tensor.getattr_opt(&wrapper.inner)? {
-                Some(inner) if inner.get_type().is(wrapper.kind.bind(py)) => {
-                    seen.sharded.push((first + number, std::mem::replace(tensor, inner)));
-                }
-                _ => return Ok(false),
-            }
+            let Some(inner) = inside.of(tensor)? else { return Ok(false) };
+            seen.outer.push((first + number, std::mem::replace(tensor, inner)));
         }
         Ok(true)
+    }
+}
+
+impl Inside {
+    /// What that path leads to now.
+    fn new<'py>(
+        entry: &Bound<'py, PyAny>,
+        path: Vec<Bound<'py, PyString>>,
+        layout: Bound<'py, PyString>,
+    ) -> PyResult<Inside> {
+        let layout =
+            if layout.len()? == 0 { None } else { Some((layout.clone().unbind(), entry.getattr(layout)?.unbind())) };
+        let (mut at, mut types) = (entry.clone(), vec![entry.get_type().unbind()]);
+        for name in &path {
+            at = at.getattr(name)?;
+            types.push(at.get_type().unbind());
+        }
+        Ok(Inside { path: path.into_iter().map(Bound::unbind).collect(), types, layout })
+    }
+
+    /// The tensor inside of that entry; `None` if the entry is another one in any way that counts.
+    fn of<'py>(&self, entry: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if let Some((name, then)) = &self.layout
+            && !entry.getattr_opt(name)?.is_some_and(|now| now.is(then))
+        {
+            return Ok(None);
+        }
+        let mut at = entry.clone();
+        for (name, kind) in self.path.iter().zip(&self.types) {
+            match at.getattr_opt(name)? {
+                Some(inner) if at.get_type().is(kind) => at = inner,
+                _ => return Ok(None),
+            }
+        }
+        Ok(self.types.last().is_some_and(|kind| at.get_type().is(kind)).then_some(at))
     }
 }
 

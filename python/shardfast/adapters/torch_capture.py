@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..catalog import Hold, Kind, Outline, Refused, Wrapper
+from ..catalog import Hold, Inside, Kind, Outline, Refused
 
 Notice = Callable[[], None]
 
@@ -162,8 +162,7 @@ def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SLOTS = ("_parameters", "_buffers")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-WRAPPER = Wrapper("_spec", "_local_tensor", torch.Tensor)
-"""A ``DTensor``."""
+_OF_DTENSORS = Inside(("_local_tensor",), "_spec")
 
 _OF_MODULES: list[tuple[str, Kind]] = [
     ("_modules", "objects"),
@@ -227,14 +226,15 @@ def outline_of_modules(
         path, _, name = place[1].rpartition(".")
         return number[below[place[0], path], name]
 
-    sharded = _sharded(tensor for _, tensor in tensors)
+    inside = _inside(tensor for _, tensor in tensors)
+    if inside is None:
+        return None
     return Outline(
         [(module, _OF_MODULES) for module in modules],
         [number_of(place) for place, _ in tensors],
         list(map(number_of, parameters)),
         (),
-        sharded,
-        WRAPPER if sharded else None,
+        inside,
         lambda entries: {},
         place=place,
     )
@@ -277,20 +277,24 @@ def outline_of_optimizers(
         of_all = [group for optimizer in live for group in optimizer.param_groups]
         return {**dict(zip(names, entries, strict=True)), **groups(of_all)}
 
-    sharded = _sharded(tensor for _, tensor in tensors)
+    inside = _inside(tensor for _, tensor in tensors)
+    if inside is None:
+        return None
     others = [number[place] for place in values.values()]
     return Outline(
         objects,
         [number[place] for place, _ in tensors],
         (),
         others,
-        sharded,
-        WRAPPER if sharded else None,
+        inside,
         values_of,
         members="params",
         place=place,
     )
 
 
-def _sharded(tensors: Iterable[Any]) -> list[tuple[int, Any]]:
-    return [(number, getattr(tensor, WRAPPER.layout)) for number, tensor in enumerate(tensors) if is_dtensor(tensor)]
+def _inside(tensors: Iterable[Any]) -> dict[int, Inside] | None:
+    """Where DTensors have their memory; ``None`` if one has none yet, because a collective is still in flight."""
+    sharded = {number: tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
+    is_there = all(type(getattr(tensor, "_local_tensor", None)) is torch.Tensor for tensor in sharded.values())
+    return dict.fromkeys(sharded, _OF_DTENSORS) if is_there else None

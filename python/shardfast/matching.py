@@ -6,6 +6,7 @@ tensors in place. Values are made and installed last, once all bytes are there a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -499,7 +500,7 @@ class Matching:
                 raise
             except Exception as error:  # of a value that no bundle has
                 raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
-            self._install.append(restored.install)
+            self._install.append(functools.partial(_install, restored.install, entry.place))
             missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
             self.plan.missing += sorted(missing)
             self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
@@ -582,6 +583,14 @@ def _checked(stateful: Stateful, value: object, place: str) -> Callable[[], None
     except Exception as error:
         raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
     return lambda: stateful.load_state_dict(value)
+
+
+def _install(install: Callable[[], None], place: str) -> None:
+    """Installs what a bundle has received; ``place`` is the bundle's."""
+    try:
+        install()
+    except Refused as refused:
+        raise Invalid(f"{place}: {refused}") from refused
 
 
 def _copy_of(leaf: SavedObject, rank: int) -> int | None:

@@ -4,7 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-IS_THERE = all(importlib.util.find_spec(name) is not None for name in ("accelerate", "lightning", "torchtitan"))
+PACKAGES = ("accelerate", "bitsandbytes", "flashoptim", "lightning", "torchao", "torchtitan")
+IS_THERE = all(importlib.util.find_spec(name) is not None for name in PACKAGES)
 
 collect_ignore_glob = [] if IS_THERE else ["test_*.py"]
 

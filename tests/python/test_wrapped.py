@@ -167,7 +167,8 @@ def check_sharded(rank, world, url):
     losses(model, optimizer, 2)
     with pytest.raises(sf.Invalid, match=r"momentum: a DTensor of \S+Coded, a class that wraps other tensors"):
         sf.save(f"{url}/none", state_of(model, optimizer))
-    torch_wrapped._SHARDED[f"{__name__}.Coded"] = {"codes": "element", "scale": "block"}
+    kinds = {"codes": "element", "scale": "block"}
+    torch_wrapped._KNOWN[f"{__name__}.Coded"] = torch_wrapped._Known(kinds, lambda context: {"context": context})
     sf.save(f"{url}/two", state_of(model, optimizer))
     expected = losses(model, optimizer, 3)
     into = sharded(1, world)

@@ -120,6 +120,9 @@ def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
     Args:
         module: The whole.
         entries: By name in its state dict.
+
+    Raises:
+        Refused: If a part leaves out one of ``entries`` that it has otherwise now.
     """
     paths = {path for path, part in module.named_modules() if loads_by_itself(part)}
     every = dict(module.named_modules(remove_duplicate=False))
@@ -129,7 +132,22 @@ def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
             continue  # loaded with what it is a part of
         part, prefix = every[path], f"{path}." if path else ""
         mine = {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
-        part.load_state_dict({**part.state_dict(), **mine}, strict=False)
+        loaded = part.load_state_dict({**part.state_dict(), **mine}, strict=False)
+        left_out = mine.keys() & set(getattr(loaded, "unexpected_keys", ()))
+        now = part.state_dict() if left_out else {}
+        for name in sorted(left_out):
+            if not _are_equal(now.get(name), mine[name]):
+                raise Refused(
+                    f"{prefix}{name} is in its state_dict(), but its load_state_dict() does not take it, and its value "
+                    "here is not that of the checkpoint. Other tensors are loaded, this one is not in effect: make "
+                    "the module as it was made when it was saved (quantise the same weights), then load again"
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
 
 
 def _prefixes(name: str, paths: Mapping[str, object]) -> Iterator[str]:

@@ -223,6 +223,7 @@ class FsdpModules(Modules):
         return None if any(handle.is_unsharded for handle in self._handles) else super().outline()
 
     def _release(self) -> None:
+        super()._release()
         for handle in self._handles:
             handle.reshard()
 

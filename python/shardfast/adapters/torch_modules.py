@@ -15,7 +15,7 @@ from .torch_capture import Place, announce_loads, load_by_hooks, outline_of_modu
 from .torch_memory import identity
 from .torch_placement import chunks, everyone
 from .torch_refused import expect_understood_module
-from .torch_wrapped import CONSTANTS, expect_same_constants, unwrapped, wraps
+from .torch_wrapped import CONSTANTS, drop_computed, expect_same_constants, joined, unwrapped, wraps
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
@@ -85,7 +85,8 @@ class Modules:
         self._tensors: dict[str, torch.Tensor | Part] = {}
         self._values: dict[str, object] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
-        self._derived: list[str] = []
+        self._derived: dict[str, torch.Tensor] = {}
+        self._wrapped: list[torch.Tensor] = []
         self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
@@ -108,10 +109,10 @@ class Modules:
                     self._unwrap(name, module, original, value)
                 elif is_tensor:
                     self._tensors[name] = value
-                    if isinstance(value, torch.Tensor) and id(value) not in own:
-                        self._derived.append(name)
                 else:
                     self._values[name] = value
+                if is_tensor and isinstance(value, torch.Tensor) and id(value) not in own:
+                    self._derived[name] = value
             for original, parameter in self._parameters_of(module, state):
                 name = names(original)
                 if name not in self._places:  # a wrapper that has the state dict of what it wraps
@@ -126,10 +127,12 @@ class Modules:
             inside = unwrapped(outer)
         except Refused as refused:
             raise Refused(f"{name}: {refused}") from refused
+        self._wrapped.append(outer)
         for below, tensor in inside.tensors.items():
-            self._tensors[f"{name}.{below}"] = tensor
-            self._places[f"{name}.{below}"] = (module, original)
-        self._constants[f"{name}.{CONSTANTS}"] = inside.constants
+            self._tensors[joined(name, below)] = tensor
+            self._places[joined(name, below)] = (module, original)
+        if inside.constants:
+            self._constants[f"{name}.{CONSTANTS}"] = inside.constants
 
     def _of_one_name(self, name: str, second: nn.Module) -> str:
         """Why two entries of one name cannot be saved; ``second`` has the one that came later."""
@@ -152,7 +155,9 @@ class Modules:
         return id(module), original
 
     def _release(self) -> None:
-        """Frees what was made of the tensors before a load filled them; here nothing."""
+        """Frees what was made of the tensors before a load filled them."""
+        for outer in self._wrapped:
+            drop_computed(outer)
 
     def _parameters_of(self, module: nn.Module, state: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter | Part]]:
         """The parameters of a module by name, among them those of ``state`` that are parts."""
@@ -179,7 +184,7 @@ class Modules:
         if (
             self._derived
             or self._values
-            or self._constants
+            or self._wrapped
             or any(chunks(tensor) is not None for tensor in self._tensors.values())
         ):
             return None
@@ -225,7 +230,7 @@ class Modules:
         for name in values.keys() & self._constants.keys():
             expect_same_constants(name, self._constants[name], values[name])
         values = {name: value for name, value in values.items() if name not in self._constants}
-        for name, value in {**{name: self._tensors[name] for name in self._derived}, **values}.items():
+        for name, value in {**self._derived, **values}.items():
             module, original = self._places[name]
             entries[id(module)][original] = value
 

@@ -23,7 +23,7 @@ from .torch_groups import (
 from .torch_memory import dtype_of, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
 from .torch_refused import expect_understood_owner
-from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, unwrapped, wraps
+from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, joined, unwrapped, wraps
 
 
 class _Held(NamedTuple):
@@ -75,6 +75,7 @@ class Optimizers:
         self._owned: dict[str, _Owned] = {}
         self._several: dict[Place, list[str]] = {}
         self._constants: dict[str, dict[str, object]] = {}
+        self._holds_wrapped = False
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
         self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
@@ -138,10 +139,12 @@ class Optimizers:
             inside = unwrapped(outer)
         except Refused as refused:
             raise Refused(f"{leaf}: {refused}") from refused
+        self._holds_wrapped = True
         for name, tensor in inside.tensors.items():
-            yield f"{leaf}.{name}", tensor, place
-        self._constants[f"{leaf}.{CONSTANTS}"] = inside.constants
-        yield f"{leaf}.{CONSTANTS}", inside.constants, place
+            yield joined(leaf, name), tensor, place
+        if inside.constants:
+            self._constants[f"{leaf}.{CONSTANTS}"] = inside.constants
+            yield f"{leaf}.{CONSTANTS}", inside.constants, place
 
     def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
         """The part of a state that belongs to a part of a parameter."""
@@ -207,7 +210,7 @@ class Optimizers:
                 tensors.append((place, value))
             else:
                 return None
-        if self._constants:
+        if self._holds_wrapped:
             return None
         groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
         optimizers = [(held.optimizer, held.holder) for held in self._held]
@@ -243,12 +246,9 @@ class Optimizers:
         with torch.inference_mode(False), torch.no_grad():
             if place is None:
                 return torch.empty(shape, dtype=kind, device="meta" if dry else "cpu")
-            _, parameter, group, part = self._owned[place[0]]
+            state, parameter, group, part = self._owned[place[0]]
             if "." in place[1]:
-                raise Refused(
-                    "it is part of a tensor that wraps others, and a load fills such tensors, it makes none: step the "
-                    "optimizer once before the load, so that its state is there"
-                )
+                raise Refused(_no_wrapping(state.get(parameter, {}).get(place[1].partition(".")[0])))
             is_step = place[1] == "step"
             on_host = is_step and not (group.get("fused") or group.get("capturable"))
             at = parameter if part is None else part.tensor
@@ -256,7 +256,12 @@ class Optimizers:
             if part is not None:
                 return self._create_part(name, (id(parameter), place[1]), part, shape, kind, device)
             if shape == tuple(parameter.shape) and not is_step:
-                return torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
+                made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
+                if wraps(made):  # as its parameter does; optimizers begin with zeros, which are often plain
+                    made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
+                if wraps(made):
+                    raise Refused(f"its parameter is a {type(parameter).__name__}, which wraps others. {_STEP}")
+                return made
             # State of another shape than its parameter (row-wise, factored) is sharded if it was, or if the saving job
             # did not shard the parameter: there its optimizer computed it from plain gradients.
             if is_dtensor(parameter) and shape and (layout or not beside):
@@ -428,6 +433,21 @@ class Optimizers:
                         expect_fill(now, value)
                 out.append((group, said))
         return out
+
+
+_STEP = "A load fills such tensors, it makes none: step the optimizer once before the load, which replaces what it did"
+
+
+def _no_wrapping(now: object) -> str:
+    """Why a load cannot fill a part of a state that wraps others; ``now`` is that state here, if there is any."""
+    if now is None:
+        return f"it is part of a tensor that wraps others, and here there is no such state yet. {_STEP}"
+    shape = f"of shape {tuple(now.shape)}" if isinstance(now, torch.Tensor) else f"a {type(now).__name__}"
+    return (
+        "it is part of a tensor that wraps others, such as quantised state, and here that state is "
+        f"{'another' if wraps(now) else 'a plain'} one, {shape}: use the optimizer that saved it, and a layout that "
+        "leaves shards as large as its quantisation needs"
+    )
 
 
 _PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"

@@ -9,6 +9,7 @@ import pytest
 import shardfast as sf
 import torch
 from shardfast.adapters import torch_wrapped
+from shardfast.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -107,7 +108,9 @@ def state_of(model, optimizer):
 
 def test_what_is_inside_comes_back(tmp_path):
     model, optimizer = made(0)
-    losses(model, optimizer, 3)
+    losses(model, optimizer, 1)
+    sf.save(tmp_path / "zero", state_of(model, optimizer))  # describes the state, also for the next save
+    losses(model, optimizer, 2)
     kept = copy.deepcopy([(one["momentum"].codes, one["momentum"].scale) for one in optimizer.state.values()])
     pending = sf.save_async(tmp_path / "one", state_of(model, optimizer))
     expected = losses(model, optimizer, 4)
@@ -120,6 +123,40 @@ def test_what_is_inside_comes_back(tmp_path):
         assert torch.equal(one["momentum"].codes, codes)
         assert torch.equal(one["momentum"].scale, scale)
     assert losses(*into, 4) == expected
+
+
+def check_described_once(model, optimizer):
+    describer, state = Describer(lambda: None), state_of(model, optimizer)
+
+    def values(described):
+        return sorted(value.encoded() for value in described.values)
+
+    losses(model, optimizer, 1)
+    first = describer.describe(state, pickle=False)
+    for _ in range(2):
+        losses(model, optimizer, 1)
+        again = describer.describe(state, pickle=False)
+        assert again.native is first.native
+        assert values(again) == values(first)
+    wrapping = optimizer.state[model[0].weight]["momentum"]
+    wrapping = wrapping._local_tensor if isinstance(wrapping, DTensor) else wrapping
+    wrapping.label = "other"  # a value of the state
+    again = describer.describe(state, pickle=False)
+    assert again.native is first.native
+    assert values(again) == values(Describer(lambda: None).describe(state, pickle=False)) != values(first)
+    wrapping.scale = wrapping.scale.clone()
+    assert describer.describe(state, pickle=False).native is not first.native
+
+
+def test_what_wraps_others_is_described_once():
+    model, optimizer = made(0)
+    model.coded = nn.Parameter(Coded.of(torch.ones(2, BLOCK)), requires_grad=False)
+    check_described_once(model, optimizer)
+    describer = Describer(lambda: None)
+    first = describer.describe({"model": model}, pickle=False)
+    assert describer.describe({"model": model}, pickle=False).native is first.native
+    model.coded.codes = model.coded.codes.clone()
+    assert describer.describe({"model": model}, pickle=False).native is not first.native
 
 
 def test_a_load_makes_no_wrapping_tensor(tmp_path):
@@ -169,6 +206,7 @@ def check_sharded(rank, world, url):
         sf.save(f"{url}/none", state_of(model, optimizer))
     kinds = {"codes": "element", "scale": "block"}
     torch_wrapped._KNOWN[f"{__name__}.Coded"] = torch_wrapped._Known(kinds, lambda context: {"context": context})
+    check_described_once(*sharded(0, world))
     sf.save(f"{url}/two", state_of(model, optimizer))
     expected = losses(model, optimizer, 3)
     into = sharded(1, world)

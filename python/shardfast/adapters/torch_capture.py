@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,7 +180,8 @@ def hold_of(tensors: Sequence[torch.Tensor]) -> Hold:
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SLOTS = ("_parameters", "_buffers")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_OF_DTENSORS = Inside(("_local_tensor",), "_spec")
+OF_DTENSORS = Inside(("_local_tensor",), "_spec")
+"""Where a ``DTensor`` has this rank's memory."""
 
 _OF_MODULES: list[tuple[str, Kind]] = [
     ("_modules", "objects"),
@@ -220,16 +221,26 @@ def _is_plain(module: nn.Module) -> bool:
 Place = tuple[int, str]
 """The place of an entry: the ``id`` of a live module and a path below it, or of a live parameter and a name."""
 
+PlacedTensors = Sequence[tuple[Place, Any, "Inside | None"]]
+"""The tensors of a bundle, with the places of their entries: a part has that of what it lies within. Then where in its
+entry a tensor is, if others are there, too."""
+
 
 def outline_of_modules(
-    roots: Sequence[nn.Module], tensors: Sequence[tuple[Place, Any]], parameters: Sequence[Place]
+    roots: Sequence[nn.Module],
+    tensors: PlacedTensors,
+    parameters: Sequence[Place],
+    values: Mapping[str, Place],
+    value_of: Callable[[Any], object],
 ) -> Outline | None:
     """The outline of modules; ``None`` if only their state dicts show what they hold.
 
     Args:
         roots: The modules.
-        tensors: Those of the bundle with their places, paths below a root; a part with that of what it lies within.
+        tensors: Those of the bundle; their places are paths below a root.
         parameters: The places of the parameters.
+        values: Those of values, by leaf name.
+        value_of: Makes a value of its entry.
     """
     modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
     if not all(map(_is_plain, modules)):
@@ -244,33 +255,35 @@ def outline_of_modules(
         path, _, name = place[1].rpartition(".")
         return number[below[place[0], path], name]
 
-    inside = _inside(tensor for _, tensor in tensors)
+    inside = _inside(tensors)
     if inside is None:
         return None
+    names = list(values)
     return Outline(
         [(module, _OF_MODULES) for module in modules],
-        [number_of(place) for place, _ in tensors],
+        [number_of(place) for place, _, _ in tensors],
         list(map(number_of, parameters)),
-        (),
+        list(map(number_of, values.values())),
         inside,
-        lambda entries: {},
+        lambda entries: dict(zip(names, map(value_of, entries), strict=True)),
         place=place,
     )
 
 
 def outline_of_optimizers(
     optimizers: Sequence[tuple[Any, Any]],
-    tensors: Sequence[tuple[Place, Any]],
+    tensors: PlacedTensors,
     values: Mapping[str, Place],
+    constants: Mapping[str, Callable[[Any], object]],
     groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
 ) -> Outline | None:
     """The outline of optimizers; ``None`` for those with state of what is neither a parameter nor a name.
 
     Args:
         optimizers: With what holds each one's state (itself, or the optimizer inside).
-        tensors: Those of the bundle with their places, whose they are and their names; a part with that of what it
-            lies within.
+        tensors: Those of the bundle; their places are whose they are and their names.
         values: Likewise the places of the other entries, by leaf name, groups excepted.
+        constants: What makes the values, by name, of those that are not their entries.
         groups: Makes the values of the groups.
     """
     objects: list[tuple[Any, Sequence[tuple[str, Kind]]]] = []
@@ -293,15 +306,17 @@ def outline_of_optimizers(
     def values_of(entries: Sequence[object]) -> Mapping[str, object]:
         live: list[Any] = [optimizer() for optimizer in weak]
         of_all = [group for optimizer in live for group in optimizer.param_groups]
-        return {**dict(zip(names, entries, strict=True)), **groups(of_all)}
+        found = dict(zip(names, entries, strict=True))
+        found.update({name: value_of(found[name]) for name, value_of in constants.items()})
+        return {**found, **groups(of_all)}
 
-    inside = _inside(tensor for _, tensor in tensors)
+    inside = _inside(tensors)
     if inside is None:
         return None
     others = [number[place] for place in values.values()]
     return Outline(
         objects,
-        [number[place] for place, _ in tensors],
+        [number[place] for place, _, _ in tensors],
         (),
         others,
         inside,
@@ -311,8 +326,10 @@ def outline_of_optimizers(
     )
 
 
-def _inside(tensors: Iterable[Any]) -> dict[int, Inside] | None:
-    """Where DTensors have their memory; ``None`` if one has none yet, because a collective is still in flight."""
-    sharded = {number: tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
-    is_there = all(type(getattr(tensor, "_local_tensor", None)) is torch.Tensor for tensor in sharded.values())
-    return dict.fromkeys(sharded, _OF_DTENSORS) if is_there else None
+def _inside(tensors: PlacedTensors) -> dict[int, Inside] | None:
+    """Where entries have tensors inside; ``None`` if a DTensor has none yet: a collective is still in flight."""
+    sharded = {number: tensor for number, (_, tensor, _) in enumerate(tensors) if is_dtensor(tensor)}
+    if not all(type(getattr(tensor, "_local_tensor", None)) is torch.Tensor for tensor in sharded.values()):
+        return None
+    wrapped = {number: there for number, (_, _, there) in enumerate(tensors) if there is not None}
+    return {**dict.fromkeys(sharded, OF_DTENSORS), **wrapped}

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Compared, Ints, Outline, Part, Refused, Restored
+from ..catalog import Compared, Inside, Ints, Outline, Part, Refused, Restored
 from .torch_capture import Place, announce_loads, load_by_hooks, outline_of_modules
 from .torch_memory import identity
 from .torch_placement import chunks, everyone
 from .torch_refused import expect_understood_module
-from .torch_wrapped import CONSTANTS, drop_computed, expect_same_constants, joined, unwrapped, wraps
+from .torch_wrapped import CONSTANTS, constants_of, drop_computed, expect_same_constants, joined, unwrapped, wraps
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path components that `torch.compile`, activation checkpointing and FSDP put into names of parameters."""
@@ -87,6 +87,7 @@ class Modules:
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._derived: dict[str, torch.Tensor] = {}
         self._wrapped: list[torch.Tensor] = []
+        self._inside: dict[str, Inside] = {}
         self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
@@ -129,10 +130,12 @@ class Modules:
             raise Refused(f"{name}: {refused}") from refused
         self._wrapped.append(outer)
         for below, tensor in inside.tensors.items():
+            self._inside[joined(name, below)] = inside.inside[below]
             self._tensors[joined(name, below)] = tensor
             self._places[joined(name, below)] = (module, original)
         if inside.constants:
             self._constants[f"{name}.{CONSTANTS}"] = inside.constants
+            self._places[f"{name}.{CONSTANTS}"] = (module, original)
 
     def _of_one_name(self, name: str, second: nn.Module) -> str:
         """Why two entries of one name cannot be saved; ``second`` has the one that came later."""
@@ -181,17 +184,13 @@ class Modules:
         return {name: "on request" for name in self._tensors if self._places[name] not in own}
 
     def outline(self) -> Outline | None:
-        if (
-            self._derived
-            or self._values
-            or self._wrapped
-            or any(chunks(tensor) is not None for tensor in self._tensors.values())
-        ):
+        if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None
-        tensors: list[tuple[Place, Any]] = [
-            (self._slot(module, original), self._tensors[name]) for name, (module, original) in self._places.items()
+        tensors: list[tuple[Place, Any, Inside | None]] = [
+            (self._slot(*self._places[name]), tensor, self._inside.get(name)) for name, tensor in self._tensors.items()
         ]
-        return outline_of_modules(self._modules, tensors, self._of_parameters)
+        constants = {name: self._slot(*self._places[name]) for name in self._constants}
+        return outline_of_modules(self._modules, tensors, self._of_parameters, constants, constants_of)
 
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         return self._tensors

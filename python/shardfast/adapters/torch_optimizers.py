@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Compared, Ints, NamedPart, Outline, Part, Refused, Region, Restored
+from ..catalog import Compared, Inside, Ints, NamedPart, Outline, Part, Refused, Region, Restored
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
     expect_same,
@@ -23,7 +23,7 @@ from .torch_groups import (
 from .torch_memory import dtype_of, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
 from .torch_refused import expect_understood_owner
-from .torch_wrapped import CONSTANTS, expect_same_constants, inner_tensors, joined, unwrapped, wraps
+from .torch_wrapped import CONSTANTS, constants_of, expect_same_constants, inner_tensors, joined, unwrapped, wraps
 
 
 class _Held(NamedTuple):
@@ -75,7 +75,7 @@ class Optimizers:
         self._owned: dict[str, _Owned] = {}
         self._several: dict[Place, list[str]] = {}
         self._constants: dict[str, dict[str, object]] = {}
-        self._holds_wrapped = False
+        self._inside: dict[str, Inside] = {}
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
         self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
@@ -139,8 +139,8 @@ class Optimizers:
             inside = unwrapped(outer)
         except Refused as refused:
             raise Refused(f"{leaf}: {refused}") from refused
-        self._holds_wrapped = True
         for name, tensor in inside.tensors.items():
+            self._inside[joined(leaf, name)] = inside.inside[name]
             yield joined(leaf, name), tensor, place
         if inside.constants:
             self._constants[f"{leaf}.{CONSTANTS}"] = inside.constants
@@ -201,20 +201,18 @@ class Optimizers:
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held):
             return None
-        tensors: list[tuple[Place, Any]] = []
+        tensors: list[tuple[Place, Any, Inside | None]] = []
         values: dict[str, Place] = {}
         for name, value, place in self._entries():
             if not isinstance(value, (torch.Tensor, Part)):
                 values[name] = place
             elif chunks(value) is None:
-                tensors.append((place, value))
+                tensors.append((place, value, self._inside.get(name)))
             else:
                 return None
-        if self._holds_wrapped:
-            return None
         groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
         optimizers = [(held.optimizer, held.holder) for held in self._held]
-        return outline_of_optimizers(optimizers, tensors, values, groups)
+        return outline_of_optimizers(optimizers, tensors, values, dict.fromkeys(self._constants, constants_of), groups)
 
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         return {name: value for name, value, _ in self._entries() if isinstance(value, (torch.Tensor, Part))}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Flat, Part, Refused, Region
-from .torch_capture import is_dtensor
+from ..catalog import Flat, Inside, Part, Refused, Region
+from .torch_capture import OF_DTENSORS, is_dtensor
 from .torch_placement import Placed, placed
 
 CONSTANTS = "constants"
@@ -86,10 +86,12 @@ class Unwrapped(NamedTuple):
 
     Attributes:
         tensors: By name below the outer one's; an empty name is that of the outer one.
+        inside: Where each of them is in the outer one.
         constants: The rest: the class and what it was made with. Empty where a plain tensor may take its place.
     """
 
     tensors: Mapping[str, torch.Tensor | Part]
+    inside: Mapping[str, Inside]
     constants: dict[str, object]
 
 
@@ -121,10 +123,17 @@ def unwrapped(tensor: Any) -> Unwrapped:
         there = placed(tensor)
         for name, one in _inner(inside):
             found[name] = _part(name, known.tensors.get(name, ""), one, inside, there)
+    first, layout = ((), "") if inside is tensor else OF_DTENSORS
+    where = {name: Inside((*first, *name.split(".")), layout) for name in found}
     if known is not None and known.is_plain:
-        (only,) = found.values()
-        return Unwrapped({"": only}, {})
-    return Unwrapped(found, _constants(inside, tensor))
+        (only,) = found
+        return Unwrapped({"": found[only]}, {"": where[only]}, {})
+    return Unwrapped(found, where, _constants(inside, tensor))
+
+
+def constants_of(tensor: Any) -> dict[str, object]:
+    """The constants of :func:`unwrapped`, for a class that has some."""
+    return _constants(_inside(tensor), tensor)
 
 
 def joined(name: str, below: str) -> str:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The guide with the Python reference in target/site, which opens from disk. A warning, such as a link that leads
-# nowhere, is a failure.
+# nowhere, is a failure; so are losses that differ where the guide's figure shows them equal.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 rm -rf target/site target/doctrees
+.venv/bin/python examples/curves.py docs/guide/losses.svg
 .venv/bin/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir target/doctrees docs target/site
 if grep --recursive --line-number --extended-regexp '(src|srcset)="(https?:)?//|@import|url\((https?:)?//' target/site \
     --include='*.html' --include='*.css'; then

@@ -34,10 +34,10 @@ VOCABULARY, WIDTH, CONTEXT = 11, 8, 5
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Experts(nn.Module):
 class Net(nn.Module):
     """A model, or a stage of it: then what other stages have is ``None``, or not among the blocks."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
+        self.blocks = nn.ModuleList([Block(dropout, hidden), Block(dropout, hidden)])
         self.gain = nn.Parameter(torch.ones(2, WIDTH))
         self.register_buffer("temperature", torch.tensor([0.5, 2.0]))
         self.experts = Experts()
@@ -222,13 +222,15 @@ PIPELINES = {
 APART = {**PIPELINES, "ep": _ep, "ep_fsdp": _ep_fsdp, "zero1": nn.parallel.DistributedDataParallel}
 
 
-def build(layout: str, seed: int = 0, dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    layout: str, seed: int = 0, dropout: float = 0.0, hidden: int = HIDDEN
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in that layout, the same on every rank, and its optimizer, which has no state yet.
 
     Of a pipeline both are lists by stage; one optimizer steps all stages of ``interleaved_tp``.
     """
     torch.manual_seed(seed)
-    model = {**LAYOUTS, **APART}[layout](Net(dropout))
+    model = {**LAYOUTS, **APART}[layout](Net(dropout, hidden))
     # Tensor and expert parallelism alone leave plain parameters beside DTensors: torch's fused kernels do not take both
     # at once. Those of PyTorch 2.7 take no DTensors on different meshes either.
     mixed = ("tp", "ep", "pp_tp", "interleaved_tp", *(("fsdp_tp", "ep_fsdp") if IS_OLDER else ()))

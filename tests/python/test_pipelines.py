@@ -8,8 +8,6 @@ import torch.distributed as dist
 from layouts import (
     APART,
     PARALLEL,
-    PIPELINES,
-    batch,
     build,
     differing,
     expected,
@@ -18,30 +16,15 @@ from layouts import (
     local,
     memory,
     parameters_of,
-    pipeline_mesh,
     same_bits,
     steppers,
 )
-from older import IS_OLDER
 from shardfast.description import Describer
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.nn import functional as F
-
-
-def apart_of(world):
-    """The layouts of this page that a job of so many ranks can have."""
-    return [name for name in APART if world == 4 or name in ("pp", "interleaved", "ep", "zero1")]
+from training import Run, apart_of, trained_of
 
 
 def others_of(world):
@@ -99,189 +82,6 @@ def test_every_layout_into_every_other(ranks, tmp_path, world):
     load_all(0, 1, f"{tmp_path}", saved)
     for loading in (2, 3, 4):
         ranks(loading)(load_all, f"{tmp_path}", saved)
-
-
-# Training: real schedules, dropout
-
-MICROBATCHES = 4
-
-
-def trained_of(world):
-    """Those that PyTorch trains: FSDP1 frees parameters behind one micro-batch that the next one's backward needs.
-
-    The schedules of PyTorch 2.7 never end on gloo.
-    """
-    return [name for name in apart_of(world) if "fsdp1" not in name and not (IS_OLDER and name in PIPELINES)]
-
-
-def loss_of(logits, tokens):
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-class Run:
-    """A model that is trained with dropout.
-
-    Attributes:
-        groups: The process groups that its layout uses.
-    """
-
-    def __init__(self, layout, seed):
-        self.model, self.optimizer = build(layout, seed, dropout=0.3)
-        self.layout, self.groups = layout, [dist.group.WORLD]
-        self.schedule, self.share = None, dist.get_rank()
-        if layout in PIPELINES:
-            mesh = pipeline_mesh(layout == "pp")
-            self.groups += mesh.get_all_groups()
-            self.schedule = self._scheduled(mesh)
-            self.share = mesh["inside"].get_local_rank()
-        if layout.endswith(("tp", "ep", "ep_fsdp")):
-            self.share = 0  # these ranks compute with the same tokens
-
-    def _scheduled(self, mesh):
-        depth, here, group = mesh.shape[0], mesh["pp"].get_local_rank(), mesh.get_group("pp")
-        self.is_first, self.is_last = here == 0, here == depth - 1
-        count, device = depth * len(self.model), torch.device("cpu")
-        stages = [
-            PipelineStage(part, here + number * depth, count, device, group=group)
-            for number, part in enumerate(self.model)
-        ]
-        if len(stages) == 1:
-            return Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of)
-        return ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_of)
-
-    def losses(self, steps):
-        """Those that this rank sees: of a pipeline only the last ranks see any."""
-        found = []
-        for step in steps:
-            tokens = batch(step * 10 + self.share)
-            if self.schedule is None:
-                loss = loss_of(self.model(tokens), tokens)
-                loss.backward()
-                seen = [loss]
-            else:
-                seen = []
-                inputs = (tokens,) if self.is_first else ()
-                targets = {"target": tokens, "losses": seen} if self.is_last else {}
-                self.schedule.step(*inputs, **targets)
-            if self.layout == "interleaved":  # whose replicas nothing keeps the same
-                for parameter in parameters_of(self.model):
-                    dist.all_reduce(parameter.grad, group=self.groups[-1])
-            found += [loss.item() for loss in seen]
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-        return found
-
-    def optimizers(self):
-        return self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
-
-    def pairs(self):
-        """Each stage, or the whole model, with its optimizer."""
-        return zip(self.model if isinstance(self.model, list) else [self.model], self.optimizers(), strict=True)
-
-    def state(self):
-        return state_of(self.model, self.optimizer)
-
-
-def check_resumed(rank, world, url):
-    seen = 0
-    for layout in trained_of(world):
-        run = Run(layout, 0)
-        if "ep" not in layout:  # where ranks compute the same
-            torch.manual_seed(rank)
-        run.losses(range(3))
-        sf.save(f"{url}/{layout}", {**run.state(), "random": sf.random_state()})
-        uninterrupted = run.losses(range(3, 23))
-        assert len(set(uninterrupted)) == len(uninterrupted)
-        run = Run(layout, 1)
-        if layout in ("pp_ddp", "zero1"):  # DistributedDataParallel adds in another order in its first step
-            run.losses(range(1))
-        sf.load(f"{url}/{layout}", {**run.state(), "random": sf.random_state()})
-        assert run.losses(range(3, 23)) == uninterrupted, layout
-        seen += len(uninterrupted)
-    return seen
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_losses_after_a_resume_are_those_of_the_uninterrupted_run(ranks, tmp_path, world):
-    seen = ranks(world)(check_resumed, f"{tmp_path}")
-    pipelines = [name for name in trained_of(world) if name in PIPELINES]
-    assert seen[-1] == 20 * (len(trained_of(world)) - len(pipelines)) + 20 * MICROBATCHES * len(pipelines)
-
-
-# The same training under another layout
-
-
-def whole_by_torch(run):
-    """The state of a run, gathered by PyTorch's own full state dicts; those of stages are put together."""
-    options, whole = StateDictOptions(full_state_dict=True), {"model": {}, "state": {}}
-    for part, optimizer in run.pairs():
-        whole["model"] |= get_model_state_dict(part, options=options)
-        found = get_optimizer_state_dict(part, optimizer, options=options)
-        whole["state"] |= found["state"]
-        whole["group"] = found["param_groups"][0]
-    stages = [None] * dist.get_world_size()
-    dist.all_gather_object(stages, whole)
-    for kind in ("model", "state"):
-        whole[kind] = {name: value for of_rank in stages for name, value in of_rank[kind].items()}
-    return whole
-
-
-def put_by_torch(run, whole):
-    options = StateDictOptions(full_state_dict=True)
-    for part, optimizer in run.pairs():
-        mine = get_model_state_dict(part)
-        set_model_state_dict(part, {name: whole["model"][name] for name in mine}, options=options)
-        state = {name: parts for name, parts in whole["state"].items() if name in mine}
-        groups = [{**whole["group"], "params": list(state)}]
-        set_optimizer_state_dict(part, optimizer, {"state": state, "param_groups": groups}, options=options)
-
-
-def train_and_save(rank, world, url, layouts):
-    for layout in layouts:
-        run = Run(layout, 0)
-        run.losses(range(3))
-        sf.save(f"{url}/{layout}", run.state())
-        whole = whole_by_torch(run)
-        if rank == 0:
-            torch.save(whole, f"{url}/{layout}.pt")
-
-
-def check_relaid(rank, world, url, pairs):
-    seen = 0
-    for saved, layout in pairs:
-        losses = []
-        for is_ours in (True, False):
-            run = Run(layout, 1)
-            if is_ours:
-                sf.load(f"{url}/{saved}", run.state())
-            else:
-                put_by_torch(run, torch.load(f"{url}/{saved}.pt"))
-            for optimizer in run.optimizers():
-                optimizer.param_groups[0]["fused"] = False  # not for plain parameters beside DTensors
-            torch.manual_seed(7)
-            losses.append(run.losses(range(3, 13)))
-        assert losses[0] == losses[1], (saved, layout)
-        seen += len(losses[0])
-    return seen
-
-
-@pytest.mark.skipif(IS_OLDER, reason=f"the pipeline schedules of torch {torch.__version__} never end on gloo")
-def test_losses_under_another_layout_are_those_after_full_state_dicts(ranks, tmp_path):
-    url = f"{tmp_path}"
-    ranks(4)(train_and_save, url, ["pp_fsdp", "interleaved_fsdp"])
-    ranks(2)(train_and_save, url, ["interleaved", "fsdp"])
-    on_two = [
-        ("pp_fsdp", "interleaved"),
-        ("interleaved_fsdp", "pp"),
-        ("interleaved", "fsdp"),
-        ("fsdp", "pp"),
-        ("pp_fsdp", "ep"),
-        ("interleaved", "ddp"),
-    ]
-    on_four = [("interleaved", "pp_fsdp"), ("fsdp", "interleaved_fsdp"), ("pp_fsdp", "pp"), ("interleaved", "pp_tp")]
-    assert ranks(2)(check_relaid, url, on_two)[-1] > 0
-    assert ranks(4)(check_relaid, url, on_four)[-1] > 0
 
 
 # What is read without a collective, again and again

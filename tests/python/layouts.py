@@ -7,7 +7,7 @@ rows on four ranks, of which two hold nothing.
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -222,24 +222,49 @@ PIPELINES = {
 APART = {**PIPELINES, "ep": _ep, "ep_fsdp": _ep_fsdp, "zero1": nn.parallel.DistributedDataParallel}
 
 
+def _is_for_muon(parameter: Tensor) -> bool:
+    """Whether Muon steps it: it takes matrices, and where they are sharded each rank must have a row."""
+    return parameter.ndim == 2 and len(parameter) > 2
+
+
+def _muon(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest; one of them is enough for some stages."""
+    matrices = [parameter for parameter in parameters if _is_for_muon(parameter)]
+    rest = [parameter for parameter in parameters if not _is_for_muon(parameter)]
+    found = [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
+    return [*found, *([torch.optim.AdamW(rest, lr=1e-2, foreach=False)] if rest else [])]
+
+
+OPTIMIZERS: dict[str, tuple[type, dict[str, object]]] = {
+    "fused adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "foreach": False, "momentum": 0.9}),
+}
+"""Classes of optimizers and their options, by kind; ``muon`` is a list of two."""
+
+
 def build(
-    layout: str, seed: int = 0, dropout: float = 0.0, hidden: int = HIDDEN
+    layout: str, seed: int = 0, dropout: float = 0.0, hidden: int = HIDDEN, kind: str = "fused adamw"
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in that layout, the same on every rank, and its optimizer, which has no state yet.
 
-    Of a pipeline both are lists by stage; one optimizer steps all stages of ``interleaved_tp``.
+    Of a pipeline both are lists by stage; one optimizer steps all stages of ``interleaved_tp``. Of the kind ``muon``
+    there are several for each model or stage.
     """
     torch.manual_seed(seed)
     model = {**LAYOUTS, **APART}[layout](Net(dropout, hidden))
+    if kind == "muon":
+        parts = model if isinstance(model, list) and layout != "interleaved_tp" else [model]
+        return model, [one for part in parts for one in _muon(list(parameters_of(part)))]
     # Tensor and expert parallelism alone leave plain parameters beside DTensors: torch's fused kernels do not take both
     # at once. Those of PyTorch 2.7 take no DTensors on different meshes either.
     mixed = ("tp", "ep", "pp_tp", "interleaved_tp", *(("fsdp_tp", "ep_fsdp") if IS_OLDER else ()))
-    options = {"lr": 1e-2, "fused": layout not in mixed, "foreach": False}
+    make, options = OPTIMIZERS["adamw" if kind == "fused adamw" and layout in mixed else kind]
     if layout == "zero1":
-        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
+        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **options)
     if isinstance(model, list) and layout != "interleaved_tp":
-        return model, [torch.optim.AdamW(part.parameters(), **options) for part in model]
-    return model, torch.optim.AdamW(list(parameters_of(model)), **options)
+        return model, [make(part.parameters(), **options) for part in model]
+    return model, make(list(parameters_of(model)), **options)
 
 
 def parameters_of(model: nn.Module | list[nn.Module]) -> Iterator[nn.Parameter]:
@@ -320,17 +345,26 @@ def plain_names(module: nn.Module | list[nn.Module]) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def expected() -> dict[str, Tensor]:
+def _moments(kind: str, parameter: nn.Parameter) -> tuple[str, ...]:
+    if kind == "sgd" or (kind == "muon" and _is_for_muon(parameter)):
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq", "step")
+
+
+def expected(kind: str = "adamw") -> dict[str, Tensor]:
     """Every tensor of the known state, unsharded, by leaf name."""
     out = {}
     for name, tensor in plain_names(Net()).items():
         out[f"model/{name}"] = known(name, tuple(tensor.shape))
-        if isinstance(tensor, nn.Parameter):
-            for moment in ("exp_avg", "exp_avg_sq"):
-                leaf = f"optimizer/state.{name}.{moment}"
-                out[leaf] = known(leaf, tuple(tensor.shape))
-            out[f"optimizer/state.{name}.step"] = torch.tensor(7.0)
+        for moment in _moments(kind, tensor) if isinstance(tensor, nn.Parameter) else ():
+            leaf = f"optimizer/state.{name}.{moment}"
+            out[leaf] = torch.tensor(7.0) if moment == "step" else known(leaf, tuple(tensor.shape))
     return out
+
+
+def _kind_of(optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer]) -> str:
+    classes = {type(one).__name__ for one in steppers(optimizer)}
+    return "muon" if "Muon" in classes else "sgd" if "SGD" in classes else "adamw"
 
 
 def steppers(optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -352,7 +386,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 
 def known_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The known state of what a rank has: its stages, and what its optimizers step."""
-    numbers = expected()
+    numbers = expected(_kind_of(optimizer))
     if not isinstance(model, list) and not isinstance(optimizer, ZeroRedundancyOptimizer):
         return numbers
     if flat := _fsdp1_of(model, optimizer):
@@ -374,7 +408,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for one in optimizer if isinstance(optimizer, list) else [optimizer]:
         one.step()
         one.zero_grad()
-    numbers = expected()
+    numbers = expected(_kind_of(optimizer))
     flat = _fsdp1_of(model, optimizer)
     for wrapped, its in flat:
         (_fill_stage if isinstance(model, list) else _fill_fsdp1)(wrapped, its, numbers)
@@ -413,8 +447,9 @@ def _full(model: nn.Module) -> AbstractContextManager[object]:
 
 def _fsdp1_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     """The modules that are under FSDP1 with their optimizers: the model, or its stages."""
-    pairs = zip(model, optimizer, strict=True) if isinstance(optimizer, list) else [(model, optimizer)]
-    return [pair for pair in pairs if isinstance(pair[0], FullyShardedDataParallel)]
+    if not any(isinstance(part, FullyShardedDataParallel) for part in (model if isinstance(model, list) else [model])):
+        return []
+    return list(zip(model, optimizer, strict=True)) if isinstance(model, list) else [(model, optimizer)]
 
 
 def whole_of_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

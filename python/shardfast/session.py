@@ -47,7 +47,8 @@ GLANCE_S = 1.0
 STAGING_BYTES = "SHARDFAST_STAGING_BYTES"
 """The environment variable that bounds this process's staging memory: bytes, or a number of KiB, MiB or GiB.
 
-It is read when the process's session is made. By default the ranks on a machine share a quarter of its memory.
+It is read when the process's session is made. By default the ranks on a machine share a quarter of
+its memory, or of what their control group may use.
 """
 
 ROOT = "SHARDFAST_ROOT"

@@ -196,7 +196,7 @@ fn staging(machine: &Machine, chosen: Option<u64>) -> Finding {
         Some(bytes) => (bytes, format!("{} for each process, as SHARDFAST_STAGING_BYTES says", size(bytes))),
         None => {
             let bytes = machine.staging_bytes_default;
-            (bytes, format!("{} for all ranks on this machine, a quarter of its memory", size(bytes)))
+            (bytes, format!("{} for all ranks on this machine, a quarter of the memory that they may use", size(bytes)))
         }
     };
     let usable = machine.memory_limit_bytes.unwrap_or(machine.memory_bytes);

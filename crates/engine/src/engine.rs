@@ -10,6 +10,7 @@ use crate::background::Background;
 use crate::calls::Calls;
 use crate::cuda;
 use crate::error::{Result, retry};
+use crate::memory::staging_bytes_default;
 use crate::plans;
 use crate::staging::{PageLock, Staging};
 
@@ -137,15 +138,4 @@ impl Engine {
         // SAFETY: the caller's promise.
         unsafe { device.copies_after(stream) }
     }
-}
-
-/// A quarter of the machine's memory, shared by the ranks on it; at least 64 MiB.
-pub fn staging_bytes_default(local_world: u32) -> u64 {
-    (memory_bytes() / 4 / u64::from(local_world.max(1))).max(64 << 20)
-}
-
-/// The machine's memory.
-pub(crate) fn memory_bytes() -> u64 {
-    let memory = rustix::system::sysinfo();
-    (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit))
 }

@@ -1,14 +1,12 @@
 //! What this machine offers to saves and loads, found by trying.
 
-use std::path::{Path, PathBuf};
-
 use rustix::process::{Resource, getrlimit};
 use shardfast_store::local::probe;
 pub use shardfast_store::local::probe::{Directory, Kernel, Mount};
 
 use crate::cuda::Devices;
-use crate::engine::{memory_bytes, staging_bytes_default};
 use crate::error::Result;
+use crate::memory::{limit_bytes, memory_bytes, staging_bytes_default};
 use crate::peers::links_max;
 
 /// What was found.
@@ -43,15 +41,14 @@ pub struct Machine {
 pub fn examine(url: &str) -> Result<Machine> {
     let system = rustix::system::uname();
     let system = [system.sysname(), system.release(), system.machine()].map(|word| word.to_string_lossy());
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let (memory_bytes, limit) = (memory_bytes(), cgroup_limit_bytes(&groups, Path::new("/sys/fs/cgroup")));
+    let memory_bytes = memory_bytes();
     Ok(Machine {
         system: system.join(" "),
         kernel: probe::kernel(),
         directory: probe::directory(url)?,
         cuda_devices: Devices::default().count(),
         memory_bytes,
-        memory_limit_bytes: limit.filter(|&limit| limit < memory_bytes),
+        memory_limit_bytes: limit_bytes().filter(|&limit| limit < memory_bytes),
         staging_bytes_default: staging_bytes_default(1),
         open_files_max: getrlimit(Resource::Nofile).current,
         links_max: links_max(),
@@ -59,55 +56,9 @@ pub fn examine(url: &str) -> Result<Machine> {
     })
 }
 
-/// The lowest limit of the control groups that this process is in, given `/proc/self/cgroup` and where the groups'
-/// file system is mounted (see cgroups(7)).
-fn cgroup_limit_bytes(groups: &str, mounted: &Path) -> Option<u64> {
-    let limits = groups.lines().flat_map(|line| {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, group) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-        let (root, file) = match controllers {
-            "" => (mounted.to_owned(), "memory.max"),
-            _ if controllers.split(',').any(|name| name == "memory") => {
-                (mounted.join("memory"), "memory.limit_in_bytes")
-            }
-            _ => return Vec::new(),
-        };
-        let group = group.trim_start_matches('/');
-        // In a container the group may be named as the host sees it: then only the root is there.
-        let places = Path::new(group).ancestors().map(|group| root.join(group).join(file));
-        places.filter_map(|place: PathBuf| std::fs::read_to_string(place).ok()?.trim().parse().ok()).collect()
-    });
-    limits.min()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_lowest_limit_of_all_groups_above_counts() {
-        let mounted = tempfile::tempdir().unwrap();
-        let put = |path: &str, text: &str| {
-            let path = mounted.path().join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
-        let limit = |groups: &str| cgroup_limit_bytes(groups, mounted.path());
-        assert_eq!(limit("0::/job/step\n"), None);
-        put("job/memory.max", "4096\n");
-        put("job/step/memory.max", "max\n");
-        assert_eq!(limit("0::/job/step\n"), Some(4096));
-        put("job/step/memory.max", "1024\n");
-        assert_eq!(limit("0::/job/step\n"), Some(1024));
-        assert_eq!(limit("0::/other\n"), None);
-        // A container sees its own group as the root, whatever the host calls it.
-        put("memory.max", "512\n");
-        assert_eq!(limit("0::/elsewhere\n"), Some(512));
-        // Version 1.
-        put("memory/slurm/memory.limit_in_bytes", "256\n");
-        assert_eq!(limit("5:cpu,memory:/slurm/job_7\n4:cpuset:/x\n"), Some(256));
-        assert_eq!(limit("4:cpuset:/slurm\n"), None);
-    }
 
     #[test]
     fn this_machine_is_examined() {

@@ -1,4 +1,5 @@
-"""Quantised state of optimizers, with the libraries that make it: torchao, bitsandbytes, flashoptim.
+"""Quantised state of optimizers and quantised weights, with the libraries that make them: torchao, bitsandbytes and
+flashoptim.
 
 What was saved comes back bit for bit, also in other layouts, or is refused by name. torchao's optimizers compile their
 step for minutes; here they run it as it is, and where it says so compiled without code generation.
@@ -15,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_, to_nf4
 
 KINDS = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +158,10 @@ def check_further(kind, url, layout=alone):
     assert losses(*into, 3, first=3) == expected
     assert same(held(*into), after)
     assert differ(before, after)
+    sf.save(f"{url}-later", state_of(*run))
+    losses(*into, 1)
+    sf.load(f"{url}-later", state_of(*into))
+    assert same(held(*into), after)
     return before
 
 
@@ -325,6 +332,256 @@ def test_parameters_of_low_precision(ranks, tmp_path):
     assert same(held(*into), before)
 
 
+# Weights of torchao
+
+
+def adapter_net(seed, block=64):
+    """Frozen weights of four bits under trained biases."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
+    for layer in (model[0], model[2]):
+        quantised = to_nf4(layer.weight.detach(), block, 256)
+        layer.weight = nn.Parameter(quantised, requires_grad=False)
+    return model
+
+
+def adapter_run(seed, layout=alone, block=64):
+    model = layout(adapter_net(seed, block))
+    return model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+
+def check_adapter(url, layout=alone):
+    run = adapter_run(0, layout)
+    losses(*run, 2)
+    before = held(*run)
+    sf.save(url, state_of(*run))
+    expected = losses(*run, 3, first=2)
+    into = adapter_run(1, layout)
+    assert differ(held(*into), {name: before[name] for name in held(*into)})
+    sf.load(url, state_of(*into))
+    assert same(held(*into), before)
+    assert losses(*into, 3, first=2) == expected
+    return before
+
+
+def whole_weights(ranks):
+    """As :func:`joined`, with the tables that shards have in common."""
+    one = {"scaler_mean", "nf4"}
+    parts = [
+        {name: {below: value for below, value in values.items() if below not in one} for name, values in rank.items()}
+        for rank in ranks
+    ]
+    whole = joined(parts)
+    for name, values in ranks[0].items():
+        for below in values.keys() & one:
+            assert torch.equal(values[below], ranks[1][name][below])
+            whole[name][below] = values[below]
+    return whole
+
+
+def check_nf4(rank, world, url):
+    saved = check_adapter(f"{url}/two", sharded)
+    into = adapter_run(2, sharded)
+    sf.load(f"{url}/one", state_of(*into))
+    found = held(*into)
+    losses(*into, 1)
+    # What each rank quantises alone has a mean of its own, so that it is a shard of no one tensor.
+    torch.manual_seed(rank)
+    weight = DTensor.from_local(to_nf4(torch.randn(256, 64), 64, 256), into[0][0].weight.device_mesh, [Shard(0)])
+    model = nn.Linear(1, 1, bias=False)
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(sf.Error, match=r"weight\.scaler_mean"):
+        sf.save(f"{url}/none", {"model": model})
+    return saved, found
+
+
+def test_nf4_weights(ranks, tmp_path):
+    saved = check_adapter(tmp_path / "one")
+    assert set(saved["model", "0.weight"]) >= {"quantized_data", "quantized_scalers", "quantization_factor"}
+    results = ranks(2)(check_nf4, f"{tmp_path}")
+    assert same(whole_weights([found for _, found in results]), saved)
+    into = adapter_run(2)
+    sf.load(tmp_path / "two", state_of(*into))
+    assert same(held(*into), whole_weights([found for found, _ in results]))
+    into = adapter_run(2, block=32)
+    with pytest.raises(sf.Invalid, match=r"model/0\.weight\.(quantized_scalers|quantization_factor) is \[\d+\]"):
+        sf.load(tmp_path / "one", state_of(*into))
+
+
+CONFIGS = {"float8": Float8WeightOnlyConfig, "int8": Int8WeightOnlyConfig}
+
+
+def quantised(kind, seed, cut=None):
+    """A model with quantised weights, or this rank's shards of them.
+
+    torchao 0.18 has no shards of them for fully_shard: float8 ones lack ``new_zeros``, int8 ones also ``view``, so that
+    no DTensor of them can be made.
+    """
+    model = net(seed)
+    quantize_(model, CONFIGS[kind]())
+    if cut is None:
+        return model
+    dim, mesh = cut
+    for layer in (model[0], model[2]):
+        length = layer.weight.shape[dim] // 2
+        shard = torch.narrow(layer.weight, dim, mesh.get_local_rank() * length, length)
+        weight = DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def inner_of(model):
+    return {name: inside(value) for name, value in model.state_dict().items() if name.endswith("weight")}
+
+
+def check_cut(rank, world, url):
+    mesh = init_device_mesh("cpu", (2,))
+    for dim in (0, 1):
+        model, into = (quantised("float8", seed, (dim, mesh)) for seed in (0, 1))
+        sf.save(f"{url}/{dim}", {"model": model})
+        assert differ(inner_of(into), inner_of(model))
+        sf.load(f"{url}/{dim}", {"model": into})
+        assert same(inner_of(into), inner_of(model))
+    into = quantised("float8", 1, (0, mesh))
+    sf.load(f"{url}/one", {"model": into})
+    assert same(inner_of(into), inner_of(quantised("float8", 0, (0, mesh))))
+    for dim, other in ((1, "one"), (0, "1")):  # a row is one block of the whole, and two in halves
+        into = quantised("float8", 1, (dim, mesh))
+        with pytest.raises(sf.Invalid, match=r"model/0\.weight\.scale is "):
+            sf.load(f"{url}/{other}", {"model": into})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_quantised_weights(tmp_path, kind):
+    x = torch.randn(3, 64)
+    model, into = quantised(kind, 0), quantised(kind, 1)
+    sf.save(tmp_path / "one", {"model": model})
+    sf.load(tmp_path / "one", {"model": into})
+    assert same(inner_of(into), inner_of(model))
+    assert torch.equal(into(x), model(x))
+    other = quantised({"int8": "float8", "float8": "int8"}[kind], 1)
+    with pytest.raises(sf.Invalid, match=r"dtype: model/0\.weight\.qdata is "):
+        sf.load(tmp_path / "one", {"model": other})
+    said = r"0\.weight\.constants: the checkpoint holds a tensor made as .*, and here is one made as "
+    with pytest.raises(sf.Invalid, match=said):
+        sf.load(tmp_path / "one", {"model": other}, cast=True, strict=False)
+
+
+def test_shards_of_quantised_weights(ranks, tmp_path):
+    model, into = quantised("float8", 0), quantised("float8", 1)
+    sf.save(tmp_path / "one", {"model": model})
+    ranks(2)(check_cut, f"{tmp_path}")
+    sf.load(tmp_path / "0", {"model": into})
+    assert same(inner_of(into), inner_of(model))
+
+
+def float8_run(seed, layout=alone, gathers_float8=False, kind=torch.optim.AdamW):
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers_float8)  # what a CPU can do
+    model = layout(convert_to_float8_training(net(seed), config=config))
+    return model, kind(model.parameters(), lr=1e-2)
+
+
+def check_float8(url, layout=alone, gathers_float8=False):
+    run = float8_run(0, layout, gathers_float8)
+    losses(*run, 2)
+    before = held(*run)
+    sf.save(url, state_of(*run))
+    expected = losses(*run, 2, first=2)
+    into = float8_run(1, layout, gathers_float8)
+    sf.load(url, state_of(*into))
+    assert same(held(*into), before)
+    assert losses(*into, 2, first=2) == expected
+    sf.save(f"{url}-later", state_of(*run))
+    sf.load(f"{url}-later", state_of(*into))
+    assert same(held(*into), held(*run)) and differ(held(*run), before)
+    return before
+
+
+def check_float8_sharded(rank, world, url):
+    check_float8(f"{url}/two", sharded)
+
+
+def test_float8_training(ranks, tmp_path):
+    check_float8(tmp_path / "one")
+    ranks(2)(check_float8_sharded, f"{tmp_path}")
+    sf.load(tmp_path / "two", state_of(*float8_run(1)))
+
+
+def stepped(run, number):
+    """One step without forward and backward: gloo gathers no float8 ("Invalid scalar type")."""
+    model, optimizer = run
+    torch.manual_seed(number)
+    for parameter in model.parameters():
+        parameter.grad = DTensor.from_local(
+            torch.randn(local(parameter).shape), parameter.device_mesh, parameter.placements, run_check=False
+        )
+    optimizer.step()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def scales(model):
+    return [model[index].weight._local_tensor._precomputed_scale for index in (0, 2)]
+
+
+def gathered(run):
+    """All of the run, with weights by the names that they have without float8."""
+    plainly = {"_tensor": ""}
+    return {
+        name: {plainly.get(below, below): one for below, one in values.items() if below != "_precomputed_scale"}
+        for name, values in held(*run).items()
+    }
+
+
+def check_float8_gathered(rank, world, url):
+    run = float8_run(0, sharded, True)
+    stepped(run, rank)
+    assert all(scale is not None for scale in scales(run[0]))
+    before = gathered(run)
+    sf.save(f"{url}/gathered", state_of(*run))
+    for steps in (0, 1):
+        into = float8_run(1, sharded, True)
+        for _ in range(steps):
+            stepped(into, 7)
+        sf.load(f"{url}/gathered", state_of(*into))
+        assert same(gathered(into), before)
+        assert scales(into[0]) == [None, None]  # not those of the weights that were there
+        assert all(type(local(s["exp_avg"])) is torch.Tensor for s in into[1].state.values())
+        precompute_float8_dynamic_scale_for_fsdp(into[0])
+        assert list(map(torch.equal, scales(into[0]), scales(run[0]))) == [True, True]
+        stepped(into, 8)
+    sf.load(f"{url}/plain", state_of(*into))
+    found = gathered(into)
+    stepped(run, 8)
+    sf.save(f"{url}/later", state_of(*run))
+    sf.load(f"{url}/later", state_of(*into))
+    assert same(gathered(into), gathered(run)) and differ(gathered(run), before)
+    return before, found
+
+
+def test_float8_weights_that_fsdp_gathers(ranks, tmp_path):
+    saved = check_float8(tmp_path / "one", gathers_float8=True)
+    run = made(torch.optim.AdamW, 3)
+    losses(*run, 1)
+    sf.save(tmp_path / "plain", state_of(*run))
+    results = ranks(2)(check_float8_gathered, f"{tmp_path}")
+    assert same(joined([found for _, found in results]), held(*run))
+    sf.load(tmp_path / "gathered", state_of(*run))
+    assert same(held(*run), joined([found for found, _ in results]))
+    sf.load(tmp_path / "one", state_of(*run))
+    assert same(held(*run), {name: {"": of.get("", of.get("_tensor"))} for name, of in saved.items()})
+
+
+def test_tied_quantised_weights(tmp_path):
+    def tied(seed):
+        model = adapter_net(seed)
+        return nn.ModuleDict({"first": model[0], "again": model[0]})
+
+    model, into = tied(0), tied(1)
+    sf.save(tmp_path / "one", {"model": model})
+    sf.load(tmp_path / "one", {"model": into})
+    assert same(inner_of(into), inner_of(model))
+
+
 # bitsandbytes: state in plain tensors
 
 
@@ -360,6 +617,35 @@ def check_bitsandbytes(rank, world, url):
 def test_bitsandbytes_in_flat_parameters_is_refused(ranks, tmp_path):
     # Of FSDP2's parameters bitsandbytes 0.50 makes no step on a CPU ("got mixed torch.Tensor and DTensor").
     ranks(2)(check_bitsandbytes, f"{tmp_path}")
+
+
+def four_bits(seed, statistics):
+    torch.manual_seed(seed)
+    return nn.Sequential(bitsandbytes.nn.Linear4bit(64, 128, quant_type="nf4", compress_statistics=statistics)).to(
+        "cpu"
+    )
+
+
+def test_weights_of_bitsandbytes(tmp_path):
+    x = torch.randn(3, 64)
+    for statistics in (False, True):
+        model = four_bits(0, statistics)
+        sf.save(tmp_path / f"{statistics}", {"model": model})
+        into = four_bits(0, statistics)
+        into[0].weight.data.zero_()
+        into[0].bias.data.zero_()
+        sf.load(tmp_path / f"{statistics}", {"model": into})
+        assert torch.equal(into(x), model(x))
+    into = four_bits(1, False)
+    sf.load(tmp_path / "False", {"model": into})
+    assert torch.equal(into(x), four_bits(0, False)(x))
+    # The offset of scales that are quantised themselves is in a text, which the module does not read from a state dict.
+    with pytest.raises(sf.Invalid, match=r"model.*0\.weight\.quant_state\.bitsandbytes__nf4 is "):
+        sf.load(tmp_path / "True", {"model": four_bits(1, True)})
+    eight = [bitsandbytes.nn.Linear8bitLt(64, 128, has_fp16_weights=False).to("cpu") for _ in range(2)]
+    sf.save(tmp_path / "eight", {"model": eight[0]})
+    sf.load(tmp_path / "eight", {"model": eight[1]})
+    assert torch.equal(eight[1](x), eight[0](x))
 
 
 # flashoptim: state in objects of its own

@@ -9,6 +9,8 @@ import pytest
 import shardfast as sf
 import torch
 from shardfast.adapters import torch_wrapped
+from shardfast.adapters.torch_placement import Placed
+from shardfast.catalog import Refused, Region
 from shardfast.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,6 +193,71 @@ def test_weights_that_are_coded_come_back(tmp_path):
     assert torch.equal(into[0].weight.codes, model[0].weight.codes)
     assert torch.equal(into[0].weight.scale, model[0].weight.scale)
     assert torch.equal(into[1].weight, model[1].weight)
+
+
+class Derives(nn.Module):
+    """Has its weight plain, and coded in its state dict."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(4, BLOCK), requires_grad=False)
+        self.taken = None
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = Coded.of(self.weight.detach())
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.taken = state_dict[f"{prefix}weight"]
+        self.weight.copy_(self.taken.numbers())
+
+
+def test_what_a_state_dict_makes_of_it_is_given_back(tmp_path):
+    model, into = Derives(0), Derives(1)
+    sf.save(tmp_path / "one", {"model": model})
+    sf.load(tmp_path / "one", {"model": into})
+    expected = Coded.of(model.weight)
+    assert torch.equal(into.taken.codes, expected.codes) and torch.equal(into.taken.scale, expected.scale)
+    assert torch.equal(into.weight, expected.numbers())
+
+
+class Hides(nn.Linear):
+    """Has numbers in its state dict that it does not take from one."""
+
+    def __init__(self, number):
+        super().__init__(2, 2)
+        self.number = number
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.number"] = torch.tensor(self.number)
+
+
+def test_what_a_module_does_not_take_is_refused(tmp_path):
+    model = nn.ModuleDict({"layer": Hides(3)})
+    sf.save(tmp_path / "one", {"model": model})
+    same = nn.ModuleDict({"layer": Hides(3)})
+    sf.load(tmp_path / "one", {"model": same})
+    assert torch.equal(same["layer"].weight, model["layer"].weight)
+    said = r"model: layer\.weight\.number is in its state_dict\(\), but its load_state_dict\(\) does not take it"
+    with pytest.raises(sf.Invalid, match=said):
+        sf.load(tmp_path / "one", {"model": nn.ModuleDict({"layer": Hides(4)})})
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_several_boxes_are_rows_or_refused(dim):
+    """As a strided shard leaves them: two runs of the dimension."""
+    starts, lengths = ((0, 4), (2, 8)) if dim == 0 else ((0, 4), (8, 2))
+    regions = tuple(Region((first, 0) if dim == 0 else (0, first), lengths) for first in starts)
+    local = (4, 8) if dim == 0 else (8, 4)
+    there = Placed((8, 8), regions, ((0, 0), (2, 0) if dim == 0 else (0, 2)), local, "", None)
+    codes = torch.zeros(local)
+    if dim == 0:
+        part = torch_wrapped._part("codes", "element", codes, codes, there)
+        assert part.regions == regions and part.tensor is codes
+    else:
+        with pytest.raises(Refused, match=r"its 'codes' has shape \(8, 4\) for a shard"):
+            torch_wrapped._part("codes", "element", codes, codes, there)
 
 
 def sharded(seed, world):

@@ -226,7 +226,7 @@ class Modules:
     ) -> Restored:
         # What is no parameter or buffer, such as extra state, is loaded by the module's own method.
         entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}
-        for name in values.keys() & self._constants.keys():
+        for name in sorted(values.keys() & self._constants.keys()):
             expect_same_constants(name, self._constants[name], values[name])
         values = {name: value for name, value in values.items() if name not in self._constants}
         for name, value in {**self._derived, **values}.items():

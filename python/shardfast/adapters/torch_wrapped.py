@@ -67,9 +67,6 @@ _KNOWN: dict[str, _Known] = {
         _of_nf4,
     ),
     "torchao.Float8Tensor": _Known({"qdata": _BY_ELEMENT, "scale": _BY_BLOCK}, lambda context: {"context": context}),
-    "torchao.Int8Tensor": _Known(
-        {"qdata": _BY_ELEMENT, "scale": _BY_BLOCK, "zero_point": _BY_BLOCK}, lambda context: {"context": context}
-    ),
     # A weight as it is, which is sent as float8 when FSDP gathers it.
     "torchao.WeightWithDynamicFloat8CastTensor": _Known(
         {"_tensor": _BY_ELEMENT, "_precomputed_scale": _COMPUTED}, is_plain=True
@@ -148,7 +145,10 @@ def expect_same_constants(name: str, here: Mapping[str, object], saved: object) 
         Refused: With both.
     """
     if here != saved:
-        raise Refused(f"{name}: the checkpoint holds a tensor made as {saved!r}, and here is one made as {here!r}")
+        raise Refused(
+            f"{name}: the checkpoint holds a tensor made as {saved!r}, and here is one made as {here!r}: make it as it "
+            "was saved (quantise it in the same way)"
+        )
 
 
 def inner_tensors(tensor: Any) -> list[torch.Tensor]:

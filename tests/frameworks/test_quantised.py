@@ -289,6 +289,12 @@ def check_uneven(rank, world, url):
     losses(model, optimizer, 1)
     with pytest.raises(sf.Invalid, match=r"0\.weight\.exp_avg"):
         sf.save(f"{url}/uneven", state_of(model, optimizer))
+    model = sharded(nn.Linear(2048, 3, bias=False))  # two rows, which are quantised, and one, which is too short
+    optimizer = AdamW8bit(model.parameters())
+    model(torch.ones(2048)).sum().backward()
+    optimizer.step()
+    with pytest.raises(sf.Invalid, match=r"weight\.exp_avg\.codes: no rank holds \[2:3, 0:2048\]"):
+        sf.save(f"{url}/some", state_of(model, optimizer))
     model = fully_shard(
         net(0), mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
     )

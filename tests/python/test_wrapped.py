@@ -260,6 +260,27 @@ def test_several_boxes_are_rows_or_refused(dim):
             torch_wrapped._part("codes", "element", codes, codes, there)
 
 
+@pytest.mark.parametrize(
+    ("rows", "first", "length", "counts", "found"),
+    [
+        (8, 4, 4, (2, 2), ((4, 2), Region((2, 0), (2, 2)))),
+        (8, 3, 4, (2, 2), None),  # begins within a box
+        (7, 4, 3, (2, 2), None),  # boxes of no one length
+        (7, 4, 2, (1, 2), None),  # the whole tensor ends within a box
+        (8, 4, 4, (2, 2, 1), None),
+    ],
+)
+def test_blocks_that_are_boxes(rows, first, length, counts, found):
+    there = Placed((rows, 6), (Region((first, 0), (length, 6)),), ((0, 0),), (length, 6), "", None)
+    scale = torch.zeros(counts)
+    if found is not None:
+        part = torch_wrapped._part("scale", "block", scale, torch.zeros(length, 6), there)
+        assert (part.shape, part.regions) == (found[0], (found[1],))
+    else:
+        with pytest.raises(Refused, match=r"its 'scale' has shape"):
+            torch_wrapped._part("scale", "block", scale, torch.zeros(length, 6), there)
+
+
 def sharded(seed, world):
     model, _ = made(seed)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))

@@ -244,6 +244,22 @@ def test_what_a_module_does_not_take_is_refused(tmp_path):
         sf.load(tmp_path / "one", {"model": nn.ModuleDict({"layer": Hides(4)})})
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        torch_wrapped._Known({"codes": "element"}),
+        torch_wrapped._Known({"codes": "element", "scale": "block"}, lambda context: {"other": context["other"]}),
+        torch_wrapped._Known({"codes": "element", "scale": "block"}, lambda context: {"other": context[7]}),
+    ],
+)
+def test_a_class_of_another_version_is_refused(tmp_path, monkeypatch, known):
+    monkeypatch.setitem(torch_wrapped._KNOWN, f"{__name__}.Coded", known)
+    model = nn.Linear(8, 4)
+    model.weight = nn.Parameter(Coded.of(model.weight.detach()), requires_grad=False)
+    with pytest.raises(sf.Invalid, match=r"weight: a \S+Coded that names .*'scale'.* not what is known of this class"):
+        sf.save(tmp_path / "one", {"model": model})
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_several_boxes_are_rows_or_refused(dim):
     """As a strided shard leaves them: two runs of the dimension."""

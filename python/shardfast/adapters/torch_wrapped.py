@@ -116,10 +116,12 @@ def unwrapped(tensor: Any) -> Unwrapped:
             "is not known; save it unsharded, or without quantisation"
         )
     found: dict[str, torch.Tensor | Part] = dict(_inner(inside))
+    if known is not None and found.keys() - known.tensors.keys():
+        raise Refused(_of_another_version(inside))
     if known is not None and inside is not tensor:
         there = placed(tensor)
         for name, one in _inner(inside):
-            found[name] = _part(name, known.tensors.get(name, ""), one, inside, there)
+            found[name] = _part(name, known.tensors[name], one, inside, there)
     first, layout = ((), "") if inside is tensor else OF_DTENSORS
     where = {name: Inside((*first, *name.split(".")), layout) for name in found}
     if known is not None and known.is_plain:
@@ -183,9 +185,20 @@ def _constants(outer: Any, whole: Any) -> dict[str, object]:
     """What makes the outer tensor beside its tensors; ``whole`` is itself, or the DTensor of which it is a shard."""
     names, context = outer.__tensor_flatten__()
     known = _KNOWN.get(_class_of(outer), _UNKNOWN)
-    said = {"class": _class_of(outer), "shape": list(whole.shape), **_as_data(known.constants(context))}
+    try:
+        said = {"class": _class_of(outer), "shape": list(whole.shape), **_as_data(known.constants(context))}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Refused(_of_another_version(outer)) from error
     below = {name: getattr(outer, name) for name in names if wraps(getattr(outer, name))}
     return {**said, "inner": {name: _constants(one, one) for name, one in below.items()}} if below else said
+
+
+def _of_another_version(outer: Any) -> str:
+    names, context = outer.__tensor_flatten__()
+    return (
+        f"a {_class_of(outer)} that names {names} and {context!r}, which is not what is known of this class: use a "
+        "version of its library that the guide names"
+    )
 
 
 def _as_data(value: Any) -> Any:

@@ -161,6 +161,20 @@ def test_what_wraps_others_is_described_once():
     assert describer.describe({"model": model}, pickle=False).native is not first.native
 
 
+def test_what_an_optimizer_steps_inside_of_a_tensor_is_captured_lazily():
+    model = nn.Linear(64, 64)
+    optimizer = Momentum(model.parameters())
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    describer, inside = Describer(lambda: None), "optimizer/state.weight.momentum"
+    for _ in range(2):
+        described = describer.describe(state_of(model, optimizer), pickle=False)
+        places = [place for one in described.watched for place in one.places]
+        assert sorted(places) == ["model/weight", f"{inside}.codes", f"{inside}.scale"]
+    optimizer.step()
+    assert [len(one.changes()) for one in described.watched] == [len(one.places) for one in described.watched]
+
+
 def test_a_load_makes_no_wrapping_tensor(tmp_path):
     model, optimizer = made(0)
     losses(model, optimizer, 1)

@@ -208,8 +208,8 @@ def _as_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"class": _class_of(value), **_as_data(parts)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {"class": _class_of(value), **_as_data(value._asdict())}
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
+        return {"class": _class_of(value), **_as_data(dict(zip(names, value, strict=True)))}
     if isinstance(value, (list, tuple)):
         return [_as_data(item) for item in value]
     if isinstance(value, Mapping):

@@ -237,7 +237,10 @@ def _is_flat(parameter: object) -> bool:
 
 
 def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-    """What ``module.state_dict(keep_vars=True)`` would give without the hooks of FSDP1, which gather."""
+    """What ``module.state_dict(keep_vars=True)`` would give without the hooks of FSDP1, which gather.
+
+    Names keep what activation checkpointing adds to them, which its hooks would take away.
+    """
     if type(module).state_dict is not nn.Module.state_dict or "state_dict" in vars(module):
         raise Refused(
             f"its part {prefix.rstrip('.')!r} has a state_dict() of its own and FullyShardedDataParallel around it, "
@@ -245,22 +248,26 @@ def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
         )
     own = vars(module)
     for hook in own["_state_dict_pre_hooks"].values():
-        if not _is_of_fsdp(hook):
+        if not _is_of_wrapper(hook):
             hook(module, prefix, True)
     operator.methodcaller("_save_to_state_dict", state, prefix, True)(module)
     for name, part in own["_modules"].items():
         if part is not None:
             _collect(part, f"{prefix}{name}.", state)
     for hook in own["_state_dict_hooks"].values():
-        if not _is_of_fsdp(hook):
+        if not _is_of_wrapper(hook):
             raise Refused(
                 f"its part {prefix.rstrip('.')!r} has a hook on its state dict, {getattr(hook, '__qualname__', hook)}, "
                 "and FullyShardedDataParallel around it would gather for that: remove the hook, or shard with FSDP2"
             )
 
 
-def _is_of_fsdp(hook: object) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+def _is_of_wrapper(hook: object) -> bool:
+    """Whether it is a hook of FSDP1, or one of activation checkpointing, which changes names only."""
+    return getattr(hook, "__module__", "").startswith(("torch.distributed.fsdp.", _CHECKPOINTING))
+
+
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint."
 
 
 def _expect_whole_below(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -61,13 +61,14 @@ def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> 
     if one is other:
         return
     names = sorted({*hyperparameters(one), *hyperparameters(other)})
-    differ = [name for name in names if not _equal(one.get(name), other.get(name))]
+    differ = [name for name in names if not equal(one.get(name), other.get(name))]
     if differ:
         shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
         raise Refused(f"{what} with different hyper-parameters: {shown}")
 
 
-def _equal(one: object, other: object) -> bool:
+def equal(one: object, other: object) -> bool:
+    """Whether two values of an optimizer are the same."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     return one == other

@@ -13,6 +13,7 @@ import torch
 from ..catalog import Compared, Inside, Ints, NamedPart, Outline, Part, Refused, Region, Restored
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
+    equal,
     expect_same,
     groups_value,
     hyperparameter_names,
@@ -321,6 +322,9 @@ class Optimizers:
                 unexpected.append(name)
             elif name != "param_groups":
                 entries[name] = value
+        self._expect_one_value_each(entries)
+        if strict and saved:
+            self._expect_state_of_all({*self.tensors(), *self.values(), *created, *values} - {*absent})
         # The checkpoint holds all of a parameter's state: any other state is of a later step.
         spoken_of = saved.keys() - foreign
         owners = {name: self._parameter_of(name) for name in absent}
@@ -350,6 +354,43 @@ class Optimizers:
         missing = [name for name in absent if name not in gone]
         return Restored(install, missing, unexpected)
 
+    def _expect_one_value_each(self, entries: Mapping[str, object]) -> None:
+        """Refuses values that differ for parameters of one flat parameter, which has one of each."""
+        first: dict[Place, tuple[str, object]] = {}
+        for name, value in entries.items():
+            place = self._split(name)
+            if place is None or isinstance(value, (torch.Tensor, Part)):
+                continue
+            _, parameter, _, part = self._owned[place[0]]
+            if part is None or not part.length:
+                continue
+            other, its_value = first.setdefault((id(parameter), place[1]), (name, value))
+            if not equal(its_value, value):
+                raise Refused(
+                    f"{name} is {value!r} and {other} is {its_value!r} in the checkpoint, and here both belong to one "
+                    "flat parameter: load into a layout that keeps them apart"
+                )
+
+    def _expect_state_of_all(self, loaded: Collection[str]) -> None:
+        """Refuses a checkpoint that has state for some parameters of a flat parameter, whose steps count as one."""
+        names: dict[int, dict[str, str]] = {}  # by flat parameter a leaf, or none, of each of its parameters
+        for fqn, owned in self._owned.items():
+            if owned.part is not None and owned.part.length and not owned.is_empty:
+                names.setdefault(id(owned.parameter), {})[fqn] = ""
+        for name in sorted(loaded) if names else ():
+            place = self._split(name)
+            if place is not None and place[0] in names.get(id(self._owned[place[0]].parameter), {}):
+                names[id(self._owned[place[0]].parameter)][place[0]] = name
+        for of_one in names.values():
+            without = next((fqn for fqn, name in of_one.items() if not name), None)
+            found = next(filter(None, of_one.values()), None)
+            if without is not None and found is not None:
+                raise Refused(
+                    f"the checkpoint has no state for {without!r}, which was not stepped, and it has {found}; here "
+                    "both belong to one flat parameter, which is stepped as one: load into a layout that keeps them "
+                    "apart, or with strict=False, which gives zeros and the others' counters to what was not stepped"
+                )
+
     def _parameter_of(self, name: str) -> str | None:
         place = self._split(name)
         return None if place is None else place[0]
@@ -362,10 +403,10 @@ class Optimizers:
             return
         state, owner, _, part = self._owned[place[0]]
         if part is not None and part.length:
-            others = (fqn for fqn, owned in self._owned.items() if owned.parameter is owner)
-            if not all(f"state.{fqn}.{place[1]}" in gone for fqn in others):
+            here = (fqn for fqn, owned in self._owned.items() if owned.parameter is owner and not owned.is_empty)
+            if not all(f"state.{fqn}.{place[1]}" in gone for fqn in here):
                 value = state[owner][place[1]]
-                if value.ndim:  # of an element that never was stepped
+                if isinstance(value, torch.Tensor) and value.ndim:  # of an element that never was stepped
                     value.detach()[part.start : part.start + part.tensor.numel()].zero_()
                 return
         state[owner].pop(place[1] if place[1] in state[owner] else place[1].partition(".")[0], None)

@@ -12,9 +12,9 @@ STEPS = range(3, 23)  # after the save
 
 MORE = {
     2: ["ddp", "fsdp", "tp", "fsdp1_shard_grad_op_orig", "fsdp1_no_shard_flat"],
-    4: ["hsdp", "fsdp_tp", "fsdp1_full_shard_orig", "fsdp1_hybrid_shard_flat", "fsdp1_hybrid_shard_zero2_orig"],
+    4: ["hsdp", "fsdp_tp", "fsdp1_hybrid_shard_flat", "fsdp1_hybrid_shard_zero2_orig"],
 }
-"""Layouts in which each rank has all names, by number of ranks."""
+"""Layouts in which each rank has all names, by number of ranks; for FSDP1's FULL_SHARD see test_fsdp.py."""
 
 
 def resumed_of(world):

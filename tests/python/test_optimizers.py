@@ -49,9 +49,9 @@ def load_all(rank, world, url, kinds, pairs_with):
         for number, layout in enumerate(layouts_of(kind, world)):
             fresh, filled = build(layout, seed=1, kind=kind), build(layout, seed=2, kind=kind)
             fill(*filled)
-            # Every layout is loaded by some, and each loads five others.
-            for other in range(5) if world > 1 else range(len(saved)):
-                ranks, one = saved[(number * 5 + other) % len(saved)]
+            # Every layout is loaded by some, and each loads four others.
+            for other in range(4) if world > 1 else range(len(saved)):
+                ranks, one = saved[(number * 4 + other) % len(saved)]
                 target = filled if (number + other) % 2 else fresh
                 for tensor in memory(*target):
                     tensor.add_(1)

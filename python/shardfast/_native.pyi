@@ -332,12 +332,11 @@ class Outline:
     """
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
-    def again(self) -> tuple[list[Any], dict[int, Any], list[list[Any]]] | None:
-        """The tensors of all bundles, in order, those inside of entries in their place.
+    def again(self) -> tuple[list[Any], list[Any], list[list[Any]]] | None:
+        """The tensors of all bundles, in order, and the entry of each, which is itself or has it inside.
 
-        With them the entries that have such tensors, by the tensor's number, and each bundle's other entries. ``None``
-        if anything has changed: names, types, layouts, which parameters are the same, and tensors' device, address,
-        element type, shape and strides.
+        With them each bundle's other entries. ``None`` if anything has changed: names, types, layouts, which parameters
+        are the same, and tensors' device, address, element type, shape and strides.
         """
 
 @final

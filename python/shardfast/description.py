@@ -428,7 +428,7 @@ class _Lazy:
     Attributes:
         hold: Their memory.
         numbers: Theirs among those of all bundles.
-        wrapped: Of these, those that others wrap, which count writes, too.
+        wrapped: Likewise of those that others wrap, which count writes, too.
         places: In the state, for messages.
     """
 
@@ -478,12 +478,11 @@ class _Known:
             return None
         if seen is None:
             return None
-        tensors, outer, others = seen
+        tensors, entries, others = seen
         watched = []
         for lazy in self.lazy:
-            own = list(map(tensors.__getitem__, lazy.numbers))
-            of_wrapped = map(lazy.numbers.__getitem__, lazy.wrapped)
-            one = lazy.watched(own + [outer.get(number, tensors[number]) for number in of_wrapped])
+            own = map(tensors.__getitem__, lazy.numbers)
+            one = lazy.watched([*own, *map(entries.__getitem__, lazy.wrapped)])
             if one is None:
                 return None
             watched.append(one)
@@ -565,7 +564,7 @@ def _described(
         own = [found.named[number].source().owner for number in of]
         outer = [found.named[number].tensor for number in of]  # a part counts the writes of what it lies within
         wrapped = [i for i, one in enumerate(outer) if one is not own[i] and not isinstance(one, Part)]
-        lazy.append(_Lazy(held(adapter.hold(own), wrapped), of, wrapped, places))
+        lazy.append(_Lazy(held(adapter.hold(own), wrapped), of, [of[i] for i in wrapped], places))
         watched += [one for one in [lazy[-1].watched(own + [outer[i] for i in wrapped])] if one is not None]
     owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]

@@ -7,7 +7,7 @@ use std::collections::hash_map::Entry;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
+use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
 
 use crate::borrowed::{entries_while, items_while};
 use crate::dlpack::Places;
@@ -141,7 +141,7 @@ impl Outline {
         Ok(outline)
     }
 
-    /// The tensors of all bundles, in order, the entries of those inside of one by their numbers, and each bundle's
+    /// The tensors of all bundles, in order, the entry of each, which is itself or has it inside, and each bundle's
     /// other entries, if nothing has changed: names, types, layouts, addresses and which parameters are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
         self.near.fetch();
@@ -149,19 +149,21 @@ impl Outline {
         if !self.parameters.holds_of(&seen.parameters) || !self.places_of(&seen)?.is_equal(py, &self.places)? {
             return Ok(None);
         }
-        Ok(Some((PyList::new(py, seen.tensors)?, seen.outer.into_py_dict(py)?, seen.others)))
+        let tensors = PyList::new(py, seen.tensors)?;
+        let entries = if seen.entries.is_empty() { tensors.clone() } else { PyList::new(py, seen.entries)? };
+        Ok(Some((tensors, entries, seen.others)))
     }
 }
 
-/// Tensors, what some are inside of by number, and other entries by bundle.
-type Again<'py> = (Bound<'py, PyList>, Bound<'py, PyDict>, Vec<Vec<Bound<'py, PyAny>>>);
+/// Tensors, their entries, and other entries by bundle.
+type Again<'py> = (Bound<'py, PyList>, Bound<'py, PyList>, Vec<Vec<Bound<'py, PyAny>>>);
 
 /// What all bundles hold now.
 #[derive(Default)]
 struct Seen<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
-    /// The entries of tensors that are inside of one, with their numbers.
-    outer: Vec<(usize, Bound<'py, PyAny>)>,
+    /// The entry of each tensor; empty if all are entries themselves.
+    entries: Vec<Bound<'py, PyAny>>,
     /// The number of each bundle's tensors.
     lengths: Vec<usize>,
     others: Vec<Vec<Bound<'py, PyAny>>>,
@@ -258,10 +260,13 @@ impl Bundle {
         }
         let first = seen.tensors.len();
         seen.tensors.extend(self.tensors.iter().map(|&number| walk.entries[number].clone()));
+        if !self.inside.is_empty() || !seen.entries.is_empty() {
+            seen.entries.extend_from_slice(&seen.tensors[seen.entries.len()..]);
+        }
         for (number, inside) in &self.inside {
             let tensor = &mut seen.tensors[first + number];
             let Some(inner) = inside.of(tensor)? else { return Ok(false) };
-            seen.outer.push((first + number, std::mem::replace(tensor, inner)));
+            *tensor = inner;
         }
         Ok(true)
     }

@@ -358,7 +358,7 @@ def test_parameters_that_were_frozen_after_some_steps(ranks, tmp_path):
 
 
 def check_ignored(rank, world, url):
-    """Parameters that FSDP2 is told to leave alone stay whole on each rank."""
+    """FSDP2 does not shard the parameters in ``ignored_params``: each rank holds all of them."""
     model = Net()
     wrap_fsdp2("fsdp2", model, ignored_params=set(model.head.parameters()))
     assert not isinstance(model.head.weight, DTensor)
@@ -378,7 +378,10 @@ def check_ignored(rank, world, url):
     assert unequal(whole_of(again, its_optimizer), whole) == []
 
 
-@pytest.mark.skipif("ignored_params" not in inspect.signature(fully_shard).parameters, reason="FSDP2 ignores nothing")
+@pytest.mark.skipif(
+    "ignored_params" not in inspect.signature(fully_shard).parameters,
+    reason="fully_shard of this torch has no ignored_params",
+)
 def test_parameters_that_are_ignored(ranks, tmp_path):
     ranks(2)(check_ignored, f"{tmp_path}/checkpoint")
 

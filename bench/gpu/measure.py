@@ -30,6 +30,7 @@ from torch.nn import functional
 GIB = 1 << 30
 COPY_BYTES = GIB
 WRITE_BYTES = 4 * GIB
+READ_BYTES = 4 * GIB
 REQUEST_BYTES = 1 << 20
 
 
@@ -174,6 +175,29 @@ def drop_page_cache(place: Path) -> None:
             os.close(fd)
 
 
+def read_rate(place: Path, *, direct: bool, most: int) -> float:
+    """Bytes per second of reads of the files at ``place``, ``most`` bytes or all, eight requests in flight. Reads that
+    are not direct leave them in the page cache."""
+    sizes = [(path, path.stat().st_size) for path in sorted(place.rglob("*")) if path.is_file()]
+    requests = [(path, at) for path, size in sizes for at in range(0, size, REQUEST_BYTES)][: most // REQUEST_BYTES]
+
+    def request(path: Path, at: int) -> int:
+        with mmap.mmap(-1, REQUEST_BYTES) as buffer:
+            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            try:
+                return os.preadv(fd, [buffer], at)
+            finally:
+                os.close(fd)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            done = sum(pool.map(lambda one: request(*one), requests))
+        except OSError:  # a file system without direct reads
+            return 0.0
+    return done / (time.perf_counter() - began)
+
+
 def measure_save(training: Training, place: Path, steps: int, size: int, figures: Figures) -> None:
     """Steps alone, steps beside a save, the capture alone."""
     alone = [0.0] * steps
@@ -209,9 +233,13 @@ def measure_save(training: Training, place: Path, steps: int, size: int, figures
 
 
 def measure_load(training: Training, other: Training, place: Path, size: int, figures: Figures) -> None:
-    """Loads what was saved alone into another training's tensors, cold, then warm, and compares."""
+    """Loads what was saved alone into another training's tensors, cold, then out of the page cache, and compares."""
     drop_page_cache(place)
     cold_s = seconds(lambda: sf.load(place / "alone", other.state))
+    drop_page_cache(place)
+    direct = read_rate(place / "alone", direct=True, most=READ_BYTES)
+    buffered = read_rate(place / "alone", direct=False, most=2 * size)  # all of it is in the page cache now
+    figures.add(read_b_s=max(direct, buffered))
     warm_s = seconds(lambda: sf.load(place / "alone", other.state))
     figures.add(cold_b_s=size / cold_s, warm_b_s=size / warm_s)
     for found, expected in zip(other.tensors(), training.tensors(), strict=True):
@@ -220,7 +248,9 @@ def measure_load(training: Training, other: Training, place: Path, size: int, fi
 
 
 def report(args: argparse.Namespace, training: Training, size: int, first_s: float, figures: Figures) -> None:
-    for name, of in (("capture_b_s", "to_host_b_s"), ("warm_b_s", "to_device_b_s"), ("durable_b_s", "write_b_s")):
+    ceilings = {"capture_b_s": "to_host_b_s", "durable_b_s": "write_b_s"}
+    ceilings |= {"cold_b_s": "read_b_s", "warm_b_s": "to_device_b_s"}
+    for name, of in ceilings.items():
         pairs = zip(figures.values[name], figures.values[of], strict=True)
         figures.values[f"{name} of {of}"] = [value / ceiling for value, ceiling in pairs]
     parameters = sum(p.numel() for p in training.model.parameters())
@@ -239,7 +269,9 @@ def report(args: argparse.Namespace, training: Training, size: int, first_s: flo
     figures.show("durable_b_s of write_b_s", "  ratio")
     figures.show("durable_beside_b_s", "durable save beside the training", 1e-9, "GB/s")
     figures.show("cold_b_s", "cold load to the device", 1e-9, "GB/s")
-    figures.show("warm_b_s", "warm load to the device", 1e-9, "GB/s")
+    figures.show("read_b_s", "  ceiling: reads from that disk", 1e-9, "GB/s")
+    figures.show("cold_b_s of read_b_s", "  ratio")
+    figures.show("warm_b_s", "load to the device out of the page cache", 1e-9, "GB/s")
     figures.show("to_device_b_s", "  ceiling: one copy from page-locked memory", 1e-9, "GB/s")
     figures.show("warm_b_s of to_device_b_s", "  ratio")
     print(f"  {'the first save, which makes and locks the staging memory':<58} {first_s:>9.2f} s")

@@ -152,6 +152,11 @@ class Source(NamedTuple):
     owner: object
     is_copy: bool = False
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether some of the memory is a CUDA device's."""
+        return any(memory.device is not None for memory in self.memory)
+
 
 class Origin(NamedTuple):
     """A tensor that is to be saved.

@@ -366,7 +366,7 @@ class _Found:
             how: Capture = "lazy" if is_announced else "eager"
             if source.is_copy:
                 how = "owned"
-            elif is_small and inline + size <= EAGER_BYTES_MAX:
+            elif is_small and inline + size <= EAGER_BYTES_MAX and not source.is_on_device:
                 how = "inline"
                 inline += size
             compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)

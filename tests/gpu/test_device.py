@@ -181,6 +181,25 @@ def test_saves_while_the_training_is_busy(tmp_path, device):
             assert torch.equal(bits(tensor), bits(tensors[name])), f"save {number}: {name}"
 
 
+def test_a_call_waits_for_no_work_of_the_device(tmp_path, device):
+    """Though some of the tensors are a few bytes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for number in range(2):  # the second save finds memory that is page-locked already
+        model(torch.randn(8, 64, device=device)).square().mean().backward()
+        optimizer.step()
+        expected = {name: tensor.clone() for name, tensor in flat(model, optimizer).items()}
+        torch.cuda.synchronize()
+        keep_busy(device, 2000)
+        pending = sf.save_async(tmp_path / str(number), {"model": model, "optimizer": optimizer})
+        is_busy = not torch.cuda.current_stream(device).query()
+        pending.committed()
+    assert is_busy
+    sf.load(tmp_path / "1", {"model": model, "optimizer": optimizer})
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in flat(model, optimizer).items())
+
+
 def test_checkpoints_move_between_host_and_device(tmp_path, device):
     on_device = random_bytes((300, 200), torch.bfloat16, device, seed=5)
     on_host = on_device.cpu()

@@ -7,6 +7,9 @@ import pytest
 import shardfast as sf
 import torch
 from layouts import build, train
+from shardfast.adapters import torch as torch_adapter
+from shardfast.adapters import torch_memory
+from shardfast.catalog import Memory
 from shardfast.description import Describer, describe, native_leaf
 from torch import nn
 
@@ -293,3 +296,26 @@ def check_layouts(rank, world):
 def test_sharded_states_are_described_once(table, ranks):
     for reused in ranks(4)(check_layouts):
         assert reused == {"ddp": True, "fsdp": True, "fsdp_tp": True}
+
+
+def test_a_call_waits_for_no_device_whose_tensors_announce_their_changes(monkeypatch):
+    """However small they are: the device may have a whole step to do first."""
+    made = State(0)
+    made.step()
+    small = {"optimizer": "step", "model": "bias", "ema": "small"}
+
+    def captures():
+        leaves = [leaf for leaf in describe(made.state, notice=lambda: None) if hasattr(leaf, "capture")]
+        return {
+            key: {leaf.capture for leaf in leaves if leaf.key == key and leaf.name.endswith(name)}
+            for key, name in small.items()
+        }
+
+    assert captures() == {"optimizer": {"inline"}, "model": {"inline"}, "ema": {"inline"}}
+
+    def on_device(pointer, strides, _):
+        return Memory(pointer, strides, 0)
+
+    monkeypatch.setattr(torch_adapter, "Memory", on_device)
+    monkeypatch.setattr(torch_memory, "Memory", on_device)
+    assert captures() == {"optimizer": {"lazy"}, "model": {"lazy"}, "ema": {"eager"}}

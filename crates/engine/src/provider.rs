@@ -88,6 +88,11 @@ impl Fences {
         }
     }
 
+    /// Whether no copy is in flight on any device.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
     /// Waits for all of them, even when one fails.
     ///
     /// # Errors

@@ -1,9 +1,11 @@
-//! Providers into data files: copy, checksum while the bytes are in cache, write, make durable.
+//! Providers into data files: copy, checksum, write, make durable.
 //!
-//! Fillers copy out of the providers into bounded slots and compute the block checksums; the store takes the slots from
-//! there, as many at a time as suits it. So the state is released as soon as it is copied, writes overlap copies, and a
-//! slow store slows the copy instead of growing memory. All files are written at the same time. A file's header, which
-//! holds the checksums, is written last: a file cut short by a crash is no valid file.
+//! Fillers copy out of the providers into bounded slots; the store takes the slots from there, as many at a time as
+//! suits it. The block checksums of what a core copied are computed at once, while the bytes are in its cache; of
+//! what a device copied, when the store takes it: to read it from memory would slow the copies, which the training
+//! waits for. So the state is released as soon as it is copied, writes overlap copies, and a slow store slows the copy
+//! instead of growing memory. All files are written at the same time. A file's header, which holds the checksums, is
+//! written last: a file cut short by a crash is no valid file.
 //!
 //! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
 //! the save: the system drops the bytes, the slots have been reused by then, and the state has changed.
@@ -187,7 +189,7 @@ impl FileJob {
 fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, blocking: bool) {
     let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = if blocking { bounded::<(usize, Slot)>(FILLED_SLOTS_MAX) } else { unbounded() };
+    let (sender, receiver) = if blocking { bounded::<FilledSlot>(FILLED_SLOTS_MAX) } else { unbounded() };
     let pieces = run.sums.pieces();
     let eager = run.chunks.iter().map(|chunk| chunk.is_eager).chain(pieces.iter().map(|piece| piece.is_eager));
     let captured = Countdown::new(eager.filter(|is_eager| *is_eager).count(), || progress.captured());
@@ -222,14 +224,14 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                         return run.failure.set(error);
                     }
                     let filled = staging.acquire().and_then(|mut slot| {
-                        fill(&run.files[chunk.file], chunk, &mut slot)?;
-                        Ok(slot)
+                        let unsummed = fill(&run.files[chunk.file], chunk, &mut slot)?;
+                        Ok(FilledSlot { number, slot, unsummed })
                     });
                     match filled {
-                        Ok(slot) => {
+                        Ok(filled) => {
                             passed(chunk.is_eager);
                             // The receiver lives until the last sender is gone.
-                            let _ = sender.send((number, slot));
+                            let _ = sender.send(filled);
                         }
                         Err(error) => return run.failure.set(error),
                     }
@@ -246,11 +248,18 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
     });
 }
 
+/// A chunk by number, and the slot that holds it.
+struct FilledSlot {
+    number: usize,
+    slot: Slot,
+    /// What is left to be done for its checksums.
+    unsummed: Option<Unsummed>,
+}
+
 /// The filled slots, as writes.
 struct Filled<'a> {
     run: &'a Run<'a>,
-    /// Chunks by number, and their slots.
-    receiver: Receiver<(usize, Slot)>,
+    receiver: Receiver<FilledSlot>,
     again: Again<'a>,
     failed: Mutex<Failed<'a>>,
 }
@@ -296,7 +305,7 @@ impl<'a> Writes<'a> for Filled<'a> {
             };
             match (filled, until) {
                 (Ok(_), _) if self.run.failure.is_set() => continue,
-                (Ok((number, slot)), _) => return Next::Write(self.write(number, slot)),
+                (Ok(filled), _) => return Next::Write(self.write(filled)),
                 (Err(RecvTimeoutError::Disconnected), None) => return Next::End,
                 (Err(_), _) if !wait => return Next::Later,
                 (Err(RecvTimeoutError::Disconnected), Some(until)) => {
@@ -329,9 +338,13 @@ impl<'a> Filled<'a> {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self, number: usize, mut slot: Slot) -> Write<'a> {
+    fn write(&self, FilledSlot { number, mut slot, unsummed }: FilledSlot) -> Write<'a> {
         let chunk = self.run.chunks[number];
-        let object = &*self.run.files[chunk.file].object;
+        let file = &self.run.files[chunk.file];
+        if let Some(unsummed) = unsummed {
+            unsummed.sum(file, chunk, &slot);
+        }
+        let object = &*file.object;
         let bytes = pad(object, &mut slot, chunk.bytes);
         Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes, number }
     }
@@ -348,8 +361,9 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// Fills a slot with the file's bytes from `chunk.offset` on, and stores their block checksums.
-fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
+/// Fills a slot with the file's bytes from `chunk.offset` on, and stores their block checksums, or returns what is left
+/// to be done for them if a device copied some of the bytes.
+fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<Option<Unsummed>> {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let layout = &file.job.layout;
     let end = chunk.offset + chunk.bytes as u64;
@@ -385,13 +399,32 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<()> {
             }
         }
     }
-    fences.wait()?;
-    if file.job.is_summed {
-        let parts = parts.into_iter().map(|(entry, at, ranges)| (entry, summed(at, ranges, slot, &crcs)));
-        file.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
+    let unsummed = Unsummed { crcs, parts };
+    if !fences.is_empty() {
+        fences.wait()?;
+        return Ok(Some(unsummed));
     }
-    note_checksums(file, chunk, slot, &crcs);
-    Ok(())
+    unsummed.sum(file, chunk, slot);
+    Ok(None)
+}
+
+/// What a filled slot's checksums are computed from.
+struct Unsummed {
+    /// Those of blocks that are known.
+    crcs: Crcs,
+    /// If entries are summed: each with a piece in the slot, where the piece begins in it, and its ranges of the slot
+    /// as [`summed`] takes them.
+    parts: Vec<(usize, u64, [Range<usize>; 3])>,
+}
+
+impl Unsummed {
+    fn sum(self, file: &File<'_>, chunk: Chunk, slot: &Slot) {
+        if file.job.is_summed {
+            let parts = self.parts.into_iter().map(|(entry, at, ranges)| (entry, summed(at, ranges, slot, &self.crcs)));
+            file.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
+        }
+        note_checksums(file, chunk, slot, &self.crcs);
+    }
 }
 
 /// The checksum of a piece of an entry that begins `at` there and lies in these ranges of the slot, one behind the

@@ -92,6 +92,7 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._closed = False
         self._describer = Describer(in_flight.staged)
+        self._is_prepared = False
         self._running: list[tuple[Pending, Future[None]]] = []
         self._spared: set[str] = set()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
@@ -149,14 +150,15 @@ class Checkpointer:
                 below = step
                 continue
             self.newest = self.committed = step
-            self._describer.prepare(state, pickle=self._pickle, excepted=patterns(self._prove_except))
+            self._prepare(state)
             return step
 
     def step(self, step: int, state: dict[str, Any]) -> bool:
         """Saves if a save is due after ``step`` steps. Every rank calls it after each step.
 
         Returns when everything is copied that may change before the next step of the optimizer; see
-        :func:`shardfast.save_async`.
+        :func:`shardfast.save_async`. The first call of a run looks at the whole state, at about 25 us a tensor, so that
+        the first save finds it known.
 
         Returns:
             Whether it saved.
@@ -167,10 +169,17 @@ class Checkpointer:
         """
         due = self._every is not None and self._every.due(step)
         if not due:
+            if not self._is_prepared:
+                self._prepare(state)
             self._settle(None)
             return False
         self.save(step, state)
         return True
+
+    def _prepare(self, state: dict[str, Any]) -> None:
+        """Describes the state, so that the first save need not."""
+        self._is_prepared = True
+        self._describer.prepare(state, pickle=self._pickle, excepted=patterns(self._prove_except))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Saves now, as :meth:`step` does when a save is due."""

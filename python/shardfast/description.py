@@ -196,9 +196,9 @@ class _Leaves:
         self._excepted = excepted
         self._places: dict[tuple[str, str], str] = {}
 
-    def tensors_of(self, entry: BundleEntry, holders: Mapping[str, Ints]) -> None:
+    def tensors_of(self, entry: BundleEntry, tensors: Mapping[str, Any], holders: Mapping[str, Ints]) -> None:
         compared = entry.bundle.compared()
-        for name, tensor in entry.tensors().items():
+        for name, tensor in tensors.items():
             adapter = adapter_of(tensor, self._adapters)
             place = f"{entry.place}.{name}"
             origin = _origin(adapter, tensor, place)
@@ -250,8 +250,9 @@ class _Leaves:
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
-        if any(fnmatchcase(f"{key}/{name}" if "/" in pattern else key, pattern) for pattern in self._excepted):
-            compared = "never"
+        for pattern in self._excepted:
+            if fnmatchcase(f"{key}/{name}" if "/" in pattern else key, pattern):
+                compared = "never"
         layout, identity, source = origin
         self.named.append(_Named(key, name, layout, adapter, tensor, place, identity, compared, source))
 
@@ -305,8 +306,8 @@ class _Found:
     """How many of ``named`` are bundles' tensors."""
 
     objects: Sequence[ObjectLeaf]
-    announced: Mapping[int, Any]
-    """The tensors with announced changes, by ``id``."""
+    announced: Sequence[bool]
+    """Of each of ``named``, whether a bundle announces its changes."""
 
     @staticmethod
     def of(
@@ -317,26 +318,24 @@ class _Found:
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         announced: dict[int, Any] = {}
         holders = [entry.bundle.holders({}) for entry in bundles]
+        tensors = [entry.tensors() for entry in bundles]
         of_parameters = {
-            id(tensor): known[name]
-            for entry, known in zip(bundles, holders, strict=True)
-            for name, tensor in (entry.tensors().items() if known else ())
-            if name in known
+            id(of[name]): ranks
+            for of, known in zip(tensors, holders, strict=True)
+            for name, ranks in known.items()
+            if name in of
         }
-        for entry, known in zip(bundles, holders, strict=True):
+        for entry, of, known in zip(bundles, tensors, holders, strict=True):
             if notice is not None:
                 announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
-            leaves.tensors_of(entry, {**known, **entry.bundle.holders(of_parameters)})
+            leaves.tensors_of(entry, of, {**known, **entry.bundle.holders(of_parameters)})
         in_bundles = len(leaves.named)
         for entry in bundles:
             leaves.values_of(entry.key, entry.prefix, entry.place, entry.bundle.values())
         for other in walked.entries:
             leaves.add(other)
-        return _Found(walked.adapters, bundles, leaves.named, in_bundles, leaves.objects, announced)
-
-    def is_announced(self, number: int) -> bool:
-        """Whether a bundle announces changes of that one of ``named``."""
-        return id(changed_as(self.named[number].tensor)) in self.announced
+        are_announced = [id(changed_as(one.tensor)) in announced for one in leaves.named]
+        return _Found(walked.adapters, bundles, leaves.named, in_bundles, leaves.objects, are_announced)
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[int]]]:
         """The leaves, and for each tensor leaf the numbers of its names among ``named``."""
@@ -351,7 +350,7 @@ class _Found:
                 numbers.sort(key=lambda number: self.named[number][:2])
             first, *others = map(self.named.__getitem__, numbers)
             aliases += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
-            is_announced = any(self.is_announced(number) for number in numbers)
+            is_announced = any(map(self.announced.__getitem__, numbers))
             tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
         eager = sum(size for _, _, size, is_announced in tensors if not is_announced)
         inline = 0  # bytes that are copied in the call
@@ -369,7 +368,9 @@ class _Found:
             elif is_small and inline + size <= EAGER_BYTES_MAX and not source.is_on_device:
                 how = "inline"
                 inline += size
-            compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)
+            compared = first.compared
+            if len(numbers) > 1:
+                compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)
             leaves.append(TensorLeaf(first.key, first.name, first.layout, source, how, compared))
             numbers_of[first.key, first.name] = numbers
         return leaves, numbers_of
@@ -552,8 +553,9 @@ def _described(
     eager = []
     for leaf in tensors:
         # Its number in a bundle, if it has one, as all lazily captured tensors do.
-        of_leaf = numbers[leaf.key, leaf.name]
-        number = min(of_leaf, key=lambda number: (not found.is_announced(number), number))
+        number, *others = numbers[leaf.key, leaf.name]
+        if others:
+            number = min((number, *others), key=lambda number: (not found.announced[number], number))
         if leaf.capture == "lazy":
             numbers_of.setdefault(found.named[number].adapter, []).append(number)
         elif leaf.capture == "eager" and number < found.in_bundles:

@@ -514,3 +514,11 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for one in steppers(optimizer):
         tensors += [value for parts in one.state.values() for value in parts.values()]
     return list(map(local, tensors))
+
+
+def spoil(model: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_state: bool) -> None:
+    """Changes every number of a state, for a load to put right; or drops what the optimizer holds."""
+    for tensor in memory(model, optimizer):
+        tensor.add_(1)
+    for one in [] if keeps_state else steppers(optimizer):
+        one.state.clear()

@@ -66,6 +66,17 @@ def test_the_first_save_after_a_restore_finds_the_state_described(tmp_path, monk
     assert restored(tmp_path) == 2
 
 
+def test_the_first_save_of_a_run_finds_the_state_described_by_an_earlier_step(tmp_path, monkeypatch):
+    state = state_of(3)
+    with sf.Checkpointer(tmp_path, every=sf.steps(3)) as ckpt:
+        assert ckpt.restore(state) == 0
+        assert not ckpt.step(1, state)
+        monkeypatch.setattr(description, "_described", None)  # describing once more would raise
+        assert not ckpt.step(2, state)
+        assert ckpt.step(3, state)
+    assert restored(tmp_path) == 3
+
+
 def test_a_state_that_can_be_restored_but_not_saved_is_refused_by_the_save(tmp_path):
     class Reader:
         position = 0

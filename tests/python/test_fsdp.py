@@ -19,8 +19,8 @@ from layouts import (
     differing,
     fill,
     known,
-    memory,
     same_bits,
+    spoil,
     train,
     whole_of_fsdp1,
 )
@@ -71,11 +71,7 @@ def load_all(rank, world, url, saved):
             if (layout not in FSDP1 and one not in FSDP1) or (layout == "plain" and world > 1):
                 continue
             target = filled if (number + other) % 2 else fresh
-            if target is filled:
-                for tensor in memory(*filled):
-                    tensor.add_(1)
-            else:
-                fresh[1].state.clear()
+            spoil(*target, keeps_state=target is filled)
             sf.load(f"{url}/{one}", state_of(*target))
             assert differing(*target) == [], (one, layout)
 

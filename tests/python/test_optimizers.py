@@ -4,7 +4,7 @@ beside AdamW. The matrices of AdamW are in test_reshard.py, test_fsdp.py and tes
 import pytest
 import shardfast as sf
 import torch
-from layouts import build, differing, fill, memory, same_bits, steppers
+from layouts import build, differing, fill, same_bits, spoil
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 HAS_MUON = hasattr(torch.optim, "Muon")
@@ -53,11 +53,7 @@ def load_all(rank, world, url, kinds, pairs_with):
             for other in range(4) if world > 1 else range(len(saved)):
                 ranks, one = saved[(number * 4 + other) % len(saved)]
                 target = filled if (number + other) % 2 else fresh
-                for tensor in memory(*target):
-                    tensor.add_(1)
-                if target is fresh:
-                    for stepper in steppers(fresh[1]):
-                        stepper.state.clear()
+                spoil(*target, keeps_state=target is filled)
                 sf.load(f"{url}/{pairs_with[kind]}/{ranks}/{one}", state_of(*target))
                 assert differing(*target) == [], (kind, one, layout)
 

@@ -14,9 +14,9 @@ from layouts import (
     fill,
     known_here,
     local,
-    memory,
     parameters_of,
     same_bits,
+    spoil,
     steppers,
 )
 from shardfast.description import Describer
@@ -62,11 +62,7 @@ def load_all(rank, world, url, saved):
             if layout not in APART and one not in APART:
                 continue
             target = filled if (number + other) % 2 else fresh
-            for tensor in memory(*target):
-                tensor.add_(1)
-            if target is fresh:
-                for stepper in steppers(fresh[1]):
-                    stepper.state.clear()
+            spoil(*target, keeps_state=target is filled)
             sf.load(f"{url}/{one}", state_of(*target))
             assert differing(*target) == [], (one, layout)
 

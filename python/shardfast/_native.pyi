@@ -38,6 +38,7 @@ __all__ = [
     "open",
     "retain",
     "save",
+    "step_url",
 ]
 
 __version__: str
@@ -400,7 +401,15 @@ def retain(url: str, *, last: int | None, every: int | None) -> tuple[list[int],
     """
 
 def absolute_url(url: str) -> str:
-    """A path as seen from ``/``; a URL with a scheme as it is."""
+    """A path as seen from ``/``; a URL with a scheme without a slash at its end.
+
+    Raises:
+        Unsupported: For an unknown scheme.
+        Invalid: For a malformed URL, an option that its scheme does not have, and a secret in it.
+    """
+
+def step_url(run_url: str, step: int) -> str:
+    """The URL of the checkpoint of a step of a run."""
 
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""

@@ -77,8 +77,8 @@ class Checkpointer:
             raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
         if keep is not None and not isinstance(keep, Keep):
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
-        self.url = expect_url(url).rstrip("/")
-        if self.url.endswith(":") or not self.url:
+        self.url = expect_url(url)
+        if self.url == "/" or self.url.endswith(("://", ":///")):
             raise Invalid(f"{os.fspath(url)}: expected the directory of a run, found the root of the file system")
         self.newest: int | None = None
         self.committed: int | None = None
@@ -195,7 +195,7 @@ class Checkpointer:
         self._begin(step, state)
 
     def _begin(self, step: int, state: dict[str, Any]) -> None:
-        url = f"{self.url}/step-{step:08d}"
+        url = _native.step_url(self.url, step)
         session = current(self._timeout_s, self._process_group)
         pending = begin(
             session,

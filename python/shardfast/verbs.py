@@ -445,7 +445,7 @@ def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:
 def expect_url(url: object) -> str:
     """A URL or path as text that names the same place from now on, whatever ``os.chdir`` does.
 
-    A path is made absolute and its ``~`` or ``~user`` expanded; a URL with a scheme stays as it is.
+    A path is made absolute and its ``~`` or ``~user`` expanded.
     """
     if not isinstance(url, (str, os.PathLike)):
         raise Invalid(f"url: expected a path or a URL, found a {type(url).__name__}")

@@ -64,6 +64,40 @@ def test_a_relative_run_stays_where_it_was_whatever_the_program_does_then(tmp_pa
         assert checkpoint["model/weight"][0, 0] == 3
 
 
+def test_a_question_mark_is_part_of_a_path_and_begins_the_options_of_a_url(tmp_path):
+    run = tmp_path / "what?is=this"
+    with sf.Checkpointer(run, every=sf.steps(1)) as ckpt:
+        ckpt.step(3, state_of(3))
+    url = f"file://{tmp_path}/what%3Fis=this"
+    with sf.Checkpointer(url, every=sf.steps(1)) as ckpt:
+        into = state_of(0)
+        assert ckpt.restore(into) == 3
+        ckpt.step(4, into)
+    assert [path.name for path in tmp_path.iterdir()] == ["what?is=this"]
+    assert loaded(run / "step-00000004") == loaded(f"{url}/step-00000003") == 3
+    for place in (run, url):
+        listed = subprocess.run([COMMAND, "ls", place], capture_output=True, text=True, check=True).stdout
+        assert "2 committed" in listed, listed
+    with pytest.raises(sf.Invalid, match=r'file:// has no options, found "is" \(a "\?" in a name is written %3F\)'):
+        sf.Checkpointer(f"file://{run}")
+
+
+SECRETS = [
+    "memory://joe:hunter2@bucket/run",
+    "memory://bucket/run?access_key=hunter2",
+    "s3://joe:hunter2@bucket/run?token=hunter2",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_secrets_in_a_url_are_refused_and_not_repeated(url):
+    save, load = (lambda url: sf.save(url, state_of(1))), (lambda url: sf.load(url, state_of(1)))
+    for verb in (sf.Checkpointer, save, load, sf.mapped):
+        with pytest.raises((sf.Invalid, sf.Unsupported)) as caught:
+            verb(url)
+        assert "hunter2" not in str(caught.value) and "joe" not in str(caught.value)
+
+
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

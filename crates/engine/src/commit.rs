@@ -21,7 +21,7 @@ use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{
     COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, Manifest, SaveInfo, hugging_face_index, manifest_name, sha256,
 };
-use shardfast_store::Store;
+use shardfast_store::{Store, join};
 
 use crate::assemble::assemble;
 use crate::contents;
@@ -158,14 +158,14 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
 pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
     let bytes = read(store, COMMIT, COMMIT_BYTES_MAX)?;
-    Commit::decode(&bytes).map_err(|error| Error::from(error).within(format!("{}/{COMMIT}", store.url())))
+    Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), COMMIT)))
 }
 
 /// A whole object, which is `Corrupt` if it is larger than it can be.
 fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     let bytes = store.open(name)?.bytes();
     if bytes > bytes_max {
-        let place = format!("{}/{name}", store.url());
+        let place = join(store.url(), name);
         return Err(Error::corrupt(format!("{place}: expected at most {bytes_max} bytes, found {bytes}")));
     }
     Ok(store.read(name, bytes_max)?)
@@ -177,7 +177,7 @@ fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
 /// As [`read_commit`]; `Corrupt` when the manifest is missing or not the one that was committed.
 pub(crate) fn read_manifest(store: &dyn Store) -> Result<Vec<u8>> {
     let commit = read_commit(store)?;
-    let place = || format!("{}/{}", store.url(), commit.manifest);
+    let place = || join(store.url(), &commit.manifest);
     let bytes = read(store, &commit.manifest, commit.manifest_bytes).map_err(|error| {
         let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
         Error::new(kind, format!("{}: the committed manifest cannot be read: {}", place(), error.message))

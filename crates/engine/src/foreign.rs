@@ -1,7 +1,7 @@
 //! Recognizes other programs' checkpoints by names and first bytes, for the error when one is opened as ours.
 
 use shardfast_format::{COMMIT, is_own_path, parse_step_dir};
-use shardfast_store::Entry;
+use shardfast_store::{Entry, split};
 
 use crate::error::{Error, Kind, Result};
 
@@ -80,24 +80,23 @@ pub(crate) fn explained(url: &str, error: Error) -> Error {
     if error.kind != Kind::Invalid {
         return error;
     }
-    let Some((dir, name)) = url.trim_end_matches('/').rsplit_once('/').or(Some((".", url))) else { return error };
-    let dir = if dir.is_empty() { "/" } else { dir };
-    let Some(head) = shardfast_store::open(dir).ok().and_then(|store| {
-        let object = store.open(name).ok()?;
+    let Some((dir, name)) = split(url) else { return error };
+    let Some(head) = shardfast_store::open(&dir).ok().and_then(|store| {
+        let object = store.open(&name).ok()?;
         let mut head = vec![0; object.bytes().min(HEAD_BYTES) as usize];
         object.read_at(0, &mut head).ok()?;
         Some(head)
     }) else {
         return error;
     };
-    let what = match (name, dir.rsplit_once('/')) {
+    let what = match (name.as_str(), split(&dir)) {
         (name, _) if name == COMMIT || is_own_path(name) => {
             format!("a file of a checkpoint: name its directory, {dir}")
         }
         (name, Some((checkpoint, _))) if is_own_path(&format!("key/{name}")) && name.contains('-') => {
             format!("a data file of a checkpoint: name the checkpoint's directory, {checkpoint}")
         }
-        _ => format!("a file {}", file(name, &head)),
+        _ => format!("a file {}", file(&name, &head)),
     };
     Error::new(error.kind, format!("{url}: expected a directory that holds a checkpoint, found {what}"))
 }

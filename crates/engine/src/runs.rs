@@ -26,7 +26,7 @@ pub struct Step {
 
 /// The URL of a step's checkpoint.
 pub fn step_url(run_url: &str, step: u64) -> String {
-    format!("{}/{}", run_url.trim_end_matches('/'), step_dir(step))
+    shardfast_store::join(run_url, &step_dir(step))
 }
 
 /// The store at a URL, for reading.

@@ -77,7 +77,13 @@ pub(crate) fn retain(
     Ok((retained.deleted, retained.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect()))
 }
 
-/// A path as seen from `/`; a URL with a scheme as it is.
+/// The URL of the checkpoint of a step of a run.
+#[pyfunction]
+pub(crate) fn step_url(run_url: &str, step: u64) -> String {
+    shardfast_engine::runs::step_url(run_url, step)
+}
+
+/// A path as seen from `/`; a URL with a scheme without a slash at its end.
 #[pyfunction]
 pub(crate) fn absolute_url(url: &str) -> PyResult<String> {
     shardfast_engine::absolute_url(url).map_err(raise)

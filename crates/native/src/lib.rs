@@ -31,7 +31,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, absolute_url, newest, open, retain};
+    use crate::checkpoint::{Checkpoint, absolute_url, newest, open, retain, step_url};
     #[pymodule_export]
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]

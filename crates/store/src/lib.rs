@@ -31,6 +31,7 @@ pub mod local;
 mod map;
 pub mod memory;
 mod name;
+mod place;
 mod ring;
 #[cfg(feature = "testing")]
 pub mod simdisk;
@@ -41,7 +42,10 @@ mod write;
 pub use error::{Error, Kind, Result};
 pub use local::{Devices, is_temporary};
 pub use map::{Lent, Mapping};
+pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes};
+
+use place::Parts;
 
 /// Named bytes below one URL.
 ///
@@ -161,7 +165,7 @@ impl dyn Store + '_ {
     /// As [`Store::open`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before any memory is taken for it.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
         let object = self.open(name)?;
-        let fail = |kind, message| Error::new(kind, "read", format!("{}/{name}", self.url()), message);
+        let fail = |kind, message| Error::new(kind, "read", join(self.url(), name), message);
         let bytes = object.bytes();
         if bytes > bytes_max {
             return Err(fail(Kind::Invalid, format!("expected at most {bytes_max} bytes, found {bytes}")));
@@ -286,18 +290,25 @@ pub struct Entry {
     pub bytes: u64,
 }
 
-type OpenUrl = fn(&str, &Arc<Devices>) -> Result<Arc<dyn Store>>;
+type OpenUrl = fn(Parts<'_>, &Arc<Devices>) -> Result<Arc<dyn Store>>;
 
-/// The backends: the scheme of their URLs and how to open one. A new backend is one file and one line here.
-const SCHEMES: &[(&str, OpenUrl)] = &[("file", local::open_url), ("memory", memory::open_url)];
+/// A kind of URLs.
+pub(crate) struct Scheme {
+    name: &'static str,
+    open: OpenUrl,
+}
+
+/// The backends. A new one is one file and one line here.
+const SCHEMES: &[Scheme] =
+    &[Scheme { name: "file", open: local::open_url }, Scheme { name: "memory", open: memory::open_url }];
 
 /// Opens the store at `url`: `file:///path`, a plain path, or `memory://bucket/path`.
 ///
 /// Nothing is created: a path that does not exist yet comes into being with the first object.
 ///
 /// # Errors
-/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL or a path through something that
-/// is no directory.
+/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an unknown option, a secret in
+/// the URL, or a path through something that is no directory.
 pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     open_on(url, &Arc::default())
 }
@@ -307,45 +318,20 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
 /// # Errors
 /// As [`open`].
 pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
-    match backend(url)? {
-        Some(open_url) => open_url(url, devices),
-        None => local::open_path(url, devices),
+    match (place::scheme_of(url)?, Parts::of(url)) {
+        (Some(scheme), Some(parts)) => (scheme.open)(parts, devices),
+        _ => local::open_path(url, devices),
     }
 }
 
-/// The URL or path in a form that names the same place whatever the current directory is later: a path is made
-/// absolute; a URL with a scheme is absolute and stays as it is. It reads nothing.
+/// The URL or path in a form that names the same place whatever the current directory is later, without a slash at the
+/// end: a path is made absolute, a URL with a scheme is that already. It reads nothing.
 ///
 /// # Errors
-/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, and where there is no current
-/// directory.
+/// As [`open`] for a URL that is not understood; [`Kind::Invalid`] where there is no current directory.
 pub fn absolute(url: &str) -> Result<String> {
-    match backend(url)? {
-        Some(_) => Ok(url.to_owned()),
+    match place::absolute(url)? {
+        Some(url) => Ok(url),
         None => local::absolute(url),
-    }
-}
-
-/// How to open what the URL's scheme names; `None` for a path.
-fn backend(url: &str) -> Result<Option<OpenUrl>> {
-    let fail = |kind, message| Err(Error::new(kind, "open", url, message));
-    let is_scheme = |s: &str| {
-        s.starts_with(|c: char| c.is_ascii_alphabetic())
-            && s.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
-    };
-    let known = |s: &str| SCHEMES.iter().find(|(scheme, _)| scheme.eq_ignore_ascii_case(s));
-    match url.split_once(':') {
-        Some((scheme, rest)) if is_scheme(scheme) && rest.starts_with("//") => match known(scheme) {
-            Some((_, open_url)) => Ok(Some(*open_url)),
-            None => {
-                let offered: Vec<_> = SCHEMES.iter().map(|(scheme, _)| format!("{scheme}://")).collect();
-                let offered = offered.join(", ");
-                fail(Kind::Unsupported, format!("expected a path or one of {offered}; found scheme {scheme:?}"))
-            }
-        },
-        Some((scheme, _)) if known(scheme).is_some() => {
-            fail(Kind::Invalid, format!("expected \"//\" after \"{scheme}:\""))
-        }
-        _ => Ok(None),
     }
 }

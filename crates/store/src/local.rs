@@ -46,6 +46,7 @@ use reader::LocalReader;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
+use crate::place::{self, Parts};
 use crate::write::{Writes, by_threads};
 use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
@@ -60,19 +61,18 @@ const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 struct Page([u8; ALIGNMENT]);
 
 /// Opens `file:///path`.
-pub(crate) fn open_url(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: Parts<'_>, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     open_path(&path_of(url)?, devices)
 }
 
 /// The path in `file:///path`.
-fn path_of(url: &str) -> Result<String> {
-    let invalid = |message| Error::new(Kind::Invalid, "open", url, message);
-    let (_, location) = url.split_once("://").unwrap_or_default();
-    let path = location.strip_prefix("localhost").unwrap_or(location);
+fn path_of(url: Parts<'_>) -> Result<String> {
+    let invalid = |message| Error::new(Kind::Invalid, "open", format!("file://{}", url.location), message);
+    let path = url.location.strip_prefix("localhost").unwrap_or(url.location);
     if !path.starts_with('/') {
         return Err(invalid("expected file:///absolute/path"));
     }
-    percent_decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))
+    place::decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))
 }
 
 /// Opens a plain path, absolute or relative to the current directory of this moment.
@@ -93,21 +93,6 @@ pub(crate) fn absolute(path: &str) -> Result<String> {
     absolute.into_os_string().into_string().map_err(|path| {
         invalid(format!("expected a path in UTF-8, found {} from the current directory", path.to_string_lossy()))
     })
-}
-
-fn percent_decoded(path: &str) -> Option<String> {
-    let mut bytes = Vec::with_capacity(path.len());
-    let mut rest = path.bytes();
-    while let Some(byte) = rest.next() {
-        bytes.push(match byte {
-            b'%' => {
-                let digits = [rest.next()?, rest.next()?].map(|b| char::from(b).to_digit(16));
-                (digits[0]? * 16 + digits[1]?) as u8
-            }
-            _ => byte,
-        });
-    }
-    String::from_utf8(bytes).ok()
 }
 
 /// A directory of a file system as a [`Store`].
@@ -142,7 +127,7 @@ impl<D: Disk> LocalStore<D> {
         let Some(path) = root.to_str() else {
             return Err(Error::new(Kind::Invalid, "open", root.to_string_lossy(), "expected a path in UTF-8"));
         };
-        let url = format!("file://{}", path.replace('%', "%25"));
+        let url = format!("file://{}", place::encoded(path));
         // The nearest thing that exists must be a directory.
         for place in root.ancestors() {
             match uninterrupted(|| disk.stat(place)) {

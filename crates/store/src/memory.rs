@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
+use crate::place::{self, Parts, join};
 use crate::{Devices, Entry, Error, Fetch, Kind, Lent, ObjectReader, ObjectWriter, Result, Store, Upcoming, name};
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
@@ -37,14 +38,15 @@ struct MemoryStore {
 }
 
 /// Opens `memory://bucket/path`.
-pub(crate) fn open_url(url: &str, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
-    let (_, location) = url.split_once("://").unwrap_or_default();
-    let location = location.trim_end_matches('/');
-    name::check("open", url, location)?;
-    let (bucket, prefix) = location.split_once('/').unwrap_or((location, ""));
+pub(crate) fn open_url(url: Parts<'_>, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+    let shown = format!("memory://{}", url.location);
+    let location = place::decoded(url.location.trim_end_matches('/'))
+        .ok_or_else(|| Error::new(Kind::Invalid, "open", &shown, "expected percent-encoded UTF-8"))?;
+    name::check("open", &shown, &location)?;
+    let (bucket, prefix) = location.split_once('/').unwrap_or((&location, ""));
     let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
     let bucket = BUCKETS.lock().unwrap_or_else(PoisonError::into_inner).entry(bucket.to_owned()).or_default().clone();
-    Ok(Arc::new(MemoryStore { url: format!("memory://{location}"), bucket, prefix }))
+    Ok(Arc::new(MemoryStore { url: format!("memory://{}", place::encoded(&location)), bucket, prefix }))
 }
 
 impl MemoryStore {
@@ -54,7 +56,7 @@ impl MemoryStore {
     }
 
     fn fail<T>(&self, kind: Kind, op: &'static str, name: &str, message: &str) -> Result<T> {
-        Err(Error::new(kind, op, format!("{}/{name}", self.url), message))
+        Err(Error::new(kind, op, join(&self.url, name), message))
     }
 }
 
@@ -77,14 +79,14 @@ impl Store for MemoryStore {
         }
         slots.insert(key.clone(), Slot::Unfinished);
         drop(slots);
-        let url = format!("{}/{name}", self.url);
+        let url = join(&self.url, name);
         Ok(Box::new(MemoryWriter { url, bucket: self.bucket.clone(), key, contents: RwLock::new(contents) }))
     }
 
     fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
         match self.bucket.lock().get(&self.key("open", name)?) {
             Some(Slot::Object(contents)) => {
-                Ok(Box::new(MemoryReader { url: format!("{}/{name}", self.url), contents: contents.clone() }))
+                Ok(Box::new(MemoryReader { url: join(&self.url, name), contents: contents.clone() }))
             }
             Some(Slot::Unfinished) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
             None => self.fail(Kind::NotFound, "open", name, "no such object"),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{LocalStore, path_of, temporary, uninterrupted};
 use crate::disk::{Disk, RealDisk};
+use crate::place::Parts;
 use crate::{Error, Kind, Result, Store, cachestat, uring};
 
 /// What the kernel offers this process.
@@ -55,9 +56,9 @@ pub fn kernel() -> Kernel {
 /// [`open`](crate::open).
 pub fn directory(url: &str) -> Result<Directory> {
     let absolute = crate::absolute(url)?;
-    let path = match absolute.split_once("://") {
+    let path = match Parts::of(&absolute) {
         None => absolute,
-        Some((scheme, _)) if scheme.eq_ignore_ascii_case("file") => path_of(&absolute)?,
+        Some(parts) if parts.scheme.eq_ignore_ascii_case("file") => path_of(parts)?,
         Some(_) => return Err(Error::new(Kind::Invalid, "probe", url, "expected a path or file:///path")),
     };
     let wanted = LocalStore::on(RealDisk, path.into())?;

@@ -1,0 +1,223 @@
+//! Where a store is: a path, or a URL that consists of a scheme, a location and options.
+//!
+//! `scheme://location?option=value&option=value`. In a URL, `%`, `?` and what else may not stand there are
+//! percent-encoded; a path is taken as it is. This is the only file that knows how a name is put behind a place.
+
+use std::borrow::Cow;
+
+use crate::{Error, Kind, Result, SCHEMES, Scheme};
+
+/// Words in the names of options that carry secrets.
+const SECRETS: [&str; 7] = ["key", "secret", "token", "password", "credential", "signature", "sas"];
+
+/// A URL, taken apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Parts<'a> {
+    pub(crate) scheme: &'a str,
+    /// Percent-encoded.
+    pub(crate) location: &'a str,
+    query: Option<&'a str>,
+}
+
+impl<'a> Parts<'a> {
+    /// The parts of a URL; `None` for a path.
+    pub(crate) fn of(url: &'a str) -> Option<Parts<'a>> {
+        let (scheme, rest) = url.split_once(':').filter(|(scheme, _)| is_scheme(scheme))?;
+        let rest = rest.strip_prefix("//")?;
+        let (location, query) = match rest.split_once('?') {
+            Some((location, query)) => (location, Some(query)),
+            None => (rest, None),
+        };
+        Some(Parts { scheme, location, query })
+    }
+
+    fn with(self, location: &str) -> String {
+        let query = self.query.map(|query| format!("?{query}")).unwrap_or_default();
+        format!("{}://{location}{query}", self.scheme)
+    }
+
+    /// The location without slashes at its end, apart from the root's.
+    fn trimmed(self) -> &'a str {
+        match self.location.trim_end_matches('/') {
+            "" if self.location.starts_with('/') => "/",
+            trimmed => trimmed,
+        }
+    }
+
+    /// The URL for a message: without what may be a secret.
+    fn shown(self) -> String {
+        let (authority, path) = self.location.split_at(self.location.find('/').unwrap_or(self.location.len()));
+        let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+        format!("{}://{host}{path}", self.scheme)
+    }
+
+    /// The scheme's backend, if all of the URL is understood.
+    pub(crate) fn understood(self) -> Result<&'static Scheme> {
+        let fail = |kind, message| Err(Error::new(kind, "open", self.shown(), message));
+        let Some(scheme) = known(self.scheme) else {
+            let offered: Vec<_> = SCHEMES.iter().map(|scheme| format!("{}://", scheme.name)).collect();
+            let (offered, found) = (offered.join(", "), self.scheme);
+            let message = format!("expected a path or one of {offered}; found scheme {found:?}");
+            return fail(Kind::Unsupported, message);
+        };
+        if self.location.split('/').next().is_some_and(|authority| authority.contains('@')) {
+            let what = "found a user or a password in the URL: URLs stand in logs and error messages, so take it out";
+            return fail(Kind::Invalid, what.to_owned());
+        }
+        let options = || self.query.into_iter().flat_map(|query| query.split('&')).filter(|option| !option.is_empty());
+        let names = || options().map(|option| option.split('=').next().unwrap_or(option));
+        let is_secret = |name: &&str| SECRETS.iter().any(|word| name.to_ascii_lowercase().contains(word));
+        if let Some(name) = names().find(is_secret) {
+            let why = "URLs stand in logs and error messages, so no secret may";
+            return fail(Kind::Invalid, format!("found the option {name:?}: {why}"));
+        }
+        if let Some(name) = names().next() {
+            let remedy = "(a \"?\" in a name is written %3F)";
+            return fail(Kind::Invalid, format!("{}:// has no options, found {name:?} {remedy}", scheme.name));
+        }
+        Ok(scheme)
+    }
+}
+
+fn is_scheme(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_alphabetic())
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
+}
+
+fn known(scheme: &str) -> Option<&'static Scheme> {
+    SCHEMES.iter().find(|known| known.name.eq_ignore_ascii_case(scheme))
+}
+
+/// The scheme of a URL that is understood; `None` for a path.
+///
+/// # Errors
+/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an option that the scheme does
+/// not have, and a secret.
+pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
+    match Parts::of(url) {
+        Some(parts) => parts.understood().map(Some),
+        None => match url.split_once(':') {
+            Some((scheme, _)) if known(scheme).is_some() => {
+                Err(Error::new(Kind::Invalid, "open", url, format!("expected \"//\" after \"{scheme}:\"")))
+            }
+            _ => Ok(None),
+        },
+    }
+}
+
+/// The URL in its usual form, which names the same place whatever the current directory is later; `None` for a path.
+///
+/// # Errors
+/// As [`scheme_of`].
+pub(crate) fn absolute(url: &str) -> Result<Option<String>> {
+    scheme_of(url)?;
+    Ok(Parts::of(url).map(|parts| parts.with(parts.trimmed())))
+}
+
+/// The place of `name`, a name below the URL or path `url`; `""` is the place itself.
+pub fn join(url: &str, name: &str) -> String {
+    let below = |location: &str, name: &str| match location {
+        _ if name.is_empty() => location.to_owned(),
+        "/" => format!("/{name}"),
+        _ => format!("{location}/{name}"),
+    };
+    match Parts::of(url) {
+        Some(parts) => parts.with(&below(parts.trimmed(), &encoded(name))),
+        None => match url.trim_end_matches('/') {
+            "" if url.starts_with('/') => below("/", name),
+            path => below(path, name),
+        },
+    }
+}
+
+/// The place of the directory that holds what is at `url`, and its name there: the reverse of [`join`]. `None` for a
+/// root.
+pub fn split(url: &str) -> Option<(String, String)> {
+    let Some(parts) = Parts::of(url) else {
+        let path = url.trim_end_matches('/');
+        return match path.rsplit_once('/') {
+            _ if path.is_empty() => None,
+            None => Some((".".to_owned(), path.to_owned())),
+            Some(("", name)) => Some(("/".to_owned(), name.to_owned())),
+            Some((dir, name)) => Some((dir.to_owned(), name.to_owned())),
+        };
+    };
+    let (dir, name) = parts.location.trim_end_matches('/').rsplit_once('/').filter(|(_, name)| !name.is_empty())?;
+    Some((parts.with(if dir.is_empty() { "/" } else { dir }), decoded(name)?))
+}
+
+/// What stands in a URL for a path or a name.
+pub(crate) fn encoded(text: &str) -> Cow<'_, str> {
+    if text.contains(['%', '?']) { text.replace('%', "%25").replace('?', "%3F").into() } else { text.into() }
+}
+
+/// The path or the name for which this stands in a URL; `None` if it is no percent-encoded UTF-8.
+pub(crate) fn decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        bytes.push(match byte {
+            b'%' => {
+                let digits = [rest.next()?, rest.next()?].map(|b| char::from(b).to_digit(16));
+                (digits[0]? * 16 + digits[1]?) as u8
+            }
+            _ => byte,
+        });
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_stands_before_the_options_and_behind_one_slash() {
+        for (url, name, expected) in [
+            ("run", "step", "run/step"),
+            ("run//", "step", "run/step"),
+            ("/", "step", "/step"),
+            ("a?b", "c?d%", "a?b/c?d%"),
+            ("memory://b", "step/COMMIT", "memory://b/step/COMMIT"),
+            ("memory://b/run/", "step", "memory://b/run/step"),
+            ("s3://b/run/?region=x&endpoint=http://h:9000", "step", "s3://b/run/step?region=x&endpoint=http://h:9000"),
+            ("s3://b/run?region=x", "", "s3://b/run?region=x"),
+            ("file:///", "step", "file:///step"),
+            ("file:///a%3Fb", "c?d%", "file:///a%3Fb/c%3Fd%25"),
+        ] {
+            assert_eq!(join(url, name), expected, "{url} {name}");
+            if !name.is_empty() && !name.contains('/') {
+                let (dir, found) = split(expected).unwrap();
+                assert_eq!((join(&dir, &found).as_str(), found.as_str()), (expected, name));
+            }
+        }
+        for root in ["/", "file:///", "memory://b", "s3://b?region=x", ""] {
+            assert_eq!(split(root), None, "{root}");
+        }
+        assert_eq!(split("step"), Some((".".into(), "step".into())));
+    }
+
+    #[test]
+    fn what_is_a_secret_or_unknown_is_refused_and_secrets_are_not_shown() {
+        let refused = |url: &str| scheme_of(url).err().unwrap_or_else(|| panic!("{url} was taken")).to_string();
+        for url in [
+            "file://joe:hunter2@host/x",
+            "memory://b/x?secret_access_key=hunter2",
+            "memory://b/x?a=1&X-Amz-Signature=hunter2",
+            "memory://b/x?Session_Token=hunter2",
+            "nfs://joe:hunter2@host/x?password=hunter2",
+        ] {
+            let text = refused(url);
+            assert!(!text.contains("hunter2") && !text.contains("joe"), "{text}");
+        }
+        assert!(refused("memory://b/x?secret_access_key=1").contains("found the option \"secret_access_key\""));
+        assert!(refused("file://joe@host/x").starts_with("open file://host/x: found a user or a password"));
+        let text = refused("memory://b/x?region=eu");
+        assert_eq!(
+            text,
+            "open memory://b/x: memory:// has no options, found \"region\" (a \"?\" in a name is written %3F)"
+        );
+        assert!(scheme_of("memory://b/x?").is_ok());
+        assert_eq!(absolute("memory://b/x//?").unwrap().as_deref(), Some("memory://b/x?"));
+    }
+}

@@ -119,6 +119,17 @@ def test_a_crate_does_not_know_what_its_charter_forbids(crate):
     offenders(f"crates/{crate} may not know {crates()[crate]['may not know']}: move it to where that is known", found)
 
 
+def test_the_contract_of_stores_has_no_defaults():
+    """A store around another one that forgets a method would silently bring it down to the default."""
+    found = []
+    for name in ("crates/store/src/lib.rs", "crates/store/src/write.rs"):
+        code = rust_code(read(name))
+        for trait in re.finditer(r"^pub (?:unsafe )?trait \w+[^{]*", code, re.MULTILINE):
+            body = code[trait.end() : block_end(code, trait.end())]
+            found += [f"{name}: {trait[0].strip()}: {method[1]}" for method in re.finditer(r"fn (\w+)[^;{]*\{", body)]
+    offenders("declare the method without a body, and write it in each store", found)
+
+
 def test_the_engine_never_waits_for_python():
     """Methods of `_native` let go of the interpreter while the engine works; nothing takes it back on the way."""
     found = [

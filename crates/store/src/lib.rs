@@ -43,7 +43,7 @@ pub use error::{Error, Kind, Result};
 pub use local::{Devices, is_temporary};
 pub use map::{Lent, Mapping};
 pub use place::{join, split};
-pub use write::{Buffer, Next, Write, Writes};
+pub use write::{Buffer, Next, Write, Writes, by_threads};
 
 use place::Parts;
 
@@ -80,6 +80,9 @@ use place::Parts;
 /// [`Kind::Unavailable`] and its message says that the object may have been published: look before doing it again. A
 /// failed `create` may have taken the name.
 ///
+/// **Stores around stores** hand on every method: none has a default that a wrapper could forget, and so bring a store
+/// down to its slowest way. They hand on writes as they are, with their own writers as the [objects](Write::object).
+///
 /// **Concurrency.** Every method may be called from any thread, and every name used by any number of processes.
 pub trait Store: Send + Sync {
     /// The URL that [`open`] takes to reach this store again.
@@ -104,9 +107,7 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// As [`open`](Store::open).
-    fn size(&self, name: &str) -> Result<u64> {
-        Ok(self.open(name)?.bytes())
-    }
+    fn size(&self, name: &str) -> Result<u64>;
 
     /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
     /// name and contents, when it returns.
@@ -125,9 +126,7 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// The first error that `writes` does not accept; no write is taken after it, and none is in flight any more.
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        write::by_threads(WRITE_THREADS, writes)
-    }
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()>;
 
     /// Makes the names of finished objects durable, up to and including the way to the store's root. One call for many
     /// objects is cheaper than many calls.
@@ -145,17 +144,14 @@ pub trait Store: Send + Sync {
 
     /// Removes these objects, then those of these directories that are empty by then; durably but not atomically.
     /// Removes nothing else: a directory with anything else in it stays. A missing object or directory is no error.
-    fn delete_all(&self, objects: &[&str], _dirs: &[&str]) -> Result<()> {
-        // Where directories come and go with their objects.
-        objects.iter().try_for_each(|name| self.delete(name))
-    }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()>;
 
     /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
     /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 }
 
-/// The default number of writes in flight: enough to keep a disk's queue busy.
+/// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;
 
 impl dyn Store + '_ {
@@ -180,7 +176,11 @@ impl dyn Store + '_ {
 }
 
 /// An object in the making; see the [contract](Store#contract).
-pub trait ObjectWriter: Any + Send + Sync {
+pub trait ObjectWriter: Send + Sync {
+    /// The writer of the storage itself, by which [`Store::write_all`] knows its own: a writer around another one
+    /// returns that of the other.
+    fn storage(&self) -> &dyn Any;
+
     /// The alignment of the address, the offset and the length of `write_at`: each is a multiple of this power of two,
     /// at most 4096. 1 if the backend needs none.
     fn alignment(&self) -> usize;
@@ -208,23 +208,17 @@ pub trait ObjectReader: Send + Sync {
     ///
     /// # Errors
     /// [`Kind::Unsupported`] where the storage is no file system of this machine.
-    fn map(&self) -> Result<Mapping> {
-        Err(Error::new(Kind::Unsupported, "map", "", "this storage cannot be mapped into memory: load from it"))
-    }
+    fn map(&self) -> Result<Mapping>;
 
     /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
 
     /// How much of a range this machine has in memory already; `None` if unknown.
-    fn cached_bytes(&self, _offset: u64, _bytes: u64) -> Option<u64> {
-        None
-    }
+    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64>;
 
     /// Lends a range in this machine's memory, if reading it there is as safe as [`read_at`](Self::read_at); `None` if
     /// a copy is better. Fetches missing pages only if the range was announced as lent.
-    fn lend(&self, _offset: u64, _bytes: usize) -> Option<Lent<'_>> {
-        None
-    }
+    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>>;
 
     /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage
     /// may be able to fill it without a copy.
@@ -237,9 +231,7 @@ pub trait ObjectReader: Send + Sync {
     ///
     /// # Errors
     /// As [`read_at`](Self::read_at).
-    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        self.read_at(offset, buf)
-    }
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 }
 
 /// The announcement of a range that will be read soon.

@@ -35,6 +35,7 @@ mod flights;
 pub mod probe;
 mod reader;
 
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -532,6 +533,10 @@ impl<D: Disk> LocalWriter<D> {
 }
 
 impl<D: Disk> ObjectWriter for LocalWriter<D> {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
     fn alignment(&self) -> usize {
         self.alignment
     }

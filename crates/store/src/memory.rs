@@ -3,12 +3,17 @@
 //! Two handles on one bucket share its objects, and `memory://b/run` holds as `step/x` what `memory://b` holds as
 //! `run/step/x`, just as two paths of a file system would.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::place::{self, Parts, join};
-use crate::{Devices, Entry, Error, Fetch, Kind, Lent, ObjectReader, ObjectWriter, Result, Store, Upcoming, name};
+use crate::write::{Writes, by_threads};
+use crate::{
+    Devices, Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming,
+    WRITE_THREADS, name,
+};
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
 /// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
@@ -93,6 +98,10 @@ impl Store for MemoryStore {
         }
     }
 
+    fn size(&self, name: &str) -> Result<u64> {
+        Ok(self.open(name)?.bytes())
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let key = self.key("put", name)?;
         self.bucket.lock().insert(key, Slot::Object(Arc::new(bytes.to_vec())));
@@ -107,6 +116,10 @@ impl Store for MemoryStore {
         }
         slots.insert(key, Slot::Object(Arc::new(bytes.to_vec())));
         Ok(())
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        by_threads(WRITE_THREADS, writes)
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
@@ -141,6 +154,11 @@ impl Store for MemoryStore {
         Ok(())
     }
 
+    fn delete_all(&self, objects: &[&str], _: &[&str]) -> Result<()> {
+        // Directories come and go with their objects.
+        objects.iter().try_for_each(|name| self.delete(name))
+    }
+
     fn delete_tree(&self, dir: &str) -> Result<()> {
         let below = format!("{}/", self.key("delete_tree", dir)?);
         self.bucket.lock().retain(|key, _| !key.starts_with(&below));
@@ -156,6 +174,10 @@ struct MemoryWriter {
 }
 
 impl ObjectWriter for MemoryWriter {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
     fn alignment(&self) -> usize {
         1
     }
@@ -203,8 +225,17 @@ impl ObjectReader for MemoryReader {
         self.contents.len() as u64
     }
 
-    fn prefetch(&self, _offset: u64, _bytes: u64, _upcoming: &Upcoming) -> Fetch {
+    fn map(&self) -> Result<Mapping> {
+        let message = "this storage cannot be mapped into memory: load from it";
+        Err(Error::new(Kind::Unsupported, "map", &self.url, message))
+    }
+
+    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
         Fetch::Cached
+    }
+
+    fn cached_bytes(&self, _: u64, _: u64) -> Option<u64> {
+        None
     }
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
@@ -219,5 +250,9 @@ impl ObjectReader for MemoryReader {
             None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
         }
         Ok(())
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
     }
 }

@@ -63,11 +63,12 @@ pub trait Writes<'a>: Sync {
     fn failed(&self, write: Write<'a>, error: Error) -> Result<()>;
 }
 
-/// Makes the writes one by one on each of `threads` threads.
+/// [`Store::write_all`](crate::Store::write_all) for a storage whose writes take a thread each: makes them one by one
+/// on each of `threads` threads.
 ///
 /// # Errors
 /// The first error that is not accepted; no write is taken after it.
-pub(crate) fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
+pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
     let failure = Mutex::new(None);
     let lock = || failure.lock().unwrap_or_else(PoisonError::into_inner);
     std::thread::scope(|scope| {

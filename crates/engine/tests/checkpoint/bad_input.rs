@@ -189,10 +189,17 @@ impl Store for Hesitant {
     fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectReader>> {
         self.store.open(name)
     }
+    fn size(&self, name: &str) -> shardfast_store::Result<u64> { self.store.size(name) }
+    fn write_all<'a>(&self, writes: &dyn shardfast_store::Writes<'a>) -> shardfast_store::Result<()> {
+        self.store.write_all(writes)
+    }
     fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> { self.store.put(name, bytes) }
     fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> { self.store.sync(names) }
     fn list(&self, dir: &str) -> shardfast_store::Result<Vec<shardfast_store::Entry>> { self.store.list(dir) }
     fn delete(&self, name: &str) -> shardfast_store::Result<()> { self.store.delete(name) }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> shardfast_store::Result<()> {
+        self.store.delete_all(objects, dirs)
+    }
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> { self.store.delete_tree(dir) }
 }
 

@@ -1,5 +1,6 @@
 //! Tensors larger than staging memory and than 32-bit offsets.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -10,7 +11,9 @@ use shardfast_engine::{
     Destination, Engine, Fences, Provider, RankSet, Replicas, Result, State, Want, checkpoint, save_to, staging,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
-use shardfast_store::{Entry, Error, Fetch, Kind, ObjectReader, ObjectWriter, Store, Upcoming};
+use shardfast_store::{
+    Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Store, Upcoming, Writes, by_threads,
+};
 
 use crate::block::Block;
 use crate::job::{Content, Job, LONG, Truth, Whole, destination};
@@ -112,6 +115,10 @@ impl Contents {
 struct Handle(Arc<Contents>);
 
 impl ObjectWriter for Handle {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
     fn alignment(&self) -> usize {
         1
     }
@@ -130,8 +137,24 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
+    fn map(&self) -> shardfast_store::Result<Mapping> {
+        Err(Error::new(Kind::Unsupported, "map", &self.0.name, "these bytes are nowhere"))
+    }
+
     fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
         Fetch::Begun
+    }
+
+    fn cached_bytes(&self, _: u64, _: u64) -> Option<u64> {
+        None
+    }
+
+    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+        None
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
+        self.read_at(offset, buf)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
@@ -167,6 +190,14 @@ impl Store for Zeroless {
         }
     }
 
+    fn size(&self, name: &str) -> shardfast_store::Result<u64> {
+        Ok(self.open(name)?.bytes())
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> shardfast_store::Result<()> {
+        by_threads(4, writes)
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
         self.create(name, bytes.len() as u64)?.write_at(0, bytes)
     }
@@ -186,6 +217,10 @@ impl Store for Zeroless {
     fn delete(&self, name: &str) -> shardfast_store::Result<()> {
         self.objects.lock().unwrap().remove(name);
         Ok(())
+    }
+
+    fn delete_all(&self, objects: &[&str], _: &[&str]) -> shardfast_store::Result<()> {
+        objects.iter().try_for_each(|name| self.delete(name))
     }
 
     fn delete_tree(&self, _dir: &str) -> shardfast_store::Result<()> {

@@ -12,7 +12,7 @@ use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
-use shardfast_store::{Entry, Fetch, Mapping, ObjectReader, ObjectWriter, Store, Upcoming};
+use shardfast_store::{Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Store, Upcoming, Writes};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
 use crate::kill::place;
@@ -265,6 +265,14 @@ impl ObjectReader for OtherReader {
         self.cached.map(|percent| bytes * percent / 100)
     }
 
+    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+        None
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
+        self.read_at(offset, buf)
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
         if let Some(turn) = &self.turn {
             let _one_at_a_time = turn.lock();
@@ -289,6 +297,14 @@ impl Store for Other {
         Ok(Box::new(OtherReader { object: store.open(name)?, turn: turn.clone(), cached: *cached }))
     }
 
+    fn size(&self, name: &str) -> shardfast_store::Result<u64> {
+        self.store.size(name)
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> shardfast_store::Result<()> {
+        self.store.write_all(writes)
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
         self.store.put(name, bytes)
     }
@@ -307,6 +323,10 @@ impl Store for Other {
 
     fn delete(&self, name: &str) -> shardfast_store::Result<()> {
         self.store.delete(name)
+    }
+
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> shardfast_store::Result<()> {
+        self.store.delete_all(objects, dirs)
     }
 
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, Fetch, ObjectReader, ObjectWriter, Result, Store, Upcoming};
+use shardfast_store::{Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -62,8 +62,24 @@ impl ObjectReader for Reader {
         self.object.bytes()
     }
 
+    fn map(&self) -> Result<Mapping> {
+        self.object.map()
+    }
+
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
         self.object.prefetch(offset, bytes, upcoming)
+    }
+
+    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
+        self.object.cached_bytes(offset, bytes)
+    }
+
+    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+        None
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -94,10 +110,13 @@ impl Store for Troubled {
     }
     fn url(&self) -> &str { self.store.url() }
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> { self.store.create(name, bytes) }
+    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
     fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
 }
 

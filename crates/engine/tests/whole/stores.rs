@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardfast_store::{Entry, Error, Fetch, Kind, ObjectReader, ObjectWriter, Result, Store, Upcoming};
+use shardfast_store::{
+    Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes,
+};
 
 /// The store beneath, with these faults.
 pub(crate) struct Faulty {
@@ -24,8 +26,20 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
+    fn map(&self) -> Result<Mapping> {
+        self.object.map()
+    }
+
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
         self.object.prefetch(offset, bytes, upcoming)
+    }
+
+    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
+        self.object.cached_bytes(offset, bytes)
+    }
+
+    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+        None
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -38,6 +52,10 @@ impl ObjectReader for BadReader {
             )),
             _ => self.object.read_at(offset, buf),
         }
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
     }
 }
 
@@ -56,12 +74,20 @@ impl Store for Faulty {
         Ok(Box::new(BadReader { object: self.store.open(name)?, bytes }))
     }
 
+    fn size(&self, name: &str) -> Result<u64> {
+        self.store.size(name)
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.store.put(name, bytes)
     }
 
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.store.publish(name, bytes)
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        self.store.write_all(writes)
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
@@ -77,6 +103,10 @@ impl Store for Faulty {
 
     fn delete(&self, name: &str) -> Result<()> {
         self.store.delete(name)
+    }
+
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
+        self.store.delete_all(objects, dirs)
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {

@@ -1,7 +1,5 @@
 //! Writes through a ring: kept in flight by the calling thread, continued where they were cut short.
 
-use std::any::Any;
-
 use super::{LocalWriter, failed, of_errno};
 use crate::disk::{Disk, Errno, Flight, Ring};
 use crate::write::{Next, Write, Writes};
@@ -59,7 +57,7 @@ fn begin<'a, D: Disk>(
     writes: &dyn Writes<'a>,
 ) -> Result<()> {
     // Through the page cache a ring's workers would wait for each other at the file's lock.
-    let local = (write.object as &dyn Any).downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
+    let local = write.object.storage().downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
     let Some(object) = local else {
         return write.make().or_else(|error| writes.failed(write, error));
     };

@@ -1,0 +1,94 @@
+//! A store around another one that hands everything on: it keeps the contract, and costs the other one nothing of its
+//! ways.
+
+use std::any::Any;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use shardfast_store::disk::Errno;
+use shardfast_store::local::LocalStore;
+use shardfast_store::simdisk::SimDisk;
+use shardfast_store::{
+    Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes, conformance, open,
+};
+
+struct Around {
+    store: Arc<dyn Store>,
+    /// Writes that did not go the storage's own way.
+    written: Arc<AtomicUsize>,
+}
+
+struct Writer {
+    object: Box<dyn ObjectWriter>,
+    written: Arc<AtomicUsize>,
+}
+
+struct Reader(Box<dyn ObjectReader>);
+
+#[rustfmt::skip]
+impl ObjectWriter for Writer {
+    fn storage(&self) -> &dyn Any { self.object.storage() }
+    fn alignment(&self) -> usize { self.object.alignment() }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.written.fetch_add(1, Ordering::Relaxed);
+        self.object.write_at(offset, bytes)
+    }
+    fn finish(&mut self) -> Result<()> { self.object.finish() }
+}
+
+#[rustfmt::skip]
+impl ObjectReader for Reader {
+    fn bytes(&self) -> u64 { self.0.bytes() }
+    fn map(&self) -> Result<Mapping> { self.0.map() }
+    fn prefetch(&self, at: u64, bytes: u64, upcoming: &Upcoming) -> Fetch { self.0.prefetch(at, bytes, upcoming) }
+    fn cached_bytes(&self, at: u64, bytes: u64) -> Option<u64> { self.0.cached_bytes(at, bytes) }
+    fn lend(&self, at: u64, bytes: usize) -> Option<Lent<'_>> { self.0.lend(at, bytes) }
+    fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_at(at, buf) }
+    fn read_again(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_again(at, buf) }
+}
+
+#[rustfmt::skip]
+impl Store for Around {
+    fn url(&self) -> &str { self.store.url() }
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        Ok(Box::new(Writer { object: self.store.create(name, bytes)?, written: Arc::clone(&self.written) }))
+    }
+    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> { Ok(Box::new(Reader(self.store.open(name)?))) }
+    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
+    fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
+    fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
+    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+}
+
+fn around(store: Arc<dyn Store>) -> (Arc<dyn Store>, Arc<AtomicUsize>) {
+    let written = Arc::new(AtomicUsize::new(0));
+    (Arc::new(Around { store, written: Arc::clone(&written) }), written)
+}
+
+#[test]
+fn the_contract_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance::check(|name| around(open(&format!("{}/{name}", dir.path().display())).unwrap()).0);
+    conformance::check(|name| around(open(&format!("memory://around/{name}")).unwrap()).0);
+}
+
+#[test]
+fn writes_go_through_the_ring_of_the_store_within() {
+    for has_ring in [true, false] {
+        let disk = SimDisk::new();
+        if !has_ring {
+            disk.refuse("ring", Errno::NOSYS);
+        }
+        let (store, written) = around(Arc::new(LocalStore::on(disk, Path::new("/mnt").into()).unwrap()));
+        let contents = conformance::pattern(1, 5 << 20);
+        conformance::write_object(&*store, "step/data", &contents).unwrap();
+        assert_eq!(store.read("step/data", 5 << 20).unwrap(), contents);
+        assert_eq!(written.load(Ordering::Relaxed) == 0, has_ring);
+    }
+}

@@ -232,6 +232,24 @@ def measure_save(training: Training, place: Path, steps: int, size: int, figures
     figures.add(capture_b_s=size / (phases["staged"] / 1e3), durable_b_s=size / (phases["committed"] / 1e3))
 
 
+def measure_first(training: Training, place: Path, prepared_steps: int) -> dict[str, float]:
+    """The first save of a run, so many steps after the call of ``Checkpointer.step`` that looks at the state: how long
+    both calls take, and the longest wait before an optimizer step after each, in seconds."""
+    found = {"look_s": 0.0, "look_wait_s": 0.0, "first_s": 0.0, "first_wait_s": 0.0}
+    with sf.Checkpointer(place / "run", every=sf.steps(2)) as ckpt:
+        ckpt.restore(training.state)
+        for number, name in ((1, "look"), (2, "first")):
+            alone = [training.step() for _ in range(4)]
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            ckpt.step(number, training.state)
+            found[f"{name}_s"] = time.perf_counter() - began
+            waits = [training.step() for _ in range(prepared_steps)]
+            found[f"{name}_wait_s"] = max(0.0, max(waits) - statistics.median(alone))
+    shutil.rmtree(place / "run")
+    return found
+
+
 def measure_load(training: Training, other: Training, place: Path, size: int, figures: Figures) -> None:
     """Loads what was saved alone into another training's tensors, cold, then out of the page cache, and compares."""
     drop_page_cache(place)
@@ -247,7 +265,7 @@ def measure_load(training: Training, other: Training, place: Path, size: int, fi
     shutil.rmtree(place / "alone")
 
 
-def report(args: argparse.Namespace, training: Training, size: int, first_s: float, figures: Figures) -> None:
+def report(args: argparse.Namespace, training: Training, size: int, first: dict[str, float], figures: Figures) -> None:
     ceilings = {"capture_b_s": "to_host_b_s", "durable_b_s": "write_b_s"}
     ceilings |= {"cold_b_s": "read_b_s", "warm_b_s": "to_device_b_s"}
     for name, of in ceilings.items():
@@ -274,12 +292,19 @@ def report(args: argparse.Namespace, training: Training, size: int, first_s: flo
     figures.show("warm_b_s", "load to the device out of the page cache", 1e-9, "GB/s")
     figures.show("to_device_b_s", "  ceiling: one copy from page-locked memory", 1e-9, "GB/s")
     figures.show("warm_b_s of to_device_b_s", "  ratio")
-    print(f"  {'the first save, which makes and locks the staging memory':<58} {first_s:>9.2f} s")
+    texts = {
+        "look_s": "once a run: Checkpointer.step looks at the state for",
+        "look_wait_s": "  longest wait before an optimizer step, then",
+        "first_s": "first save of a run: Checkpointer.step returns after",
+        "first_wait_s": "  longest wait before an optimizer step, then",
+    }
+    for name, text in texts.items():
+        print(f"  {text:<58} {first[name] * 1e3:>9.2f} ms")
     if args.json:
         facts = {
             "parameters": parameters,
             "bytes": size,
-            "first_save_s": first_s,
+            **first,
             "device": torch.cuda.get_device_name(),
         }
         args.json.write_text(json.dumps({**facts, "rounds": figures.values}, indent=1) + "\n")
@@ -306,8 +331,7 @@ def main() -> None:
             for _ in range(3):
                 trained.step()
         size = sum(tensor.nbytes for tensor in training.tensors())
-        first_s = seconds(lambda: sf.save(place / "first", training.state))
-        shutil.rmtree(place / "first")
+        first = measure_first(training, place, prepared_steps=5 * args.steps)
         figures = Figures()
         for round_ in range(args.rounds):
             to_host, to_device = copy_ceilings(device)
@@ -315,7 +339,7 @@ def main() -> None:
             measure_save(training, place, args.steps, size, figures)
             measure_load(training, other, place, size, figures)
             print(f"round {round_ + 1} of {args.rounds} done", flush=True)
-        report(args, training, size, first_s, figures)
+        report(args, training, size, first, figures)
     finally:
         shutil.rmtree(place)
 

@@ -144,6 +144,9 @@ class Session:
     def staging_bytes(self) -> int:
         """Bytes of staging memory that saves and loads may use together."""
 
+    def reserve(self, described: Described) -> None:
+        """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
+
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
 from .schedule import Keep, Steps
-from .session import TIMEOUT_S, current, prepare
+from .session import TIMEOUT_S, current, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -177,9 +178,13 @@ class Checkpointer:
         return True
 
     def _prepare(self, state: dict[str, Any]) -> None:
-        """Describes the state, so that the first save need not."""
+        """Describes the state and makes page-locked memory for it, so that the first save need not."""
         self._is_prepared = True
-        self._describer.prepare(state, pickle=self._pickle, excepted=patterns(self._prove_except))
+        description = self._describer.prepare(state, pickle=self._pickle, excepted=patterns(self._prove_except))
+        session = met(self._process_group)
+        if session is not None and description is not None:
+            with contextlib.suppress(Error):  # what is wrong with a device is an error of the save
+                session.reserve(description.native)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Saves now, as :meth:`step` does when a save is due."""

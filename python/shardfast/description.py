@@ -140,10 +140,11 @@ class Describer:
 
         self._forget = forget
 
-    def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> None:
-        """Describes the state in advance, for the first save. Ignores what cannot be described: a save refuses it."""
+    def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description | None:
+        """Describes the state in advance, for the first save; ``None`` for one that a save will refuse."""
         with suppress(Exception):
-            self.describe(state, pickle=pickle, excepted=excepted)
+            return self.describe(state, pickle=pickle, excepted=excepted)
+        return None
 
     def describe(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description:
         """The state as it is now. Copies of leaves that ``excepted`` selects are never compared between ranks.

@@ -126,6 +126,14 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
     return session
 
 
+def met(process_group: Any = None) -> Session | None:
+    """The session that :func:`current` returns, if the ranks have met or there is one process alone. Raises nothing."""
+    with contextlib.suppress(Error):
+        found = _job(process_group)
+        return alone() if found is None else _sessions.get(found[0], (None, None))[0]
+    return None
+
+
 _Meet = Callable[[float, int | None], tuple[Session, Invalid | None]]
 """Connects the ranks of a job. Takes a timeout in seconds and a staging budget; returns also an error of this rank."""
 

@@ -123,19 +123,39 @@ impl Engine {
     #[allow(unsafe_code)] // the one way in for foreign streams
     pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
         let device = self.accelerators.device(ordinal)?;
-        if !self.is_page_locked.swap(true, Ordering::Relaxed) {
-            let (staging, device) = (Arc::clone(&self.staging), Arc::clone(&device));
-            let page_lock: Arc<PageLock> = Arc::new(move |memory| {
-                // SAFETY: the arena unmaps a slab after its locks are dropped.
-                let lock = unsafe { device.page_lock(memory) }?;
-                Ok(Box::new(lock) as Box<dyn Send>)
-            });
-            // A save or load that stages meanwhile waits for it. If no thread can be made, copies are slower.
-            let _ = std::thread::Builder::new()
-                .name("shardfast-page-lock".into())
-                .spawn(move || staging.page_lock(page_lock));
-        }
+        self.page_lock(&device, 0);
         // SAFETY: the caller's promise.
         unsafe { device.copies_after(stream) }
+    }
+
+    /// Makes staging memory for `bytes` bytes of the device `cuda:<ordinal>`, and page-locks it: in the background,
+    /// since that takes longer than to copy them.
+    ///
+    /// # Errors
+    /// As [`Devices::device`](cuda::Devices::device).
+    pub fn reserve(&self, ordinal: u32, bytes: u64) -> Result<()> {
+        self.page_lock(&self.accelerators.device(ordinal)?, bytes);
+        Ok(())
+    }
+
+    /// Has staging memory page-locked from now on, and makes `bytes` bytes of it, in the background.
+    #[allow(unsafe_code)]
+    fn page_lock(&self, device: &Arc<cuda::Device>, bytes: u64) {
+        let is_first = !self.is_page_locked.swap(true, Ordering::Relaxed);
+        if !is_first && bytes == 0 {
+            return;
+        }
+        let (staging, device) = (Arc::clone(&self.staging), Arc::clone(device));
+        let page_lock: Arc<PageLock> = Arc::new(move |memory| {
+            // SAFETY: the arena unmaps a slab after its locks are dropped.
+            let lock = unsafe { device.page_lock(memory) }?;
+            Ok(Box::new(lock) as Box<dyn Send>)
+        });
+        let work = move || {
+            staging.page_lock(page_lock);
+            staging.reserve(bytes);
+        };
+        // A save or load that stages meanwhile waits for it. If no thread can be made, copies are slower.
+        let _ = std::thread::Builder::new().name("shardfast-page-lock".into()).spawn(work);
     }
 }

@@ -94,6 +94,17 @@ impl Staging {
         }
     }
 
+    /// Makes slabs until there are so many bytes, or as many as the budget allows or the system gives.
+    pub(crate) fn reserve(&self, bytes: u64) {
+        loop {
+            let mut state = self.lock();
+            let left = self.slots_max - state.slots();
+            if state.slots() as u64 * SLOT_BYTES as u64 >= bytes || left == 0 || state.grow(left).is_err() {
+                return;
+            }
+        }
+    }
+
     /// Why memory could not be page-locked.
     pub(crate) fn page_lock_failure(&self) -> Option<String> {
         self.lock().page_lock_failure.clone()
@@ -109,9 +120,9 @@ impl Staging {
             if let Some(number) = state.free.pop() {
                 return Ok(self.slot(&state, number));
             }
-            let slots = state.slabs.iter().map(Slab::slots).sum::<usize>();
+            let slots = state.slots();
             if slots < self.slots_max {
-                match state.grow((self.slots_max - slots).min(SLAB_BYTES / SLOT_BYTES)) {
+                match state.grow(self.slots_max - slots) {
                     Ok(()) => continue,
                     Err(error) if slots == 0 => return Err(error),
                     // The existing slots have to do.
@@ -135,7 +146,13 @@ impl Staging {
 }
 
 impl State {
-    fn grow(&mut self, slots: usize) -> Result<()> {
+    fn slots(&self) -> usize {
+        self.slabs.iter().map(Slab::slots).sum()
+    }
+
+    /// Makes a slab of at most so many slots.
+    fn grow(&mut self, slots_max: usize) -> Result<()> {
+        let slots = slots_max.min(SLAB_BYTES / SLOT_BYTES);
         let slab = Slab::new(slots * SLOT_BYTES)?;
         let first = self.slabs.len() * (SLAB_BYTES / SLOT_BYTES);
         self.free.extend((first..first + slots).rev().map(|number| number as u32));
@@ -324,6 +341,17 @@ mod tests {
         assert_eq!(*total.lock().unwrap(), 70 << 20);
         drop((first, rest, pool));
         assert_eq!(*total.lock().unwrap(), 0);
+    }
+
+    #[test]
+    fn what_is_reserved_is_there_and_no_more_than_the_budget() {
+        let pool = Staging::new(150 << 20).unwrap();
+        for (wanted, slots) in [(1, 64), (64 << 20, 64), ((64 << 20) + 1, 128), (1 << 40, 150), (0, 150)] {
+            pool.reserve(wanted);
+            assert_eq!(pool.lock().slots(), slots, "{wanted} bytes");
+        }
+        let all: Vec<Slot> = (0..150).map(|_| pool.acquire().unwrap()).collect();
+        assert_eq!((all.len(), pool.lock().slots()), (150, 150));
     }
 
     #[test]

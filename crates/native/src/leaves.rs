@@ -294,15 +294,25 @@ impl Described {
     /// The numbers of the devices on which tensors lie.
     #[getter]
     fn devices(&self) -> BTreeSet<u32> {
-        let parts = self.bodies.iter().flat_map(|body| match body {
-            Body::Tensor(_, parts) => parts.as_slice(),
-            _ => &[],
-        });
-        parts.filter_map(|part| part.device).collect()
+        self.device_bytes().into_keys().collect()
     }
 }
 
 impl Described {
+    /// The devices on which tensors lie, and how many bytes of them.
+    pub(crate) fn device_bytes(&self) -> BTreeMap<u32, u64> {
+        let mut bytes = BTreeMap::new();
+        for body in self.bodies.iter() {
+            let Body::Tensor(_, parts) = body else { continue };
+            for Part { device, block, .. } in parts {
+                if let Some(device) = device {
+                    *bytes.entry(*device).or_default() += block.total_bytes();
+                }
+            }
+        }
+        bytes
+    }
+
     /// The function that assembles the present state, on any thread. `values` are those of the objects, in the order
     /// in which these were given; `owner` keeps the memory of all tensors allocated that are not copied here.
     /// In a `blocking` save nothing else goes on meanwhile.

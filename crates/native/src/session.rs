@@ -10,6 +10,7 @@ use shardfast_coord::{Coord, Topology};
 use shardfast_engine::{Engine, Error, staging_bytes_default};
 
 use crate::errors::{invalid, kind, raise};
+use crate::leaves::Described;
 use crate::process::Own;
 
 /// A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens.
@@ -145,6 +146,16 @@ impl Session {
     #[getter]
     fn staging_bytes(&self) -> PyResult<u64> {
         Ok(self.engine()?.staging_bytes())
+    }
+
+    /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.
+    fn reserve(&self, described: &Described) -> PyResult<()> {
+        let engine = self.engine()?;
+        described
+            .device_bytes()
+            .into_iter()
+            .try_for_each(|(device, bytes)| engine.reserve(device, bytes))
+            .map_err(raise)
     }
 
     /// A sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once, and

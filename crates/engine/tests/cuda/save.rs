@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use shardfast_engine::cuda::CopyStream;
 use shardfast_engine::error::Kind;
@@ -254,4 +255,23 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));
         saved.unwrap();
     }
+}
+
+/// Page-locking takes longer than the copies of a save.
+#[test]
+fn memory_that_was_reserved_is_page_locked_before_the_first_save() {
+    let fake = Fake::new(5, DELAY_MAX_US);
+    let engine = Engine::with_driver(fake.path().to_str().unwrap(), 150 << 20).unwrap();
+    engine.reserve(0, 100 << 20).unwrap();
+    let begun = Instant::now();
+    while fake.calls("cuMemHostRegister_v2") < 2 {
+        assert!(begun.elapsed() < LONG, "not reserved");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (place, tensors) = (tempfile::tempdir().unwrap(), tensors(&fake));
+    // SAFETY: the default stream.
+    #[allow(unsafe_code)]
+    let copies = unsafe { engine.copies_after(0, 0) }.unwrap();
+    begin(&engine, &place.path().join("a"), state_of(&copies, &tensors)).committed(Some(LONG)).unwrap();
+    assert_eq!(fake.calls("cuMemHostRegister_v2"), 2, "more was made, or locked again");
 }

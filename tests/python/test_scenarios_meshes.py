@@ -1,15 +1,17 @@
 """Models on meshes and groups that are parts of a job, as PyTorch's own tests of FSDP1, FSDP2 and expert parallelism
 have: on two of four ranks, on both at once, and on meshes of three dimensions."""
 
+import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from layouts import known, mesh_of, same_bits
+from layouts import known, local, mesh_of, same_bits
 from older import AVERAGED, IS_OLDER
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from units import WIDTH, Net, Unit, adamw, state_of, train, unequal, units_of, whole_of, wrap
@@ -135,6 +137,61 @@ def test_models_of_some_of_the_ranks(ranks, tmp_path):
     ranks(4)(check_some_ranks, f"{tmp_path}")
 
 
+def groups_of(rank, *members):
+    """The one of these groups that has this rank."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in members]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def check_undeclared(rank, world, url):
+    """Two halves of the job that shard the same model, and say so by groups of FSDP1 or not at all."""
+    inner, outer = groups_of(rank, [0, 1], [2, 3]), groups_of(rank, [0, 2], [1, 3])
+    mesh = mesh_of(2, "outer", "inner")["inner"]
+
+    def made(kind, seed):
+        torch.manual_seed(seed)
+        if kind == "fsdp2 half":
+            model = fully_shard(Net(), mesh=mesh, **AVERAGED)
+        elif kind == "fsdp1 half":
+            model = FSDP(Net(), process_group=inner, device_id=CPU, use_orig_params=True)
+        else:
+            strategy = ShardingStrategy.HYBRID_SHARD
+            model = FSDP(Net(), process_group=(inner, outer), sharding_strategy=strategy, device_id=CPU)
+        return model, adamw(model)
+
+    for kind in ("fsdp2 half", "fsdp1 half", "fsdp1 hybrid"):
+        model, optimizer = made(kind, 0)
+        train(model, optimizer, range(2))
+        for again in "ab":
+            sf.save(f"{url}/{kind}-{again}", state_of(model, optimizer))
+        into, its_optimizer = made(kind, 1)
+        sf.load(f"{url}/{kind}-b", state_of(into, its_optimizer))
+        for one, other in zip(model.parameters(), into.parameters(), strict=True):
+            assert same_bits(local(one), local(other)), kind
+            state, its = optimizer.state.get(one, {}), its_optimizer.state.get(other, {})
+            assert all(same_bits(local(value), local(its[name])) for name, value in state.items()), kind
+        plain = Net()
+        its_optimizer = adamw(plain)
+        sf.load(f"{url}/{kind}-b", state_of(plain, its_optimizer))
+        if kind == "fsdp2 half":
+            assert unequal(whole_of(plain, its_optimizer), whole_of(model, optimizer)) == []
+        everywhere = wrap("fsdp2", Net())
+        its = adamw(everywhere)
+        sf.load(f"{url}/{kind}-b", state_of(everywhere, its))
+        assert unequal(whole_of(everywhere, its), whole_of(plain, its_optimizer)) == [], kind
+        # Halves that are not the same any more are told.
+        if rank > 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local(parameter).add_(1)
+        with pytest.raises(sf.Invalid, match=r"its replicas of .* differ"):
+            sf.save(f"{url}/{kind}-no", state_of(model, optimizer), prove=True)
+
+
+def test_halves_of_a_job_that_shard_the_same_model(ranks, tmp_path):
+    ranks(4)(check_undeclared, f"{tmp_path}")
+
+
 class Wide(nn.Module):
     """Two linear layers, whose hidden dimension tensor parallelism and FSDP2 cut unevenly."""
 
@@ -146,6 +203,12 @@ class Wide(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+def across(parameter):
+    """The dimension of a matrix that tensor parallelism does not cut."""
+    is_matrix = isinstance(parameter, DTensor) and parameter.ndim == 2
+    return Shard(1 - parameter.placements[0].dim) if is_matrix else Shard(0)
+
+
 def check_three(rank, world, url):
     """Replicas, shards and tensor parallelism on a mesh of three dimensions."""
     torch.manual_seed(0)
@@ -153,13 +216,14 @@ def check_three(rank, world, url):
     reference = adamw(plain)
     train(plain, reference, range(2))
     sf.save(f"{url}/plain", state_of(plain, reference))
-    for number, shape in enumerate(((2, 1, 2), (1, 2, 2), (2, 2, 1))):
+    for number, shape in enumerate(((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 2, 2))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards", "tp"))
+        options = {**AVERAGED, **({"shard_placement_fn": across} if number == 3 else {})}
 
-        def made(seed, mesh=mesh):
+        def made(seed, mesh=mesh, options=options):
             torch.manual_seed(seed)
             model = parallelize_module(Wide(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            model = fully_shard(model, mesh=mesh["replicas", "shards"], **AVERAGED)
+            model = fully_shard(model, mesh=mesh["replicas", "shards"], **options)
             return model, adamw(model)
 
         model, optimizer = made(1)

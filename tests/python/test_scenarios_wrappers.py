@@ -6,11 +6,14 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from layouts import known, local, same_bits
+from older import AVERAGED
 from test_scenarios import Scenario, check_alone, check_scenario
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.swa_utils import AveragedModel
 from units import WIDTH, Net, Unit, adamw, bare, clean, state_of, train, unequal, units_of, whole_of, wrap
@@ -438,6 +441,33 @@ def test_ddp_inside_of_fsdp1(ranks, tmp_path):
     ranks(2)(check_ddp_inside, f"{tmp_path}/checkpoint")
 
 
+def check_ddp_outside(rank, world, url):
+    """DistributedDataParallel around a model of which it ignores a unit that FSDP2 shards."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        net = Net()
+        fully_shard(net.second, mesh=init_device_mesh("cpu", (world,)), **AVERAGED)
+        ignored = [f"second.{name}" for name, _ in net.second.named_parameters()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        model = nn.parallel.DistributedDataParallel(net)
+        return model, adamw(model)
+
+    model, optimizer = made(0)
+    train(model, optimizer, range(2))
+    sf.save(url, state_of(model, optimizer))
+    plain, into = Net(), made(1)
+    its_optimizer = adamw(plain)
+    sf.load(url, state_of(plain, its_optimizer))
+    sf.load(url, state_of(*into))
+    whole = whole_of(plain, its_optimizer)
+    assert unequal(whole_of(*into), whole) == unequal(whole_of(model, optimizer), whole) == []
+
+
+def test_fsdp2_inside_of_ddp(ranks, tmp_path):
+    ranks(2)(check_ddp_outside, f"{tmp_path}/checkpoint")
+
+
 def check_replicate(rank, world, url):
     """``replicate()``, which keeps the module's class and names."""
     model = replicate(Net())
@@ -517,6 +547,65 @@ def check_averaged(rank, world, url):
 
 def test_averages_of_wrapped_models(ranks, tmp_path):
     ranks(2)(check_averaged, f"{tmp_path}/checkpoint")
+
+
+# A trained model as a part of another one
+
+
+class Tuned(nn.Module):
+    """A trained model that is not trained further, and a layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Net().requires_grad_(False)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, step=0):
+        return self.head(self.base(x))
+
+
+def tuned(kind, seed):
+    torch.manual_seed(seed)
+    net = Tuned()
+    if kind == "fsdp2":
+        for part in (net.base, net):
+            fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **AVERAGED)
+        return net, adamw(net)
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Net}), use_orig_params="orig" in kind, device_id=CPU)
+    return model, adamw(model)
+
+
+def check_tuned(rank, world, url):
+    """The part gets what was saved of it under the part's name, nothing else changes; and the whole is resumed."""
+    for number, layout in enumerate(("fsdp1 flat", "fsdp1 orig", "fsdp2")):
+        base = wrap(layout, Net())
+        optimizer = adamw(base)
+        train(base, optimizer, range(2))
+        sf.save(f"{url}/{number}", state_of(base, optimizer))
+        for kind in ("fsdp1 orig", "fsdp1 flat", "fsdp2"):
+            model, head = tuned(kind, 1)
+            before = model_of(whole_of(model, head))
+            sf.load(
+                f"{url}/{number}",
+                {"model": model},
+                only="model/base.*",
+                rename=lambda name: name.replace("model/", "model/base."),
+            )
+            expected = {name.replace("model/", "model/base."): one for name, one in model_of(whole_of(base)).items()}
+            assert unequal(model_of(whole_of(model, head)), before | expected) == [], (layout, kind)
+            train(model, head, range(2))
+            place = f"{url}/{number}-{kind}"
+            sf.save(place, state_of(model, head))
+            for other in {kind, "fsdp2", "fsdp1 orig"}:
+                again = tuned(other, 2)
+                sf.load(place, state_of(*again))
+                found = whole_of(*again)
+                assert unequal(found, whole_of(model, head)) == [], (layout, kind, other)
+                assert {name for name in found if name.startswith("optimizer/") and ".base." in name} == set()
+
+
+def test_a_trained_model_in_another_one(ranks, tmp_path):
+    ranks(2)(check_tuned, f"{tmp_path}")
 
 
 # Models that are made without memory

@@ -85,14 +85,14 @@ class Parts:
     def source(self, part: Part) -> Source:
         """The plain tensor's memory, by region."""
         source, plain = self.plain.source(part.tensor), self.plain.layout(part.tensor)
-        return Source(_memory(part, plain, source.memory), source.owner, source.is_copy)
+        return Source(_memory(part, plain, source.memory, plain.dtype), source.owner, source.is_copy)
 
     def origin(self, part: Part) -> Origin:
         """All of these at once."""
         plain = self.plain.origin(part.tensor)
         layout, source = _layout(part, plain.layout), plain.source
         if source is not None:
-            source = Source(_memory(part, plain.layout, source.memory), source.owner)
+            source = Source(_memory(part, plain.layout, source.memory, layout.dtype), source.owner)
         return Origin(layout, _identity(part, plain.identity), source)
 
     def destination(self, part: Part, dtype: str) -> Destination:
@@ -102,7 +102,7 @@ class Parts:
         plain = self.plain.destination(part.tensor, dtype)
         layout, target = _layout(part, plain.layout), plain.target
         if target is not None:
-            target = None if part.several is not None else _placed(part, plain.layout, target)
+            target = None if part.several is not None else _placed(part, plain.layout, target, dtype)
         return Destination(layout, _identity(part, plain.identity), target)
 
     def target(self, part: Part, dtype: str) -> Target:
@@ -111,7 +111,7 @@ class Parts:
         if part.several is None or not part.several:
             if part.several is not None:
                 part.several.append(part.name)
-            return _placed(part, plain, self.plain.target(part.tensor, dtype))
+            return _placed(part, plain, self.plain.target(part.tensor, dtype), dtype)
         # What is loaded for the first leaf stays, and this one is compared with it.
         staging = self.plain.allocate(plain.dtype, plain.shape)
         target, first = self.plain.target(staging, dtype), part.several[0]
@@ -125,7 +125,7 @@ class Parts:
                     "that keeps them apart"
                 )
 
-        return Target(_memory(part, plain, target.memory), target.owner, compare)
+        return Target(_memory(part, plain, target.memory, dtype), target.owner, compare)
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
         """As the plain tensors are held."""
@@ -153,12 +153,12 @@ def _identity(part: Part, plain: Hashable) -> Hashable:
     return plain, part.shape, part.regions, part.name if part.several is not None else ""
 
 
-def _memory(part: Part, plain: Layout, memory: Sequence[Memory]) -> tuple[Memory, ...]:
-    """Where each region of a part lies, from where the plain tensor does."""
+def _memory(part: Part, plain: Layout, memory: Sequence[Memory], dtype: str) -> tuple[Memory, ...]:
+    """Where each region of a part lies, from where the plain tensor does; ``dtype`` is that of the elements there."""
     if not part.regions:
         return ()
     (there,) = memory
-    first, item = part.regions[0], item_bytes(plain.dtype)
+    first, item = part.regions[0], item_bytes(dtype)
     if len(part.regions) == 1 and isinstance(first, Region) and first.lengths == plain.shape:
         return (there,)
     expected = row_major(plain.shape, item)
@@ -173,8 +173,8 @@ def _memory(part: Part, plain: Layout, memory: Sequence[Memory]) -> tuple[Memory
     return tuple(out)
 
 
-def _placed(part: Part, plain: Layout, target: Target) -> Target:
-    return Target(_memory(part, plain, target.memory), target.owner, target.finish)
+def _placed(part: Part, plain: Layout, target: Target, dtype: str) -> Target:
+    return Target(_memory(part, plain, target.memory, dtype), target.owner, target.finish)
 
 
 def flat_run(region: Flat, memory: Memory) -> tuple[Any, ...]:

@@ -58,6 +58,12 @@ class _Handle:
                 info.param_name for info, whole in zip(flat._param_infos, flat._contiguities, strict=True) if not whole
             ]
             self._is_between = wrapper.training_state.name != "IDLE" or handle._needs_pre_backward_unshard
+            # What FSDP1 computes with in place of the shard, of the same shape where it does not shard.
+            computed_with = getattr(flat, "_mp_shard", None)
+            is_computed_with = computed_with is not None and computed_with.data_ptr() == flat.data_ptr()
+            is_moved = flat.shape == self.local.shape and flat.data_ptr() != self.local.data_ptr()
+            is_converted = is_moved and not is_computed_with and not handle._offload_params
+            replaced = [] if handle._skipped_use_sharded_views else self._replaced()
             self._text = f"FSDP1({wrapper.sharding_strategy.name}, {handle.process_group.size()} ranks)"
         except (AttributeError, TypeError, ValueError) as error:
             raise Refused(
@@ -76,6 +82,33 @@ class _Handle:
                 f"{self._where} is wrapped in FullyShardedDataParallel, and its parameter {apart[0]!r} was not "
                 "contiguous then, so that its run of elements is no run of the parameter: make it contiguous before"
             )
+        if is_converted:
+            raise Refused(
+                f"{self._where} is wrapped in FullyShardedDataParallel and was converted or moved after its first "
+                "forward (to(), half(), cpu()), which FullyShardedDataParallel does not follow: convert it before its "
+                "first forward, or load into a new one with cast=True"
+            )
+        if replaced:
+            raise Refused(
+                f"{self._where} is wrapped in FullyShardedDataParallel, and its parameter {replaced[0]!r} was replaced "
+                "(by .data = or another nn.Parameter), which FullyShardedDataParallel takes over at the next forward: "
+                "enter and leave FullyShardedDataParallel.summon_full_params() before, or write with copy_()"
+            )
+
+    def _replaced(self) -> list[str]:
+        """Names of parameters that do not lie in the flat parameter any more, as ``_writeback_orig_params`` asks it."""
+        if not self._is_original or self.is_unsharded:
+            return []
+        memory = self.flat.untyped_storage().data_ptr()
+        return [
+            f"{info.module_name}.{info.param_name}".lstrip(".")
+            for (info, _, shard), original in zip(self._records, self._originals, strict=True)
+            if shard.in_shard
+            and (
+                getattr(info.module, info.param_name, original) is not original
+                or original.untyped_storage().data_ptr() != memory
+            )
+        ]
 
     @property
     def is_unsharded(self) -> bool:
@@ -132,7 +165,7 @@ class _Handle:
         for (info, shape, shard), span, within in zip(self._records, self._spans, self._originals, strict=True):
             regions: tuple[Flat, ...] = ()
             tensor = self.local[:0]
-            if shard.in_shard:
+            if shard.in_shard and shard.numel_in_shard:
                 regions = (Flat(shard.intra_param_start_idx, shard.intra_param_end_idx + 1),)
                 tensor = self.local[shard.offset_in_shard : shard.offset_in_shard + shard.numel_in_shard]
             start, length = (0, 0) if self._is_original else (shard.offset_in_shard or 0, self.local.numel())

@@ -416,6 +416,19 @@ def test_state_of_optimizers_that_is_no_tensor(ranks, tmp_path):
 # Wrappers in wrappers, and of parts
 
 
+def check_made(made, url):
+    """What is saved of one of these is what a plain model loads, and another one of them."""
+    model, optimizer = made(0)
+    train(model, optimizer, range(2))
+    sf.save(url, state_of(model, optimizer))
+    plain, into = Net(), made(1)
+    its_optimizer = adamw(plain)
+    sf.load(url, state_of(plain, its_optimizer))
+    sf.load(url, state_of(*into))
+    whole = whole_of(plain, its_optimizer)
+    assert unequal(whole_of(*into), whole) == unequal(whole_of(model, optimizer), whole) == []
+
+
 def check_ddp_inside(rank, world, url):
     """A head under DistributedDataParallel, which FSDP1 around it ignores."""
 
@@ -426,15 +439,7 @@ def check_ddp_inside(rank, world, url):
         model = FSDP(net, ignored_modules=[net.head], use_orig_params=bool(seed % 2), device_id=CPU)
         return model, adamw(model)
 
-    model, optimizer = made(0)
-    train(model, optimizer, range(2))
-    sf.save(url, state_of(model, optimizer))
-    plain, into = Net(), made(1)
-    its_optimizer = adamw(plain)
-    sf.load(url, state_of(plain, its_optimizer))
-    sf.load(url, state_of(*into))
-    whole = whole_of(plain, its_optimizer)
-    assert unequal(whole_of(*into), whole) == unequal(whole_of(model, optimizer), whole) == []
+    check_made(made, url)
 
 
 def test_ddp_inside_of_fsdp1(ranks, tmp_path):
@@ -453,15 +458,7 @@ def check_ddp_outside(rank, world, url):
         model = nn.parallel.DistributedDataParallel(net)
         return model, adamw(model)
 
-    model, optimizer = made(0)
-    train(model, optimizer, range(2))
-    sf.save(url, state_of(model, optimizer))
-    plain, into = Net(), made(1)
-    its_optimizer = adamw(plain)
-    sf.load(url, state_of(plain, its_optimizer))
-    sf.load(url, state_of(*into))
-    whole = whole_of(plain, its_optimizer)
-    assert unequal(whole_of(*into), whole) == unequal(whole_of(model, optimizer), whole) == []
+    check_made(made, url)
 
 
 def test_fsdp2_inside_of_ddp(ranks, tmp_path):

@@ -158,8 +158,8 @@ class Checkpointer:
         """Saves if a save is due after ``step`` steps. Every rank calls it after each step.
 
         Returns when everything is copied that may change before the next step of the optimizer; see
-        :func:`shardfast.save_async`. The first call of a run looks at the whole state, at about 25 us a tensor, so that
-        the first save finds it known.
+        :func:`shardfast.save_async`. The first call of a run looks at the whole state, at about 25 us a tensor, and
+        calls each ``state_dict()`` and :class:`Stateful` once, so that the first save finds it known.
 
         Returns:
             Whether it saved.

@@ -32,7 +32,8 @@ class Stateful:
 
     Args:
         get: Returns the value, of any kind that can be stored. Every call that saves calls it, without arguments.
-            :func:`load` and :func:`plan_load` call it, too, to see which tensors they may fill.
+            :func:`load` and :func:`plan_load` call it, too, to see which tensors they may fill, and so does the first
+            :meth:`Checkpointer.step`, which looks at the whole state.
         set: Takes the loaded value. A load calls it at its end, after it verified all bytes on all ranks and set
             everything else.
     """

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import ctypes, json, sys
+import ctypes, json, sys, time
 from shardfast import _native
 
 driver, url = ctypes.CDLL("libcuda.so.1"), sys.argv[1]
@@ -54,6 +54,18 @@ described = _native.Described([
 ])
 assert described.devices == {0}
 session = _native.Session.solo(staging_bytes=4 << 20)
+
+# What a save will copy from a device is page-locked in advance, in the background.
+def calls(name):
+    count = u64()
+    call("fakeCalls", name, ctypes.byref(count))
+    return count.value
+assert calls(b"cuMemHostRegister_v2") == 0
+session.reserve(described)
+until = time.monotonic() + 20
+while calls(b"cuMemHostRegister_v2") < 1:
+    assert time.monotonic() < until, "nothing was page-locked"
+    time.sleep(0.001)
 def save(to, **more):
     return _native.save(session, to, described, [], None, step=None, user={}, timeout_s=20.0, **more)
 

@@ -150,12 +150,10 @@ impl Session {
 
     /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.
     fn reserve(&self, described: &Described) -> PyResult<()> {
-        let engine = self.engine()?;
-        described
-            .device_bytes()
-            .into_iter()
-            .try_for_each(|(device, bytes)| engine.reserve(device, bytes))
-            .map_err(raise)
+        let bytes = described.device_bytes();
+        // Memory that is locked for one device is locked for all.
+        let Some((device, _)) = bytes.first_key_value() else { return Ok(()) };
+        self.engine()?.reserve(*device, bytes.values().sum()).map_err(raise)
     }
 
     /// A sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once, and

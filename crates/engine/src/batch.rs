@@ -32,9 +32,15 @@ pub(crate) struct Batch {
 
 impl Batch {
     /// Lays out the files for these parts and values, one for each key of the state. `earlier` are this rank's files
-    /// before these.
-    pub(crate) fn new(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Batch {
-        let (jobs, shapes, placed) = match Layout::new(operation, state, writes, earlier) {
+    /// before these; the data of each begin at a multiple of `data_at`.
+    pub(crate) fn new(
+        operation: &Operation,
+        state: &State,
+        writes: &[Write],
+        earlier: &[FileShape],
+        data_at: u64,
+    ) -> Batch {
+        let (jobs, shapes, placed) = match Layout::new(operation, state, writes, earlier, data_at) {
             Ok(Layout { jobs, shapes, placed }) => (Ok(jobs), shapes, placed),
             Err(error) => (Err(error), Vec::new(), Vec::new()),
         };

@@ -130,10 +130,12 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
     }
 }
 
-/// Checks that a new checkpoint may go there: none is committed there yet, and it holds no foreign files.
+/// Checks that a new checkpoint may go there: none is committed there yet, it holds no foreign files, and the storage
+/// can publish it.
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
-    contents::refuse_foreign(store, &destination.url, 1)
+    contents::refuse_foreign(store, &destination.url, 1)?;
+    Ok(store.can_publish()?)
 }
 
 /// Checks that no checkpoint is committed there yet.
@@ -163,12 +165,10 @@ pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
 
 /// A whole object, which is `Corrupt` if it is larger than it can be.
 fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
-    let bytes = store.open(name)?.bytes();
-    if bytes > bytes_max {
-        let place = join(store.url(), name);
-        return Err(Error::corrupt(format!("{place}: expected at most {bytes_max} bytes, found {bytes}")));
-    }
-    Ok(store.read(name, bytes_max)?)
+    store.read(name, bytes_max).map_err(|error| match error.kind {
+        shardfast_store::Kind::Invalid => Error::corrupt(error.to_string()),
+        _ => error.into(),
+    })
 }
 
 /// The verified bytes of the manifest that is committed at the store's place.

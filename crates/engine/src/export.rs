@@ -90,8 +90,9 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
         manifest_bytes: checkpoint.manifest_bytes,
     });
     let shards = shards(&tensors, shard_bytes_max);
-    let jobs: Vec<FileJob> =
-        (0..shards.len()).map(|i| job(&source, shard_name(key, i, shards.len()), &shards[i])).collect::<Result<_>>()?;
+    let data_at = writer::data_at(store.needs().pieces);
+    let job = |i| job(&source, shard_name(key, i, shards.len()), &shards[i], data_at);
+    let jobs: Vec<FileJob> = (0..shards.len()).map(job).collect::<Result<_>>()?;
     let index = (shards.len() > 1).then(|| format!("{key}.safetensors.index.json"));
     if let Err(error) = write(store, &jobs, &Staging::at_least(budget), index.as_deref(), &shards) {
         // Some of them may be whole, and would look like an export.
@@ -228,7 +229,7 @@ fn shard_name(key: &str, i: usize, of: usize) -> String {
     if of == 1 { format!("{key}.safetensors") } else { format!("{key}-{:05}-of-{of:05}.safetensors", i + 1) }
 }
 
-fn job(source: &Arc<Checkpoint>, path: String, shard: &[Tensor]) -> Result<FileJob> {
+fn job(source: &Arc<Checkpoint>, path: String, shard: &[Tensor], data_at: u64) -> Result<FileJob> {
     let entries: Vec<EntrySpec> = shard
         .iter()
         .map(|tensor| EntrySpec { name: tensor.name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone() })
@@ -240,7 +241,7 @@ fn job(source: &Arc<Checkpoint>, path: String, shard: &[Tensor]) -> Result<FileJ
     Ok(FileJob {
         is_summed: false,
         path,
-        layout: FileLayout::new(&entries, &BTreeMap::new())?,
+        layout: FileLayout::new(&entries, &BTreeMap::new())?.beginning_at_multiple_of(data_at)?,
         providers: shard.iter().map(provider).collect(),
         names: shard.iter().map(|tensor| tensor.name.clone()).collect(),
     })

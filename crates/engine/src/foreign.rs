@@ -81,12 +81,9 @@ pub(crate) fn explained(url: &str, error: Error) -> Error {
         return error;
     }
     let Some((dir, name)) = split(url) else { return error };
-    let Some(head) = shardfast_store::open(&dir).ok().and_then(|store| {
-        let object = store.open(&name).ok()?;
-        let mut head = vec![0; object.bytes().min(HEAD_BYTES) as usize];
-        object.read_at(0, &mut head).ok()?;
-        Some(head)
-    }) else {
+    let Some(head) =
+        shardfast_store::open(&dir).ok().and_then(|store| Some(store.open_head(&name, HEAD_BYTES).ok()?.1))
+    else {
         return error;
     };
     let what = match (name.as_str(), split(&dir)) {

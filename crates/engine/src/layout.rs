@@ -42,11 +42,18 @@ pub(crate) struct Piece {
 
 impl Layout {
     /// Lays out the files for these parts and values, as many for each key of the state as `limits` require, and
-    /// returns where each will lie. `earlier` are this rank's files before these.
+    /// returns where each will lie. `earlier` are this rank's files before these; the data of each begin at a multiple
+    /// of `data_at`.
     ///
     /// # Errors
     /// `Internal` when the state has no such part; `Invalid` when a file cannot hold it.
-    pub(crate) fn new(operation: &Operation, state: &State, writes: &[Write], earlier: &[FileShape]) -> Result<Layout> {
+    pub(crate) fn new(
+        operation: &Operation,
+        state: &State,
+        writes: &[Write],
+        earlier: &[FileShape],
+        data_at: u64,
+    ) -> Result<Layout> {
         let (rank, attempt, limits) = (operation.engine.rank(), operation.attempt(), operation.engine.file_limits);
         let leaves = &state.catalog.leaves;
         let mut by_key: BTreeMap<&str, Vec<Write>> = BTreeMap::new();
@@ -59,7 +66,7 @@ impl Layout {
             writes.sort_by_key(|write| (std::cmp::Reverse(item_bytes(&leaves[write.leaf as usize])), *write));
             let first = earlier.iter().filter(|file| file.key == key).count() as u32;
             for (index, Contents { entries, pieces, .. }) in (first..).zip(spread(rank, state, &writes, limits)?) {
-                let layout = FileLayout::new(&entries, &BTreeMap::new())?;
+                let layout = FileLayout::new(&entries, &BTreeMap::new())?.beginning_at_multiple_of(data_at)?;
                 let providers = pieces.iter().map(|piece| state.range(&piece.range)).collect::<Result<Vec<_>>>()?;
                 let names = pieces.iter().map(|piece| leaves[piece.range.leaf as usize].name.to_string()).collect();
                 let file = out.jobs.len() as u32;

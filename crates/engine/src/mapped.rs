@@ -7,7 +7,7 @@ use shardfast_format::{BLOCK_BYTES, LeafKind, Region, crc64};
 use shardfast_store::Mapping;
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::reader::{Damage, OpenFile};
 
 /// A checkpoint whose data files are mapped when they are first read. On one rank alone.
@@ -80,7 +80,11 @@ impl Mapped {
             return Ok(Arc::clone(file));
         }
         let open = self.checkpoint.files.open(number)?;
-        let mapping = open.object.map()?;
+        let Some(cache) = open.object.page_cache() else {
+            let what = "this storage cannot be mapped into memory: load from it";
+            return Err(Error::new(Kind::Unsupported, format!("{}: {what}", self.checkpoint.url())));
+        };
+        let mapping = cache.map()?;
         let proven = Mutex::new(vec![false; open.header.block_crcs.len()]);
         Ok(Arc::clone(file.insert(Arc::new(File { mapping, open, proven }))))
     }

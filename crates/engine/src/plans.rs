@@ -54,13 +54,15 @@ impl RememberedPlan {
     }
 }
 
-/// How a save treats the replicas of a rank's leaves. Indices of its catalog, ascending.
+/// How a save treats the replicas of a rank's leaves (indices of its catalog, ascending), and its files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Rules {
     /// The leaves whose copies may differ: ranks do not share the writing of a region.
     pub(crate) unshared: Vec<u32>,
     /// The leaves whose copies every save compares.
     pub(crate) always: Vec<u32>,
+    /// The multiple at which the data of files begin.
+    pub(crate) data_at: u64,
 }
 
 impl Rules {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
 use shardfast_plan::{Limits, Piece, Read};
-use shardfast_store::{Fetch, ObjectReader, Store, Upcoming};
+use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
 use crate::error::{Error, FirstFailure, Kind, Result, retry};
@@ -20,9 +20,6 @@ use crate::staging::{SLOT_BYTES, Slot, Staging};
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 
 mod batches;
-
-/// Reads in flight in one load if the storage has no read-ahead.
-pub(crate) const READERS: usize = 8;
 
 /// Reads that are announced ahead: what a disk can fetch while the cores process what has arrived.
 const ANNOUNCED_READS: usize = 32;
@@ -211,7 +208,14 @@ impl Files {
     /// # Errors
     /// When the file cannot be opened.
     pub(crate) fn prefetch(&self, file: u32, range: Range<u64>, upcoming: &Upcoming) -> Result<Fetch> {
-        Ok(self.open(file)?.object.prefetch(range.start, range.end - range.start, upcoming))
+        let open = self.open(file)?;
+        let cache = open.object.page_cache();
+        Ok(cache.map_or(Fetch::WhenRead, |cache| cache.prefetch(range.start, range.end - range.start, upcoming)))
+    }
+
+    /// How the storage is read best.
+    pub(crate) fn needs(&self) -> ReadNeeds {
+        self.store.needs().reads
     }
 
     /// Whether most of these ranges of files are in this machine's page cache, by samples; `false` if unknown.
@@ -225,7 +229,8 @@ impl Files {
                 let bytes = SAMPLE_BYTES.min(span.end - at);
                 // The load itself reports a damaged file.
                 let Ok(open) = self.open_once(file) else { return false };
-                let Some(there) = open.object.cached_bytes(at, bytes) else { return false };
+                let there = open.object.page_cache().and_then(|cache| cache.cached_bytes(at, bytes));
+                let Some(there) = there else { return false };
                 looked_at += bytes;
                 cached += there.min(bytes);
                 next = next.saturating_add(step);
@@ -304,7 +309,7 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
             _ => error,
         }
     };
-    let object = store.open(&entry.path).map_err(missing)?;
+    let (object, mut header) = store.open_head(&entry.path, entry.data_start).map_err(missing)?;
     if object.bytes() != entry.bytes {
         return Err(Error::corrupt(format!(
             "file {}: expected {} bytes, found {}",
@@ -313,8 +318,6 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
             object.bytes()
         )));
     }
-    let mut header = vec![0; entry.data_start as usize];
-    object.read_at(0, &mut header)?;
     let mut found = crc64(&header);
     if found != entry.header_crc {
         object.read_again(0, &mut header)?;
@@ -371,16 +374,19 @@ pub(crate) fn run(
             }
         }
     };
-    each_ahead(Batches::new(announced), |batch| batch.fetch.is_ahead(), work);
+    let needs = files.needs();
+    let slots_max = staging.slots() / 2;
+    each_ahead(Batches::new(announced, needs, slots_max), needs.in_flight, |batch| batch.fetch.is_ahead(), work);
     failure.into_result()?;
     Ok(bytes_read.into_inner())
 }
 
 /// Calls `work` with every item, on as many threads as there are cores, after `announce` was called with it on this
-/// thread, well ahead. While `announce` returns that it has no effect, there are as many threads as reads may be in
-/// flight.
+/// thread, well ahead. While `announce` returns that it has no effect, there are as many threads as reads may be
+/// `in_flight`.
 pub(crate) fn each_ahead<T: Send>(
     items: impl Iterator<Item = T>,
+    in_flight: usize,
     announce: impl Fn(&T) -> bool,
     work: impl Fn(T) + Sync,
 ) {
@@ -389,7 +395,7 @@ pub(crate) fn each_ahead<T: Send>(
     std::thread::scope(|scope| {
         let mut threads = 0;
         for item in items {
-            let wanted = if announce(&item) { cores.min(READERS) } else { READERS };
+            let wanted = if announce(&item) { cores.min(in_flight) } else { in_flight };
             while threads < wanted {
                 let (receiver, work): (crossbeam_channel::Receiver<T>, _) = (receiver.clone(), &work);
                 scope.spawn(move || {
@@ -410,17 +416,19 @@ pub(crate) fn each_ahead<T: Send>(
 
 /// Makes the reads of a batch; returns how many bytes were read.
 fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
-    let Batch { file, range, planned, fetch, is_host } = batch;
+    let Batch { file, range, planned, fetch, is_host, .. } = batch;
     if is_host {
         let open = files.open(file)?;
-        let lent = open.object.lend(range.start, (range.end - range.start) as usize);
+        let cache = open.object.page_cache();
+        let lent = cache.and_then(|cache| cache.lend(range.start, (range.end - range.start) as usize));
         let pieces = || planned.iter().flat_map(|planned| &planned.read.pieces);
         if lent.is_some_and(|lent| open.place(&lent, range.start, pieces(), sinks).is_ok()) {
             return Ok(planned.iter().map(|planned| planned.range.end - planned.range.start).sum());
         }
     }
     match <[Planned; 1]>::try_from(planned) {
-        Ok([planned]) => run_one(files, planned, sinks, staging, is_host),
+        Ok([planned]) => run_together(files, file, vec![planned], sinks, staging, is_host),
+        Err(several) if fetch == Fetch::WhenRead => run_together(files, file, several, sinks, staging, is_host),
         // One by one: some of the batch may still be lent.
         Err(several) => several.into_iter().try_fold(0, |bytes, planned| {
             let batch = Batch::new(Announced { planned, fetch, is_host });
@@ -429,11 +437,42 @@ fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging
     }
 }
 
-/// Makes a read into a slot and from there. `is_host` is whether all of it goes into this process's memory.
-fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Staging>, is_host: bool) -> Result<u64> {
+/// Makes reads of a file in one request, each into a slot, and takes them from there. `is_host` is whether all of them
+/// go into this process's memory.
+fn run_together(
+    files: &Files,
+    file: u32,
+    planned: Vec<Planned>,
+    sinks: &[&Sink],
+    staging: &Arc<Staging>,
+    is_host: bool,
+) -> Result<u64> {
+    let mut slots = staging.acquire_many(planned.len())?;
+    let ranges = || planned.iter().map(|planned| &planned.range);
+    let whole =
+        ranges().map(|range| range.start).min().unwrap_or(0)..ranges().map(|range| range.end).max().unwrap_or(0);
+    let open = files.read_from(file, &whole, |open| {
+        let part = |(range, slot): (&Range<u64>, _)| -> (u64, &mut [u8]) {
+            let slot: &mut Slot = slot;
+            (range.start, &mut slot[..(range.end - range.start) as usize])
+        };
+        let mut parts: Vec<(u64, &mut [u8])> = ranges().zip(&mut slots).map(part).collect();
+        open.object.read_ranges(&mut parts)
+    })?;
+    let taken = planned.into_iter().zip(slots).map(|(planned, slot)| take(files, &open, planned, slot, sinks, is_host));
+    taken.sum()
+}
+
+/// Takes what was read from its slot.
+fn take(
+    files: &Files,
+    open: &OpenFile,
+    planned: Planned,
+    mut slot: Slot,
+    sinks: &[&Sink],
+    is_host: bool,
+) -> Result<u64> {
     let Planned { read, range } = planned;
-    let mut slot = staging.acquire()?;
-    let open = files.read(read.file, &range, &mut slot)?;
     let bytes = &slot[..(range.end - range.start) as usize];
     if is_host && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
         return Ok(range.end - range.start);
@@ -441,7 +480,7 @@ fn run_one(files: &Files, planned: Planned, sinks: &[&Sink], staging: &Arc<Stagi
     let is_needed = |block: Range<u64>| {
         read.pieces.iter().any(|piece| piece.src < block.end && block.start < piece.src + piece.span_bytes)
     };
-    let damaged = files.check(read.file, range.clone(), &open, &mut slot, is_needed)?;
+    let damaged = files.check(read.file, range.clone(), open, &mut slot, is_needed)?;
     if let Some(damage) = damaged.first() {
         let leaves = files.leaves_in(read.file, &damage.span);
         return Err(Error::corrupt(format!("{}: {leaves}: {damage}", files.place)));
@@ -469,7 +508,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_every_thread_ends_the_work() {
-        let work = || each_ahead(0..10_000, |_| true, |_: u32| panic!("as was to be shown"));
+        let work = || each_ahead(0..10_000, 8, |_| true, |_: u32| panic!("as was to be shown"));
         assert!(catch_unwind(work).is_err());
     }
 }

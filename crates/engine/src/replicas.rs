@@ -43,13 +43,13 @@ pub(crate) struct Scope {
 }
 
 impl Scope {
-    pub(crate) fn of(state: &State, prove: Prove, world: u32) -> Scope {
+    pub(crate) fn of(state: &State, prove: Prove, world: u32, data_at: u64) -> Scope {
         let (is_alone, trusted, before) = (world == 1, None, None);
-        let mut scope = Scope { rules: Arc::default(), first: Vec::new(), prove, is_alone, trusted, before };
+        let mut rules = Rules { data_at, ..Rules::default() };
+        let mut scope = Scope { rules: Arc::new(rules.clone()), first: Vec::new(), prove, is_alone, trusted, before };
         if is_alone {
             return scope;
         }
-        let mut rules = Rules::default();
         for (index, ..) in tensors(&state.catalog) {
             let compared = state.compared.get(index as usize).copied().unwrap_or_default();
             match (compared, prove) {

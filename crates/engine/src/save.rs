@@ -26,6 +26,7 @@ use crate::planning::{self, Planning, RankPlan, ValuePlan};
 use crate::progress::Progress;
 use crate::replicas::{self, Scope};
 use crate::state::{Destination, Prove, State};
+use crate::writer;
 
 /// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
 /// takes longer than `deadline` fails the save.
@@ -104,7 +105,8 @@ struct Save<'a> {
 
 impl Save<'_> {
     fn run(&self) -> Result<()> {
-        let mut scope = Scope::of(&self.state, self.destination.prove, self.operation.engine.world());
+        let data_at = self.data_at().unwrap_or_default();
+        let mut scope = Scope::of(&self.state, self.destination.prove, self.operation.engine.world(), data_at);
         let planning = Planning::new(self.operation, &self.state, &scope.rules);
         let local = self.check().and_then(|()| planning.plan_alone());
         scope.remember(planning.last_proven(), local.as_ref().ok().and_then(|local| local.as_ref()?.proven));
@@ -130,6 +132,11 @@ impl Save<'_> {
         self.store.as_deref().map_err(Error::clone)
     }
 
+    /// The multiple at which the data of files begin there.
+    fn data_at(&self) -> Result<u64> {
+        Ok(writer::data_at(self.store()?.needs().pieces))
+    }
+
     /// Checks that this rank can take part, before it writes anything.
     fn check(&self) -> Result<()> {
         contents::refuse_foreign(self.store()?, &self.destination.url, 0)?;
@@ -145,7 +152,8 @@ impl Save<'_> {
     /// Captures and writes this rank's parts, and reads what else is compared.
     fn write_tensors(&self, scope: &Scope, writes: &[Write]) -> Result<BatchOutcome> {
         let unwritten = scope.unwritten(&self.state.catalog, writes);
-        let batch = Batch::new(self.operation, &self.state, writes, &[]).comparing(&self.state, unwritten);
+        let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
+        let batch = batch.comparing(&self.state, unwritten);
         let written = batch.write(self.operation, self.store()?, self.progress, self.destination.blocking);
         self.progress.mark("written");
         Ok(written)
@@ -175,8 +183,11 @@ impl Save<'_> {
 
     /// Writes this rank's values, after its tensors.
     fn write_values(&self, store: &dyn Store, values: &ValuePlan, tensors: &BatchOutcome) -> BatchOutcome {
-        let mine: Vec<Write> = values.mine.iter().map(|&leaf| Write::whole(leaf, 0)).collect();
-        let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes);
+        // A save that has failed writes no more.
+        let mine = values.mine.iter().filter(|_| tensors.failure.is_none());
+        let mine: Vec<Write> = mine.map(|&leaf| Write::whole(leaf, 0)).collect();
+        let data_at = writer::data_at(store.needs().pieces);
+        let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes, data_at);
         let written = batch.write(self.operation, store, &Progress::detached(), self.destination.blocking);
         self.progress.mark("durable");
         written

@@ -41,6 +41,7 @@ pub struct Staging {
     state: Mutex<State>,
     returned: Condvar,
     slots_max: usize,
+    turns: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -53,6 +54,8 @@ struct State {
     slabs: Vec<Slab>,
     /// Free slots by number; the last one was used last.
     free: Vec<u32>,
+    /// Calls that wait for several slots at once.
+    waiting_for_many: usize,
 }
 
 impl Staging {
@@ -74,7 +77,7 @@ impl Staging {
     pub(crate) fn at_least(budget_bytes: u64) -> Arc<Staging> {
         let budget_bytes = budget_bytes.max(STAGING_BYTES_MIN);
         let slots_max = usize::try_from(budget_bytes / SLOT_BYTES as u64).unwrap_or(usize::MAX);
-        Arc::new(Staging { state: Mutex::default(), returned: Condvar::new(), slots_max })
+        Arc::new(Staging { state: Mutex::default(), returned: Condvar::new(), slots_max, turns: Mutex::default() })
     }
 
     /// The budget as it is used, in bytes.
@@ -131,6 +134,52 @@ impl Staging {
             }
             state = self.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// So many free slots at once, so that two that wait for several never hold what the other one waits for.
+    ///
+    /// # Errors
+    /// `Exhausted` when the budget does not have so many, or the system no memory for them.
+    pub(crate) fn acquire_many(self: &Arc<Staging>, count: usize) -> Result<Vec<Slot>> {
+        if count <= 1 {
+            return (0..count).map(|_| self.acquire()).collect();
+        }
+        let mut state = self.lock();
+        loop {
+            while state.free.len() < count && state.slots() < self.slots_max {
+                let left = self.slots_max - state.slots();
+                if let Err(error) = state.grow(left) {
+                    if state.slots() < count {
+                        return Err(error);
+                    }
+                    break;
+                }
+            }
+            if state.slots() < count {
+                let (expected, budget) = (count * SLOT_BYTES, self.budget_bytes());
+                return Err(Error::new(
+                    Kind::Exhausted,
+                    format!("staging_bytes={budget}: expected at least {expected} for this storage"),
+                ));
+            }
+            if let Some(rest) = state.free.len().checked_sub(count) {
+                let numbers = state.free.split_off(rest);
+                return Ok(numbers.into_iter().map(|number| self.slot(&state, number)).collect());
+            }
+            state.waiting_for_many += 1;
+            state = self.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting_for_many -= 1;
+        }
+    }
+
+    /// The turn of one that holds slots while it waits for more: only one does at a time.
+    pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Slots in the budget.
+    pub(crate) fn slots(&self) -> usize {
+        self.slots_max
     }
 
     fn slot(self: &Arc<Staging>, state: &State, number: u32) -> Slot {
@@ -271,8 +320,13 @@ unsafe impl Buffer for Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.pool.lock().free.push(self.number);
-        self.pool.returned.notify_one();
+        let mut state = self.pool.lock();
+        state.free.push(self.number);
+        // One that waits for many may not be able to go on yet, while one that waits for one is.
+        match state.waiting_for_many {
+            0 => self.pool.returned.notify_one(),
+            _ => self.pool.returned.notify_all(),
+        }
     }
 }
 

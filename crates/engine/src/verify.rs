@@ -235,7 +235,8 @@ impl Run<'_> {
             Task::Header(file) => self.check_header(files, file),
             Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
         };
-        reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), announce, work);
+        let in_flight = files.needs().in_flight;
+        reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), in_flight, announce, work);
     }
 
     /// Verifies the header first, then the blocks while the file as a whole is sound: the manifest's size of a file is

@@ -7,6 +7,10 @@
 //! instead of growing memory. All files are written at the same time. A file's header, which holds the checksums, is
 //! written last: a file cut short by a crash is no valid file.
 //!
+//! A storage that takes objects in parts gets each part as one write of several slots, all of which are taken at once:
+//! so no two parts wait for slots of each other. The part with the header is written last; if something in it is
+//! captured eagerly, it is filled early and keeps its slots until then, and saves with such parts take turns.
+//!
 //! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
 //! the save: the system drops the bytes, the slots have been reused by then, and the state has changed.
 
@@ -18,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded, unbounded};
 use shardfast_format::{BLOCK_BYTES, FileLayout, crc64, crc64_joined};
-use shardfast_store::{Kind as StoreKind, Next, ObjectWriter, Store, Write, Writes};
+use shardfast_store::{Buffer, Kind as StoreKind, Next, ObjectWriter, Pieces, Store, Write, Writes};
 use smallvec::SmallVec;
 
 use crate::capture::Capture;
@@ -74,6 +78,8 @@ pub(crate) fn run(
     patience: Duration,
 ) -> Result<Written> {
     let again = Again { progress, patience };
+    let chunks = chunks(jobs, store.needs().pieces);
+    expect_room(jobs, &chunks, staging)?;
     let mut files: Vec<File<'_>> = Vec::with_capacity(jobs.len());
     for job in jobs {
         let mut was_tried = false;
@@ -86,10 +92,18 @@ pub(crate) fn run(
             )));
         }
         let crcs = (0..job.layout.blocks).map(|_| AtomicU64::new(0)).collect();
-        files.push(File { job, object, crcs, parts: Mutex::default() });
+        let number = files.len();
+        let own = || chunks.iter().filter(|chunk| chunk.file == number);
+        let has_head = own().any(|chunk| chunk.is_head(job));
+        let unsummed = AtomicUsize::new(own().filter(|chunk| !chunk.is_head(job)).count());
+        let header_crc = AtomicU64::new(0);
+        files.push(File { job, object, crcs, parts: Mutex::default(), has_head, unsummed, header_crc });
     }
     let (next, sums) = (AtomicUsize::new(0), Sums::new(summed));
-    let run = Run { files: &files, chunks: chunks(jobs), sums, next, failure: FirstFailure::default() };
+    // Two saves that each keep such parts could wait for each other's slots.
+    let keeps_slots = chunks.iter().any(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file]));
+    let _turn = keeps_slots.then(|| staging.turn());
+    let run = Run { files: &files, chunks, sums, next, failure: FirstFailure::default() };
     fill_and_write(store, &run, staging, again, blocking);
     progress.staged_in(staging);
     run.failure.into_result()?;
@@ -130,9 +144,23 @@ struct File<'a> {
     crcs: Vec<AtomicU64>,
     /// For each filled piece of an entry, if entries are summed: the entry, and which part of it this is.
     parts: Mutex<Vec<(usize, Part)>>,
+    /// Whether its header is written with the first of its data, and not after all of them.
+    has_head: bool,
+    /// Chunks without the header whose checksums are not known yet.
+    unsummed: AtomicUsize,
+    /// The header's checksum, once it was written with the data.
+    header_crc: AtomicU64,
 }
 
 impl File<'_> {
+    /// The header, once all checksums are known.
+    fn header(&self) -> Result<Vec<u8>> {
+        let crcs: Vec<u64> = self.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
+        let header = self.job.layout.header(&crcs)?;
+        self.header_crc.store(crc64(&header), Ordering::Relaxed);
+        Ok(header)
+    }
+
     fn entry_crcs(&mut self) -> Vec<u64> {
         let mut of: Vec<Vec<Part>> = self.job.providers.iter().map(|_| Vec::new()).collect();
         for (entry, part) in std::mem::take(self.parts.get_mut().unwrap_or_else(PoisonError::into_inner)) {
@@ -142,14 +170,33 @@ impl File<'_> {
     }
 }
 
+/// A range of a file that is written at once.
 #[derive(Clone, Copy)]
 struct Chunk {
     file: usize,
-    /// Absolute in the file; a multiple of the slot size counted from the start of the data.
+    /// Absolute in the file; whole blocks from the start of the data, but for the header in front of them.
     offset: u64,
     bytes: usize,
     /// Whether some of it is captured eagerly.
     is_eager: bool,
+}
+
+impl Chunk {
+    /// Whether it begins with the file's header.
+    fn is_head(&self, job: &FileJob) -> bool {
+        self.offset < job.layout.data_start
+    }
+
+    /// The slots that hold it.
+    fn slots(&self) -> usize {
+        self.bytes.div_ceil(SLOT_BYTES)
+    }
+
+    /// As much of it as its slot of that number holds.
+    fn in_slot(&self, number: usize) -> Chunk {
+        let before = number * SLOT_BYTES;
+        Chunk { offset: self.offset + before as u64, bytes: (self.bytes - before).min(SLOT_BYTES), ..*self }
+    }
 }
 
 struct Run<'a> {
@@ -160,22 +207,53 @@ struct Run<'a> {
     failure: FirstFailure,
 }
 
-/// The files cut into chunks, the eager ones in front, taken from all files in turn.
-fn chunks(jobs: &[FileJob]) -> Vec<Chunk> {
+/// The files cut into chunks, the eager ones in front, those with a header at the end, taken from all files in turn.
+fn chunks(jobs: &[FileJob], pieces: Pieces) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
         let end = job.layout.file_bytes();
-        let mut offset = job.layout.data_start;
+        // A header in a part of its own would be a part too short for most storage.
+        let (mut offset, chunk_bytes) = match pieces {
+            Pieces::Any => (job.layout.data_start, SLOT_BYTES as u64),
+            Pieces::Parts(parts) => (0, parts.of(end)),
+        };
         while offset < end {
-            let bytes = (end - offset).min(SLOT_BYTES as u64);
+            let bytes = (end - offset).min(chunk_bytes);
             let mut of = job.entries_in(offset..offset + bytes).map(|entry| &job.providers[entry]);
             let is_eager = of.any(|of| of.capture() == Capture::Eager);
             out.push(Chunk { file, offset, bytes: bytes as usize, is_eager });
             offset += bytes;
         }
     }
-    out.sort_by_key(|chunk| (!chunk.is_eager, chunk.offset));
+    out.sort_by_key(|chunk| (!chunk.is_eager, chunk.is_head(&jobs[chunk.file]), chunk.offset));
     out
+}
+
+/// The multiple at which the data of a file begin: whole blocks of data where the header shares a part with them.
+pub(crate) fn data_at(pieces: Pieces) -> u64 {
+    match pieces {
+        Pieces::Any => ALIGNMENT as u64,
+        Pieces::Parts(_) => BLOCK_BYTES,
+    }
+}
+
+/// Checks that the budget has slots for the longest chunk beside those that are kept for their header.
+fn expect_room(jobs: &[FileJob], chunks: &[Chunk], staging: &Staging) -> Result<()> {
+    let longest = chunks.iter().map(Chunk::slots).max().unwrap_or(0);
+    let kept: usize =
+        chunks.iter().filter(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file])).map(Chunk::slots).sum();
+    let (expected, found) = (longest + kept, staging.slots());
+    if expected <= found {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "staging_bytes={}: this storage takes objects in parts of up to {} MiB, of which {} must be in memory at a time: \
+         expected at least {} ({expected} MiB)",
+        staging.budget_bytes(),
+        (longest * SLOT_BYTES) >> 20,
+        if kept == 0 { "one" } else { "several" },
+        expected * SLOT_BYTES,
+    )))
 }
 
 impl FileJob {
@@ -189,7 +267,7 @@ impl FileJob {
 fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, blocking: bool) {
     let progress = again.progress;
     let fillers = std::thread::available_parallelism().map_or(1, usize::from).min(4).min(run.chunks.len().max(1));
-    let (sender, receiver) = if blocking { bounded::<FilledSlot>(FILLED_SLOTS_MAX) } else { unbounded() };
+    let (sender, receiver) = if blocking { bounded::<FilledChunk>(FILLED_SLOTS_MAX) } else { unbounded() };
     let pieces = run.sums.pieces();
     let eager = run.chunks.iter().map(|chunk| chunk.is_eager).chain(pieces.iter().map(|piece| piece.is_eager));
     let captured = Countdown::new(eager.filter(|is_eager| *is_eager).count(), || progress.captured());
@@ -223,9 +301,10 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     if let Some(error) = progress.cancelled() {
                         return run.failure.set(error);
                     }
-                    let filled = staging.acquire().and_then(|mut slot| {
-                        let unsummed = fill(&run.files[chunk.file], chunk, &mut slot)?;
-                        Ok(FilledSlot { number, slot, unsummed })
+                    let filled = staging.acquire_many(chunk.slots()).and_then(|mut slots| {
+                        let fill = |(i, slot)| fill(&run.files[chunk.file], chunk.in_slot(i), slot);
+                        let unsummed = slots.iter_mut().enumerate().map(fill).collect::<Result<Vec<_>>>()?;
+                        Ok(FilledChunk { number, slots, unsummed })
                     });
                     match filled {
                         Ok(filled) => {
@@ -241,27 +320,29 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
             });
         }
         drop(sender);
-        let filled = Filled { run, receiver, again, failed: Mutex::default() };
+        let filled = Filled { run, receiver, again, failed: Mutex::default(), heads: Mutex::default() };
         if let Err(error) = store.write_all(&filled) {
             run.failure.set(error.into());
         }
     });
 }
 
-/// A chunk by number, and the slot that holds it.
-struct FilledSlot {
+/// A chunk by number, and the slots that hold it.
+struct FilledChunk {
     number: usize,
-    slot: Slot,
-    /// What is left to be done for its checksums.
-    unsummed: Option<Unsummed>,
+    slots: Vec<Slot>,
+    /// For each slot what is left to be done for its checksums.
+    unsummed: Vec<Option<Unsummed>>,
 }
 
-/// The filled slots, as writes.
+/// The filled chunks, as writes.
 struct Filled<'a> {
     run: &'a Run<'a>,
-    receiver: Receiver<FilledSlot>,
+    receiver: Receiver<FilledChunk>,
     again: Again<'a>,
     failed: Mutex<Failed<'a>>,
+    /// Chunks that wait for all others of their file, since their header holds the checksums.
+    heads: Mutex<Vec<(usize, Vec<Slot>)>>,
 }
 
 /// Failed writes to retry.
@@ -280,6 +361,7 @@ impl Drop for Filled<'_> {
             self.run.failure.set(Error::internal("the store panicked"));
         }
         self.lock().writes.clear();
+        self.heads().clear();
         self.receiver.iter().for_each(drop);
     }
 }
@@ -292,10 +374,19 @@ impl<'a> Writes<'a> for Filled<'a> {
             if self.run.failure.is_set() {
                 // Returns the slots: a thread may wait for one.
                 self.lock().writes.clear();
+                self.heads().clear();
                 return Next::End;
             }
             if let Some(write) = again {
                 return Next::Write(write);
+            }
+            match self.head() {
+                Ok(Some(write)) => return Next::Write(write),
+                Ok(None) => {}
+                Err(error) => {
+                    self.run.failure.set(error);
+                    continue;
+                }
             }
             // Without a retry there is no timeout: a thread that returns a failed write calls this next.
             let filled = match until {
@@ -305,7 +396,11 @@ impl<'a> Writes<'a> for Filled<'a> {
             };
             match (filled, until) {
                 (Ok(_), _) if self.run.failure.is_set() => continue,
-                (Ok(filled), _) => return Next::Write(self.write(filled)),
+                (Ok(filled), _) => match self.write(filled) {
+                    Some(write) => return Next::Write(write),
+                    None => continue,
+                },
+                // The thread that takes the last of the others takes the head as well.
                 (Err(RecvTimeoutError::Disconnected), None) => return Next::End,
                 (Err(_), _) if !wait => return Next::Later,
                 (Err(RecvTimeoutError::Disconnected), Some(until)) => {
@@ -338,15 +433,49 @@ impl<'a> Filled<'a> {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self, FilledSlot { number, mut slot, unsummed }: FilledSlot) -> Write<'a> {
+    fn heads(&self) -> MutexGuard<'_, Vec<(usize, Vec<Slot>)>> {
+        self.heads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The write of a filled chunk; a chunk with a header is kept until all others of its file were filled.
+    fn write(&self, FilledChunk { number, slots, unsummed }: FilledChunk) -> Option<Write<'a>> {
         let chunk = self.run.chunks[number];
         let file = &self.run.files[chunk.file];
-        if let Some(unsummed) = unsummed {
-            unsummed.sum(file, chunk, &slot);
+        for (i, unsummed) in unsummed.into_iter().enumerate() {
+            if let Some(unsummed) = unsummed {
+                unsummed.sum(file, chunk.in_slot(i), &slots[i]);
+            }
         }
-        let object = &*file.object;
-        let bytes = pad(object, &mut slot, chunk.bytes);
-        Write { object, offset: chunk.offset, buffer: Box::new(slot), bytes, number }
+        if chunk.is_head(file.job) {
+            self.heads().push((number, slots));
+            return None;
+        }
+        file.unsummed.fetch_sub(1, Ordering::AcqRel);
+        Some(self.whole(number, slots))
+    }
+
+    /// The write of a chunk whose file is known up to its header.
+    fn head(&self) -> Result<Option<Write<'a>>> {
+        let mut heads = self.heads();
+        let file_of = |number: usize| &self.run.files[self.run.chunks[number].file];
+        let is_known = |(number, _): &(usize, Vec<Slot>)| file_of(*number).unsummed.load(Ordering::Acquire) == 0;
+        let Some(place) = heads.iter().position(is_known) else { return Ok(None) };
+        let (number, mut slots) = heads.swap_remove(place);
+        drop(heads);
+        let header = file_of(number).header()?;
+        for (part, slot) in header.chunks(SLOT_BYTES).zip(&mut slots) {
+            slot[..part.len()].copy_from_slice(part);
+        }
+        Ok(Some(self.whole(number, slots)))
+    }
+
+    fn whole(&self, number: usize, mut slots: Vec<Slot>) -> Write<'a> {
+        let chunk = self.run.chunks[number];
+        let object = &*self.run.files[chunk.file].object;
+        let before = (slots.len() - 1) * SLOT_BYTES;
+        let last = slots.last_mut().map_or(0, |slot| pad(object, slot, chunk.bytes - before));
+        let buffers = slots.into_iter().map(|slot| Box::new(slot) as Box<dyn Buffer>).collect();
+        Write { object, offset: chunk.offset, buffers, bytes: before + last, number }
     }
 }
 
@@ -361,8 +490,8 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// Fills a slot with the file's bytes from `chunk.offset` on, and stores their block checksums, or returns what is left
-/// to be done for them if a device copied some of the bytes.
+/// Fills a slot with the file's bytes from `chunk.offset` on, but for its header, and stores their block checksums, or
+/// returns what is left to be done for them if a device copied some of the bytes.
 fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<Option<Unsummed>> {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let layout = &file.job.layout;
@@ -448,8 +577,11 @@ fn summed(at: u64, ranges: [Range<usize>; 3], slot: &[u8], known: &Crcs) -> Part
 type Crcs = SmallVec<[Option<u64>; SLOT_BYTES / BLOCK_BYTES as usize]>;
 
 fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot, known: &[Option<u64>]) {
-    let first_block = ((chunk.offset - file.job.layout.data_start) / BLOCK_BYTES) as usize;
-    for (i, block) in slot[..chunk.bytes].chunks(BLOCK_BYTES as usize).enumerate() {
+    let data_start = file.job.layout.data_start;
+    let header = data_start.saturating_sub(chunk.offset).min(chunk.bytes as u64) as usize;
+    let first_block = ((chunk.offset + header as u64).saturating_sub(data_start) / BLOCK_BYTES) as usize;
+    let known = &known[header / BLOCK_BYTES as usize..];
+    for (i, block) in slot[header..chunk.bytes].chunks(BLOCK_BYTES as usize).enumerate() {
         let crc = known.get(i).copied().flatten().unwrap_or_else(|| crc64(block));
         file.crcs[first_block + i].store(crc, Ordering::Relaxed);
     }
@@ -463,7 +595,7 @@ fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     padded
 }
 
-/// Writes the headers and makes every file durable, all files at once, since flushes wait for the device.
+/// Writes the headers that are not written yet and makes every file durable, all files at once, since flushes wait for the device.
 fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>, again: Again<'_>) -> Result<Vec<u64>> {
     std::thread::scope(|scope| {
         let running = files.into_iter().map(|file| scope.spawn(move || finish_one(file, staging, again)));
@@ -478,16 +610,15 @@ fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>, again: Again<'_>) -> Res
 }
 
 fn finish_one(mut file: File<'_>, staging: &Arc<Staging>, again: Again<'_>) -> Result<u64> {
-    let layout = &file.job.layout;
-    let crcs: Vec<u64> = file.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
-    let header = layout.header(&crcs)?;
-    let mut slot = staging.acquire()?;
-    for (i, part) in header.chunks(SLOT_BYTES).enumerate() {
-        slot[..part.len()].copy_from_slice(part);
-        let bytes = pad(&*file.object, &mut slot, part.len());
-        again.retry(|| Ok(file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?))?;
+    if !file.has_head {
+        let header = file.header()?;
+        let mut slot = staging.acquire()?;
+        for (i, part) in header.chunks(SLOT_BYTES).enumerate() {
+            slot[..part.len()].copy_from_slice(part);
+            let bytes = pad(&*file.object, &mut slot, part.len());
+            again.retry(|| Ok(file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?))?;
+        }
     }
-    drop(slot);
     again.retry(|| Ok(file.object.finish()?))?;
-    Ok(crc64(&header))
+    Ok(file.header_crc.into_inner())
 }

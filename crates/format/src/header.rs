@@ -120,6 +120,20 @@ impl FileLayout {
         Ok(FileLayout { data_start, data_bytes: position, offsets, blocks, json })
     }
 
+    /// The same layout with data that begin at the next multiple of `bytes`, itself a multiple of [`DATA_ALIGNMENT`].
+    ///
+    /// # Errors
+    /// `Invalid` for a header beyond 100 MB.
+    pub fn beginning_at_multiple_of(mut self, bytes: u64) -> Result<FileLayout, Error> {
+        let ahead = self.data_start.next_multiple_of(bytes.max(1).next_multiple_of(DATA_ALIGNMENT)) - self.data_start;
+        self.data_start += ahead;
+        if self.data_start - LENGTH_BYTES > JSON_BYTES_MAX || self.data_start.checked_add(self.data_bytes).is_none() {
+            return Err(too_large(self.data_bytes));
+        }
+        self.offsets.iter_mut().for_each(|offset| *offset += ahead);
+        Ok(self)
+    }
+
     /// The whole file's size.
     pub fn file_bytes(&self) -> u64 {
         self.data_start + self.data_bytes

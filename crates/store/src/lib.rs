@@ -31,6 +31,7 @@ pub mod local;
 mod map;
 pub mod memory;
 mod name;
+mod needs;
 mod place;
 mod ring;
 #[cfg(feature = "testing")]
@@ -42,10 +43,11 @@ mod write;
 pub use error::{Error, Kind, Result};
 pub use local::{Devices, is_temporary};
 pub use map::{Lent, Mapping};
+pub use needs::{Needs, Parts, Pieces, ReadNeeds};
 pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes, by_threads};
 
-use place::Parts;
+use place::Url;
 
 /// Named bytes below one URL.
 ///
@@ -88,6 +90,15 @@ pub trait Store: Send + Sync {
     /// The URL that [`open`] takes to reach this store again.
     fn url(&self) -> &str;
 
+    /// What suits the storage; the same at every call.
+    fn needs(&self) -> Needs;
+
+    /// Finds out whether [`publish`](Store::publish) can keep its contract here, as far as that can be known before.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] with the reason if the storage cannot create-if-absent atomically.
+    fn can_publish(&self) -> Result<()>;
+
     /// Begins the new object `name` of exactly `bytes` bytes, room for which is reserved where the backend can.
     ///
     /// # Errors
@@ -95,18 +106,20 @@ pub trait Store: Send + Sync {
     /// [`Kind::Exhausted`] if there is no room, before a byte has been written.
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>>;
 
-    /// Opens the object `name` for any number of reads. Never waits for what is no object, such as a pipe.
+    /// Opens the object `name` for any number of reads, and returns its first `head_bytes` bytes, or all of it if it
+    /// is shorter: in one request where requests cost. Never waits for what is no object, such as a pipe. The reader
+    /// reads the object that was there now: after it was replaced it returns the same bytes, or an error.
     ///
     /// # Errors
     /// [`Kind::NotFound`] if there is no such object; [`Kind::Corrupt`] if something that can be no object has the
     /// name, where the storage has such things: a directory, a pipe, a device.
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>>;
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)>;
 
     /// The length of the object `name`, from metadata alone, as it is now: what another machine did to the object
     /// before the call is seen.
     ///
     /// # Errors
-    /// As [`open`](Store::open).
+    /// As [`open_head`](Store::open_head).
     fn size(&self, name: &str) -> Result<u64>;
 
     /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
@@ -154,23 +167,37 @@ pub trait Store: Send + Sync {
 /// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;
 
+/// How much of a small object is read with the request that opens it.
+const READ_HEAD_BYTES: u64 = 8 << 20;
+
 impl dyn Store + '_ {
+    /// Opens the object `name`, as [`open_head`](Store::open_head) does, without its head.
+    ///
+    /// # Errors
+    /// As [`open_head`](Store::open_head).
+    pub fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+        Ok(self.open_head(name, 0)?.0)
+    }
+
     /// The whole of the small object `name`.
     ///
     /// # Errors
-    /// As [`Store::open`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before any memory is taken for it.
+    /// As [`Store::open_head`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before memory is taken for more
+    /// than its head.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
-        let object = self.open(name)?;
+        let (object, mut contents) = self.open_head(name, bytes_max.min(READ_HEAD_BYTES))?;
         let fail = |kind, message| Error::new(kind, "read", join(self.url(), name), message);
         let bytes = object.bytes();
         if bytes > bytes_max {
             return Err(fail(Kind::Invalid, format!("expected at most {bytes_max} bytes, found {bytes}")));
         }
         let length = usize::try_from(bytes).map_err(|e| fail(Kind::Exhausted, e.to_string()))?;
-        let mut contents = Vec::new();
-        contents.try_reserve_exact(length).map_err(|e| fail(Kind::Exhausted, e.to_string()))?;
+        let head = contents.len();
+        contents.try_reserve_exact(length - head).map_err(|e| fail(Kind::Exhausted, e.to_string()))?;
         contents.resize(length, 0);
-        object.read_at(0, &mut contents)?;
+        if head < length {
+            object.read_at(head as u64, &mut contents[head..])?;
+        }
         Ok(contents)
     }
 }
@@ -204,21 +231,8 @@ pub trait ObjectReader: Send + Sync {
     /// Its length when it was opened.
     fn bytes(&self) -> u64;
 
-    /// Maps the whole object into memory, for reading.
-    ///
-    /// # Errors
-    /// [`Kind::Unsupported`] where the storage is no file system of this machine.
-    fn map(&self) -> Result<Mapping>;
-
-    /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
-
-    /// How much of a range this machine has in memory already; `None` if unknown.
-    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64>;
-
-    /// Lends a range in this machine's memory, if reading it there is as safe as [`read_at`](Self::read_at); `None` if
-    /// a copy is better. Fetches missing pages only if the range was announced as lent.
-    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>>;
+    /// What else there is to read it by where this machine's own memory caches it.
+    fn page_cache(&self) -> Option<&dyn PageCache>;
 
     /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage
     /// may be able to fill it without a copy.
@@ -227,6 +241,13 @@ pub trait ObjectReader: Send + Sync {
     /// [`Kind::Corrupt`] if the object ends before the range does.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
+    /// [`read_at`](Self::read_at) of several ranges that lie near each other, by ascending offset; they may overlap.
+    /// One request where requests cost. After an error any part of the ranges may have been filled.
+    ///
+    /// # Errors
+    /// As [`read_at`](Self::read_at).
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()>;
+
     /// A second [`read_at`](Self::read_at) after damage: in another way if there is one, from the medium.
     ///
     /// # Errors
@@ -234,12 +255,40 @@ pub trait ObjectReader: Send + Sync {
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 }
 
+/// The ways to read an object of a storage that this machine's memory caches.
+pub trait PageCache {
+    /// Maps the whole object into memory, for reading.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] where the storage is no file system.
+    fn map(&self) -> Result<Mapping>;
+
+    /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
+    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
+
+    /// How much of a range this machine has in memory already; `None` if unknown.
+    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64>;
+
+    /// Lends a range in this machine's memory, if reading it there is as safe as
+    /// [`read_at`](ObjectReader::read_at); `None` if a copy is better. Fetches missing pages only if the range was
+    /// announced as lent.
+    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>>;
+}
+
+/// [`ObjectReader::read_ranges`] where each range is a read of its own.
+///
+/// # Errors
+/// As [`ObjectReader::read_at`].
+pub fn one_by_one(object: &dyn ObjectReader, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+    ranges.iter_mut().try_for_each(|(offset, buf)| object.read_at(*offset, buf))
+}
+
 /// The announcement of a range that will be read soon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Upcoming {
     /// Whether other processes of this machine will read it too, so that it is kept for them.
     pub shared_on_host: bool,
-    /// Bytes around it that will all be [lent](ObjectReader::lend) as well; empty if this range will not be lent
+    /// Bytes around it that will all be [lent](PageCache::lend) as well; empty if this range will not be lent
     /// either.
     pub lent: Range<u64>,
 }
@@ -251,7 +300,7 @@ pub enum Fetch {
     Cached,
     /// The kernel has begun to fetch it.
     Begun,
-    /// [Lending](ObjectReader::lend) it fetches it, and waits.
+    /// [Lending](PageCache::lend) it fetches it, and waits.
     WhenLent,
     /// Reading it fetches it, and waits.
     WhenRead,
@@ -282,7 +331,7 @@ pub struct Entry {
     pub bytes: u64,
 }
 
-type OpenUrl = fn(Parts<'_>, &Arc<Devices>) -> Result<Arc<dyn Store>>;
+type OpenUrl = fn(Url<'_>, &Arc<Devices>) -> Result<Arc<dyn Store>>;
 
 /// A kind of URLs.
 pub(crate) struct Scheme {
@@ -310,7 +359,7 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
 /// # Errors
 /// As [`open`].
 pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
-    match (place::scheme_of(url)?, Parts::of(url)) {
+    match (place::scheme_of(url)?, Url::of(url)) {
         (Some(scheme), Some(parts)) => (scheme.open)(parts, devices),
         _ => local::open_path(url, devices),
     }

@@ -47,9 +47,9 @@ use reader::LocalReader;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
-use crate::place::{self, Parts};
+use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
+use crate::{Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
 
 /// The alignment of direct I/O, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -62,12 +62,12 @@ const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 struct Page([u8; ALIGNMENT]);
 
 /// Opens `file:///path`.
-pub(crate) fn open_url(url: Parts<'_>, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: Url<'_>, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     open_path(&path_of(url)?, devices)
 }
 
 /// The path in `file:///path`.
-fn path_of(url: Parts<'_>) -> Result<String> {
+fn path_of(url: Url<'_>) -> Result<String> {
     let invalid = |message| Error::new(Kind::Invalid, "open", format!("file://{}", url.location), message);
     let path = url.location.strip_prefix("localhost").unwrap_or(url.location);
     if !path.starts_with('/') {
@@ -107,6 +107,8 @@ pub struct LocalStore<D: Disk = RealDisk> {
     /// Whether large files are written through the page cache all the same; measured before the first one is created.
     buffered: AtomicBool,
     above: Mutex<Above>,
+    /// Whether it was tried that names can be claimed.
+    publishes: Mutex<bool>,
     lending: Arc<Lending>,
 }
 
@@ -149,6 +151,7 @@ impl<D: Disk> LocalStore<D> {
             direct,
             buffered,
             above: Mutex::default(),
+            publishes: Mutex::default(),
             lending: Arc::default(),
         })
     }
@@ -351,6 +354,25 @@ impl<D: Disk> Store for LocalStore<D> {
         &self.url
     }
 
+    fn needs(&self) -> Needs {
+        Needs::LOCAL
+    }
+
+    fn can_publish(&self) -> Result<()> {
+        let mut publishes = self.publishes.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*publishes {
+            self.make_dirs(&self.root)?;
+            let (from, to) = (temporary(&self.root)?, temporary(&self.root)?);
+            let file = self.create_file(from, 0, false)?;
+            let claimed = self.claim(&file, &to);
+            let removed = self.call("unlink", &to, |disk| disk.unlink(&to));
+            claimed?;
+            removed?;
+            *publishes = true;
+        }
+        Ok(())
+    }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         let path = self.path("create", name)?;
         if i64::try_from(bytes).is_err() {
@@ -372,7 +394,7 @@ impl<D: Disk> Store for LocalStore<D> {
         Ok(Box::new(object))
     }
 
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let path = self.path("open", name)?;
         let (file, stat) = self.open_file(&path)?;
         let bytes = stat.bytes;
@@ -381,7 +403,12 @@ impl<D: Disk> Store for LocalStore<D> {
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
         let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
         let lending = Arc::clone(&self.lending);
-        Ok(Box::new(LocalReader::new(self.disk.clone(), file, direct, (devices, device), lending, path, bytes)))
+        let object = LocalReader::new(self.disk.clone(), file, direct, (devices, device), lending, path, bytes);
+        let mut head = vec![0; bytes.min(head_bytes) as usize];
+        if !head.is_empty() {
+            object.read_at(0, &mut head)?;
+        }
+        Ok((Box::new(object), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {

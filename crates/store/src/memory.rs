@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
-use crate::place::{self, Parts, join};
+use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Devices, Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming,
-    WRITE_THREADS, name,
+    Devices, Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store,
+    Upcoming, WRITE_THREADS, name, one_by_one,
 };
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
@@ -43,7 +43,7 @@ struct MemoryStore {
 }
 
 /// Opens `memory://bucket/path`.
-pub(crate) fn open_url(url: Parts<'_>, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: Url<'_>, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
     let shown = format!("memory://{}", url.location);
     let location = place::decoded(url.location.trim_end_matches('/'))
         .ok_or_else(|| Error::new(Kind::Invalid, "open", &shown, "expected percent-encoded UTF-8"))?;
@@ -70,6 +70,14 @@ impl Store for MemoryStore {
         &self.url
     }
 
+    fn needs(&self) -> Needs {
+        Needs::LOCAL
+    }
+
+    fn can_publish(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         let key = self.key("create", name)?;
         let mut contents = Vec::new();
@@ -88,10 +96,11 @@ impl Store for MemoryStore {
         Ok(Box::new(MemoryWriter { url, bucket: self.bucket.clone(), key, contents: RwLock::new(contents) }))
     }
 
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         match self.bucket.lock().get(&self.key("open", name)?) {
             Some(Slot::Object(contents)) => {
-                Ok(Box::new(MemoryReader { url: join(&self.url, name), contents: contents.clone() }))
+                let head = contents[..contents.len().min(usize::try_from(head_bytes).unwrap_or(usize::MAX))].to_vec();
+                Ok((Box::new(MemoryReader { url: join(&self.url, name), contents: contents.clone() }), head))
             }
             Some(Slot::Unfinished) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
             None => self.fail(Kind::NotFound, "open", name, "no such object"),
@@ -99,7 +108,7 @@ impl Store for MemoryStore {
     }
 
     fn size(&self, name: &str) -> Result<u64> {
-        Ok(self.open(name)?.bytes())
+        Ok(self.open_head(name, 0)?.0.bytes())
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -225,6 +234,29 @@ impl ObjectReader for MemoryReader {
         self.contents.len() as u64
     }
 
+    fn page_cache(&self) -> Option<&dyn PageCache> {
+        Some(self)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        match self.contents.get(start..start.saturating_add(buf.len())) {
+            Some(range) => buf.copy_from_slice(range),
+            None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
+        }
+        Ok(())
+    }
+
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+        one_by_one(self, ranges)
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
+    }
+}
+
+impl PageCache for MemoryReader {
     fn map(&self) -> Result<Mapping> {
         let message = "this storage cannot be mapped into memory: load from it";
         Err(Error::new(Kind::Unsupported, "map", &self.url, message))
@@ -241,18 +273,5 @@ impl ObjectReader for MemoryReader {
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         let start = usize::try_from(offset).ok()?;
         self.contents.get(start..start.checked_add(bytes)?).map(Lent::memory)
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        match self.contents.get(start..start.saturating_add(buf.len())) {
-            Some(range) => buf.copy_from_slice(range),
-            None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
-        }
-        Ok(())
-    }
-
-    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        self.read_at(offset, buf)
     }
 }

@@ -12,23 +12,23 @@ const SECRETS: [&str; 7] = ["key", "secret", "token", "password", "credential", 
 
 /// A URL, taken apart.
 #[derive(Clone, Copy)]
-pub(crate) struct Parts<'a> {
+pub(crate) struct Url<'a> {
     pub(crate) scheme: &'a str,
     /// Percent-encoded.
     pub(crate) location: &'a str,
     query: Option<&'a str>,
 }
 
-impl<'a> Parts<'a> {
+impl<'a> Url<'a> {
     /// The parts of a URL; `None` for a path.
-    pub(crate) fn of(url: &'a str) -> Option<Parts<'a>> {
+    pub(crate) fn of(url: &'a str) -> Option<Url<'a>> {
         let (scheme, rest) = url.split_once(':').filter(|(scheme, _)| is_scheme(scheme))?;
         let rest = rest.strip_prefix("//")?;
         let (location, query) = match rest.split_once('?') {
             Some((location, query)) => (location, Some(query)),
             None => (rest, None),
         };
-        Some(Parts { scheme, location, query })
+        Some(Url { scheme, location, query })
     }
 
     fn with(self, location: &str) -> String {
@@ -94,7 +94,7 @@ fn known(scheme: &str) -> Option<&'static Scheme> {
 /// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an option that the scheme does
 /// not have, and a secret.
 pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
-    match Parts::of(url) {
+    match Url::of(url) {
         Some(parts) => parts.understood().map(Some),
         None => match url.split_once(':') {
             Some((scheme, _)) if known(scheme).is_some() => {
@@ -111,7 +111,7 @@ pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
 /// As [`scheme_of`].
 pub(crate) fn absolute(url: &str) -> Result<Option<String>> {
     scheme_of(url)?;
-    Ok(Parts::of(url).map(|parts| parts.with(parts.trimmed())))
+    Ok(Url::of(url).map(|parts| parts.with(parts.trimmed())))
 }
 
 /// The place of `name`, a name below the URL or path `url`; `""` is the place itself.
@@ -121,7 +121,7 @@ pub fn join(url: &str, name: &str) -> String {
         "/" => format!("/{name}"),
         _ => format!("{location}/{name}"),
     };
-    match Parts::of(url) {
+    match Url::of(url) {
         Some(parts) => parts.with(&below(parts.trimmed(), &encoded(name))),
         None => match url.trim_end_matches('/') {
             "" if url.starts_with('/') => below("/", name),
@@ -133,7 +133,7 @@ pub fn join(url: &str, name: &str) -> String {
 /// The place of the directory that holds what is at `url`, and its name there: the reverse of [`join`]. `None` for a
 /// root.
 pub fn split(url: &str) -> Option<(String, String)> {
-    let Some(parts) = Parts::of(url) else {
+    let Some(parts) = Url::of(url) else {
         let path = url.trim_end_matches('/');
         return match path.rsplit_once('/') {
             _ if path.is_empty() => None,

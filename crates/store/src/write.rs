@@ -25,9 +25,10 @@ pub struct Write<'a> {
     pub object: &'a dyn ObjectWriter,
     /// At which offset; as in [`ObjectWriter::write_at`].
     pub offset: u64,
-    /// From which memory.
-    pub buffer: Box<dyn Buffer>,
-    /// How many of the buffer's bytes, from the first one on; aligned as the object asks.
+    /// From which memory: one buffer, or several that follow each other in the object.
+    pub buffers: Vec<Box<dyn Buffer>>,
+    /// How many bytes in all: all of each buffer, but of the last one from the first byte on; aligned as the object
+    /// asks.
     pub bytes: usize,
     /// The source's number of the write, by which it knows a returned write.
     pub number: usize,
@@ -36,7 +37,14 @@ pub struct Write<'a> {
 impl Write<'_> {
     /// Makes it on this thread.
     pub(crate) fn make(&self) -> Result<()> {
-        self.object.write_at(self.offset, &self.buffer.bytes()[..self.bytes])
+        let (mut at, end) = (self.offset, self.offset.saturating_add(self.bytes as u64));
+        for buffer in &self.buffers {
+            let bytes = buffer.bytes();
+            let bytes = &bytes[..bytes.len().min((end - at) as usize)];
+            self.object.write_at(at, bytes)?;
+            at += bytes.len() as u64;
+        }
+        Ok(())
     }
 }
 

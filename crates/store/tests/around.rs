@@ -9,9 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
-use shardfast_store::{
-    Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes, conformance, open,
-};
+use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, conformance, open};
 
 struct Around {
     store: Arc<dyn Store>,
@@ -40,10 +38,8 @@ impl ObjectWriter for Writer {
 #[rustfmt::skip]
 impl ObjectReader for Reader {
     fn bytes(&self) -> u64 { self.0.bytes() }
-    fn map(&self) -> Result<Mapping> { self.0.map() }
-    fn prefetch(&self, at: u64, bytes: u64, upcoming: &Upcoming) -> Fetch { self.0.prefetch(at, bytes, upcoming) }
-    fn cached_bytes(&self, at: u64, bytes: u64) -> Option<u64> { self.0.cached_bytes(at, bytes) }
-    fn lend(&self, at: u64, bytes: usize) -> Option<Lent<'_>> { self.0.lend(at, bytes) }
+    fn page_cache(&self) -> Option<&dyn PageCache> { self.0.page_cache() }
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> { self.0.read_ranges(ranges) }
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_at(at, buf) }
     fn read_again(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_again(at, buf) }
 }
@@ -54,7 +50,12 @@ impl Store for Around {
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         Ok(Box::new(Writer { object: self.store.create(name, bytes)?, written: Arc::clone(&self.written) }))
     }
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> { Ok(Box::new(Reader(self.store.open(name)?))) }
+    fn needs(&self) -> Needs { self.store.needs() }
+    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
+        let (object, head) = self.store.open_head(name, head_bytes)?;
+        Ok((Box::new(Reader(object)), head))
+    }
     fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }

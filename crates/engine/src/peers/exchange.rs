@@ -25,7 +25,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::{pack, row_major_strides};
 use crate::peers::carrier::{Carrier, Message};
 use crate::provider::Fences;
-use crate::reader::{Files, READERS};
+use crate::reader::Files;
 use crate::reads::Traffic;
 use crate::sink::Sink;
 use crate::staging::window::{View, Window, WindowSlot};
@@ -207,8 +207,9 @@ impl Shared<'_> {
             error.within(format_args!("{leaves} cannot be read"))
         })?;
         // Neighbours read from the same storage and keep it busy together.
-        let readers = (2 * READERS / (1 + self.neighbours.viewers.len())).clamp(2, READERS);
-        Ok(if fetch.is_ahead() { cores().min(READERS) } else { readers })
+        let in_flight = self.files.needs().in_flight;
+        let readers = (2 * in_flight / (1 + self.neighbours.viewers.len())).clamp(2, in_flight);
+        Ok(if fetch.is_ahead() { cores().min(in_flight) } else { readers })
     }
 
     /// Reads a chunk, verifies it, takes this rank's pieces and packs the others'.
@@ -488,7 +489,11 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
 
     /// Slots that one round takes at most: a window has enough for four.
     fn round_slots(&self) -> usize {
-        self.shared.neighbours.window.as_ref().map_or(0, |window| (window.slots() / 4).min(READERS))
+        self.shared
+            .neighbours
+            .window
+            .as_ref()
+            .map_or(0, |window| (window.slots() / 4).min(self.shared.files.needs().in_flight))
     }
 
     /// The chunks that this rank reads in the next round, and whether they are the last ones.
@@ -574,7 +579,11 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 self.done.iter_mut().for_each(|done| _ = done.insert((segment.file, start)));
                 self.came = Some((segment.file, start, end));
                 *self.unplaced.entry(self.round).or_default() += 1;
-                self.pool.submit(Work::Place(self.round, segment), true, cores().min(READERS));
+                self.pool.submit(
+                    Work::Place(self.round, segment),
+                    true,
+                    cores().min(self.shared.files.needs().in_flight),
+                );
             }
         }
         self.counters.received.fetch_add(bytes, Ordering::Relaxed);

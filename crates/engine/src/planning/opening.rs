@@ -135,12 +135,12 @@ pub(super) fn decide_in_full(
 
 /// A plan of that number from these catalogs around the local plans.
 fn planned(number: PlanId, ranks: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
-    let (mut catalogs, mut unshared, mut always, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut catalogs, mut unshared, mut all_rules, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes }) in ranks.into_iter().enumerate() {
         catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
         catalogs.push(catalog);
-        unshared.push(rules.unshared);
-        always.push(rules.always);
+        unshared.push(rules.unshared.clone());
+        all_rules.push(rules);
         drafted.push(writes);
     }
     let writes = if drafted.iter().all(Option::is_none) {
@@ -148,8 +148,7 @@ fn planned(number: PlanId, ranks: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
     } else {
         shardfast_plan::amend_unshared(&catalogs, &unshared, &drafted)?
     };
-    let compares_always = always.iter().any(|always| !always.is_empty());
-    let rules = unshared.into_iter().zip(always).map(|(unshared, always)| Rules { unshared, always });
-    let holdings = catalogs.into_iter().zip(rules).map(|(catalog, rules)| Holdings { catalog, rules }).collect();
+    let compares_always = all_rules.iter().any(Rules::compares_always);
+    let holdings = catalogs.into_iter().zip(all_rules).map(|(catalog, rules)| Holdings { catalog, rules }).collect();
     Ok(GlobalPlan::new(number, Basis::Catalogs { holdings, writes }, compares_always))
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use shardfast_plan::Read;
-use shardfast_store::Fetch;
+use shardfast_store::{Fetch, ReadNeeds};
 
 /// A planned read, and the range to read for it.
 pub(super) struct Planned {
@@ -72,33 +72,48 @@ pub(super) struct Announced {
     pub(super) is_host: bool,
 }
 
-/// Reads of one thread: several only if they may be lent as one, without a gap.
+/// Reads of one thread: several only if they may be lent as one, without a gap, or read in one request.
 pub(super) struct Batch {
     pub(super) file: u32,
     pub(super) range: Range<u64>,
     pub(super) planned: Vec<Planned>,
     pub(super) fetch: Fetch,
     pub(super) is_host: bool,
+    /// Bytes between its reads that nobody wants.
+    gaps: u64,
 }
+
+/// Of the bytes of a request, one in so many may be unwanted.
+const GAPS_SHARE: u64 = 12;
 
 /// Bytes that are lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
 const BATCH_BYTES: u64 = 4 << 20;
 
 impl Batch {
     pub(super) fn new(Announced { planned, fetch, is_host }: Announced) -> Batch {
-        Batch { file: planned.read.file, range: planned.range.clone(), planned: vec![planned], fetch, is_host }
+        Batch { file: planned.read.file, range: planned.range.clone(), planned: vec![planned], fetch, is_host, gaps: 0 }
     }
 
     /// Takes a read that continues the batch in the same way; returns any other.
-    fn take(&mut self, next: Announced) -> Option<Announced> {
+    fn take(&mut self, next: Announced, needs: ReadNeeds, slots_max: usize) -> Option<Announced> {
         let range = &next.planned.range;
-        let is_beside =
-            next.planned.read.file == self.file && (self.range.start..=self.range.end).contains(&range.start);
+        let gap = range.start.saturating_sub(self.range.end);
+        let bytes = range.end.max(self.range.end) - self.range.start;
+        let fits = if self.is_host && self.fetch.is_to_be_lent() {
+            gap == 0 && bytes <= BATCH_BYTES
+        } else {
+            self.fetch == Fetch::WhenRead
+                && gap <= needs.gap_bytes
+                && bytes <= needs.request_bytes
+                && (self.gaps + gap) * GAPS_SHARE <= bytes
+                && self.planned.len() < slots_max
+        };
+        let is_behind = next.planned.read.file == self.file && self.range.start <= range.start;
         let is_alike = (next.fetch, next.is_host) == (self.fetch, self.is_host);
-        let is_lent = self.is_host && self.fetch.is_to_be_lent();
-        if !is_lent || !is_alike || !is_beside || range.end - self.range.start > BATCH_BYTES {
+        if !(fits && is_behind && is_alike) {
             return Some(next);
         }
+        self.gaps += gap;
         self.range.end = self.range.end.max(range.end);
         self.planned.push(next.planned);
         None
@@ -109,11 +124,14 @@ pub(super) struct Batches<I> {
     announced: I,
     /// The first of the next batch.
     next: Option<Announced>,
+    needs: ReadNeeds,
+    /// Slots that one request may fill.
+    slots_max: usize,
 }
 
 impl<I: Iterator<Item = Announced>> Batches<I> {
-    pub(super) fn new(announced: I) -> Self {
-        Batches { announced, next: None }
+    pub(super) fn new(announced: I, needs: ReadNeeds, slots_max: usize) -> Self {
+        Batches { announced, next: None, needs, slots_max }
     }
 }
 
@@ -123,7 +141,7 @@ impl<I: Iterator<Item = Announced>> Iterator for Batches<I> {
     fn next(&mut self) -> Option<Batch> {
         let mut batch = Batch::new(self.next.take().or_else(|| self.announced.next())?);
         for next in self.announced.by_ref() {
-            if let Some(other) = batch.take(next) {
+            if let Some(other) = batch.take(next, self.needs, self.slots_max) {
                 self.next = Some(other);
                 break;
             }
@@ -134,6 +152,8 @@ impl<I: Iterator<Item = Announced>> Iterator for Batches<I> {
 
 #[cfg(test)]
 mod tests {
+    use shardfast_store::Needs;
+
     use super::*;
 
     #[test]
@@ -191,7 +211,7 @@ mod tests {
             (2, 2, 3, Fetch::WhenRead, true),
             (2, 3, 4, Fetch::WhenRead, true),
         ];
-        let batches: Vec<Batch> = Batches::new(reads.iter().map(announced)).collect();
+        let batches: Vec<Batch> = Batches::new(reads.iter().map(announced), Needs::LOCAL.reads, 8).collect();
         let counts: Vec<usize> = batches.iter().map(|batch| batch.planned.len()).collect();
         assert_eq!(counts, [3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
         assert_eq!(batches[0].range, 0..BATCH_BYTES);
@@ -204,5 +224,28 @@ mod tests {
             batch.planned.iter().map(fields).collect::<Vec<_>>()
         });
         assert!(found.eq(reads), "every read once, in order");
+    }
+
+    #[test]
+    fn what_costs_requests_is_read_in_few_of_them() {
+        const KIB: u64 = 1 << 10;
+        let needs = ReadNeeds { gap_bytes: 256 * KIB, request_bytes: 8192 * KIB, in_flight: 16 };
+        let counts = |slots_max, ranges: &[(u32, Range<u64>)]| -> Vec<usize> {
+            let announced = ranges.iter().cloned().map(|(file, range)| {
+                let bytes = range.end - range.start;
+                let read = Read { file, offset: range.start, bytes, pieces: Vec::new() };
+                Announced { planned: Planned { read, range }, fetch: Fetch::WhenRead, is_host: true }
+            });
+            Batches::new(announced, needs, slots_max).map(|batch| batch.planned.len()).collect()
+        };
+        let all: Vec<_> = (0..20).map(|i| (0, i * 1024 * KIB..(i + 1) * 1024 * KIB)).collect();
+        assert_eq!(counts(64, &all), [8, 8, 4]);
+        assert_eq!(counts(3, &all), [3, 3, 3, 3, 3, 3, 2], "the budget's slots");
+        let half: Vec<_> = (0..6).map(|i| (0, i * 200 * KIB..i * 200 * KIB + 100 * KIB)).collect();
+        assert_eq!(counts(64, &half), [1; 6], "as much unwanted as wanted");
+        let most: Vec<_> = (0..6).map(|i| (0, i * 1024 * KIB..i * 1024 * KIB + 960 * KIB)).collect();
+        assert_eq!(counts(64, &most), [6]);
+        assert_eq!(counts(64, &[(0, 0..KIB), (1, KIB..2 * KIB), (1, 2 * KIB..3 * KIB)]), [1, 2], "two files");
+        assert_eq!(counts(64, &[(0, 0..9000 * KIB), (0, 9300 * KIB..9400 * KIB)]), [1, 1], "a wide gap");
     }
 }

@@ -186,8 +186,14 @@ impl Store for Hesitant {
     fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectWriter>> {
         self.store.create(name, bytes)
     }
-    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectReader>> {
-        self.store.open(name)
+    fn needs(&self) -> shardfast_store::Needs { self.store.needs() }
+    fn can_publish(&self) -> shardfast_store::Result<()> { self.store.can_publish() }
+    fn open_head(
+        &self,
+        name: &str,
+        head_bytes: u64,
+    ) -> shardfast_store::Result<(Box<dyn shardfast_store::ObjectReader>, Vec<u8>)> {
+        self.store.open_head(name, head_bytes)
     }
     fn size(&self, name: &str) -> shardfast_store::Result<u64> { self.store.size(name) }
     fn write_all<'a>(&self, writes: &dyn shardfast_store::Writes<'a>) -> shardfast_store::Result<()> {

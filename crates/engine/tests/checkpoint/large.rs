@@ -12,7 +12,7 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{
-    Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Store, Upcoming, Writes, by_threads,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Store, Writes, by_threads, one_by_one,
 };
 
 use crate::block::Block;
@@ -137,20 +137,12 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
-    fn map(&self) -> shardfast_store::Result<Mapping> {
-        Err(Error::new(Kind::Unsupported, "map", &self.0.name, "these bytes are nowhere"))
-    }
-
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
-        Fetch::Begun
-    }
-
-    fn cached_bytes(&self, _: u64, _: u64) -> Option<u64> {
+    fn page_cache(&self) -> Option<&dyn PageCache> {
         None
     }
 
-    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
-        None
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> shardfast_store::Result<()> {
+        one_by_one(self, ranges)
     }
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
@@ -183,15 +175,28 @@ impl Store for Zeroless {
         Ok(Box::new(Handle(contents)))
     }
 
-    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn ObjectReader>> {
+    fn needs(&self) -> Needs {
+        Needs::LOCAL
+    }
+
+    fn can_publish(&self) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+
+    fn open_head(&self, name: &str, head_bytes: u64) -> shardfast_store::Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         match self.objects.lock().unwrap().get(name) {
-            Some(contents) => Ok(Box::new(Handle(Arc::clone(contents)))),
+            Some(contents) => {
+                let object = Handle(Arc::clone(contents));
+                let mut head = vec![0; object.bytes().min(head_bytes) as usize];
+                object.read_at(0, &mut head)?;
+                Ok((Box::new(object), head))
+            }
             None => Err(Error::new(Kind::NotFound, "open", name, "no such object")),
         }
     }
 
     fn size(&self, name: &str) -> shardfast_store::Result<u64> {
-        Ok(self.open(name)?.bytes())
+        Ok(self.open_head(name, 0)?.0.bytes())
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> shardfast_store::Result<()> {

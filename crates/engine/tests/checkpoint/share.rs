@@ -12,7 +12,9 @@ use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
-use shardfast_store::{Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Store, Upcoming, Writes};
+use shardfast_store::{
+    Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Writes, one_by_one,
+};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
 use crate::kill::place;
@@ -253,20 +255,12 @@ impl ObjectReader for OtherReader {
         self.object.bytes()
     }
 
-    fn map(&self) -> shardfast_store::Result<Mapping> {
-        self.object.map()
+    fn page_cache(&self) -> Option<&dyn PageCache> {
+        Some(self)
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
-        Fetch::WhenRead
-    }
-
-    fn cached_bytes(&self, _: u64, bytes: u64) -> Option<u64> {
-        self.cached.map(|percent| bytes * percent / 100)
-    }
-
-    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
-        None
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> shardfast_store::Result<()> {
+        one_by_one(self, ranges)
     }
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
@@ -283,6 +277,24 @@ impl ObjectReader for OtherReader {
     }
 }
 
+impl PageCache for OtherReader {
+    fn map(&self) -> shardfast_store::Result<Mapping> {
+        Err(shardfast_store::Error::new(shardfast_store::Kind::Unsupported, "map", "other", "not mapped"))
+    }
+
+    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
+        Fetch::WhenRead
+    }
+
+    fn cached_bytes(&self, _: u64, bytes: u64) -> Option<u64> {
+        self.cached.map(|percent| bytes * percent / 100)
+    }
+
+    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+        None
+    }
+}
+
 impl Store for Other {
     fn url(&self) -> &str {
         self.store.url()
@@ -292,9 +304,18 @@ impl Store for Other {
         self.store.create(name, bytes)
     }
 
-    fn open(&self, name: &str) -> shardfast_store::Result<Box<dyn ObjectReader>> {
+    fn needs(&self) -> Needs {
+        self.store.needs()
+    }
+
+    fn can_publish(&self) -> shardfast_store::Result<()> {
+        self.store.can_publish()
+    }
+
+    fn open_head(&self, name: &str, head_bytes: u64) -> shardfast_store::Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let Other { store, turn, cached } = self;
-        Ok(Box::new(OtherReader { object: store.open(name)?, turn: turn.clone(), cached: *cached }))
+        let (object, head) = store.open_head(name, head_bytes)?;
+        Ok((Box::new(OtherReader { object, turn: turn.clone(), cached: *cached }), head))
     }
 
     fn size(&self, name: &str) -> shardfast_store::Result<u64> {

@@ -6,6 +6,7 @@ mod export;
 mod inspect;
 mod later;
 mod mapped;
+mod parts;
 mod reading;
 mod stores;
 mod verify;

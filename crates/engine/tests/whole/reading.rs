@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, Fetch, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes};
+use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, one_by_one};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -62,20 +62,12 @@ impl ObjectReader for Reader {
         self.object.bytes()
     }
 
-    fn map(&self) -> Result<Mapping> {
-        self.object.map()
-    }
-
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
-        self.object.prefetch(offset, bytes, upcoming)
-    }
-
-    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
-        self.object.cached_bytes(offset, bytes)
-    }
-
-    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+    fn page_cache(&self) -> Option<&dyn PageCache> {
         None
+    }
+
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+        one_by_one(self, ranges)
     }
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -99,11 +91,18 @@ impl ObjectReader for Reader {
 
 #[rustfmt::skip]
 impl Store for Troubled {
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         self.state.operation(format!("open {name}"))?;
         let (name, state) = (name.to_owned(), Arc::clone(&self.state));
-        Ok(Box::new(Reader { object: self.store.open(&name)?, name, state }))
+        let object = Reader { object: self.store.open(&name)?, name, state };
+        let mut head = vec![0; object.bytes().min(head_bytes) as usize];
+        if !head.is_empty() {
+            object.read_at(0, &mut head)?;
+        }
+        Ok((Box::new(object), head))
     }
+    fn needs(&self) -> Needs { self.store.needs() }
+    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
         self.state.operation(format!("list {dir}"))?;
         self.store.list(dir)

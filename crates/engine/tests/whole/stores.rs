@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardfast_store::{
-    Entry, Error, Fetch, Kind, Lent, Mapping, ObjectReader, ObjectWriter, Result, Store, Upcoming, Writes,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, one_by_one,
 };
 
 /// The store beneath, with these faults.
@@ -26,20 +26,12 @@ impl ObjectReader for BadReader {
         self.object.bytes()
     }
 
-    fn map(&self) -> Result<Mapping> {
-        self.object.map()
-    }
-
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch {
-        self.object.prefetch(offset, bytes, upcoming)
-    }
-
-    fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64> {
-        self.object.cached_bytes(offset, bytes)
-    }
-
-    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
+    fn page_cache(&self) -> Option<&dyn PageCache> {
         None
+    }
+
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+        one_by_one(self, ranges)
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
@@ -68,10 +60,21 @@ impl Store for Faulty {
         self.store.create(name, bytes)
     }
 
-    fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
+    fn needs(&self) -> Needs {
+        self.store.needs()
+    }
+
+    fn can_publish(&self) -> Result<()> {
+        self.store.can_publish()
+    }
+
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let is_bad = |(path, _): &&(String, Range<u64>)| path == name;
         let bytes = self.bad_sector.as_ref().filter(is_bad).map(|(_, bytes)| bytes.clone());
-        Ok(Box::new(BadReader { object: self.store.open(name)?, bytes }))
+        let object = BadReader { object: self.store.open(name)?, bytes };
+        let mut head = vec![0; object.bytes().min(head_bytes) as usize];
+        object.read_at(0, &mut head)?;
+        Ok((Box::new(object), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {

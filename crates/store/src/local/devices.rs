@@ -235,7 +235,7 @@ mod tests {
             assert_eq!(calls(&disk, "pwrite_direct"), if writes_buffered { 1 } else { 4 });
             assert_eq!(calls(&disk, "dont_need"), if writes_buffered { 3 } else { 0 });
 
-            let object = store.open("d/large").unwrap();
+            let object = store.open_head("d/large", 0).unwrap().0;
             for (offset, bytes, beside) in [
                 (0, 1 << 20, 0),
                 (4096, (1 << 20) + 777, 0),
@@ -249,10 +249,10 @@ mod tests {
             // The two that are aligned.
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
             let expected = if reads_direct { Fetch::WhenRead } else { Fetch::Begun };
-            assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), expected);
+            assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &Upcoming::default()), expected);
             // What others will read too goes into the page cache all the same.
             let shared = Upcoming { shared_on_host: true, ..Upcoming::default() };
-            assert_eq!(object.prefetch(0, 1 << 20, &shared), Fetch::Begun);
+            assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &shared), Fetch::Begun);
             assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
             assert_eq!(calls(&disk, "pread_direct"), if reads_direct { 2 } else { 0 });
         }
@@ -265,9 +265,9 @@ mod tests {
         let contents = pattern(1, WORTH_BYTES as usize);
         write_object(&store, "d/large", &contents).unwrap();
         disk.refuse("cached_bytes", Errno::NOSYS);
-        let object = store.open("d/large").unwrap();
-        assert_eq!(object.prefetch(0, 1 << 20, &Upcoming::default()), Fetch::WhenRead);
-        assert!(object.lend(0, 1 << 20).is_none());
+        let object = store.open_head("d/large", 0).unwrap().0;
+        assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &Upcoming::default()), Fetch::WhenRead);
+        assert!(object.page_cache().unwrap().lend(0, 1 << 20).is_none());
         assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
         assert_eq!((calls(&disk, "reads_at_once"), calls(&disk, "pread_direct")), (1, 1));
     }
@@ -277,7 +277,7 @@ mod tests {
         let disk = SimDisk::new();
         let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();
         write_object(&store, "d/small", &pattern(1, 100_000)).unwrap();
-        store.open("d/small").unwrap();
+        store.open_head("d/small", 0).unwrap();
         assert_eq!(calls(&disk, "pwrite_direct"), 4);
         assert_eq!(calls(&disk, "pread_direct") + calls(&disk, "pread"), 0);
     }
@@ -289,7 +289,7 @@ mod tests {
         let contents = pattern(1, WORTH_BYTES as usize);
         write_object(&store, "d/large", &contents).unwrap();
         disk.refuse("pread_direct", Errno::INVAL);
-        let object = store.open("d/large").unwrap();
+        let object = store.open_head("d/large", 0).unwrap().0;
         assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
     }
 

@@ -58,13 +58,14 @@ fn begin<'a, D: Disk>(
 ) -> Result<()> {
     // Through the page cache a ring's workers would wait for each other at the file's lock.
     let local = write.object.storage().downcast_ref::<LocalWriter<D>>().filter(|object| object.alignment > 1);
-    let Some(object) = local else {
+    let Some(object) = local.filter(|_| write.buffers.len() == 1) else {
         return write.make().or_else(|error| writes.failed(write, error));
     };
-    if let Err(error) = object.check(write.offset, &write.buffer.bytes()[..write.bytes]) {
+    if let Err(error) = object.check(write.offset, &write.buffers[0].bytes()[..write.bytes]) {
         return writes.failed(write, error);
     }
-    let Write { offset, buffer, bytes, number, .. } = write;
+    let Write { offset, mut buffers, bytes, number, .. } = write;
+    let Some(buffer) = buffers.pop() else { return Ok(()) };
     if bytes > 0 {
         let flight = Flight { buffer, range: 0..bytes, offset, write: place };
         ring.submit(&object.file, flight).map_err(|errno| of_errno("write", &object.path, errno))?;
@@ -122,5 +123,5 @@ fn advance<'a, D: Disk>(
 fn whole<'a, D: Disk>(begun: Begun<'a, D>, flight: Flight) -> Write<'a> {
     let Begun { object, number, end, .. } = begun;
     let offset = flight.offset - flight.range.start as u64;
-    Write { object, offset, buffer: flight.buffer, bytes: end, number }
+    Write { object, offset, buffers: vec![flight.buffer], bytes: end, number }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{LocalStore, path_of, temporary, uninterrupted};
 use crate::disk::{Disk, RealDisk};
-use crate::place::Parts;
+use crate::place::Url;
 use crate::{Error, Kind, Result, Store, cachestat, uring};
 
 /// What the kernel offers this process.
@@ -56,7 +56,7 @@ pub fn kernel() -> Kernel {
 /// [`open`](crate::open).
 pub fn directory(url: &str) -> Result<Directory> {
     let absolute = crate::absolute(url)?;
-    let path = match Parts::of(&absolute) {
+    let path = match Url::of(&absolute) {
         None => absolute,
         Some(parts) if parts.scheme.eq_ignore_ascii_case("file") => path_of(parts)?,
         Some(_) => return Err(Error::new(Kind::Invalid, "probe", url, "expected a path or file:///path")),

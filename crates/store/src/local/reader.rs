@@ -10,7 +10,7 @@ use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno, Sys};
 use crate::error::too_short;
 use crate::map::{Lending, UNIT_BYTES};
-use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, Result, Upcoming};
+use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, PageCache, Result, Upcoming, one_by_one};
 
 /// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
 /// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
@@ -57,6 +57,49 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         self.bytes
     }
 
+    fn page_cache(&self) -> Option<&dyn PageCache> {
+        Some(self)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let bytes = buf.len() as u64;
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
+        }
+        let announced = self.announced().remove(&offset);
+        if matches!(announced, Some(Announced::Range | Announced::Units)) {
+            return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
+        }
+        let is_missing = announced == Some(Announced::Not);
+        if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
+            return self.fill(offset, buf);
+        }
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        match self.way().filter(|_| is_aligned) {
+            Some(direct) => self.devices.tried(self.device, true, bytes, || self.fill_past(direct, offset, buf)),
+            None => self.devices.tried(self.device, false, bytes, || {
+                let _ = self.disk.will_need(&self.file, offset, bytes);
+                self.fill(offset, buf)
+            }),
+        }
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
+        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
+            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
+            _ => self.fill(offset, buf),
+        }
+    }
+
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+        one_by_one(self, ranges)
+    }
+}
+
+impl<D: Disk> PageCache for LocalReader<D> {
     fn map(&self) -> Result<Mapping> {
         uninterrupted(|| self.disk.map(&self.file, self.bytes)).map_err(|errno| match errno {
             Errno::NODEV => {
@@ -117,39 +160,6 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
             return None;
         }
         self.lending.lend(self.mapping()?, range).ok()
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let bytes = buf.len() as u64;
-        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
-        }
-        let announced = self.announced().remove(&offset);
-        if matches!(announced, Some(Announced::Range | Announced::Units)) {
-            return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
-        }
-        let is_missing = announced == Some(Announced::Not);
-        if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
-            return self.fill(offset, buf);
-        }
-        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-        match self.way().filter(|_| is_aligned) {
-            Some(direct) => self.devices.tried(self.device, true, bytes, || self.fill_past(direct, offset, buf)),
-            None => self.devices.tried(self.device, false, bytes, || {
-                let _ = self.disk.will_need(&self.file, offset, bytes);
-                self.fill(offset, buf)
-            }),
-        }
-    }
-
-    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
-        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
-        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
-            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
-            _ => self.fill(offset, buf),
-        }
     }
 }
 
@@ -260,6 +270,10 @@ mod tests {
 
     use super::*;
 
+    fn lend(object: &dyn ObjectReader, offset: u64, bytes: usize) -> Option<Lent<'_>> {
+        object.page_cache()?.lend(offset, bytes)
+    }
+
     #[test]
     fn what_lies_in_the_page_cache_is_lent_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
@@ -268,28 +282,28 @@ mod tests {
         write_object(&store, "d/object", &contents).unwrap();
         let file = std::fs::File::open(dir.path().join("d/object")).unwrap().into();
         let cached = |file| RealDisk.cached_bytes(file, 0, contents.len() as u64).unwrap();
-        let object = store.open("d/object").unwrap();
+        let object = store.open_head("d/object", 0).unwrap().0;
         let mut read = vec![0; contents.len()];
         // Twice: what was announced is read before it is lent.
         for _ in 0..2 {
             object.read_at(0, &mut read).unwrap();
         }
-        let Some(lent) = object.lend(4097, 2 * LENT_BYTES_MIN) else {
+        let Some(lent) = lend(&*object, 4097, 2 * LENT_BYTES_MIN) else {
             eprintln!("skipped: this file system is not lent from");
             return;
         };
         assert!(lent[..] == contents[4097..4097 + 2 * LENT_BYTES_MIN]);
         drop(lent);
-        assert!(object.lend(0, LENT_BYTES_MIN - 1).is_none(), "too little to be mapped");
-        assert!(object.lend(77, contents.len()).is_none(), "beyond the end");
-        assert!(object.lend(u64::MAX, LENT_BYTES_MIN).is_none(), "beyond all ends");
+        assert!(lend(&*object, 0, LENT_BYTES_MIN - 1).is_none(), "too little to be mapped");
+        assert!(lend(&*object, 77, contents.len()).is_none(), "beyond the end");
+        assert!(lend(&*object, u64::MAX, LENT_BYTES_MIN).is_none(), "beyond all ends");
 
         RealDisk.dont_need(&file, 0, contents.len() as u64).unwrap();
         if cached(&file) > 0 {
             eprintln!("skipped: this file system lies in memory");
             return;
         }
-        assert!(object.lend(0, LENT_BYTES_MIN).is_none(), "not in the page cache");
+        assert!(lend(&*object, 0, LENT_BYTES_MIN).is_none(), "not in the page cache");
         assert_eq!(cached(&file), 0, "to ask brought something there");
     }
 
@@ -305,19 +319,19 @@ mod tests {
         // What a store has mapped stays in the page cache.
         let open = || {
             RealDisk.dont_need(&file, 0, contents.len() as u64).unwrap();
-            store().open("d/object").unwrap()
+            store().open_head("d/object", 0).unwrap().0
         };
         let object = open();
         let announce = |object: &dyn ObjectReader, at: usize, bytes: usize, lent: Range<usize>| {
             let upcoming = Upcoming { shared_on_host: true, lent: lent.start as u64..lent.end as u64 };
-            object.prefetch(at as u64, bytes as u64, &upcoming)
+            object.page_cache().unwrap().prefetch(at as u64, bytes as u64, &upcoming)
         };
         if cached() > 0 || announce(&*object, 3 * UNIT, UNIT / 2, 3 * UNIT..4 * UNIT) != Fetch::WhenLent {
             eprintln!("skipped: this file system lies in memory, or this kernel does not fetch so");
             return;
         }
         assert_eq!(cached(), 0, "to announce fetched something");
-        let lent = object.lend(3 * UNIT as u64, UNIT / 2).unwrap();
+        let lent = lend(&*object, 3 * UNIT as u64, UNIT / 2).unwrap();
         assert!(lent[..] == contents[3 * UNIT..3 * UNIT + UNIT / 2]);
         assert_eq!(cached(), UNIT_BYTES, "one unit, and no other");
         drop(lent);
@@ -326,7 +340,7 @@ mod tests {
         // The last unit is as long as the file.
         let (object, last) = (open(), contents.len() - UNIT / 4);
         assert_eq!(announce(&*object, last, UNIT / 4, 30 * UNIT..contents.len()), Fetch::WhenLent);
-        assert!(object.lend(last as u64, UNIT / 4).unwrap()[..] == contents[last..]);
+        assert!(lend(&*object, last as u64, UNIT / 4).unwrap()[..] == contents[last..]);
         drop(object);
 
         // A fetch must not bring unwanted bytes: then the range is read ahead and copied.
@@ -334,7 +348,7 @@ mod tests {
             let object = open();
             assert_eq!(cached(), 0);
             assert_eq!(announce(&*object, 3 * UNIT + 4096, UNIT / 2, lent.clone()), Fetch::Begun, "{lent:?}");
-            assert!(object.lend(3 * UNIT as u64 + 4096, UNIT / 2).is_none(), "{lent:?}");
+            assert!(lend(&*object, 3 * UNIT as u64 + 4096, UNIT / 2).is_none(), "{lent:?}");
             let mut read = vec![0; UNIT / 2];
             object.read_at(3 * UNIT as u64 + 4096, &mut read).unwrap();
             assert!(read == contents[3 * UNIT + 4096..][..UNIT / 2]);

@@ -34,8 +34,8 @@ impl Default for FileLimits {
 pub struct Engine {
     pub(crate) coord: Arc<dyn Ranks>,
     pub(crate) staging: Arc<Staging>,
-    /// Measurements of the devices under the file systems.
-    pub(crate) storage: Arc<shardfast_store::Devices>,
+    /// What its stores share.
+    pub(crate) storage: Arc<shardfast_store::Shared>,
     accelerators: cuda::Devices,
     is_page_locked: AtomicBool,
     pub(crate) background: Background,
@@ -86,7 +86,7 @@ impl Engine {
         })
     }
 
-    /// The store at a URL, for reading, with this engine's measurements of the storage.
+    /// The store at a URL, for reading, with what this engine's stores share.
     pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
         retry(|| Ok(shardfast_store::open_on(url, &self.storage)?))
     }

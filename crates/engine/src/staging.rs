@@ -287,6 +287,10 @@ pub struct Slot {
 #[allow(unsafe_code)]
 unsafe impl Send for Slot {}
 
+// SAFETY: a shared slot is only read.
+#[allow(unsafe_code)]
+unsafe impl Sync for Slot {}
+
 impl Deref for Slot {
     type Target = [u8];
 

@@ -247,8 +247,8 @@ fn expect_room(jobs: &[FileJob], chunks: &[Chunk], staging: &Staging) -> Result<
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "staging_bytes={}: this storage takes objects in parts of up to {} MiB, of which {} must be in memory at a time: \
-         expected at least {} ({expected} MiB)",
+        "staging_bytes={}: this storage takes objects in parts of up to {} MiB, of which {} must be in memory at \
+         a time: expected at least {} ({expected} MiB)",
         staging.budget_bytes(),
         (longest * SLOT_BYTES) >> 20,
         if kept == 0 { "one" } else { "several" },
@@ -595,7 +595,8 @@ fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     padded
 }
 
-/// Writes the headers that are not written yet and makes every file durable, all files at once, since flushes wait for the device.
+/// Writes the headers that are not written yet and makes every file durable, all files at once, since flushes wait for
+/// the device.
 fn finish(files: Vec<File<'_>>, staging: &Arc<Staging>, again: Again<'_>) -> Result<Vec<u64>> {
     std::thread::scope(|scope| {
         let running = files.into_iter().map(|file| scope.spawn(move || finish_one(file, staging, again)));

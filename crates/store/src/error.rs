@@ -1,5 +1,7 @@
 //! What can go wrong, grouped by what the caller would do about it.
 
+use std::time::Duration;
+
 use rustix::io::Errno;
 
 /// This crate's result.
@@ -40,12 +42,14 @@ pub struct Error {
     pub message: String,
     /// Whether a retry of the same call would prove nothing: a kernel reports a failed write-back once, and forgets it.
     pub is_final: bool,
+    /// How long the storage asks to wait before a retry, if it does.
+    pub wait: Option<Duration>,
 }
 
 impl Error {
     /// Puts an error together.
     pub fn new(kind: Kind, op: &'static str, name: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { kind, op, name: name.into(), message: message.into(), is_final: false }
+        Self { kind, op, name: name.into(), message: message.into(), is_final: false, wait: None }
     }
 
     /// The same error, marked as not to be retried.

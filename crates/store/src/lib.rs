@@ -27,6 +27,8 @@ mod cachestat;
 pub mod conformance;
 pub mod disk;
 mod error;
+#[cfg(feature = "far")]
+mod far;
 pub mod local;
 mod map;
 pub mod memory;
@@ -34,6 +36,10 @@ mod name;
 mod needs;
 mod place;
 mod ring;
+#[cfg(feature = "s3")]
+mod s3;
+#[cfg(feature = "testing")]
+pub mod servers;
 #[cfg(feature = "testing")]
 pub mod simdisk;
 mod sys;
@@ -41,7 +47,8 @@ pub mod uring;
 mod write;
 
 pub use error::{Error, Kind, Result};
-pub use local::{Devices, is_temporary};
+use local::Devices;
+pub use local::is_temporary;
 pub use map::{Lent, Mapping};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds};
 pub use place::{join, split};
@@ -331,19 +338,33 @@ pub struct Entry {
     pub bytes: u64,
 }
 
-type OpenUrl = fn(Url<'_>, &Arc<Devices>) -> Result<Arc<dyn Store>>;
+/// What the stores that one program uses share: measurements of this machine's storage, and the client of far storage,
+/// which comes into being with the first store that needs it.
+#[derive(Default)]
+pub struct Shared {
+    devices: Arc<Devices>,
+    #[cfg(feature = "far")]
+    far: far::Pool,
+}
+
+type OpenUrl = fn(Url<'_>, &Arc<Shared>) -> Result<Arc<dyn Store>>;
 
 /// A kind of URLs.
 pub(crate) struct Scheme {
     name: &'static str,
+    options: &'static [&'static str],
     open: OpenUrl,
 }
 
 /// The backends. A new one is one file and one line here.
-const SCHEMES: &[Scheme] =
-    &[Scheme { name: "file", open: local::open_url }, Scheme { name: "memory", open: memory::open_url }];
+const SCHEMES: &[Scheme] = &[
+    Scheme { name: "file", options: &[], open: local::open_url },
+    Scheme { name: "memory", options: &[], open: memory::open_url },
+    #[cfg(feature = "s3")]
+    Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
+];
 
-/// Opens the store at `url`: `file:///path`, a plain path, or `memory://bucket/path`.
+/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path` or `s3://bucket/prefix`.
 ///
 /// Nothing is created: a path that does not exist yet comes into being with the first object.
 ///
@@ -354,14 +375,14 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     open_on(url, &Arc::default())
 }
 
-/// [`open`] with measurements of the machine's storage.
+/// [`open`] with what stores share.
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_on(url: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub fn open_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     match (place::scheme_of(url)?, Url::of(url)) {
-        (Some(scheme), Some(parts)) => (scheme.open)(parts, devices),
-        _ => local::open_path(url, devices),
+        (Some(scheme), Some(parts)) => (scheme.open)(parts, shared),
+        _ => local::open_path(url, shared),
     }
 }
 

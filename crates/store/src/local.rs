@@ -49,7 +49,7 @@ use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Result, Store, WRITE_THREADS, name};
+use crate::{Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Result, Shared, Store, WRITE_THREADS, name};
 
 /// The alignment of direct I/O, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -62,8 +62,8 @@ const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 struct Page([u8; ALIGNMENT]);
 
 /// Opens `file:///path`.
-pub(crate) fn open_url(url: Url<'_>, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
-    open_path(&path_of(url)?, devices)
+pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    open_path(&path_of(url)?, shared)
 }
 
 /// The path in `file:///path`.
@@ -77,9 +77,9 @@ fn path_of(url: Url<'_>) -> Result<String> {
 }
 
 /// Opens a plain path, absolute or relative to the current directory of this moment.
-pub(crate) fn open_path(path: &str, devices: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_path(path: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let store = LocalStore::on(RealDisk, absolute(path)?.into())?;
-    Ok(Arc::new(LocalStore { devices: Arc::clone(devices), ..store }))
+    Ok(Arc::new(LocalStore { devices: Arc::clone(&shared.devices), ..store }))
 }
 
 /// A path as seen from `/`, without a slash at the end.

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Devices, Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store,
+    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Shared, Store,
     Upcoming, WRITE_THREADS, name, one_by_one,
 };
 
@@ -43,7 +43,7 @@ struct MemoryStore {
 }
 
 /// Opens `memory://bucket/path`.
-pub(crate) fn open_url(url: Url<'_>, _: &Arc<Devices>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: Url<'_>, _: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let shown = format!("memory://{}", url.location);
     let location = place::decoded(url.location.trim_end_matches('/'))
         .ok_or_else(|| Error::new(Kind::Invalid, "open", &shown, "expected percent-encoded UTF-8"))?;

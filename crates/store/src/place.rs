@@ -45,7 +45,7 @@ impl<'a> Url<'a> {
     }
 
     /// The URL for a message: without what may be a secret.
-    fn shown(self) -> String {
+    pub(crate) fn shown(self) -> String {
         let (authority, path) = self.location.split_at(self.location.find('/').unwrap_or(self.location.len()));
         let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
         format!("{}://{host}{path}", self.scheme)
@@ -71,11 +71,48 @@ impl<'a> Url<'a> {
             let why = "URLs stand in logs and error messages, so no secret may";
             return fail(Kind::Invalid, format!("found the option {name:?}: {why}"));
         }
-        if let Some(name) = names().next() {
-            let remedy = "(a \"?\" in a name is written %3F)";
-            return fail(Kind::Invalid, format!("{}:// has no options, found {name:?} {remedy}", scheme.name));
+        if let Some(name) = names().find(|name| !scheme.options.contains(name)) {
+            let (scheme, remedy) = (scheme.name, "(a \"?\" in a name is written %3F)");
+            let offered = match known(scheme).map(|known| known.options.join(", ")) {
+                Some(offered) if !offered.is_empty() => format!("{scheme}:// has the options {offered}"),
+                _ => format!("{scheme}:// has no options"),
+            };
+            return fail(Kind::Invalid, format!("{offered}; found {name:?} {remedy}"));
         }
         Ok(scheme)
+    }
+
+    /// The options by name, percent-decoded.
+    #[cfg(feature = "far")]
+    pub(crate) fn options(self) -> Result<Vec<(String, String)>> {
+        let of_text = |option: &str| {
+            let (name, value) = option.split_once('=')?;
+            Some((name.to_owned(), decoded(value).filter(|value| !value.is_empty())?))
+        };
+        let options = self.query.into_iter().flat_map(|query| query.split('&')).filter(|option| !option.is_empty());
+        let option = |option: &str| {
+            let name = option.split('=').next().unwrap_or(option);
+            let message = format!("expected {name}=value, percent-encoded UTF-8");
+            of_text(option).ok_or_else(|| Error::new(Kind::Invalid, "open", self.shown(), message))
+        };
+        options.map(option).collect()
+    }
+
+    /// The bucket, and the prefix in it without slashes around it, percent-decoded.
+    #[cfg(feature = "far")]
+    pub(crate) fn bucket_and_prefix(self) -> Result<(String, String)> {
+        let invalid = |message: &str| Error::new(Kind::Invalid, "open", self.shown(), message);
+        let location = decoded(self.trimmed()).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?;
+        let (bucket, prefix) = location.split_once('/').unwrap_or((&location, ""));
+        if bucket.is_empty() {
+            return Err(invalid("expected the name of a bucket after \"//\""));
+        }
+        Ok((bucket.to_owned(), prefix.to_owned()))
+    }
+
+    /// The URL in its usual form, without a slash at the end.
+    pub(crate) fn usual(self) -> String {
+        self.with(self.trimmed())
     }
 }
 
@@ -111,7 +148,7 @@ pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
 /// As [`scheme_of`].
 pub(crate) fn absolute(url: &str) -> Result<Option<String>> {
     scheme_of(url)?;
-    Ok(Url::of(url).map(|parts| parts.with(parts.trimmed())))
+    Ok(Url::of(url).map(Url::usual))
 }
 
 /// The place of `name`, a name below the URL or path `url`; `""` is the place itself.
@@ -215,7 +252,7 @@ mod tests {
         let text = refused("memory://b/x?region=eu");
         assert_eq!(
             text,
-            "open memory://b/x: memory:// has no options, found \"region\" (a \"?\" in a name is written %3F)"
+            "open memory://b/x: memory:// has no options; found \"region\" (a \"?\" in a name is written %3F)"
         );
         assert!(scheme_of("memory://b/x?").is_ok());
         assert_eq!(absolute("memory://b/x//?").unwrap().as_deref(), Some("memory://b/x?"));

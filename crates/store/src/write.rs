@@ -10,7 +10,7 @@ use crate::{Error, ObjectWriter, Result};
 /// Until it is dropped, `bytes` is the same range at every call, wherever the buffer itself is moved; the range stays
 /// allocated and is not written. Buffers of one number are the same range as long as the process lives.
 #[allow(unsafe_code)]
-pub unsafe trait Buffer: Send {
+pub unsafe trait Buffer: Send + Sync {
     /// All of it.
     fn bytes(&self) -> &[u8];
 
@@ -77,6 +77,18 @@ pub trait Writes<'a>: Sync {
 /// # Errors
 /// The first error that is not accepted; no write is taken after it.
 pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
+    each_by_threads(threads, writes, |write| write.make().map_err(|error| Box::new((write, error))))
+}
+
+/// [`by_threads`] with another way to make a write, which returns a failed one.
+///
+/// # Errors
+/// As [`by_threads`].
+pub(crate) fn each_by_threads<'a>(
+    threads: usize,
+    writes: &dyn Writes<'a>,
+    make: impl Fn(Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> + Sync,
+) -> Result<()> {
     let failure = Mutex::new(None);
     let lock = || failure.lock().unwrap_or_else(PoisonError::into_inner);
     std::thread::scope(|scope| {
@@ -85,7 +97,10 @@ pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
                 while lock().is_none() {
                     match writes.next(true) {
                         Next::Write(write) => {
-                            if let Err(error) = write.make().or_else(|error| writes.failed(write, error)) {
+                            if let Err(error) = make(write).or_else(|failed| {
+                                let (write, error) = *failed;
+                                writes.failed(write, error)
+                            }) {
                                 lock().get_or_insert(error);
                             }
                         }

@@ -1,0 +1,627 @@
+//! Object stores that are reached by requests: what S3, GCS and Azure have in common.
+//!
+//! 1. *Write.* An object of one part is one request; a longer one is a multipart upload, begun by `create` and
+//!    completed by `finish`. Parts are sent from the writes' own memory, which is given back when no connection uses it
+//!    any more. The service proves each part by a checksum. Until it is complete an upload is invisible; one that is
+//!    given up is aborted.
+//! 2. *Publish* is a request that creates if absent. The client library repeats nothing. An answer that says that the
+//!    name is taken, and one that does not come, may both follow our own success: the object carries a random token in
+//!    its metadata, and whoever is in doubt looks whose it is.
+//! 3. *Read.* The first request brings the head of the object, its length and its version; all others ask for that
+//!    version, so that an object that was replaced is an error and never a mixture.
+//! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
+//!
+//! [`network`] holds the connections, [`failure`] what refusals mean; a service's own file builds its client.
+
+mod failure;
+mod network;
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream::{self, BoxStream};
+use futures_util::{StreamExt, TryStreamExt};
+use http::StatusCode;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{
+    Attribute, Attributes, Error as ClientError, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload,
+};
+
+use crate::place::join;
+use crate::write::{Buffer, Write, Writes, each_by_threads};
+use crate::{
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store, name,
+};
+
+pub(crate) use network::Pool;
+use network::{Answer, Connector, Network};
+
+const MIB: u64 = 1 << 20;
+
+/// What suits the services: parts and requests long enough that their latency does not matter.
+const NEEDS: Needs = Needs {
+    pieces: Pieces::Parts(PARTS),
+    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 8 * MIB, in_flight: 16 },
+    refuses_taken_names: false,
+};
+
+/// All services take parts from 5 MiB on, and 10,000 of them.
+const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
+
+/// Parts that are sent at a time.
+const SENT_AT_A_TIME: usize = 16;
+
+/// Pauses between looks at a name whose publisher is in doubt.
+const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
+
+/// The metadata that says whose an object is.
+const TOKEN: &str = "shardfast-token";
+
+/// A client of a bucket.
+pub(crate) trait Client: ObjectStore + MultipartStore {}
+
+impl<T: ObjectStore + MultipartStore> Client for T {}
+
+/// A bucket at a service.
+pub(crate) struct Bucket {
+    /// Made by the service's own file.
+    pub(crate) client: Arc<dyn Client>,
+    /// The answer to a request that creates if absent when the name is taken.
+    pub(crate) taken: StatusCode,
+    /// What new objects carry, such as their storage class.
+    pub(crate) attributes: Attributes,
+}
+
+/// How a service's file builds its client; the connector is the HTTP client to use.
+type Build<'a> = &'a dyn Fn(Connector) -> Result<Bucket>;
+
+/// A prefix of a bucket as a [`Store`].
+pub(crate) struct FarStore {
+    place: Arc<Place>,
+    /// The tokens of names whose publishing ended in doubt: who tries again has the same one.
+    doubtful: Mutex<HashMap<String, String>>,
+}
+
+/// Where a store is, and how it is reached.
+struct Place {
+    url: String,
+    /// Empty, or ending in `/`.
+    prefix: String,
+    bucket: Bucket,
+    network: Arc<Network>,
+}
+
+impl FarStore {
+    /// The store at `url`, whose objects have this prefix in the bucket that `build` opens.
+    pub(crate) fn open(url: String, prefix: &str, pool: &Pool, build: Build<'_>) -> Result<Arc<dyn Store>> {
+        name::check_dir("open", &url, prefix)?;
+        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+        let network = pool.network(&url)?;
+        let bucket = build(network.connector())?;
+        let place = Arc::new(Place { url, prefix, bucket, network });
+        Ok(Arc::new(FarStore { place, doubtful: Mutex::default() }))
+    }
+
+    fn doubtful(&self) -> MutexGuard<'_, HashMap<String, String>> {
+        self.doubtful.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A token that nobody else has, unless it is that of an earlier try.
+    fn token(&self, name: &str) -> Result<String> {
+        if let Some(token) = self.doubtful().remove(name) {
+            return Ok(token);
+        }
+        let mut random = [0; 16];
+        getrandom::fill(&mut random).map_err(|e| self.place.fail(Kind::Internal, "publish", name, e.to_string()))?;
+        Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+}
+
+impl Place {
+    fn client(&self) -> &dyn Client {
+        &*self.bucket.client
+    }
+
+    fn fail(&self, kind: Kind, op: &'static str, name: &str, message: impl Into<String>) -> Error {
+        Error::new(kind, op, join(&self.url, name), message)
+    }
+
+    fn path(&self, op: &'static str, name: &str) -> Result<Path> {
+        name::check(op, &self.url, name)?;
+        let path = format!("{}{name}", self.prefix);
+        if path.len() > KEY_BYTES_MAX {
+            let message = format!("expected at most {KEY_BYTES_MAX} bytes with the prefix, found {}", path.len());
+            return Err(self.fail(Kind::Invalid, op, name, message));
+        }
+        Path::parse(&path).map_err(|error| self.fail(Kind::Invalid, op, name, error.to_string()))
+    }
+
+    /// The prefix of a directory, without a slash at its end; `None` for all of the bucket.
+    fn dir(&self, op: &'static str, dir: &str) -> Result<Option<Path>> {
+        name::check_dir(op, &self.url, dir)?;
+        let path = format!("{}{dir}", self.prefix);
+        match path.trim_end_matches('/') {
+            "" => Ok(None),
+            path => Path::parse(path).map(Some).map_err(|e| self.fail(Kind::Invalid, op, dir, e.to_string())),
+        }
+    }
+
+    /// Makes a call of the client library.
+    fn call<T>(&self, op: &'static str, name: &str, call: impl Future<Output = object_store::Result<T>>) -> Result<T> {
+        self.answered(op, name, call)?.map_err(|(error, _)| error)
+    }
+
+    /// [`call`](Self::call), with what the service answered beside the error.
+    fn answered<T>(
+        &self,
+        op: &'static str,
+        name: &str,
+        call: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<Result<T, (Error, Answer)>> {
+        let (done, answer) = self.network.run(&self.url, call)?;
+        Ok(done.map_err(|error| (failure::of(op, join(&self.url, name), &error, &answer), answer)))
+    }
+
+    fn put_whole(&self, op: &'static str, name: &str, payload: PutPayload) -> Result<()> {
+        let path = self.path(op, name)?;
+        let options = PutOptions { attributes: self.bucket.attributes.clone(), ..PutOptions::default() };
+        self.call(op, name, self.client().put_opts(&path, payload, options)).map(|_| ())
+    }
+
+    fn head(&self, op: &'static str, name: &str) -> Result<GetResult> {
+        let path = self.path(op, name)?;
+        self.call(op, name, self.client().get_opts(&path, GetOptions { head: true, ..GetOptions::default() }))
+    }
+
+    fn delete(&self, op: &'static str, name: &str) -> Result<()> {
+        let path = self.path(op, name)?;
+        absent_is_fine(self.call(op, name, self.client().delete(&path)))
+    }
+}
+
+/// What all services allow for the name of an object, prefix included.
+const KEY_BYTES_MAX: usize = 1024;
+
+fn absent_is_fine(done: Result<()>) -> Result<()> {
+    match done {
+        Err(error) if error.kind == Kind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+impl Store for FarStore {
+    fn url(&self) -> &str {
+        &self.place.url
+    }
+
+    fn needs(&self) -> Needs {
+        NEEDS
+    }
+
+    fn can_publish(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        let path = self.place.path("create", name)?;
+        if bytes > PARTS.object_bytes_max() {
+            let message = format!("expected an object of at most {} bytes, found {bytes}", PARTS.object_bytes_max());
+            return Err(self.place.fail(Kind::Exhausted, "create", name, message));
+        }
+        let part_bytes = PARTS.of(bytes);
+        let upload = match bytes <= part_bytes {
+            true => None,
+            false => {
+                let attributes = self.place.bucket.attributes.clone();
+                let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
+                let begun = self.place.client().create_multipart_opts(&path, options);
+                Some(self.place.call("create", name, begun)?)
+            }
+        };
+        let parts = Mutex::new(vec![None; bytes.div_ceil(part_bytes).max(1) as usize]);
+        let (place, name) = (Arc::clone(&self.place), name.to_owned());
+        Ok(Box::new(FarWriter { place, name, path, bytes, part_bytes, upload, parts, is_finished: false }))
+    }
+
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
+        let place = &self.place;
+        let path = place.path("open", name)?;
+        let first = |range| GetOptions { range, head: head_bytes == 0, ..GetOptions::default() };
+        // Services count in signed numbers.
+        let range = (head_bytes > 0).then_some(GetRange::Bounded(0..head_bytes.min(i64::MAX as u64)));
+        let read = async {
+            let found = place.client().get_opts(&path, first(range)).await?;
+            let (meta, mut head) = (found.meta.clone(), Vec::new());
+            if head_bytes > 0 {
+                let mut body = found.into_stream();
+                while let Some(piece) = body.next().await {
+                    head.extend_from_slice(&piece?);
+                }
+            }
+            Ok((meta, head))
+        };
+        let (meta, head) = match place.answered("open", name, read)? {
+            Ok(found) => found,
+            // Of an empty object there is no range.
+            Err((_, answer)) if answer.status == Some(StatusCode::RANGE_NOT_SATISFIABLE) => {
+                (place.head("open", name)?.meta, Vec::new())
+            }
+            Err((error, _)) => return Err(error),
+        };
+        let expected = meta.size.min(head_bytes);
+        if head.len() as u64 != expected {
+            let message = format!("expected the first {expected} bytes, found {}", head.len());
+            return Err(place.fail(Kind::Unavailable, "open", name, message));
+        }
+        let (place, name) = (Arc::clone(place), name.to_owned());
+        let (etag, version) = (meta.e_tag, meta.version);
+        Ok((Box::new(FarReader { place, name, path, bytes: meta.size, etag, version }), head))
+    }
+
+    fn size(&self, name: &str) -> Result<u64> {
+        Ok(self.place.head("open", name)?.meta.size)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.place.put_whole("put", name, Bytes::copy_from_slice(bytes).into())
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let (place, op) = (&self.place, "publish");
+        let (path, token) = (place.path(op, name)?, self.token(name)?);
+        let key = Attribute::Metadata(TOKEN.into());
+        let mut attributes = place.bucket.attributes.clone();
+        attributes.insert(key.clone(), token.clone().into());
+        let options = PutOptions { mode: PutMode::Create, attributes, ..PutOptions::default() };
+        let payload = Bytes::copy_from_slice(bytes).into();
+        let Err((error, answer)) = place.answered(op, name, place.client().put_opts(&path, payload, options))? else {
+            return Ok(());
+        };
+        let is_taken = answer.status == Some(place.bucket.taken);
+        if !is_taken && error.kind != Kind::Unavailable {
+            return Err(error);
+        }
+        // Either may follow our own success: its answer was lost, and what was repeated found it.
+        let mut pauses = LOOKS_MS.iter();
+        let looked = loop {
+            match (place.head(op, name), pauses.next()) {
+                (Err(again), Some(&ms)) if again.kind == Kind::Unavailable => {
+                    std::thread::sleep(Duration::from_millis(ms));
+                }
+                (looked, _) => break looked,
+            }
+        };
+        let unsure = |why: String| {
+            self.doubtful().insert(name.to_owned(), token.clone());
+            let message = format!("{why}; the object may have been published: look before doing it again");
+            Err(Error { wait: error.wait, ..place.fail(Kind::Unavailable, op, name, message) })
+        };
+        match looked {
+            Ok(found) if found.attributes.get(&key).is_some_and(|found| **found == *token) => Ok(()),
+            Ok(_) => Err(place.fail(Kind::Conflict, op, name, "the name is taken")),
+            Err(absent) if absent.kind == Kind::NotFound => unsure(error.message.clone()),
+            Err(unseen) => unsure(format!("{}, and it cannot be looked for: {}", error.message, unseen.message)),
+        }
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        each_by_threads(SENT_AT_A_TIME, writes, |write| match write.object.storage().downcast_ref::<FarWriter>() {
+            Some(object) => object.send(write),
+            None => write.make().map_err(|error| Box::new((write, error))),
+        })
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| name::check("sync", &self.place.url, name))
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        let prefix = self.place.dir("list", dir)?;
+        let found = self.place.call("list", dir, self.place.client().list_with_delimiter(prefix.as_ref()))?;
+        let named = |path: &Path| {
+            // An object of the directory's own name marks it for some tools.
+            let name = path.filename().filter(|_| Some(path) != prefix.as_ref())?;
+            name::flaw(name).is_none().then(|| name.to_owned())
+        };
+        let dirs = found.common_prefixes.iter().filter_map(named);
+        let dirs = dirs.map(|name| Entry { name, is_dir: true, is_link: false, bytes: 0 });
+        let objects = found.objects.iter().filter_map(|object| Some((named(&object.location)?, object.size)));
+        let objects = objects.map(|(name, bytes)| Entry { name, is_dir: false, is_link: false, bytes });
+        let mut entries: Vec<Entry> = dirs.chain(objects).collect();
+        if entries.is_empty() {
+            return Err(self.place.fail(Kind::NotFound, "list", dir, "no such directory"));
+        }
+        entries.sort_by(|a, b| (&a.name, a.is_dir).cmp(&(&b.name, b.is_dir)));
+        Ok(entries)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.place.delete("delete", name)
+    }
+
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
+        // Directories come and go with their objects.
+        dirs.iter().try_for_each(|dir| name::check("delete", &self.place.url, dir))?;
+        let paths: Vec<Path> = objects.iter().map(|name| self.place.path("delete", name)).collect::<Result<_>>()?;
+        let all = stream::iter(paths.into_iter().map(Ok)).boxed();
+        let name = objects.first().copied().unwrap_or_default();
+        self.place.call("delete", name, delete_each(self.place.client(), all))
+    }
+
+    fn delete_tree(&self, dir: &str) -> Result<()> {
+        name::check("delete_tree", &self.place.url, dir)?;
+        let prefix = self.place.dir("delete_tree", dir)?;
+        let below = self.place.client().list(prefix.as_ref()).map_ok(|object| object.location).boxed();
+        self.place.call("delete_tree", dir, delete_each(self.place.client(), below))
+    }
+}
+
+/// Deletes these objects, as far as they are there, many in one request where the service can.
+async fn delete_each(
+    client: &dyn Client,
+    paths: BoxStream<'static, object_store::Result<Path>>,
+) -> object_store::Result<()> {
+    let mut deleted = client.delete_stream(paths);
+    while let Some(deleted) = deleted.next().await {
+        match deleted {
+            Ok(_) | Err(ClientError::NotFound { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// An object that is being sent.
+struct FarWriter {
+    place: Arc<Place>,
+    name: String,
+    path: Path,
+    bytes: u64,
+    part_bytes: u64,
+    /// The multipart upload, if it is one.
+    upload: Option<String>,
+    /// Of each part what completes the upload, once it was sent.
+    parts: Mutex<Vec<Option<PartId>>>,
+    is_finished: bool,
+}
+
+impl FarWriter {
+    fn parts(&self) -> MutexGuard<'_, Vec<Option<PartId>>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the part that these bytes are.
+    fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
+        let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
+        if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
+            let message = format!(
+                "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
+                self.part_bytes, self.bytes
+            );
+            return Err(self.place.fail(Kind::Invalid, "write", &self.name, message));
+        }
+        Ok((offset / self.part_bytes) as usize)
+    }
+
+    fn put_part(&self, part: usize, payload: PutPayload) -> Result<()> {
+        let sent = match &self.upload {
+            None => {
+                self.place.put_whole("write", &self.name, payload)?;
+                PartId { content_id: String::new() }
+            }
+            Some(upload) => {
+                let sent = self.place.client().put_part(&self.path, upload, part, payload);
+                self.place
+                    .call("write", &self.name, sent)
+                    .map_err(|error| Error { message: format!("part {}: {}", part + 1, error.message), ..error })?
+            }
+        };
+        self.parts()[part] = Some(sent);
+        Ok(())
+    }
+
+    /// Makes a write from its own memory; a failed one comes back.
+    fn send<'a>(&self, write: Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> {
+        let part = match self.part(write.offset, write.bytes as u64) {
+            Ok(part) => part,
+            Err(error) => return Err(Box::new((write, error))),
+        };
+        let Write { object, offset, buffers, bytes, number } = write;
+        let buffers: Vec<Arc<dyn Buffer>> = buffers.into_iter().map(Arc::from).collect();
+        let mut left = bytes;
+        let payload = buffers.iter().map(|buffer| {
+            let bytes = left.min(buffer.bytes().len());
+            left -= bytes;
+            Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
+        });
+        let payload: PutPayload = payload.collect();
+        self.put_part(part, payload).map_err(|error| {
+            let buffers = buffers.into_iter().map(|buffer| Box::new(Shared(buffer)) as Box<dyn Buffer>).collect();
+            Box::new((Write { object, offset, buffers, bytes, number }, error))
+        })
+    }
+
+    /// Completes the upload; a try whose answer was lost is recognized by the object.
+    fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
+        let completed = self.place.client().complete_multipart(&self.path, upload, parts);
+        match self.place.call("finish", &self.name, completed) {
+            Err(gone) if gone.kind == Kind::NotFound => match self.place.head("finish", &self.name) {
+                Ok(found) if found.meta.size == self.bytes => Ok(()),
+                _ => Err(Error { kind: Kind::Unavailable, ..gone }.finally()),
+            },
+            completed => completed.map(|_| ()),
+        }
+    }
+}
+
+impl ObjectWriter for FarWriter {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let part = self.part(offset, bytes.len() as u64)?;
+        self.put_part(part, Bytes::copy_from_slice(bytes).into())
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if self.bytes == 0 && self.parts()[0].is_none() {
+            self.put_part(0, PutPayload::default())?;
+        }
+        let parts: Option<Vec<PartId>> = self.parts().iter().cloned().collect();
+        let Some(parts) = parts else {
+            let missing = self.parts().iter().position(Option::is_none).unwrap_or_default();
+            let message = format!("part {} of {} was never written", missing + 1, self.parts().len());
+            return Err(self.place.fail(Kind::Invalid, "finish", &self.name, message));
+        };
+        if let Some(upload) = &self.upload {
+            self.complete(upload, parts)?;
+        }
+        self.is_finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for FarWriter {
+    fn drop(&mut self) {
+        if self.is_finished {
+            return;
+        }
+        // Whoever gave it up has its error; what cannot be removed now is debris, as after a crash.
+        match &self.upload {
+            // Twice: what the service had still to do with a part when it heard of the first comes after it.
+            Some(upload) => {
+                for _ in 0..2 {
+                    let abort = self.place.client().abort_multipart(&self.path, upload);
+                    if self.place.call("abort", &self.name, abort).is_err() {
+                        break;
+                    }
+                }
+            }
+            None if self.parts().iter().any(Option::is_some) => _ = self.place.delete("abort", &self.name),
+            None => {}
+        }
+    }
+}
+
+/// Memory that the client library sends: it goes back when no connection uses it any more.
+struct Lent {
+    buffer: Arc<dyn Buffer>,
+    bytes: usize,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.buffer.bytes()[..self.bytes]
+    }
+}
+
+/// Memory of a write that failed, of which a connection may still send something.
+struct Shared(Arc<dyn Buffer>);
+
+// SAFETY: the range is that of the buffer within, which lives as long as this.
+#[allow(unsafe_code)]
+unsafe impl Buffer for Shared {
+    fn bytes(&self) -> &[u8] {
+        self.0.bytes()
+    }
+
+    fn number(&self) -> Option<u32> {
+        self.0.number()
+    }
+}
+
+/// An object as it was when it was opened.
+struct FarReader {
+    place: Arc<Place>,
+    name: String,
+    path: Path,
+    bytes: u64,
+    etag: Option<String>,
+    version: Option<String>,
+}
+
+impl ObjectReader for FarReader {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn page_cache(&self) -> Option<&dyn PageCache> {
+        None
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_ranges(&mut [(offset, buf)])
+    }
+
+    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
+        for (offset, buf) in ranges.iter() {
+            if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
+                return Err(crate::error::too_short(join(&self.place.url, &self.name), self.bytes, *offset, buf.len()));
+            }
+        }
+        let first = ranges.iter().map(|(offset, _)| *offset).min().unwrap_or(0);
+        let end = ranges.iter().map(|(offset, buf)| offset + buf.len() as u64).max().unwrap_or(0);
+        if first >= end {
+            return Ok(());
+        }
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(first..end)),
+            if_match: self.etag.clone(),
+            version: self.version.clone(),
+            ..GetOptions::default()
+        };
+        let read = async {
+            let mut body = self.place.client().get_opts(&self.path, options).await?.into_stream();
+            let mut at = first;
+            while let Some(piece) = body.next().await {
+                let piece = piece?;
+                scatter(at, &piece, ranges);
+                at += piece.len() as u64;
+            }
+            Ok(at)
+        };
+        match self.place.answered("read", &self.name, read)? {
+            Ok(at) if at == end => Ok(()),
+            Ok(at) => {
+                let message = format!("expected bytes {first}..{end}, found them up to {at}");
+                Err(self.place.fail(Kind::Unavailable, "read", &self.name, message))
+            }
+            Err((error, answer)) if answer.status == Some(StatusCode::PRECONDITION_FAILED) => {
+                let message = format!("the object was replaced while it was read ({})", error.message);
+                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
+            }
+            Err((error, _)) if error.kind == Kind::NotFound => {
+                let message = format!("the object was removed while it was read ({})", error.message);
+                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
+            }
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.read_at(offset, buf)
+    }
+}
+
+/// Copies a piece that lies at `at` to all ranges that have some of it.
+fn scatter(at: u64, piece: &[u8], ranges: &mut [(u64, &mut [u8])]) {
+    let end = at + piece.len() as u64;
+    for (offset, buf) in ranges {
+        let (from, to) = (at.max(*offset), end.min(*offset + buf.len() as u64));
+        if from < to {
+            buf[(from - *offset) as usize..(to - *offset) as usize]
+                .copy_from_slice(&piece[(from - at) as usize..(to - at) as usize]);
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! What a service's refusal means for the caller.
+
+use std::error::Error as _;
+
+use http::StatusCode;
+use object_store::client::HttpError;
+
+use super::network::Answer;
+use crate::{Error, Kind};
+
+/// Where instances of a cloud ask for their own credentials.
+const METADATA_HOSTS: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata.google.internal"];
+
+/// The error of a call that the client library failed, by what the service answered.
+pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
+    let text = error.to_string();
+    let tag = |name: &str| {
+        let (_, rest) = text.split_once(&format!("<{name}>"))?;
+        rest.split_once(&format!("</{name}>")).map(|(value, _)| value.trim())
+    };
+    let (code, said) = (tag("Code").unwrap_or_default(), tag("Message").unwrap_or_default());
+    let Some(status) = answer.status.filter(|status| !status.is_success()) else {
+        return unanswered(op, place, error, answer);
+    };
+    let kind = kind_of(status, code);
+    let mut message = match (code, said) {
+        ("", _) => format!("the service answered {status}"),
+        (code, "") => format!("the service answered {status}: {code}"),
+        (code, said) => format!("the service answered {status}: {code}: {said}"),
+    };
+    if METADATA_HOSTS.contains(&answer.host.as_str()) {
+        return Error::new(Kind::Invalid, op, place, format!("{NO_CREDENTIALS} ({message})"));
+    }
+    message += remedy(status, code);
+    Error { wait: answer.wait, ..Error::new(kind, op, place, message) }
+}
+
+const NO_CREDENTIALS: &str = "no credentials: neither the environment nor a profile has any, and this machine has no \
+                              role of its own";
+
+/// The error of a call that got no answer, or one that is none.
+fn unanswered(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
+    // The innermost cause says what happened; what stands around it repeats it, with the URL.
+    let cause = causes(error).last().map_or_else(|| error.to_string(), ToString::to_string);
+    if METADATA_HOSTS.contains(&answer.host.as_str()) {
+        return Error::new(Kind::Invalid, op, place, format!("{NO_CREDENTIALS} ({cause})"));
+    }
+    match answer.status {
+        Some(_) if causes(error).any(|cause| cause.is::<HttpError>()) => {
+            Error::new(Kind::Unavailable, op, place, format!("the answer of {} broke off: {cause}", answer.host))
+        }
+        Some(_) => {
+            let what = "this is no answer of such a service; is the endpoint right?";
+            Error::new(Kind::Invalid, op, place, format!("{}: {what} ({cause})", answer.host))
+        }
+        None if answer.host.is_empty() => Error::new(Kind::Invalid, op, place, cause),
+        None => Error::new(Kind::Unavailable, op, place, format!("no answer from {}: {cause}", answer.host)),
+    }
+}
+
+fn causes<'a>(error: &'a object_store::Error) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
+    std::iter::successors(error.source(), |&error| error.source())
+}
+
+fn kind_of(status: StatusCode, code: &str) -> Kind {
+    match (status.as_u16(), code) {
+        (_, "NoSuchBucket" | "ContainerNotFound") => Kind::Invalid,
+        (_, "QuotaExceeded" | "XMinioStorageFull" | "XMinioAdminBucketQuotaExceeded") | (507, _) => Kind::Exhausted,
+        (_, "RequestTimeout" | "SlowDown" | "Throttling" | "ServerBusy" | "ExpiredToken" | "TokenRefreshRequired") => {
+            Kind::Unavailable
+        }
+        (_, "EntityTooLarge") => Kind::Exhausted,
+        (404 | 410, _) => Kind::NotFound,
+        (412 | 416, _) => Kind::Corrupt,
+        (408 | 409 | 425 | 429 | 500..=599, _) => match status {
+            StatusCode::NOT_IMPLEMENTED => Kind::Unsupported,
+            _ => Kind::Unavailable,
+        },
+        _ => Kind::Invalid,
+    }
+}
+
+/// What to do about it, where that is known.
+fn remedy(status: StatusCode, code: &str) -> &'static str {
+    match (status.as_u16(), code) {
+        (_, "NoSuchBucket" | "ContainerNotFound") => "; make it first: no bucket is made here",
+        (_, "RequestTimeTooSkewed") => "; set this machine's clock",
+        (301 | 307 | 308, _) | (_, "AuthorizationHeaderMalformed" | "PermanentRedirect") => {
+            "; is it the bucket's region and endpoint?"
+        }
+        (401 | 403, _) => "; the credentials do not allow it",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn found(status: u16, code: &str) -> Error {
+        let source = format!("Error performing PUT http://h/secret-in-url?sig=1 <Error><Code>{code}</Code></Error>");
+        let error = object_store::Error::Generic { store: "S3", source: source.into() };
+        let status = Some(StatusCode::from_u16(status).unwrap());
+        let answer = Answer { status, wait: Some(Duration::from_secs(3)), host: "h".into() };
+        of("put", "s3://b/x".into(), &error, &answer)
+    }
+
+    #[test]
+    fn refusals_are_told_apart_and_no_url_is_repeated() {
+        for (status, code, kind) in [
+            (404, "NoSuchKey", Kind::NotFound),
+            (404, "NoSuchBucket", Kind::Invalid),
+            (403, "AccessDenied", Kind::Invalid),
+            (403, "RequestTimeTooSkewed", Kind::Invalid),
+            (503, "SlowDown", Kind::Unavailable),
+            (429, "", Kind::Unavailable),
+            (409, "ConditionalRequestConflict", Kind::Unavailable),
+            (500, "InternalError", Kind::Unavailable),
+            (501, "NotImplemented", Kind::Unsupported),
+            (507, "XMinioStorageFull", Kind::Exhausted),
+            (412, "PreconditionFailed", Kind::Corrupt),
+            (301, "PermanentRedirect", Kind::Invalid),
+        ] {
+            let error = found(status, code);
+            assert_eq!(error.kind, kind, "{status} {code}: {error}");
+            assert!(error.message.contains(&status.to_string()) && error.message.contains(code), "{error}");
+            assert!(!error.to_string().contains("secret-in-url"), "{error}");
+            assert_eq!(error.wait, Some(Duration::from_secs(3)));
+        }
+    }
+}

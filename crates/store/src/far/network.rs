@@ -1,0 +1,288 @@
+//! The HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
+//!
+//! Every request passes through [`Connections`], the only place that knows the HTTP library: there it is counted, and
+//! cut when nothing has moved for [`STILL_MAX`]. The client library above repeats nothing: whether a request is made
+//! again is decided by whoever called the store.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::StatusCode;
+use http::header::RETRY_AFTER;
+use http_body::{Body, Frame, SizeHint};
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
+    HttpService,
+};
+use tokio::runtime::Runtime;
+use tokio::time::{Sleep, sleep, timeout};
+
+use crate::{Error, Kind, Result};
+
+/// A request in which nothing moves for so long is cut: a connection that is gone without a word.
+pub(super) const STILL_MAX: Duration = Duration::from_secs(30);
+
+/// How long a connection may take to come about.
+const CONNECT_MAX: Duration = Duration::from_secs(10);
+
+/// Threads that move bytes. The calls' own threads wait for them.
+const THREADS: usize = 2;
+
+/// Connections that are kept for the next request, for each server.
+const IDLE_MAX: usize = 32;
+
+/// What the stores of one engine share for far storage; empty until the first of them is opened.
+#[derive(Default)]
+pub(crate) struct Pool {
+    network: OnceLock<std::result::Result<Arc<Network>, String>>,
+}
+
+impl Pool {
+    /// The network, made if it is the first call.
+    pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
+        let made = self.network.get_or_init(|| Network::new().map(Arc::new));
+        made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
+    }
+}
+
+/// A runtime and a pool of connections.
+pub(super) struct Network {
+    /// Present until it is dropped.
+    runtime: Option<Runtime>,
+    http: HttpClient,
+    /// The process that has its threads.
+    process: u32,
+}
+
+/// What the service said last in a call.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Answer {
+    /// The status of its answer, if it answered.
+    pub(super) status: Option<StatusCode>,
+    /// How long it asks to wait.
+    pub(super) wait: Option<Duration>,
+    /// The host that was asked.
+    pub(super) host: String,
+}
+
+tokio::task_local! {
+    /// Of the call that this task makes.
+    static ANSWER: Arc<Mutex<Answer>>;
+}
+
+impl Network {
+    fn new() -> std::result::Result<Network, String> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("shardfast-net")
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(|error| format!("no thread: {error}"))?;
+        let client = reqwest::Client::builder()
+            .tls_backend_preconfigured(trust()?)
+            .connect_timeout(CONNECT_MAX)
+            .pool_max_idle_per_host(IDLE_MAX)
+            .redirect(reqwest::redirect::Policy::none())
+            .http1_only()
+            .tcp_nodelay(true)
+            .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .map_err(|error| error.to_string())?;
+        let http = HttpClient::new(Connections { client });
+        Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
+    }
+
+    /// How the client library gets its HTTP client.
+    pub(super) fn connector(&self) -> Connector {
+        Connector(self.http.clone())
+    }
+
+    /// Runs a call of the client library on this thread: its outcome, and what the service said last.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] in a process that was forked from the one that made this.
+    pub(super) fn run<T>(&self, url: &str, call: impl Future<Output = T>) -> Result<(T, Answer)> {
+        let Some(runtime) = self.runtime.as_ref().filter(|_| std::process::id() == self.process) else {
+            let what = "opened before this process was forked, which has none of its threads: open it again here";
+            return Err(Error::new(Kind::Unsupported, "request", url, what));
+        };
+        let answer = Arc::new(Mutex::new(Answer::default()));
+        let done = runtime.block_on(ANSWER.scope(Arc::clone(&answer), call));
+        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Ok((done, answer))
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        match self.runtime.take() {
+            Some(runtime) if std::process::id() == self.process => runtime.shutdown_background(),
+            // In a forked child there is no thread to end.
+            runtime => std::mem::forget(runtime),
+        }
+    }
+}
+
+/// TLS by ring, with the certificates that this machine trusts.
+fn trust() -> std::result::Result<rustls::ClientConfig, String> {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?;
+    Ok(config.with_root_certificates(roots).with_no_client_auth())
+}
+
+/// Gives the client library this HTTP client.
+#[derive(Debug)]
+pub(crate) struct Connector(HttpClient);
+
+impl HttpConnector for Connector {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(self.0.clone())
+    }
+}
+
+/// The connections to all services.
+struct Connections {
+    client: reqwest::Client,
+}
+
+impl fmt::Debug for Connections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Connections")
+    }
+}
+
+#[async_trait::async_trait]
+impl HttpService for Connections {
+    async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
+        let (parts, body) = request.into_parts();
+        note(|answer| *answer = Answer { host: parts.uri.host().unwrap_or_default().to_owned(), ..Answer::default() });
+        let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
+        let mut request = reqwest::Request::new(parts.method, url);
+        *request.headers_mut() = parts.headers;
+        let moved = Arc::new(AtomicU64::new(0));
+        if body.content_length() > 0 {
+            let body = Sent { body, moved: Arc::clone(&moved) };
+            *request.body_mut() = Some(reqwest::Body::wrap(body));
+        }
+        let response = while_it_moves(&moved, self.client.execute(request)).await?.map_err(failed)?;
+        note(|answer| {
+            answer.status = Some(response.status());
+            let wait = response.headers().get(RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
+            answer.wait = wait.map(Duration::from_secs);
+        });
+        let response: http::Response<reqwest::Body> = response.into();
+        let (parts, body) = response.into_parts();
+        let body = Received { body, still: Box::pin(sleep(STILL_MAX)) };
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
+    }
+}
+
+fn note(change: impl FnOnce(&mut Answer)) {
+    // A request outside of a call of ours says nothing that anybody asks for.
+    let _ = ANSWER.try_with(|answer| change(&mut answer.lock().unwrap_or_else(PoisonError::into_inner)));
+}
+
+/// Nothing has moved for too long.
+#[derive(Debug, thiserror::Error)]
+#[error("nothing moved for {} s", STILL_MAX.as_secs())]
+struct Still;
+
+/// Waits for a request as long as it moves bytes.
+async fn while_it_moves<T>(moved: &AtomicU64, request: impl Future<Output = T>) -> std::result::Result<T, HttpError> {
+    let mut request = pin!(request);
+    loop {
+        let before = moved.load(Ordering::Relaxed);
+        match timeout(STILL_MAX, &mut request).await {
+            Ok(done) => return Ok(done),
+            Err(_) if moved.load(Ordering::Relaxed) == before => {
+                return Err(HttpError::new(HttpErrorKind::Timeout, Still));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// The client's error without the URL, which may hold a signature.
+fn failed(error: reqwest::Error) -> HttpError {
+    let kind = match () {
+        () if error.is_timeout() => HttpErrorKind::Timeout,
+        () if error.is_connect() => HttpErrorKind::Connect,
+        () if error.is_decode() => HttpErrorKind::Decode,
+        () => HttpErrorKind::Interrupted,
+    };
+    HttpError::new(kind, error.without_url())
+}
+
+/// The body of a request, which counts what the connection takes of it.
+struct Sent {
+    body: HttpRequestBody,
+    moved: Arc<AtomicU64>,
+}
+
+impl Body for Sent {
+    type Data = Bytes;
+    type Error = HttpError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
+        self.moved.fetch_add(1, Ordering::Relaxed);
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The body of an answer, which fails when nothing of it comes for too long.
+struct Received {
+    body: reqwest::Body,
+    still: Pin<Box<Sleep>>,
+}
+
+impl Body for Received {
+    type Data = Bytes;
+    type Error = HttpError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
+        match Pin::new(&mut self.body).poll_frame(context) {
+            Poll::Ready(frame) => {
+                self.still.as_mut().reset(tokio::time::Instant::now() + STILL_MAX);
+                Poll::Ready(frame.map(|frame| frame.map_err(failed)))
+            }
+            Poll::Pending => match self.still.as_mut().poll(context) {
+                Poll::Ready(()) => Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still)))),
+                Poll::Pending => Poll::Pending,
+            },
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

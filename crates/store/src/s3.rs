@@ -1,0 +1,74 @@
+//! `s3://bucket/prefix`: Amazon S3, and what speaks its protocol.
+//!
+//! Options: `endpoint` (a URL, for other services than Amazon's), `region`, `storage_class` of new objects, and
+//! `addressing`: `path` (`https://endpoint/bucket/name`, the default with an endpoint) or `virtual`
+//! (`https://bucket.endpoint/name`). What is not given there comes from where the tools of AWS keep it: the environment
+//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, and the roles of containers and
+//! instances.
+
+use std::sync::Arc;
+
+use http::StatusCode;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
+use object_store::{Attribute, Attributes, RetryConfig};
+
+use crate::far::{Bucket, FarStore};
+use crate::place::Url;
+use crate::{Error, Kind, Result, Shared, Store};
+
+/// The options of such a URL.
+pub(crate) const OPTIONS: &[&str] = &["addressing", "endpoint", "region", "storage_class"];
+
+/// Where a bucket is if nobody says it.
+const REGION: &str = "us-east-1";
+
+/// Opens `s3://bucket/prefix?option=value`.
+pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    let invalid = |message: String| Error::new(Kind::Invalid, "open", url.shown(), message);
+    let (bucket, prefix) = url.bucket_and_prefix()?;
+    let mut builder = AmazonS3Builder::from_env().with_bucket_name(&bucket);
+    let mut attributes = Attributes::new();
+    let mut addressing = None;
+    for (name, value) in url.options()? {
+        match name.as_str() {
+            "endpoint" => builder = builder.with_endpoint(value),
+            "region" => builder = builder.with_region(value),
+            "storage_class" => _ = attributes.insert(Attribute::StorageClass, value.into()),
+            _ => addressing = Some(value),
+        }
+    }
+    builder = match addressing.as_deref() {
+        None => builder,
+        Some("path") => builder.with_virtual_hosted_style_request(false),
+        Some("virtual") => builder.with_virtual_hosted_style_request(true),
+        Some(other) => {
+            return Err(invalid(format!("expected addressing=path or addressing=virtual, found {other:?}")));
+        }
+    };
+    if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
+        builder = builder.with_region(REGION);
+    }
+    let endpoints = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
+    let endpoint = endpoints.iter().find_map(|key| builder.get_config_value(key));
+    if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
+        return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
+    }
+    // Whoever writes http: means it.
+    let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http:"));
+    let builder = builder
+        .with_allow_http(is_plain)
+        // The checksum of each part is signed; another pass over its bytes would say nothing more.
+        .with_unsigned_payload(true)
+        .with_checksum_algorithm(Checksum::CRC64NVME)
+        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() });
+    FarStore::open(url.usual(), &prefix, &shared.far, &|connector| {
+        let client = builder.clone().with_http_connector(connector).build();
+        let client = client.map_err(|error| invalid(error.to_string()))?;
+        let attributes = attributes.clone();
+        Ok(Bucket { client: Arc::new(client), taken: StatusCode::PRECONDITION_FAILED, attributes })
+    })
+}
+
+fn is_http(endpoint: &str) -> bool {
+    ["http://", "https://"].iter().any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
+}

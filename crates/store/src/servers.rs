@@ -1,0 +1,87 @@
+//! Real servers for tests: `scripts/servers.sh` installs and starts them, and they end with the test.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// A server of object storage on this machine, with an empty bucket.
+#[derive(Clone, Debug)]
+pub struct Server {
+    values: HashMap<String, String>,
+}
+
+/// Set for a test that runs with a server's credentials: where it is.
+const GIVEN: &str = "SHARDFAST_TEST_SERVER";
+
+impl Server {
+    /// Runs the test `test` (its whole name) with a new server of that name, whose credentials are in the environment:
+    /// this process starts the server and runs the test again in a process of its own. Says why on standard error and
+    /// does nothing where the server cannot be installed.
+    ///
+    /// # Panics
+    /// When the test fails, or the server does not start although it is installed.
+    pub fn with(name: &str, test: &str, body: impl FnOnce(&Server)) {
+        if let Ok(given) = std::env::var(GIVEN) {
+            return body(&Server::of(&given));
+        }
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/servers.sh");
+        let run = |arguments: &[&str]| {
+            let done = Command::new(&script).args(arguments).stderr(Stdio::inherit()).output();
+            done.expect("scripts/servers.sh runs")
+        };
+        if !run(&["install", name]).status.success() {
+            eprintln!("SKIPPED {test}: {name} cannot be installed on this machine");
+            return;
+        }
+        let process = std::process::id().to_string();
+        let started = run(&["start", "--with", &process, name]);
+        assert!(started.status.success(), "{name} did not start");
+        let line = String::from_utf8(started.stdout).expect("UTF-8");
+        let server = Server::of(line.trim());
+        let done = Command::new(std::env::current_exe().expect("this test"))
+            .args([test, "--exact", "--nocapture"])
+            .env(GIVEN, line.trim())
+            .envs(server.environment())
+            .status()
+            .expect("this test runs");
+        run(&["stop", server.value("pid")]);
+        assert!(done.success(), "{test} failed with {name}: its output stands above");
+    }
+
+    fn of(line: &str) -> Server {
+        let values = line.split_whitespace().filter_map(|pair| pair.split_once('='));
+        Server { values: values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect() }
+    }
+
+    fn value(&self, key: &str) -> &str {
+        self.values.get(key).unwrap_or_else(|| panic!("the server says no {key}: {:?}", self.values))
+    }
+
+    /// Where it answers.
+    pub fn endpoint(&self) -> &str {
+        self.value("url")
+    }
+
+    /// Its bucket.
+    pub fn bucket(&self) -> &str {
+        self.value("bucket")
+    }
+
+    /// Its process.
+    pub fn process(&self) -> &str {
+        self.value("pid")
+    }
+
+    /// The URL of a prefix of its bucket, for a server that speaks S3.
+    pub fn s3(&self, prefix: &str) -> String {
+        format!("s3://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
+    }
+
+    /// The variables that give a program access to it.
+    fn environment(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", self.value("secret").to_owned()),
+        ]
+    }
+}

@@ -27,7 +27,7 @@ use tokio::time::{Sleep, sleep, timeout};
 use crate::{Error, Kind, Result};
 
 /// A request in which nothing moves for so long is cut: a connection that is gone without a word.
-pub(super) const STILL_MAX: Duration = Duration::from_secs(30);
+const STILL_MAX: Duration = Duration::from_secs(30);
 
 /// How long a connection may take to come about.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
@@ -39,15 +39,28 @@ const THREADS: usize = 2;
 const IDLE_MAX: usize = 32;
 
 /// What the stores of one engine share for far storage; empty until the first of them is opened.
-#[derive(Default)]
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
+    /// [`STILL_MAX`]; tests lower it.
+    still_max: Duration,
+}
+
+impl Default for Pool {
+    fn default() -> Pool {
+        Pool { network: OnceLock::new(), still_max: STILL_MAX }
+    }
 }
 
 impl Pool {
+    /// A pool that cuts a request in which nothing moves for so long.
+    #[cfg(feature = "testing")]
+    pub(crate) fn impatient(still_max: Duration) -> Pool {
+        Pool { still_max, ..Pool::default() }
+    }
+
     /// The network, made if it is the first call.
     pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
-        let made = self.network.get_or_init(|| Network::new().map(Arc::new));
+        let made = self.network.get_or_init(|| Network::new(self.still_max).map(Arc::new));
         made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
     }
 }
@@ -78,7 +91,7 @@ tokio::task_local! {
 }
 
 impl Network {
-    fn new() -> std::result::Result<Network, String> {
+    fn new(still_max: Duration) -> std::result::Result<Network, String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("shardfast-net")
@@ -96,7 +109,7 @@ impl Network {
             .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
             .build()
             .map_err(|error| error.to_string())?;
-        let http = HttpClient::new(Connections { client });
+        let http = HttpClient::new(Connections { client, still_max });
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -155,6 +168,7 @@ impl HttpConnector for Connector {
 /// The connections to all services.
 struct Connections {
     client: reqwest::Client,
+    still_max: Duration,
 }
 
 impl fmt::Debug for Connections {
@@ -176,7 +190,7 @@ impl HttpService for Connections {
             let body = Sent { body, moved: Arc::clone(&moved) };
             *request.body_mut() = Some(reqwest::Body::wrap(body));
         }
-        let response = while_it_moves(&moved, self.client.execute(request)).await?.map_err(failed)?;
+        let response = while_it_moves(&moved, self.still_max, self.client.execute(request)).await?.map_err(failed)?;
         note(|answer| {
             answer.status = Some(response.status());
             let wait = response.headers().get(RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
@@ -184,7 +198,7 @@ impl HttpService for Connections {
         });
         let response: http::Response<reqwest::Body> = response.into();
         let (parts, body) = response.into_parts();
-        let body = Received { body, still: Box::pin(sleep(STILL_MAX)) };
+        let body = Received { body, still: Box::pin(sleep(self.still_max)), still_max: self.still_max };
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
     }
 }
@@ -196,18 +210,22 @@ fn note(change: impl FnOnce(&mut Answer)) {
 
 /// Nothing has moved for too long.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing moved for {} s", STILL_MAX.as_secs())]
-struct Still;
+#[error("nothing moved for {} s", .0.as_secs_f32())]
+struct Still(Duration);
 
 /// Waits for a request as long as it moves bytes.
-async fn while_it_moves<T>(moved: &AtomicU64, request: impl Future<Output = T>) -> std::result::Result<T, HttpError> {
+async fn while_it_moves<T>(
+    moved: &AtomicU64,
+    still_max: Duration,
+    request: impl Future<Output = T>,
+) -> std::result::Result<T, HttpError> {
     let mut request = pin!(request);
     loop {
         let before = moved.load(Ordering::Relaxed);
-        match timeout(STILL_MAX, &mut request).await {
+        match timeout(still_max, &mut request).await {
             Ok(done) => return Ok(done),
             Err(_) if moved.load(Ordering::Relaxed) == before => {
-                return Err(HttpError::new(HttpErrorKind::Timeout, Still));
+                return Err(HttpError::new(HttpErrorKind::Timeout, Still(still_max)));
             }
             Err(_) => {}
         }
@@ -256,6 +274,7 @@ impl Body for Sent {
 struct Received {
     body: reqwest::Body,
     still: Pin<Box<Sleep>>,
+    still_max: Duration,
 }
 
 impl Body for Received {
@@ -268,11 +287,12 @@ impl Body for Received {
     ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
         match Pin::new(&mut self.body).poll_frame(context) {
             Poll::Ready(frame) => {
-                self.still.as_mut().reset(tokio::time::Instant::now() + STILL_MAX);
+                let due = tokio::time::Instant::now() + self.still_max;
+                self.still.as_mut().reset(due);
                 Poll::Ready(frame.map(|frame| frame.map_err(failed)))
             }
             Poll::Pending => match self.still.as_mut().poll(context) {
-                Poll::Ready(()) => Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still)))),
+                Poll::Ready(()) => Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max))))),
                 Poll::Pending => Poll::Pending,
             },
         }

@@ -15,7 +15,7 @@ use crate::checkpoint::{is_whole, load, save, store};
 use crate::proxy::{Fault, Harm, Proxy, Seen};
 
 /// Runs at a time: most of them wait for a retry.
-const RUNS_AT_A_TIME: usize = 6;
+const RUNS_AT_A_TIME: usize = 12;
 
 /// Of operations that are to succeed.
 const DEADLINE: Duration = Duration::from_secs(60);

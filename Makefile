@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test frameworks oldest memcheck wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test frameworks oldest memcheck servers wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | frameworks | oldest | memcheck | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | frameworks | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and shardfast built from these sources.
 setup:
@@ -28,6 +28,10 @@ oldest: setup
 # The tests that walk through Python's objects, with every access to memory checked.
 memcheck: setup
 	@scripts/memcheck.sh
+
+# Installs the object-storage servers that the tests use.
+servers:
+	@scripts/servers.sh install
 
 # Wheels for other machines in dist/: Linux with glibc 2.28 or later, x86_64 and aarch64; built, audited, tried out.
 wheel: setup

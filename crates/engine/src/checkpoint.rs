@@ -133,7 +133,7 @@ pub fn open_from(
 
 /// The verified manifest at `url`, or an error that says what is there instead.
 pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
-    retry(|| commit::read_manifest(store)).map_err(|error| {
+    retry(|| commit::read_manifest(store, "")).map_err(|error| {
         if error.kind != Kind::NotFound {
             return error;
         }

@@ -90,7 +90,7 @@ pub(crate) fn commit(
             let nothing_published = failed.error.kind != Kind::Unavailable;
             Err(Failed { error: failed.error, nothing_published })
         }
-        Err(failed) => match retry(|| read_commit(store)) {
+        Err(failed) => match retry(|| read_commit(store, "")) {
             // Rank 0 may have died before it could make the name durable.
             Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
             _ => Err(Failed { error: failed.error, nothing_published: false }),
@@ -154,13 +154,19 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
     }
 }
 
-/// The commit record at the store's place.
+/// The commit record of the checkpoint in the directory `dir` of the store, `""` being its own place.
 ///
 /// # Errors
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
-pub(crate) fn read_commit(store: &dyn Store) -> Result<Commit> {
-    let bytes = read(store, COMMIT, COMMIT_BYTES_MAX)?;
-    Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), COMMIT)))
+pub(crate) fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
+    let name = below(dir, COMMIT);
+    let bytes = read(store, &name, COMMIT_BYTES_MAX)?;
+    Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), &name)))
+}
+
+/// The name of an object of the checkpoint in the directory `dir`.
+fn below(dir: &str, name: &str) -> String {
+    if dir.is_empty() { name.to_owned() } else { format!("{dir}/{name}") }
 }
 
 /// A whole object, which is `Corrupt` if it is larger than it can be.
@@ -171,14 +177,22 @@ fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     })
 }
 
-/// The verified bytes of the manifest that is committed at the store's place.
+/// The verified bytes of the manifest that is committed in the directory `dir` of the store.
 ///
 /// # Errors
 /// As [`read_commit`]; `Corrupt` when the manifest is missing or not the one that was committed.
-pub(crate) fn read_manifest(store: &dyn Store) -> Result<Vec<u8>> {
-    let commit = read_commit(store)?;
-    let place = || join(store.url(), &commit.manifest);
-    let bytes = read(store, &commit.manifest, commit.manifest_bytes).map_err(|error| {
+pub(crate) fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
+    manifest_of(store, dir, &read_commit(store, dir)?)
+}
+
+/// The verified bytes of the manifest that this commit record of the checkpoint in the directory `dir` names.
+///
+/// # Errors
+/// `Corrupt` when the manifest is missing or not the one that was committed.
+pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
+    let name = below(dir, &commit.manifest);
+    let place = || join(store.url(), &name);
+    let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
         let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
         Error::new(kind, format!("{}: the committed manifest cannot be read: {}", place(), error.message))
     })?;
@@ -275,5 +289,5 @@ fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
 fn withdraw(store: &dyn Store, commit: &Commit) {
     // A file that cannot be deleted now stays as an orphan, as after a crash.
     let _ = store.delete(&commit.manifest);
-    let _ = read_manifest(store).and_then(|bytes| mend_indexes(store, &Manifest::decode(&bytes)?));
+    let _ = read_manifest(store, "").and_then(|bytes| mend_indexes(store, &Manifest::decode(&bytes)?));
 }

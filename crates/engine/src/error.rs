@@ -1,5 +1,7 @@
 //! The closed kinds of errors, grouped by what the caller would do about them; and retries.
 
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -71,6 +73,8 @@ pub struct Error {
     pub message: String,
     /// Whether a retry would prove nothing.
     pub(crate) is_final: bool,
+    /// Whether it may last longer than a moment, and how long the storage asks to wait.
+    pub(crate) wait: Option<Duration>,
 }
 
 /// The engine's results.
@@ -79,7 +83,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// A failure of that kind.
     pub fn new(kind: Kind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), is_final: false }
+        Error { kind, message: message.into(), is_final: false, wait: None }
     }
 
     pub(crate) fn corrupt(message: impl Into<String>) -> Error {
@@ -112,8 +116,15 @@ impl Error {
     }
 }
 
-/// Pauses before the retries of a store's operation: a second in all.
+/// Pauses before the retries of what passes in a moment or not at all, such as a fault of a disk: a second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
+
+/// Pauses before the retries of what may last, such as a service that is overloaded or away: they grow to the last one,
+/// which is repeated.
+const LONG_PAUSES_MS: [u64; 6] = [100, 400, 1_500, 5_000, 10_000, 20_000];
+
+/// Retries of what may last: two minutes of pauses in all.
+const LONG_TRIES_MAX: usize = 11;
 
 /// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
@@ -141,7 +152,11 @@ impl Tries {
             return Err(error);
         }
         let (now, tried) = (Instant::now(), self.began.elapsed());
-        let pause = PAUSES_MS.get(self.failed - 1).map(|&ms| Duration::from_millis(ms));
+        let pause = match error.wait {
+            None => PAUSES_MS.get(self.failed - 1).map(|&ms| Duration::from_millis(ms)),
+            Some(_) if self.failed > LONG_TRIES_MAX => None,
+            Some(wait) => Some(wait.max(jittered(LONG_PAUSES_MS[(self.failed - 1).min(LONG_PAUSES_MS.len() - 1)]))),
+        };
         match pause.filter(|&pause| tried.saturating_add(pause) <= within) {
             Some(pause) => Ok(now + pause),
             None if self.failed == 1 => Err(error),
@@ -151,6 +166,12 @@ impl Tries {
             }
         }
     }
+}
+
+/// A pause between a half and all of these milliseconds: many ranks that failed together do not come back together.
+fn jittered(ms: u64) -> Duration {
+    let random = RandomState::new().build_hasher().finish();
+    Duration::from_millis(ms / 2 + random % (ms / 2 + 1))
 }
 
 /// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass.
@@ -249,7 +270,7 @@ impl From<shardfast_store::Error> for Error {
             Store::Invalid => Kind::Invalid,
             Store::Internal => Kind::Internal,
         };
-        Error { is_final: error.is_final, ..Error::new(kind, error.to_string()) }
+        Error { is_final: error.is_final, wait: error.wait, ..Error::new(kind, error.to_string()) }
     }
 }
 
@@ -260,5 +281,41 @@ impl From<shardfast_coord::Error> for Error {
             _ => Kind::Unavailable,
         };
         Error::new(kind, error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pauses(wait: Option<Duration>, within: Duration) -> (Vec<Duration>, Error) {
+        let (mut tries, mut pauses) = (Tries::begin(), Vec::new());
+        loop {
+            let now = Instant::now();
+            match tries.again(Error { wait, ..Error::new(Kind::Unavailable, "away") }, within) {
+                Ok(due) => pauses.push(due - now),
+                Err(error) => return (pauses, error),
+            }
+        }
+    }
+
+    #[test]
+    fn what_may_last_is_waited_for_and_what_does_not_is_not() {
+        let (moment, _) = pauses(None, Duration::MAX);
+        assert_eq!(moment.len(), 4);
+        assert!(moment.iter().sum::<Duration>() <= Duration::from_millis(1100), "{moment:?}");
+        let (long, error) = pauses(Some(Duration::ZERO), Duration::MAX);
+        let seconds = long.iter().sum::<Duration>().as_secs();
+        assert!((50..=140).contains(&seconds) && long.iter().all(|pause| pause.as_millis() <= 20_100), "{long:?}");
+        assert!(error.message.contains("tried 12 times"), "{error}");
+        let (asked, _) = pauses(Some(Duration::from_secs(7)), Duration::MAX);
+        assert!(asked.iter().all(|pause| pause.as_millis() >= 6_900), "{asked:?}");
+        assert_ne!(long, pauses(Some(Duration::ZERO), Duration::MAX).0, "with jitter");
+    }
+
+    #[test]
+    fn no_pause_reaches_beyond_the_deadline() {
+        let (pauses, error) = pauses(Some(Duration::from_secs(7)), Duration::from_secs(5));
+        assert_eq!((pauses.len(), error.message.as_str()), (0, "away"));
     }
 }

@@ -2,10 +2,12 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::Serialize;
 use shardfast_format::object::decode;
 use shardfast_format::{Extent, LeafKind, Manifest, SaveInfo};
+use shardfast_store::Shared;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
@@ -107,14 +109,17 @@ impl Holdings {
 /// # Errors
 /// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
 pub fn history(url: &str) -> Result<History> {
+    let shared = Arc::default();
     let (is_run, checkpoints) = match locate::look(url)? {
-        Place::Checkpoint => (false, vec![outline(url, None)]),
-        Place::Run(steps) => (true, steps.into_iter().map(|step| outline(&step.url, Some(step.step))).collect()),
+        Place::Checkpoint => (false, vec![outline(url, None, &shared)]),
+        Place::Run(steps) => {
+            (true, steps.into_iter().map(|step| outline(&step.url, Some(step.step), &shared)).collect())
+        }
     };
     Ok(History { url: url.to_owned(), is_run, checkpoints })
 }
 
-fn outline(url: &str, step: Option<u64>) -> Outline {
+fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {
     let line = |status, error: Option<Error>| Outline {
         url: url.to_owned(),
         step,
@@ -122,7 +127,7 @@ fn outline(url: &str, step: Option<u64>) -> Outline {
         error: error.map(|error| error.message),
         holds: None,
     };
-    match manifest(url) {
+    match manifest(url, shared) {
         Ok((manifest, bytes)) => Outline {
             step: step.or(manifest.info.step),
             holds: Some(Holdings::new(&manifest, bytes)),
@@ -133,9 +138,9 @@ fn outline(url: &str, step: Option<u64>) -> Outline {
     }
 }
 
-fn manifest(url: &str) -> Result<(Manifest, u64)> {
-    let store = runs::store(url)?;
-    let bytes = retry(|| commit::read_manifest(&*store))?;
+fn manifest(url: &str, shared: &Arc<Shared>) -> Result<(Manifest, u64)> {
+    let store = runs::store_on(url, shared)?;
+    let bytes = retry(|| commit::read_manifest(&*store, ""))?;
     Ok((Manifest::decode(&bytes)?, bytes.len() as u64))
 }
 

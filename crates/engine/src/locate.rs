@@ -43,7 +43,7 @@ pub(crate) fn look(url: &str) -> Result<Place> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);
     }
-    let steps = runs::list(url)?;
+    let steps = runs::list_in(&*store, url)?;
     if steps.is_empty() {
         // A commit that was published just now is as good as one that was there before.
         return checkpoint::read(&*store, url).map(|_| Place::Checkpoint);

@@ -59,8 +59,12 @@ pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
     if keep.last.is_none() && keep.every.is_none() {
         return Ok(retained);
     }
-    let committed: Vec<u64> =
-        runs::list(url)?.into_iter().filter(|step| matches!(step.commit, Ok(Some(_)))).map(|step| step.step).collect();
+    let store = runs::store(url)?;
+    let committed: Vec<u64> = runs::list_in(&*store, url)?
+        .into_iter()
+        .filter(|step| matches!(step.commit, Ok(Some(_))))
+        .map(|step| step.step)
+        .collect();
     let last = keep.last.unwrap_or(0).max(1);
     let is_kept = |newer: usize, step: u64| {
         (newer as u64) < last || keep.every.is_some_and(|every| every > 0 && step.is_multiple_of(every))
@@ -69,13 +73,12 @@ pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
     let mut unkept: Vec<u64> = unkept.map(|(_, step)| *step).collect();
     unkept.reverse();
     let (Some(&newest), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
-    prove(&runs::step_url(url, newest))?;
-    let store = runs::store(url)?;
+    prove(&*store, url, newest)?;
     let entries = runs::entries(&*store)?;
     for step in unkept {
         let dir = step_dir(step);
         let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
-        let reason = if is_link { Some("it is a link".to_owned()) } else { delete(&*store, url, step)? };
+        let reason = if is_link { Some("it is a link".to_owned()) } else { delete(&*store, step)? };
         match reason {
             Some(reason) => retained.spared.push(Spared { url: runs::step_url(url, step), reason }),
             None => retained.deleted.push(step),
@@ -85,12 +88,14 @@ pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
 }
 
 /// Step 1.
-fn prove(url: &str) -> Result<()> {
-    let opened = runs::store(url).and_then(|store| {
-        let manifest = Manifest::decode(&retry(|| commit::read_manifest(&*store))?)?;
-        presence::expect(&*store, &commit::files(&manifest).collect::<Vec<_>>(), std::time::Duration::MAX)
+fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
+    let (dir, url) = (step_dir(step), runs::step_url(url, step));
+    let proven = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| {
+        let manifest = Manifest::decode(&bytes)?;
+        let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
+        presence::expect(store, &files.collect::<Vec<_>>(), std::time::Duration::MAX)
     });
-    opened.map_err(|error| match error.kind {
+    proven.map_err(|error| match error.kind {
         Kind::Corrupt | Kind::Unsupported => Error::new(
             error.kind,
             format!(
@@ -103,12 +108,10 @@ fn prove(url: &str) -> Result<()> {
 }
 
 /// Steps 2 to 4. Returns why it stays, if it does.
-fn delete(store: &dyn Store, url: &str, step: u64) -> Result<Option<String>> {
+fn delete(store: &dyn Store, step: u64) -> Result<Option<String>> {
     let dir = step_dir(step);
     // Without it names alone tell which files are ours.
-    let manifest = runs::store(&runs::step_url(url, step))
-        .and_then(|store| retry(|| commit::read_manifest(&*store)))
-        .and_then(|bytes| Ok(Manifest::decode(&bytes)?));
+    let manifest = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| Ok(Manifest::decode(&bytes)?));
     let contents = match contents::survey(store, &dir, manifest.ok().as_ref(), LEVELS_MAX) {
         // Probably a foreign directory: this process may not list it.
         Err(error) if error.kind == Kind::Invalid => return Ok(Some(error.message)),

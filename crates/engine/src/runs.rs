@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
-use shardfast_store::{Entry, Store};
+use shardfast_store::{Entry, Shared, Store};
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
@@ -31,7 +31,12 @@ pub fn step_url(run_url: &str, step: u64) -> String {
 
 /// The store at a URL, for reading.
 pub(crate) fn store(url: &str) -> Result<Arc<dyn Store>> {
-    retry(|| Ok(shardfast_store::open(url)?))
+    store_on(url, &Arc::default())
+}
+
+/// [`store`], with what it shares with others.
+pub(crate) fn store_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    retry(|| Ok(shardfast_store::open_on(url, shared)?))
 }
 
 /// The entries of a store's root; none if that does not exist.
@@ -47,24 +52,34 @@ pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
 /// # Errors
 /// `Invalid` when a checkpoint is there instead of a run; the store's errors.
 pub fn list(url: &str) -> Result<Vec<Step>> {
-    let entries = entries(&*store(url)?)?;
+    list_in(&*store(url)?, url)
+}
+
+/// [`list`] of a run whose store is open.
+pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<Vec<Step>> {
+    let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step) };
+    Ok(steps(url, &entries(store)?)?.into_iter().map(step).collect())
+}
+
+/// The commit of a step; `None` when it has none.
+fn commit_of(store: &dyn Store, step: u64) -> Result<Option<Commit>> {
+    match retry(|| commit::read_commit(store, &step_dir(step))) {
+        Err(error) if error.kind == Kind::NotFound => Ok(None),
+        commit => commit.map(Some),
+    }
+}
+
+/// The steps that these entries of a run are, ascending, committed or not.
+fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Err(Error::invalid(format!(
             "{url}: expected a run (a directory of checkpoints `{}`), found one checkpoint",
             step_dir(0)
         )));
     }
-    let mut steps = Vec::new();
-    for entry in entries.iter().filter(|entry| entry.is_dir) {
-        let Some(step) = parse_step_dir(&entry.name) else { continue };
-        let url = step_url(url, step);
-        let commit = match store(&url).and_then(|store| retry(|| commit::read_commit(&*store))) {
-            Err(error) if error.kind == Kind::NotFound => Ok(None),
-            commit => commit.map(Some),
-        };
-        steps.push(Step { step, url, commit });
-    }
-    steps.sort_by_key(|step| step.step);
+    let dirs = entries.iter().filter(|entry| entry.is_dir);
+    let mut steps: Vec<u64> = dirs.filter_map(|entry| parse_step_dir(&entry.name)).collect();
+    steps.sort_unstable();
     Ok(steps)
 }
 
@@ -107,7 +122,8 @@ pub fn newest(
                 (below, older)
             )));
         }
-        Ok(vec![find(url, below, older)?; ranks.len()])
+        let store = engine.store(url)?;
+        Ok(vec![find(&*store, url, below, older)?; ranks.len()])
     })?;
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
@@ -119,13 +135,16 @@ pub fn newest(
     Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
 }
 
-fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
+/// Reads commits from the newest down, as far as that is needed.
+fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
+    let entries = entries(store)?;
     let mut skipped = Vec::new();
     let mut unreadable: Option<(u64, Error)> = None;
     let mut passed_over_committed = false;
-    for step in list(url)?.into_iter().rev().filter(|step| below.is_none_or(|below| step.step < below)) {
-        if matches!(step.commit, Ok(None)) {
-            skipped.push(format!("{}: not committed (its save was cut off, or is still running)", step_dir(step.step)));
+    for step in steps(url, &entries)?.into_iter().rev().filter(|&step| below.is_none_or(|below| step < below)) {
+        let commit = commit_of(store, step);
+        if matches!(commit, Ok(None)) {
+            skipped.push(format!("{}: not committed (its save was cut off, or is still running)", step_dir(step)));
             continue;
         }
         if let Some((broken, error)) = unreadable {
@@ -134,18 +153,21 @@ fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
                  (older=True) to go back to it",
                 error.message,
                 step_dir(broken),
-                step_dir(step.step)
+                step_dir(step)
             );
             return Err(Error::new(error.kind, message));
         }
-        let opened = step.commit.and_then(|_| store(&step.url));
-        match opened.and_then(|store| retry(|| commit::read_manifest(&*store))) {
-            Ok(manifest) => return Ok(Some(Found { step: step.step, manifest, skipped })),
+        let read = |commit: Option<Commit>| match commit {
+            Some(commit) => retry(|| commit::manifest_of(store, &step_dir(step), &commit)),
+            None => Err(Error::internal("a step without a commit is passed over")),
+        };
+        match commit.and_then(read) {
+            Ok(manifest) => return Ok(Some(Found { step, manifest, skipped })),
             Err(error) if older => {
                 passed_over_committed = true;
-                skipped.push(format!("{}: {error}", step_dir(step.step)));
+                skipped.push(format!("{}: {error}", step_dir(step)));
             }
-            Err(error) => unreadable = Some((step.step, error)),
+            Err(error) => unreadable = Some((step, error)),
         }
     }
     match unreadable {
@@ -154,7 +176,7 @@ fn find(url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
             Err(Error::corrupt(format!("{url}: no committed checkpoint can be opened:\n{}", skipped.join("\n"))))
         }
         None => {
-            foreign::refuse_as_run(url, &entries(&*store(url)?)?)?;
+            foreign::refuse_as_run(url, &entries)?;
             Ok(None)
         }
     }

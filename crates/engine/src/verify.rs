@@ -95,7 +95,7 @@ pub fn verify_in(
         Kind::Corrupt => Ok(of_broken_top(url, problem, error)),
         _ => Err(error),
     };
-    if let Err(error) = retry(|| commit::read_commit(&*store))
+    if let Err(error) = retry(|| commit::read_commit(&*store, ""))
         && error.kind != Kind::NotFound
     {
         return top(Problem::Commit, error);

@@ -36,11 +36,12 @@ use object_store::{
 use crate::place::join;
 use crate::write::{Buffer, Write, Writes, each_by_threads};
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store, name,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Shared, Store,
+    name,
 };
 
 pub(crate) use network::Pool;
-use network::{Answer, Connector, Network};
+use network::{Answer, Connector, Held, Network};
 
 const MIB: u64 = 1 << 20;
 
@@ -76,6 +77,9 @@ pub(crate) struct Bucket {
     pub(crate) taken: StatusCode,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
+    /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
+    /// once it was seen to.
+    pub(crate) untrusted: Option<String>,
 }
 
 /// How a service's file builds its client; the connector is the HTTP client to use.
@@ -86,6 +90,7 @@ pub(crate) struct FarStore {
     place: Arc<Place>,
     /// The tokens of names whose publishing ended in doubt: who tries again has the same one.
     doubtful: Mutex<HashMap<String, String>>,
+    shared: Arc<Shared>,
 }
 
 /// Where a store is, and how it is reached.
@@ -99,13 +104,47 @@ struct Place {
 
 impl FarStore {
     /// The store at `url`, whose objects have this prefix in the bucket that `build` opens.
-    pub(crate) fn open(url: String, prefix: &str, pool: &Pool, build: Build<'_>) -> Result<Arc<dyn Store>> {
+    pub(crate) fn open(url: String, prefix: &str, shared: &Arc<Shared>, build: Build<'_>) -> Result<Arc<dyn Store>> {
         name::check_dir("open", &url, prefix)?;
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
-        let network = pool.network(&url)?;
+        let network = shared.far.network(&url)?;
         let bucket = build(network.connector())?;
         let place = Arc::new(Place { url, prefix, bucket, network });
-        Ok(Arc::new(FarStore { place, doubtful: Mutex::default() }))
+        Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
+    }
+
+    /// Lets two requests race that create one name if it is absent. Both have begun before either ends, since some
+    /// servers look at the condition at the beginning only, and then overwrite.
+    fn race(&self) -> Result<()> {
+        let (place, op) = (&self.place, "publish");
+        let name = format!("{PROBE}{}", random(place, "")?);
+        let (path, held) = (place.path(op, &name)?, Held::new(2));
+        let put = || {
+            let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+            // Servers read a little of a body before they look at anything.
+            let half = Bytes::from(vec![0; PROBE_BYTES / 2]);
+            let payload = PutPayload::from_iter([half.clone(), half]);
+            Arc::clone(&held).call(place.client().put_opts(&path, payload, options))
+        };
+        let (outcomes, answer) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
+        // What cannot be removed now says by its name what it is.
+        let _ = place.delete(op, &name);
+        let outcomes = [outcomes.0, outcomes.1];
+        let won = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+        let is_refusal = |error: &&ClientError| matches!(error, ClientError::AlreadyExists { .. });
+        if let Some(error) = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).find(|e| !is_refusal(e)) {
+            return Err(failure::of(op, join(&place.url, &name), error, &answer));
+        }
+        if won == 1 {
+            return Ok(());
+        }
+        let found = if won == 0 { "none" } else { "both" };
+        let message = format!(
+            "this server does not create objects atomically: of two requests that create one name if it is absent \
+             (If-None-Match: *), expected exactly one to succeed, found {found}. Two jobs could publish one checkpoint: \
+             use a server that keeps this condition, such as MinIO or the service itself"
+        );
+        Err(place.fail(Kind::Unsupported, op, "", message))
     }
 
     fn doubtful(&self) -> MutexGuard<'_, HashMap<String, String>> {
@@ -117,10 +156,18 @@ impl FarStore {
         if let Some(token) = self.doubtful().remove(name) {
             return Ok(token);
         }
-        let mut random = [0; 16];
-        getrandom::fill(&mut random).map_err(|e| self.place.fail(Kind::Internal, "publish", name, e.to_string()))?;
-        Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+        random(&self.place, name)
     }
+}
+
+/// Names that two requests race for.
+const PROBE: &str = ".shardfast-probe-";
+const PROBE_BYTES: usize = 256 << 10;
+
+fn random(place: &Place, name: &str) -> Result<String> {
+    let mut random = [0; 16];
+    getrandom::fill(&mut random).map_err(|error| place.fail(Kind::Internal, "publish", name, error.to_string()))?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 impl Place {
@@ -205,6 +252,12 @@ impl Store for FarStore {
     }
 
     fn can_publish(&self) -> Result<()> {
+        let Some(name) = &self.place.bucket.untrusted else { return Ok(()) };
+        let trusted = || self.shared.far.trusted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !trusted().contains(name) {
+            self.race()?;
+            trusted().insert(name.clone());
+        }
         Ok(())
     }
 
@@ -300,7 +353,8 @@ impl Store for FarStore {
         let unsure = |why: String| {
             self.doubtful().insert(name.to_owned(), token.clone());
             let message = format!("{why}; the object may have been published: look before doing it again");
-            Err(Error { wait: error.wait, ..place.fail(Kind::Unavailable, op, name, message) })
+            let wait = error.wait.or(Some(Duration::ZERO));
+            Err(Error { wait, ..place.fail(Kind::Unavailable, op, name, message) })
         };
         match looked {
             Ok(found) if found.attributes.get(&key).is_some_and(|found| **found == *token) => Ok(()),
@@ -442,7 +496,7 @@ impl FarWriter {
         });
         let payload: PutPayload = payload.collect();
         self.put_part(part, payload).map_err(|error| {
-            let buffers = buffers.into_iter().map(|buffer| Box::new(Shared(buffer)) as Box<dyn Buffer>).collect();
+            let buffers = buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
             Box::new((Write { object, offset, buffers, bytes, number }, error))
         })
     }
@@ -527,11 +581,11 @@ impl AsRef<[u8]> for Lent {
 }
 
 /// Memory of a write that failed, of which a connection may still send something.
-struct Shared(Arc<dyn Buffer>);
+struct CameBack(Arc<dyn Buffer>);
 
 // SAFETY: the range is that of the buffer within, which lives as long as this.
 #[allow(unsafe_code)]
-unsafe impl Buffer for Shared {
+unsafe impl Buffer for CameBack {
     fn bytes(&self) -> &[u8] {
         self.0.bytes()
     }

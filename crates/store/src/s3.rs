@@ -54,19 +54,28 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
     }
     // Whoever writes http: means it.
-    let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http:"));
+    let is_plain = endpoint.as_deref().is_some_and(|endpoint| endpoint.starts_with("http:"));
+    let other = endpoint.filter(|endpoint| !is_amazon(endpoint));
+    let untrusted = other.map(|endpoint| format!("{endpoint} {bucket}"));
     let builder = builder
         .with_allow_http(is_plain)
         // The checksum of each part is signed; another pass over its bytes would say nothing more.
         .with_unsigned_payload(true)
         .with_checksum_algorithm(Checksum::CRC64NVME)
         .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() });
-    FarStore::open(url.usual(), &prefix, &shared.far, &|connector| {
+    FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let client = builder.clone().with_http_connector(connector).build();
         let client = client.map_err(|error| invalid(error.to_string()))?;
-        let attributes = attributes.clone();
-        Ok(Bucket { client: Arc::new(client), taken: StatusCode::PRECONDITION_FAILED, attributes })
+        let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
+        Ok(Bucket { client: Arc::new(client), taken: StatusCode::PRECONDITION_FAILED, attributes, untrusted })
     })
+}
+
+/// Whether an endpoint is Amazon's own.
+fn is_amazon(endpoint: &str) -> bool {
+    let host = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+    let host = host.split(['/', ':']).next().unwrap_or(host);
+    host.ends_with(".amazonaws.com") || host.ends_with(".amazonaws.com.cn")
 }
 
 fn is_http(endpoint: &str) -> bool {

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 /// A server of object storage on this machine, with an empty bucket.
 #[derive(Clone, Debug)]
 pub struct Server {
+    line: String,
     values: HashMap<String, String>,
 }
 
@@ -21,8 +22,8 @@ impl Server {
     /// # Panics
     /// When the test fails, or the server does not start although it is installed.
     pub fn with(name: &str, test: &str, body: impl FnOnce(&Server)) {
-        if let Ok(given) = std::env::var(GIVEN) {
-            return body(&Server::of(&given));
+        if std::env::var(GIVEN).is_ok() {
+            return Server::given("").again(test, body);
         }
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/servers.sh");
         let run = |arguments: &[&str]| {
@@ -36,21 +37,34 @@ impl Server {
         let process = std::process::id().to_string();
         let started = run(&["start", "--with", &process, name]);
         assert!(started.status.success(), "{name} did not start");
-        let line = String::from_utf8(started.stdout).expect("UTF-8");
-        let server = Server::of(line.trim());
-        let done = Command::new(std::env::current_exe().expect("this test"))
-            .args([test, "--exact", "--nocapture"])
-            .env(GIVEN, line.trim())
-            .envs(server.environment())
-            .status()
-            .expect("this test runs");
+        let server = Server::given(&String::from_utf8(started.stdout).expect("UTF-8"));
+        // It ends with this process in any case.
+        server.again(test, body);
         run(&["stop", server.value("pid")]);
-        assert!(done.success(), "{test} failed with {name}: its output stands above");
     }
 
-    fn of(line: &str) -> Server {
+    /// The server that such a line of `scripts/servers.sh` describes.
+    pub fn given(line: &str) -> Server {
         let values = line.split_whitespace().filter_map(|pair| pair.split_once('='));
-        Server { values: values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect() }
+        let values = values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+        Server { line: line.trim().to_owned(), values }
+    }
+
+    /// Runs the test `test` again in a process with the credentials of this server; there it does what `body` says.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn again(&self, test: &str, body: impl FnOnce(&Server)) {
+        if let Ok(given) = std::env::var(GIVEN) {
+            return body(&Server::given(&given));
+        }
+        let done = Command::new(std::env::current_exe().expect("this test"))
+            .args([test, "--exact", "--nocapture"])
+            .env(GIVEN, &self.line)
+            .envs(self.environment())
+            .status()
+            .expect("this test runs");
+        assert!(done.success(), "{test} failed with the server {}: its output stands above", self.line);
     }
 
     fn value(&self, key: &str) -> &str {

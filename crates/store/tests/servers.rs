@@ -1,7 +1,12 @@
-//! Real servers of object storage keep the contract.
+//! Real servers of object storage keep the contract, or are refused.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 
 use shardfast_store::servers::Server;
-use shardfast_store::{conformance, open};
+use shardfast_store::{Kind, conformance, open};
 
 #[test]
 fn minio() {
@@ -11,8 +16,72 @@ fn minio() {
 }
 
 #[test]
-fn moto() {
-    Server::with("moto", "moto", |server| {
-        conformance::check(|name| open(&server.s3(&format!("c/{}/{name}", std::process::id()))).unwrap())
+fn versitygw() {
+    let check = |server: &Server| conformance::check(|name| open(&server.s3(&format!("c/{name}"))).unwrap());
+    Server::with("versitygw", "versitygw", check);
+}
+
+fn is_refused(url: &str) {
+    let store = open(url).unwrap();
+    let error = store.can_publish().unwrap_err();
+    assert_eq!(error.kind, Kind::Unsupported, "{error}");
+    assert!(error.message.contains("expected exactly one to succeed, found both"), "{error}");
+}
+
+/// It takes no notice of the condition.
+#[test]
+fn s3rver_is_refused() {
+    Server::with("s3rver", "s3rver_is_refused", |server| {
+        is_refused(&server.s3("refused"));
+        let store = open(&server.s3("refused")).unwrap();
+        assert_eq!(store.list("").unwrap_err().kind, Kind::NotFound, "the probe is removed");
+    });
+}
+
+/// A server that looks at the condition when a request begins, and overwrites when it ends: as several did, of which no
+/// version can be installed any more.
+fn hasty(stream: &TcpStream, objects: &Mutex<HashMap<String, Vec<u8>>>) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    loop {
+        let (mut line, mut length, mut if_absent) = (String::new(), 0, false);
+        reader.read_line(&mut line).ok().filter(|&bytes| bytes > 0)?;
+        loop {
+            let mut header = String::new();
+            reader.read_line(&mut header).ok()?;
+            let header = header.trim().to_ascii_lowercase();
+            match header.split_once(": ") {
+                None => break,
+                Some(("content-length", value)) => length = value.parse().ok()?,
+                Some(("if-none-match", _)) => if_absent = true,
+                Some(_) => {}
+            }
+        }
+        let path = line.split(' ').nth(1)?.to_owned();
+        let is_taken = if_absent && objects.lock().unwrap().contains_key(&path);
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).ok()?;
+        if line.starts_with("PUT") && !is_taken {
+            objects.lock().unwrap().insert(path, body);
+        }
+        let status = if is_taken { "412 Precondition Failed" } else { "200 OK" };
+        let mut writer = stream;
+        write!(writer, "HTTP/1.1 {status}\r\netag: \"1\"\r\ncontent-length: 0\r\n\r\n").ok()?;
+    }
+}
+
+#[test]
+fn a_server_that_looks_at_the_condition_too_early_is_refused() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let objects: Arc<Mutex<HashMap<String, Vec<u8>>>> = Arc::default();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let objects = Arc::clone(&objects);
+            std::thread::spawn(move || hasty(&stream, &objects));
+        }
+    });
+    let given = Server::given(&format!("url={endpoint} bucket=b key=k secret=s"));
+    given.again("a_server_that_looks_at_the_condition_too_early_is_refused", |server| {
+        is_refused(&server.s3("hasty"));
     });
 }

@@ -1,6 +1,7 @@
 //! What a service's refusal means for the caller.
 
 use std::error::Error as _;
+use std::time::Duration;
 
 use http::StatusCode;
 use object_store::client::HttpError;
@@ -32,7 +33,7 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
         return Error::new(Kind::Invalid, op, place, format!("{NO_CREDENTIALS} ({message})"));
     }
     message += remedy(status, code);
-    Error { wait: answer.wait, ..Error::new(kind, op, place, message) }
+    Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
 }
 
 const NO_CREDENTIALS: &str = "no credentials: neither the environment nor a profile has any, and this machine has no \
@@ -47,19 +48,28 @@ fn unanswered(op: &'static str, place: String, error: &object_store::Error, answ
     }
     match answer.status {
         Some(_) if causes(error).any(|cause| cause.is::<HttpError>()) => {
-            Error::new(Kind::Unavailable, op, place, format!("the answer of {} broke off: {cause}", answer.host))
+            let message = format!("the answer of {} broke off: {cause}", answer.host);
+            Error { wait: lasting(Kind::Unavailable, answer), ..Error::new(Kind::Unavailable, op, place, message) }
         }
         Some(_) => {
             let what = "this is no answer of such a service; is the endpoint right?";
             Error::new(Kind::Invalid, op, place, format!("{}: {what} ({cause})", answer.host))
         }
         None if answer.host.is_empty() => Error::new(Kind::Invalid, op, place, cause),
-        None => Error::new(Kind::Unavailable, op, place, format!("no answer from {}: {cause}", answer.host)),
+        None => {
+            let message = format!("no answer from {}: {cause}", answer.host);
+            Error { wait: lasting(Kind::Unavailable, answer), ..Error::new(Kind::Unavailable, op, place, message) }
+        }
     }
 }
 
 fn causes<'a>(error: &'a object_store::Error) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
     std::iter::successors(error.source(), |&error| error.source())
+}
+
+/// A service that cannot be reached now may be away for a while.
+fn lasting(kind: Kind, answer: &Answer) -> Option<Duration> {
+    (kind == Kind::Unavailable).then(|| answer.wait.unwrap_or_default())
 }
 
 fn kind_of(status: StatusCode, code: &str) -> Kind {
@@ -69,6 +79,8 @@ fn kind_of(status: StatusCode, code: &str) -> Kind {
         (_, "RequestTimeout" | "SlowDown" | "Throttling" | "ServerBusy" | "ExpiredToken" | "TokenRefreshRequired") => {
             Kind::Unavailable
         }
+        // The body changed on its way.
+        (_, "BadDigest" | "InvalidDigest" | "XAmzContentChecksumMismatch") => Kind::Unavailable,
         (_, "EntityTooLarge") => Kind::Exhausted,
         (404 | 410, _) => Kind::NotFound,
         (412 | 416, _) => Kind::Corrupt,
@@ -95,8 +107,6 @@ fn remedy(status: StatusCode, code: &str) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn found(status: u16, code: &str) -> Error {
@@ -127,7 +137,8 @@ mod tests {
             assert_eq!(error.kind, kind, "{status} {code}: {error}");
             assert!(error.message.contains(&status.to_string()) && error.message.contains(code), "{error}");
             assert!(!error.to_string().contains("secret-in-url"), "{error}");
-            assert_eq!(error.wait, Some(Duration::from_secs(3)));
+            let waits = (kind == Kind::Unavailable).then_some(Duration::from_secs(3));
+            assert_eq!(error.wait, waits, "{status} {code}");
         }
     }
 }

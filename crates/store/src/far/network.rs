@@ -4,10 +4,11 @@
 //! cut when nothing has moved for [`STILL_MAX`]. The client library above repeats nothing: whether a request is made
 //! again is decided by whoever called the store.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -22,6 +23,7 @@ use object_store::client::{
     HttpService,
 };
 use tokio::runtime::Runtime;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Sleep, sleep, timeout};
 
 use crate::{Error, Kind, Result};
@@ -32,6 +34,9 @@ const STILL_MAX: Duration = Duration::from_secs(30);
 /// How long a connection may take to come about.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
 
+/// How long bodies are held back after the last one has begun.
+const HELD_FOR: Duration = Duration::from_millis(300);
+
 /// Threads that move bytes. The calls' own threads wait for them.
 const THREADS: usize = 2;
 
@@ -41,13 +46,15 @@ const IDLE_MAX: usize = 32;
 /// What the stores of one engine share for far storage; empty until the first of them is opened.
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
+/// Endpoints and buckets that were found to create if absent.
+    pub(super) trusted: Mutex<HashSet<String>>,
     /// [`STILL_MAX`]; tests lower it.
     still_max: Duration,
 }
 
 impl Default for Pool {
     fn default() -> Pool {
-        Pool { network: OnceLock::new(), still_max: STILL_MAX }
+        Pool { network: OnceLock::new(), trusted: Mutex::default(), still_max: STILL_MAX }
     }
 }
 
@@ -88,6 +95,36 @@ pub(super) struct Answer {
 tokio::task_local! {
     /// Of the call that this task makes.
     static ANSWER: Arc<Mutex<Answer>>;
+    /// Until when the rest of the bodies of its requests is held back.
+    static HELD: Arc<Held>;
+}
+
+/// Bodies of which all but the first frame is held back until so many requests have sent that.
+pub(super) struct Held {
+    expected: usize,
+    arrived: AtomicUsize,
+    go: Semaphore,
+}
+
+impl Held {
+    pub(super) fn new(expected: usize) -> Arc<Held> {
+        Arc::new(Held { expected, arrived: AtomicUsize::new(0), go: Semaphore::new(0) })
+    }
+
+    /// Runs a call whose request waits for the others behind the first frame of its body.
+    pub(super) async fn call<T>(self: Arc<Held>, call: impl Future<Output = T>) -> T {
+        HELD.scope(self, call).await
+    }
+
+    async fn wait(self: Arc<Held>) {
+        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.expected {
+            // The beginnings are on their way: the server sees all of them before any end.
+            sleep(HELD_FOR).await;
+            self.go.add_permits(self.expected);
+        }
+        // It is never closed.
+        let _ = self.go.acquire().await.map(SemaphorePermit::forget);
+    }
 }
 
 impl Network {
@@ -187,7 +224,8 @@ impl HttpService for Connections {
         *request.headers_mut() = parts.headers;
         let moved = Arc::new(AtomicU64::new(0));
         if body.content_length() > 0 {
-            let body = Sent { body, moved: Arc::clone(&moved) };
+            let held = HELD.try_with(Arc::clone).ok().map(|held| Box::pin(held.wait()) as Wait);
+            let body = Sent { body, moved: Arc::clone(&moved), has_begun: false, held };
             *request.body_mut() = Some(reqwest::Body::wrap(body));
         }
         let response = while_it_moves(&moved, self.still_max, self.client.execute(request)).await?.map_err(failed)?;
@@ -247,7 +285,12 @@ fn failed(error: reqwest::Error) -> HttpError {
 struct Sent {
     body: HttpRequestBody,
     moved: Arc<AtomicU64>,
+    has_begun: bool,
+    /// What it waits for behind its first frame.
+    held: Option<Wait>,
 }
+
+type Wait = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
 impl Body for Sent {
     type Data = Bytes;
@@ -258,6 +301,13 @@ impl Body for Sent {
         context: &mut Context<'_>,
     ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
         self.moved.fetch_add(1, Ordering::Relaxed);
+        if self.has_begun
+            && let Some(held) = &mut self.held
+        {
+            std::task::ready!(held.as_mut().poll(context));
+            self.held = None;
+        }
+        self.has_begun = true;
         Pin::new(&mut self.body).poll_frame(context)
     }
 

@@ -501,15 +501,18 @@ impl FarWriter {
         })
     }
 
-    /// Completes the upload; a try whose answer was lost is recognized by the object.
+    /// Completes the upload; a try whose answer was lost or cannot be understood is recognized by the object.
     fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
         let completed = self.place.client().complete_multipart(&self.path, upload, parts);
-        match self.place.call("finish", &self.name, completed) {
-            Err(gone) if gone.kind == Kind::NotFound => match self.place.head("finish", &self.name) {
-                Ok(found) if found.meta.size == self.bytes => Ok(()),
-                _ => Err(Error { kind: Kind::Unavailable, ..gone }.finally()),
-            },
-            completed => completed.map(|_| ()),
+        let error = match self.place.call("finish", &self.name, completed) {
+            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Invalid) => error,
+            completed => return completed.map(|_| ()),
+        };
+        match self.place.head("finish", &self.name) {
+            Ok(found) if found.meta.size == self.bytes => Ok(()),
+            Err(unseen) if unseen.kind == Kind::Unavailable => Err(unseen),
+            _ if error.kind == Kind::NotFound => Err(Error { kind: Kind::Unavailable, ..error }.finally()),
+            _ => Err(error),
         }
     }
 }

@@ -30,15 +30,24 @@ const SLACK: Duration = Duration::from_secs(20);
 const STILL_MAX: Duration = Duration::from_secs(1);
 const PATIENT: Duration = Duration::from_secs(30);
 
-const FAULTS: [Fault; 11] = [
+/// Faults of each request that stay, in turn.
+const LASTING: usize = 3;
+
+const FAULTS: [Fault; 16] = [
     Fault::Refused,
+    // An error in the body of an answer that says that all is well.
+    Fault::Answered(200),
     Fault::Answered(500),
     Fault::Answered(503),
     Fault::AnswerLost,
     Fault::RequestCut,
     Fault::AnswerCut,
-    Fault::RequestTurned,
-    Fault::AnswerTurned,
+    Fault::RequestTurned(1),
+    Fault::RequestTurned(2),
+    Fault::RequestTurned(3),
+    Fault::AnswerTurned(1),
+    Fault::AnswerTurned(2),
+    Fault::AnswerTurned(3),
     Fault::Silent,
     Fault::DeadBefore,
     Fault::DeadAfter,
@@ -50,8 +59,10 @@ const OPERATIONS: [&str; 9] = ["open", "create", "write", "finish", "put", "publ
 /// Whether a fault can happen to a request.
 fn applies(fault: Fault, seen: &Seen) -> bool {
     match fault {
-        Fault::RequestCut | Fault::RequestTurned => seen.has_body,
-        Fault::AnswerTurned => seen.answer_has_body,
+        Fault::RequestCut | Fault::RequestTurned(_) => seen.has_body,
+        Fault::AnswerTurned(_) => seen.answer_has_body,
+        // S3 does that where it puts parts together.
+        Fault::Answered(200) => seen.request.what.starts_with("POST") && seen.request.what.ends_with("?uploadId"),
         _ => true,
     }
 }
@@ -89,25 +100,30 @@ impl Run {
             None => "",
         };
         let object = format!("s3://{}/{object}", place.prefix()).trim_end_matches('/').to_owned();
-        match OPERATIONS.iter().any(|operation| error.message.contains(&format!("{operation} {object}"))) {
+        let is_named = OPERATIONS.iter().any(|operation| error.message.contains(&format!("{operation} {object}")));
+        // Damage is told by the file and what lies in it.
+        let file = below.map(|below| below.split('*').next().unwrap_or_default());
+        let is_damaged = error.kind == Kind::Corrupt && file.is_some_and(|file| error.message.contains(file));
+        match is_named || is_damaged {
             true => Ok(false),
             false => Err(format!("the error does not name {object}: {error}")),
         }
     }
 }
 
-/// All runs of an operation that makes these requests: each fault once, and, of the request's faults, some that stay.
+/// All runs of an operation that makes these requests: each fault of each request once, and some of them for ever.
 fn runs(requests: &[Seen]) -> Vec<Run> {
     let mut runs = Vec::new();
-    for seen in requests {
-        for fault in FAULTS.into_iter().filter(|&fault| applies(fault, seen)) {
-            for stays in [false, true] {
-                if !stays || !is_death(fault) {
-                    let harm = Harm { at: seen.request.clone(), fault, stays };
-                    runs.push(Run { number: runs.len(), seen: seen.clone(), harm });
-                }
-            }
-        }
+    for (i, seen) in requests.iter().enumerate() {
+        let faults: Vec<Fault> = FAULTS.into_iter().filter(|&fault| applies(fault, seen)).collect();
+        let mut add = |fault, stays| {
+            let harm = Harm { at: seen.request.clone(), fault, stays };
+            runs.push(Run { number: runs.len(), seen: seen.clone(), harm });
+        };
+        faults.iter().for_each(|&fault| add(fault, false));
+        let lasting: Vec<Fault> = faults.into_iter().filter(|&fault| !is_death(fault)).collect();
+        let lasting = lasting.iter().cycle().skip(i).step_by(3).take(LASTING);
+        lasting.for_each(|&fault| add(fault, true));
     }
     runs
 }
@@ -181,6 +197,12 @@ impl<'a> Place<'a> {
         format!("s3://{}?endpoint={}", self.prefix(), proxy.endpoint())
     }
 
+    /// Removes what is there.
+    fn remove(&self) {
+        let (all, name) = self.name.rsplit_once('/').unwrap();
+        store(&self.server.s3(all), PATIENT).delete_tree(name).unwrap();
+    }
+
     /// Runs an operation at the place through a proxy: its outcome, and how long it took.
     fn run(
         &self,
@@ -222,6 +244,7 @@ pub(crate) fn saves(server: &Server) {
         let place = Place::new(server, &format!("save/{}", run.number));
         let saved = place.run(run, save)?;
         let is_visible = is_whole(&place.direct())?;
+        place.remove();
         match saved {
             Ok(()) if !is_visible => Err("the save succeeded, and no checkpoint is there".to_owned()),
             Ok(()) => Ok(true),

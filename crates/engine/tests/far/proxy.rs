@@ -20,10 +20,10 @@ pub(crate) enum Fault {
     RequestCut,
     /// Half of the answer's body reaches the client, or half of its head if it has no body.
     AnswerCut,
-    /// One bit of the request's body is another one.
-    RequestTurned,
-    /// One bit of the answer's body is another one.
-    AnswerTurned,
+    /// One bit of the request's body is another one, at so many quarters of its length.
+    RequestTurned(usize),
+    /// One bit of the answer's body is another one, at so many quarters of its length.
+    AnswerTurned(usize),
     /// The connection stays open, and nothing comes.
     Silent,
     /// The client dies before it makes the request: nothing that it sends from there on reaches the server.
@@ -246,7 +246,7 @@ impl State {
                     to_server.write_all(&body[..body.len() / 2])?;
                     return to_server.shutdown(Shutdown::Both);
                 }
-                Some(Fault::RequestTurned) => turn(&mut body),
+                Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
                 _ => {}
             }
             to_server.write_all(head.of_length(body.len()).as_bytes())?;
@@ -266,7 +266,7 @@ impl State {
                     to_client.write_all(answer.as_bytes())?;
                     return to_client.write_all(&body[..body.len() / 2]);
                 }
-                Some(Fault::AnswerTurned) => turn(&mut body),
+                Some(Fault::AnswerTurned(quarters)) => turn(&mut body, quarters),
                 _ => {}
             }
             to_client.write_all(answer.as_bytes())?;
@@ -344,15 +344,18 @@ fn decoded(target: &str) -> String {
     })
 }
 
-/// Turns the bit in the middle.
-fn turn(body: &mut [u8]) {
-    let middle = body.len() / 2;
-    body[middle] ^= 1;
+/// Turns a bit; a body that is not there has none.
+fn turn(body: &mut [u8], quarters: usize) {
+    let at = body.len() * quarters / 4;
+    if let Some(byte) = body.get_mut(at) {
+        *byte ^= 1;
+    }
 }
 
 /// An answer of S3 to a request that had no effect.
 fn refusal(status: u16, is_head: bool) -> String {
     let (code, reason) = match status {
+        200 => ("InternalError", "OK"),
         503 => ("SlowDown", "Service Unavailable"),
         _ => ("InternalError", "Internal Server Error"),
     };

@@ -9,9 +9,10 @@ menu:
 setup:
 	@scripts/setup.sh
 
-# Trains, is killed in the middle of a save, resumes on other layouts, compares the loss curves.
+# Trains, is killed in the middle of a save, resumes on other layouts, compares the loss curves; with
+# STORE=s3://bucket/prefix the checkpoints are there.
 demo: setup
-	@.venv/bin/python examples/demo.py
+	@.venv/bin/python examples/demo.py --store="$(STORE)"
 
 # Everything that CI runs.
 test:

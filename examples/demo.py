@@ -5,7 +5,8 @@
    4 processes (FSDP2 × tensor parallel); then on 1 process.
 3. A table and a picture of both loss curves, and what ``shardfast ls``, ``inspect`` and ``verify`` say.
 
-``make demo`` runs it. Everything that it makes is in ``demo-out``.
+``make demo`` runs it. Everything that it makes is in ``demo-out``; with ``make demo STORE=s3://bucket/prefix`` the
+checkpoints are there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SHARDFAST = Path(sys.executable).parent / "shardfast"
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,17 @@ SINGLE = Layout("1 process", 1)
 class Job:
     """``examples/train.py`` under ``torchrun``, read line by line."""
 
-    def __init__(self, layout: Layout, run: Path, steps: int, every: int) -> None:
+    def __init__(self, layout: Layout, run: str, log: Path, steps: int, every: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={layout.processes}"]
         torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        train = [str(HERE / "train.py"), str(run), f"--steps={steps}", f"--every={every}"]
+        train = [str(HERE / "train.py"), run, f"--steps={steps}", f"--every={every}"]
         train += [f"--tp={layout.tensor_parallel}"]
         threads = str(max(1, (os.cpu_count() or 1) // layout.processes))
         environment = dict(os.environ, OMP_NUM_THREADS=threads, PYTHONUNBUFFERED="1")
-        self.log = run.parent / f"{run.name}.log"
+        self.log = log
         self.pids: list[int] = []
         with self.log.open("a") as log:
             self.torchrun = subprocess.Popen(
@@ -91,9 +93,9 @@ def show(record: dict[str, Any], steps: int) -> None:
     print(f"   [{bar}] step {record['step']:>3}/{steps}   loss {record['loss']:.4f}{saved}", flush=True)
 
 
-def train(layout: Layout, run: Path, steps: int, every: int, total: int) -> dict[int, float]:
+def train(layout: Layout, run: str, log: Path, steps: int, every: int, total: int) -> dict[int, float]:
     """Trains up to ``steps`` and returns the loss of each step that this job trained."""
-    job, losses = Job(layout, run, steps, every), {}
+    job, losses = Job(layout, run, log, steps, every), {}
     for record in job.records():
         if "loss" in record:
             losses[record["step"]] = record["loss"]
@@ -107,9 +109,9 @@ def train(layout: Layout, run: Path, steps: int, every: int, total: int) -> dict
     return losses
 
 
-def train_until_killed(layout: Layout, run: Path, kill_at: int, steps: int, every: int) -> dict[int, float]:
+def train_until_killed(layout: Layout, run: str, log: Path, kill_at: int, steps: int, every: int) -> dict[int, float]:
     """Trains until a save of step ``kill_at`` or later has begun to write and is not committed; kills it there."""
-    job, losses = Job(layout, run, steps, every), {}
+    job, losses = Job(layout, run, log, steps, every), {}
     for record in job.records():
         if "loss" not in record:
             continue
@@ -117,7 +119,15 @@ def train_until_killed(layout: Layout, run: Path, kill_at: int, steps: int, ever
         show(record, steps)
         if record["step"] < kill_at or not record["saving"]:
             continue
-        checkpoint = run / f"step-{record['step']:08}"
+        if "://" in run:
+            # An upload is invisible until it is complete; a save of this size takes longer than this.
+            time.sleep(0.02)
+            job.kill()
+            if record["step"] in committed(run):
+                raise SystemExit(f"the save of step {record['step']} was committed before it could be killed")
+            print(f"   killed (SIGKILL) in the middle of the save of step {record['step']}: no COMMIT", flush=True)
+            return losses
+        checkpoint = Path(run) / f"step-{record['step']:08}"
         while job.torchrun.poll() is None and not (checkpoint / "COMMIT").exists():
             if any(checkpoint.glob("*/*.safetensors")):
                 job.kill()
@@ -132,6 +142,17 @@ def train_until_killed(layout: Layout, run: Path, kill_at: int, steps: int, ever
             print("of it are there, no COMMIT", flush=True)
             return losses
     raise SystemExit(f"the job ended before it could be killed in a save:\n{job.log.read_text()[-4000:]}")
+
+
+def below(store: str, name: str) -> str:
+    """The place of ``name`` below a path or a URL, before the URL's options."""
+    place, mark, options = store.partition("?") if "://" in store else (store, "", "")
+    return f"{place.rstrip('/')}/{name}{mark}{options}"
+
+
+def committed(run: str) -> set[int]:
+    listed = subprocess.run([SHARDFAST, "ls", "--json", run], check=True, stdout=subprocess.PIPE).stdout
+    return {line["step"] for line in json.loads(listed)["checkpoints"] if line["status"] == "committed"}
 
 
 def picture(path: Path, reference: dict[int, float], phases: list[tuple[str, dict[int, float]]]) -> None:
@@ -164,40 +185,44 @@ def table(reference: dict[int, float], phases: list[tuple[str, dict[int, float]]
 
 def command(*arguments: str) -> None:
     print(f"\n$ shardfast {' '.join(arguments)}", flush=True)
-    shardfast = Path(sys.executable).parent / "shardfast"
-    subprocess.run([shardfast, *arguments], check=True)
+    subprocess.run([SHARDFAST, *arguments], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--store", default="", help="where the checkpoints go: a path or a URL; --out by default")
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--every", type=int, default=5)
     args = parser.parse_args()
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    reference_run, run = args.out / "uninterrupted", args.out / "run"
+    store = args.store or str(args.out)
+    # A store may hold the runs of an earlier demonstration: they would go on where those ended.
+    suffix = f"-{int(time.time())}" if args.store else ""
+    reference_run, run = below(store, f"uninterrupted{suffix}"), below(store, f"run{suffix}")
+    log = args.out / "training.log"
     third = args.steps // 3
 
     began = time.monotonic()
     print(f"1. Uninterrupted: {FSDP.name}", flush=True)
-    reference = train(FSDP, reference_run, args.steps, args.every, args.steps)
+    reference = train(FSDP, reference_run, log, args.steps, args.every, args.steps)
     print(f"2. The same, killed in the middle of a save: {FSDP.name}", flush=True)
-    killed = train_until_killed(FSDP, run, third, args.steps, args.every)
+    killed = train_until_killed(FSDP, run, log, third, args.steps, args.every)
     print(f"3. Resumed on {FSDP_TP.name}", flush=True)
-    resharded = train(FSDP_TP, run, 2 * third, args.every, args.steps)
+    resharded = train(FSDP_TP, run, log, 2 * third, args.every, args.steps)
     print(f"4. Resumed on {SINGLE.name}", flush=True)
-    single = train(SINGLE, run, args.steps, args.every, args.steps)
+    single = train(SINGLE, run, log, args.steps, args.every, args.steps)
 
     phases = [(FSDP.name, killed), (FSDP_TP.name, resharded), (SINGLE.name, single)]
     worst = table(reference, phases, args.every)
     picture(args.out / "loss.png", reference, phases)
     print(f"\n   largest difference between the two curves: {worst:.1e}   picture: {args.out / 'loss.png'}", flush=True)
 
-    command("ls", str(run))
-    sharded = run / f"step-{2 * third:08}"
-    command("inspect", str(sharded if sharded.exists() else run), "--leaf", "*blocks.0.up.*")
-    command("verify", str(run), "--all")
+    command("ls", run)
+    sharded = below(run, f"step-{2 * third:08}") if 2 * third in committed(run) else run
+    command("inspect", sharded, "--leaf", "*blocks.0.up.*")
+    command("verify", run, "--all")
     print(f"\ndone in {time.monotonic() - began:.0f} s")
     if worst > 0.05:
         raise SystemExit(f"the curves differ by {worst}: expected at most 0.05")

@@ -42,6 +42,7 @@ user_types() {
 stubs() { (cd / && "$bin/stubtest" shardfast._native); }
 
 step "rustfmt" rust_format
+step "object-storage servers" scripts/servers.sh install
 step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "cargo test" cargo test --workspace --locked --quiet
 step "fuzz seeds" cargo run --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --example seeds --locked --quiet

@@ -318,7 +318,8 @@ fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {
     if store.needs().refuses_taken_names {
         assert_eq!(kind(write_object(&**other, "d/first", b"second")), Some(Kind::Conflict));
     }
-    assert_eq!(kind(other.publish("d/first", b"third")), Some(Kind::Conflict));
+    let refused = other.publish("d/first", b"third").unwrap_err();
+    assert_eq!(refused.kind, Kind::Conflict, "{refused}");
     assert_eq!(read(&**store, "d/first"), b"first");
     assert_eq!(store.list("d").unwrap().len(), 1);
 }

@@ -42,8 +42,8 @@ pub struct Error {
     pub message: String,
     /// Whether a retry of the same call would prove nothing: a kernel reports a failed write-back once, and forgets it.
     pub is_final: bool,
-    /// Of what may last longer than a moment, such as a service that is overloaded or away: how long the storage asks to
-    /// wait before a retry, if it says so.
+    /// Of what may last longer than a moment, such as a service that is overloaded or away: how long the storage asks
+    /// to wait before a retry, zero if it does not say so.
     pub wait: Option<Duration>,
 }
 

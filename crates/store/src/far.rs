@@ -29,8 +29,8 @@ use http::StatusCode;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, Error as ClientError, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload,
+    Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectStore, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
 use crate::place::join;
@@ -61,8 +61,8 @@ const SENT_AT_A_TIME: usize = 16;
 /// Pauses between looks at a name whose publisher is in doubt.
 const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
 
-/// The metadata that says whose an object is.
-const TOKEN: &str = "shardfast-token";
+/// The metadata that says whose an object is: letters only, which all services take.
+const TOKEN: &str = "shardfasttoken";
 
 /// A client of a bucket.
 pub(crate) trait Client: ObjectStore + MultipartStore {}
@@ -73,13 +73,27 @@ impl<T: ObjectStore + MultipartStore> Client for T {}
 pub(crate) struct Bucket {
     /// Made by the service's own file.
     pub(crate) client: Arc<dyn Client>,
-    /// The answer to a request that creates if absent when the name is taken.
-    pub(crate) taken: StatusCode,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
     /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
     /// once it was seen to.
     pub(crate) untrusted: Option<String>,
+}
+
+/// The client library repeats nothing: whoever called the store decides.
+pub(crate) fn once() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+/// The client library's options for an endpoint: whoever writes http: means it.
+#[cfg(any(feature = "azure", feature = "gcs"))]
+pub(crate) fn plain(endpoint: Option<&str>) -> ClientOptions {
+    ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
+}
+
+/// Whether it is the URL of a host.
+pub(crate) fn is_http(endpoint: &str) -> bool {
+    ["http://", "https://"].iter().any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
 }
 
 /// How a service's file builds its client; the connector is the HTTP client to use.
@@ -141,8 +155,8 @@ impl FarStore {
         let found = if won == 0 { "none" } else { "both" };
         let message = format!(
             "this server does not create objects atomically: of two requests that create one name if it is absent \
-             (If-None-Match: *), expected exactly one to succeed, found {found}. Two jobs could publish one checkpoint: \
-             use a server that keeps this condition, such as MinIO or the service itself"
+             (If-None-Match: *), expected exactly one to succeed, found {found}. Two jobs could publish one \
+             checkpoint: use a server that keeps this condition, such as MinIO or the service itself"
         );
         Err(place.fail(Kind::Unsupported, op, "", message))
     }
@@ -228,19 +242,13 @@ impl Place {
 
     fn delete(&self, op: &'static str, name: &str) -> Result<()> {
         let path = self.path(op, name)?;
-        absent_is_fine(self.call(op, name, self.client().delete(&path)))
+        let one = stream::iter([Ok(path)]).boxed();
+        self.call(op, name, delete_each(self.client(), one))
     }
 }
 
 /// What all services allow for the name of an object, prefix included.
 const KEY_BYTES_MAX: usize = 1024;
-
-fn absent_is_fine(done: Result<()>) -> Result<()> {
-    match done {
-        Err(error) if error.kind == Kind::NotFound => Ok(()),
-        done => done,
-    }
-}
 
 impl Store for FarStore {
     fn url(&self) -> &str {
@@ -336,11 +344,11 @@ impl Store for FarStore {
         let Err((error, answer)) = place.answered(op, name, place.client().put_opts(&path, payload, options))? else {
             return Ok(());
         };
-        let is_taken = answer.status == Some(place.bucket.taken);
-        if !is_taken && error.kind != Kind::Unavailable {
+        let is_met = matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT));
+        if !is_met && error.kind != Kind::Unavailable {
             return Err(error);
         }
-        // Either may follow our own success: its answer was lost, and what was repeated found it.
+        // Each may follow our own success: its answer was lost, and what was repeated found it.
         let mut pauses = LOOKS_MS.iter();
         let looked = loop {
             match (place.head(op, name), pauses.next()) {
@@ -425,6 +433,8 @@ async fn delete_each(
     while let Some(deleted) = deleted.next().await {
         match deleted {
             Ok(_) | Err(ClientError::NotFound { .. }) => {}
+            // Of one of many the client library has the status in its text only.
+            Err(error) if error.to_string().ends_with("(code: 404)") => {}
             Err(error) => return Err(error),
         }
     }

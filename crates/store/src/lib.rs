@@ -22,6 +22,8 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(feature = "azure")]
+mod azure;
 mod cachestat;
 #[cfg(feature = "testing")]
 pub mod conformance;
@@ -29,6 +31,8 @@ pub mod disk;
 mod error;
 #[cfg(feature = "far")]
 mod far;
+#[cfg(feature = "gcs")]
+mod gcs;
 pub mod local;
 mod map;
 pub mod memory;
@@ -368,11 +372,16 @@ pub(crate) struct Scheme {
 const SCHEMES: &[Scheme] = &[
     Scheme { name: "file", options: &[], open: local::open_url },
     Scheme { name: "memory", options: &[], open: memory::open_url },
+    #[cfg(feature = "azure")]
+    Scheme { name: "az", options: azure::OPTIONS, open: azure::open_url },
+    #[cfg(feature = "gcs")]
+    Scheme { name: "gs", options: gcs::OPTIONS, open: gcs::open_url },
     #[cfg(feature = "s3")]
     Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
 ];
 
-/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path` or `s3://bucket/prefix`.
+/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path`, or
+/// `az://container/prefix`, `gs://bucket/prefix`, `s3://bucket/prefix`, which are reached over the network.
 ///
 /// Nothing is created: a path that does not exist yet comes into being with the first object.
 ///

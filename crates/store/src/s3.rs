@@ -8,11 +8,10 @@
 
 use std::sync::Arc;
 
-use http::StatusCode;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
-use object_store::{Attribute, Attributes, RetryConfig};
+use object_store::{Attribute, Attributes};
 
-use crate::far::{Bucket, FarStore};
+use crate::far::{Bucket, FarStore, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -62,12 +61,12 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         // The checksum of each part is signed; another pass over its bytes would say nothing more.
         .with_unsigned_payload(true)
         .with_checksum_algorithm(Checksum::CRC64NVME)
-        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() });
+        .with_retry(once());
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let client = builder.clone().with_http_connector(connector).build();
         let client = client.map_err(|error| invalid(error.to_string()))?;
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client: Arc::new(client), taken: StatusCode::PRECONDITION_FAILED, attributes, untrusted })
+        Ok(Bucket { client: Arc::new(client), attributes, untrusted })
     })
 }
 
@@ -76,8 +75,4 @@ fn is_amazon(endpoint: &str) -> bool {
     let host = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
     let host = host.split(['/', ':']).next().unwrap_or(host);
     host.ends_with(".amazonaws.com") || host.ends_with(".amazonaws.com.cn")
-}
-
-fn is_http(endpoint: &str) -> bool {
-    ["http://", "https://"].iter().any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
 }

@@ -91,11 +91,18 @@ impl Server {
         format!("s3://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
     }
 
+    /// The URL of a prefix of its container, for a server that speaks Azure's protocol.
+    pub fn az(&self, prefix: &str) -> String {
+        format!("az://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
+    }
+
     /// The variables that give a program access to it.
     fn environment(&self) -> Vec<(&'static str, String)> {
         vec![
             ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),
             ("AWS_SECRET_ACCESS_KEY", self.value("secret").to_owned()),
+            ("AZURE_STORAGE_ACCOUNT_NAME", self.value("key").to_owned()),
+            ("AZURE_STORAGE_ACCOUNT_KEY", self.value("secret").to_owned()),
         ]
     }
 }

@@ -21,6 +21,12 @@ fn versitygw() {
     Server::with("versitygw", "versitygw", check);
 }
 
+#[test]
+fn azurite() {
+    let check = |server: &Server| conformance::check(|name| open(&server.az(&format!("c/{name}"))).unwrap());
+    Server::with("azurite", "azurite", check);
+}
+
 fn is_refused(url: &str) {
     let store = open(url).unwrap();
     let error = store.can_publish().unwrap_err();

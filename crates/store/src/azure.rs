@@ -1,0 +1,38 @@
+//! `az://container/prefix`: Azure Blob Storage.
+//!
+//! Options: `account`, and `endpoint`, a URL, for another server than Azure's. What is not given there, and all
+//! credentials, come from where Azure's tools keep them: the environment (`AZURE_STORAGE_ACCOUNT_NAME`,
+//! `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_CLIENT_ID` and so on), workload identity, and the machine's own identity.
+
+use std::sync::Arc;
+
+use object_store::Attributes;
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+
+use crate::far::{Bucket, FarStore, is_http, once, plain};
+use crate::place::Url;
+use crate::{Error, Kind, Result, Shared, Store};
+
+/// The options of such a URL.
+pub(crate) const OPTIONS: &[&str] = &["account", "endpoint"];
+
+/// Opens `az://container/prefix?option=value`.
+pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    let invalid = |message: String| Error::new(Kind::Invalid, "open", url.shown(), message);
+    let (container, prefix) = url.bucket_and_prefix()?;
+    let mut builder = MicrosoftAzureBuilder::from_env().with_container_name(&container);
+    for (name, value) in url.options()? {
+        builder = if name == "account" { builder.with_account(value) } else { builder.with_endpoint(value) };
+    }
+    let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint);
+    if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
+        return Err(invalid(format!("expected an endpoint such as https://host:port/account, found {endpoint:?}")));
+    }
+    let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
+    let untrusted = endpoint.map(|endpoint| format!("{endpoint} {container}"));
+    FarStore::open(url.usual(), &prefix, shared, &|connector| {
+        let client = builder.clone().with_http_connector(connector).build();
+        let client = client.map_err(|error| invalid(error.to_string()))?;
+        Ok(Bucket { client: Arc::new(client), attributes: Attributes::new(), untrusted: untrusted.clone() })
+    })
+}

@@ -1,0 +1,163 @@
+"""Saves and loads over S3, with a real server: what works on a disk works there by changing one string."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+from layouts import build, differing, fill
+from servers import running
+
+SHARDFAST = Path(sys.executable).parent / "shardfast"
+
+
+@pytest.fixture(scope="module")
+def minio():
+    with running("minio") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+def command(*arguments, code=0):
+    done = subprocess.run([SHARDFAST, *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def save_known(rank, world, layout, url):
+    model, optimizer = build(layout)
+    fill(model, optimizer)
+    sf.save(url, {"model": model, "optimizer": optimizer})
+
+
+def expect_known(rank, world, layout, url):
+    model, optimizer = build(layout, seed=1)
+    sf.load(url, {"model": model, "optimizer": optimizer})
+    assert differing(model, optimizer) == []
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(("fsdp", 2), ("fsdp", 3)), (("fsdp_tp", 4), ("tp", 2))])
+def test_what_some_ranks_saved_others_load(ranks, minio, saved, loaded):
+    url = minio.s3(f"resharded/{saved[0]}")
+    ranks(saved[1])(save_known, saved[0], url)
+    ranks(loaded[1])(expect_known, loaded[0], url)
+    assert "sound" in command("verify", url)
+
+
+def train(url, total, state, model, optimizer):
+    checkpointer = sf.Checkpointer(url, every=sf.steps(2), keep=sf.last(2))
+    start = checkpointer.restore(state)
+    losses = []
+    for step in range(start, total):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        checkpointer.step(step + 1, state)
+    checkpointer.close()
+    return start, losses
+
+
+def fresh():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 600), torch.nn.Tanh(), torch.nn.Linear(600, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer, "extra": {"random": sf.random_state()}}, model, optimizer
+
+
+def test_the_quick_start_works_by_changing_one_string(minio, tmp_path):
+    whole = train(f"{tmp_path}/run", 10, *fresh())
+    url = minio.s3("quick")
+    first, second = train(url, 6, *fresh()), train(url, 10, *fresh())
+    assert (whole[0], first[0], second[0]) == (0, 0, 6)
+    assert whole[1] == first[1] + second[1]
+    listed = json.loads(command("ls", "--json", url))["checkpoints"]
+    assert [line["step"] for line in listed] == [8, 10], "the rule of retention"
+
+
+def test_the_command_and_the_verbs_work_there(minio, tmp_path):
+    state, model, _ = fresh()
+    url, other = minio.s3("verbs/one"), minio.s3("verbs/two")
+    sf.save(url, state)
+    with torch.no_grad():
+        model[0].bias += 1
+    pending = sf.save_async(other, state)
+    pending.committed()
+    assert "0.weight" in command("inspect", url, "--leaf", "*weight")
+    assert "model/0.bias" in command("diff", url, other, code=1)
+    assert "sound" in command("verify", url)
+    command("export", url, minio.s3("verbs/exported"), "--key", "model")
+    command("export", url, f"{tmp_path}/exported", "--key", "model")
+    with pytest.raises(sf.Conflict, match="a checkpoint is committed there already"):
+        sf.save(url, state)
+    with sf.mapped(url) as checkpoint, pytest.raises(sf.Unsupported, match="cannot be mapped"):
+        checkpoint["model/0.bias"]
+    plan = sf.plan_load(url, {"model": model}, only="model")
+    assert plan.bytes_wanted > 0
+
+
+def test_a_large_tensor_goes_in_parts_and_comes_back(minio):
+    state = {"model": {"w": torch.arange(6_000_001, dtype=torch.float32)}, "extra": {"n": 1}}
+    url = minio.s3("large")
+    sf.save_async(url, state).committed()
+    loaded = {"model": {"w": torch.zeros(6_000_001)}, "extra": {"n": 0}}
+    sf.load(url, loaded)
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert loaded["extra"] == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "message"),
+    [
+        ("s3://no-such-bucket-here/x?endpoint={endpoint}", sf.Invalid, "NoSuchBucket.*make it first"),
+        ("s3://{bucket}/x?endpoint={endpoint}&nonsense=1", sf.Invalid, "s3:// has the options .*endpoint, region"),
+        ("s3://{bucket}/x?endpoint=ftp://h", sf.Invalid, "expected an endpoint such as https://host:port"),
+        ("s3://{bucket}/x?endpoint={endpoint}&addressing=odd", sf.Invalid, "addressing=path or addressing=virtual"),
+        ("s3://{bucket}/x?endpoint={endpoint}&secret_access_key=hunter2", sf.Invalid, "no secret may"),
+        ("s3:///x", sf.Invalid, "expected the name of a bucket"),
+        ("s4://{bucket}/x", sf.Unsupported, "memory://, az://, gs://, s3://"),
+    ],
+)
+def test_bad_places_are_refused_by_name(minio, url, kind, message):
+    with pytest.raises(kind, match=message) as raised:
+        sf.save(url.format(endpoint=minio.endpoint, bucket=minio.bucket), {"extra": {"a": 1}})
+    assert "hunter2" not in str(raised.value)
+
+
+def test_wrong_and_absent_credentials_are_told_apart(minio, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(sf.Invalid, match=r"SignatureDoesNotMatch.*credentials do not allow it"):
+        sf.save(minio.s3("credentials/wrong"), {"extra": {"a": 1}})
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(sf.Invalid, match="no credentials"):
+        sf.save(minio.s3("credentials/none"), {"extra": {"a": 1}})
+
+
+def test_importing_starts_no_client():
+    code = "import shardfast, shardfast._native, os; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_a_fork_in_the_middle_of_an_upload_harms_neither(minio):
+    state = {"model": {"w": torch.ones(6_000_000)}}
+    pending = sf.save_async(minio.s3("fork/parent"), state)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            sf.save(minio.s3("fork/child"), {"extra": {"a": 1}})
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pending.committed()
+    for name in ("parent", "child"):
+        assert "sound" in command("verify", minio.s3(f"fork/{name}"))

@@ -134,7 +134,8 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
 /// can publish it.
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
-    contents::refuse_foreign(store, &destination.url, 1)?;
+    // The caller tries it again.
+    contents::refuse_foreign_within(store, &destination.url, 1, Duration::ZERO)?;
     Ok(store.can_publish()?)
 }
 

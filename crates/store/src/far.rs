@@ -138,16 +138,17 @@ impl FarStore {
             // Servers read a little of a body before they look at anything.
             let half = Bytes::from(vec![0; PROBE_BYTES / 2]);
             let payload = PutPayload::from_iter([half.clone(), half]);
-            Arc::clone(&held).call(place.client().put_opts(&path, payload, options))
+            network::answered(Arc::clone(&held).call(place.client().put_opts(&path, payload, options)))
         };
-        let (outcomes, answer) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
+        let (outcomes, _) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
         // What cannot be removed now says by its name what it is.
         let _ = place.delete(op, &name);
         let outcomes = [outcomes.0, outcomes.1];
-        let won = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
-        let is_refusal = |error: &&ClientError| matches!(error, ClientError::AlreadyExists { .. });
-        if let Some(error) = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).find(|e| !is_refusal(e)) {
-            return Err(failure::of(op, join(&place.url, &name), error, &answer));
+        let won = outcomes.iter().filter(|(outcome, _)| outcome.is_ok()).count();
+        let is_refusal = |error: &ClientError| matches!(error, ClientError::AlreadyExists { .. });
+        let failed = |(outcome, answer)| Some((Result::err(outcome)?, answer));
+        if let Some((error, answer)) = outcomes.into_iter().filter_map(failed).find(|(error, _)| !is_refusal(error)) {
+            return Err(failure::of(op, join(&place.url, &name), &error, &answer));
         }
         if won == 1 {
             return Ok(());
@@ -218,6 +219,23 @@ impl Place {
         self.answered(op, name, call)?.map_err(|(error, _)| error)
     }
 
+    /// [`call`](Self::call), made again if its answer cannot be understood: a bit may have turned on the way.
+    fn call_twice<T, F: Future<Output = object_store::Result<T>>>(
+        &self,
+        op: &'static str,
+        name: &str,
+        call: impl Fn() -> F,
+    ) -> Result<T> {
+        match self.answered(op, name, call())? {
+            Err((error, answer))
+                if error.kind == Kind::Invalid && answer.status.is_some_and(|status| status.is_success()) =>
+            {
+                self.call(op, name, call())
+            }
+            done => done.map_err(|(error, _)| error),
+        }
+    }
+
     /// [`call`](Self::call), with what the service answered beside the error.
     fn answered<T>(
         &self,
@@ -281,8 +299,8 @@ impl Store for FarStore {
             false => {
                 let attributes = self.place.bucket.attributes.clone();
                 let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
-                let begun = self.place.client().create_multipart_opts(&path, options);
-                Some(self.place.call("create", name, begun)?)
+                let begin = || self.place.client().create_multipart_opts(&path, options.clone());
+                Some(self.place.call_twice("create", name, begin)?)
             }
         };
         let parts = Mutex::new(vec![None; bytes.div_ceil(part_bytes).max(1) as usize]);
@@ -385,7 +403,8 @@ impl Store for FarStore {
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
         let prefix = self.place.dir("list", dir)?;
-        let found = self.place.call("list", dir, self.place.client().list_with_delimiter(prefix.as_ref()))?;
+        let list = || self.place.client().list_with_delimiter(prefix.as_ref());
+        let found = self.place.call_twice("list", dir, list)?;
         let named = |path: &Path| {
             // An object of the directory's own name marks it for some tools.
             let name = path.filename().filter(|_| Some(path) != prefix.as_ref())?;

@@ -111,9 +111,12 @@ impl Held {
         Arc::new(Held { expected, arrived: AtomicUsize::new(0), go: Semaphore::new(0) })
     }
 
-    /// Runs a call whose request waits for the others behind the first frame of its body.
+    /// Runs a call whose request waits for the others behind the first frame of its body, as long as none has ended.
     pub(super) async fn call<T>(self: Arc<Held>, call: impl Future<Output = T>) -> T {
-        HELD.scope(self, call).await
+        let done = HELD.scope(Arc::clone(&self), call).await;
+        // One that ends before it has begun would be waited for in vain.
+        self.go.add_permits(self.expected);
+        done
     }
 
     async fn wait(self: Arc<Held>) {
@@ -164,11 +167,16 @@ impl Network {
             let what = "opened before this process was forked, which has none of its threads: open it again here";
             return Err(Error::new(Kind::Unsupported, "request", url, what));
         };
-        let answer = Arc::new(Mutex::new(Answer::default()));
-        let done = runtime.block_on(ANSWER.scope(Arc::clone(&answer), call));
-        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Ok((done, answer))
+        Ok(runtime.block_on(answered(call)))
     }
+}
+
+/// The outcome of a call, and what the service said last in it.
+pub(super) async fn answered<T>(call: impl Future<Output = T>) -> (T, Answer) {
+    let answer = Arc::new(Mutex::new(Answer::default()));
+    let done = ANSWER.scope(Arc::clone(&answer), call).await;
+    let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    (done, answer)
 }
 
 impl Drop for Network {

@@ -145,9 +145,12 @@ impl FarStore {
         let _ = place.delete(op, &name);
         let outcomes = [outcomes.0, outcomes.1];
         let won = outcomes.iter().filter(|(outcome, _)| outcome.is_ok()).count();
-        let is_refusal = |error: &ClientError| matches!(error, ClientError::AlreadyExists { .. });
+        let is_refusal = |error: &ClientError, answer: &Answer| {
+            matches!(error, ClientError::AlreadyExists { .. }) || is_refused(answer)
+        };
         let failed = |(outcome, answer)| Some((Result::err(outcome)?, answer));
-        if let Some((error, answer)) = outcomes.into_iter().filter_map(failed).find(|(error, _)| !is_refusal(error)) {
+        let mut failed = outcomes.into_iter().filter_map(failed);
+        if let Some((error, answer)) = failed.find(|(error, answer)| !is_refusal(error, answer)) {
             return Err(failure::of(op, join(&place.url, &name), &error, &answer));
         }
         if won == 1 {
@@ -178,6 +181,11 @@ impl FarStore {
 /// Names that two requests race for.
 const PROBE: &str = ".shardfast-probe-";
 const PROBE_BYTES: usize = 256 << 10;
+
+/// Whether the service answered that the name is taken, or that two requests for it collided.
+fn is_refused(answer: &Answer) -> bool {
+    matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT))
+}
 
 fn random(place: &Place, name: &str) -> Result<String> {
     let mut random = [0; 16];
@@ -362,8 +370,7 @@ impl Store for FarStore {
         let Err((error, answer)) = place.answered(op, name, place.client().put_opts(&path, payload, options))? else {
             return Ok(());
         };
-        let is_met = matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT));
-        if !is_met && error.kind != Kind::Unavailable {
+        if !is_refused(&answer) && error.kind != Kind::Unavailable {
             return Err(error);
         }
         // Each may follow our own success: its answer was lost, and what was repeated found it.

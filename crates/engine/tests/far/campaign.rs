@@ -257,6 +257,10 @@ pub(crate) fn saves(server: &Server) {
         let place = Place::new(server, &format!("save/{}", run.number));
         let saved = place.run(run, save)?;
         let is_visible = is_whole(&place.direct())?;
+        if run.harm.fault == Fault::DeadAfter && !is_visible {
+            let next = save(&store(&place.direct(), PATIENT), DEADLINE);
+            next.map_err(|error| format!("the next save to the same place fails: {error}"))?;
+        }
         place.remove();
         match saved {
             Ok(()) if !is_visible => Err("the save succeeded, and no checkpoint is there".to_owned()),

@@ -37,8 +37,8 @@ static LEAVES: LazyLock<Vec<Held>> = LazyLock::new(|| {
     let value = encode(&Value::Int(Int::Small(7))).unwrap();
     vec![
         (LeafName::new("extra", "step"), LeafBody::Object { per_rank: false }, Arc::new(value)),
-        tensor("model", "a", 12 * MIB, 1),
-        tensor("model", "b", 5 * MIB, 2),
+        tensor("model", "a", 6 * MIB, 1),
+        tensor("model", "b", 3 * MIB, 2),
         tensor("optimizer", "m", MIB / 4, 3),
     ]
 });

@@ -33,6 +33,7 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
+use crate::local::TEMPORARY;
 use crate::place::join;
 use crate::write::{Buffer, Write, Writes, each_by_threads};
 use crate::{
@@ -131,7 +132,8 @@ impl FarStore {
     /// servers look at the condition at the beginning only, and then overwrite.
     fn race(&self) -> Result<()> {
         let (place, op) = (&self.place, "publish");
-        let name = format!("{PROBE}{}", random(place, "")?);
+        // What stays there after a crash is recognized by its name.
+        let name = format!("{TEMPORARY}{}", &random(place, "")?[..16]);
         let (path, held) = (place.path(op, &name)?, Held::new(2));
         let put = || {
             let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
@@ -141,7 +143,6 @@ impl FarStore {
             network::answered(Arc::clone(&held).call(place.client().put_opts(&path, payload, options)))
         };
         let (outcomes, _) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
-        // What cannot be removed now says by its name what it is.
         let _ = place.delete(op, &name);
         let outcomes = [outcomes.0, outcomes.1];
         let won = outcomes.iter().filter(|(outcome, _)| outcome.is_ok()).count();
@@ -178,8 +179,7 @@ impl FarStore {
     }
 }
 
-/// Names that two requests race for.
-const PROBE: &str = ".shardfast-probe-";
+/// What two requests race with.
 const PROBE_BYTES: usize = 256 << 10;
 
 /// Whether the service answered that the name is taken, or that two requests for it collided.

@@ -27,11 +27,8 @@ type Held = (LeafName, LeafBody, Arc<Vec<u8>>);
 static LEAVES: LazyLock<Vec<Held>> = LazyLock::new(|| {
     let tensor = |key: &str, name: &str, bytes: u64, seed: u64| {
         let shape = [bytes / 1024, 256];
-        let body = LeafBody::Tensor {
-            dtype: DType::F32,
-            shape: Dims::from_slice(&shape),
-            parts: vec![Region::whole(&shape)],
-        };
+        let body =
+            LeafBody::Tensor { dtype: DType::F32, shape: Dims::from_slice(&shape), parts: vec![Region::whole(&shape)] };
         (LeafName::new(key, name), body, Arc::new(random(bytes, seed)))
     };
     let value = encode(&Value::Int(Int::Small(7))).unwrap();

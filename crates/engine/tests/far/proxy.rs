@@ -305,8 +305,7 @@ impl State {
     /// What happens to a request.
     fn fault(&self, request: &Request) -> Option<Fault> {
         let harm = self.harm.as_ref()?;
-        let is_hit = harm.at == *request
-            || harm.stays && harm.at.what == request.what && harm.at.nth <= request.nth;
+        let is_hit = harm.at == *request || harm.stays && harm.at.what == request.what && harm.at.nth <= request.nth;
         if is_hit && matches!(harm.fault, Fault::DeadBefore | Fault::DeadAfter) {
             self.harmed.fetch_add(1, Ordering::Relaxed);
             self.is_dead.store(true, Ordering::Relaxed);

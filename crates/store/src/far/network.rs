@@ -46,7 +46,7 @@ const IDLE_MAX: usize = 32;
 /// What the stores of one engine share for far storage; empty until the first of them is opened.
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
-/// Endpoints and buckets that were found to create if absent.
+    /// Endpoints and buckets that were found to create if absent.
     pub(super) trusted: Mutex<HashSet<String>>,
     /// [`STILL_MAX`]; tests lower it.
     still_max: Duration,
@@ -350,7 +350,9 @@ impl Body for Received {
                 Poll::Ready(frame.map(|frame| frame.map_err(failed)))
             }
             Poll::Pending => match self.still.as_mut().poll(context) {
-                Poll::Ready(()) => Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max))))),
+                Poll::Ready(()) => {
+                    Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max)))))
+                }
                 Poll::Pending => Poll::Pending,
             },
         }

@@ -15,13 +15,13 @@ use crate::checkpoint::{is_whole, load, save, store};
 use crate::proxy::{Fault, Harm, Proxy, Seen};
 
 /// Runs at a time: most of them wait for a retry.
-const RUNS_AT_A_TIME: usize = 12;
+const RUNS_AT_A_TIME: usize = 16;
 
 /// Of operations that are to succeed.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Of operations whose storage does not come back.
-const SHORT_DEADLINE: Duration = Duration::from_secs(3);
+const SHORT_DEADLINE: Duration = Duration::from_secs(2);
 
 /// How much longer than its deadline an operation may take.
 const SLACK: Duration = Duration::from_secs(20);
@@ -33,15 +33,17 @@ const PATIENT: Duration = Duration::from_secs(30);
 /// Faults of each request that stay, in turn.
 const LASTING: usize = 3;
 
-const FAULTS: [Fault; 16] = [
+const FAULTS: [Fault; 18] = [
     Fault::Refused,
     // An error in the body of an answer that says that all is well.
     Fault::Answered(200),
     Fault::Answered(500),
     Fault::Answered(503),
     Fault::AnswerLost,
+    Fault::Late,
     Fault::RequestCut,
     Fault::AnswerCut,
+    Fault::AnswerShort,
     Fault::RequestTurned(1),
     Fault::RequestTurned(2),
     Fault::RequestTurned(3),
@@ -60,7 +62,7 @@ const OPERATIONS: [&str; 9] = ["open", "create", "write", "finish", "put", "publ
 fn applies(fault: Fault, seen: &Seen) -> bool {
     match fault {
         Fault::RequestCut | Fault::RequestTurned(_) => seen.has_body,
-        Fault::AnswerTurned(_) => seen.answer_has_body,
+        Fault::AnswerShort | Fault::AnswerTurned(_) => seen.answer_has_body,
         // S3 does that where it puts parts together.
         Fault::Answered(200) => seen.request.what.starts_with("POST") && seen.request.what.ends_with("?uploadId"),
         _ => true,

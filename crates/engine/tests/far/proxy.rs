@@ -16,10 +16,14 @@ pub(crate) enum Fault {
     Answered(u16),
     /// The server carries the request out; the connection is closed instead of its answer.
     AnswerLost,
+    /// The connection is closed; the server carries the request out just before the client's next one of the same kind.
+    Late,
     /// Half of the request's body reaches the server; both connections are closed.
     RequestCut,
     /// Half of the answer's body reaches the client, or half of its head if it has no body.
     AnswerCut,
+    /// Half of the answer's body reaches the client, and the head says that this is all of it.
+    AnswerShort,
     /// One bit of the request's body is another one, at so many quarters of its length.
     RequestTurned(usize),
     /// One bit of the answer's body is another one, at so many quarters of its length.
@@ -72,6 +76,8 @@ struct State {
     harm: Option<Harm>,
     seen: Mutex<Vec<Seen>>,
     counts: Mutex<HashMap<String, usize>>,
+    /// A request that the server does not have yet.
+    late: Mutex<Option<(String, Vec<u8>)>>,
     harmed: AtomicUsize,
     is_dead: AtomicBool,
     is_over: AtomicBool,
@@ -93,6 +99,7 @@ impl Proxy {
             harm,
             seen: Mutex::default(),
             counts: Mutex::default(),
+            late: Mutex::default(),
             harmed: AtomicUsize::new(0),
             is_dead: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
@@ -241,6 +248,11 @@ impl State {
                     to_client.write_all(refusal(status, head.word(0) == "HEAD").as_bytes())?;
                     continue;
                 }
+                Some(Fault::Late) => {
+                    let request = [head.of_length(body.len()).as_bytes(), &body].concat();
+                    *locked(&self.late) = Some((seen.request.what, request));
+                    return Ok(());
+                }
                 Some(Fault::RequestCut) => {
                     to_server.write_all(head.0.as_bytes())?;
                     to_server.write_all(&body[..body.len() / 2])?;
@@ -249,6 +261,7 @@ impl State {
                 Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
                 _ => {}
             }
+            self.send_late(&seen.request.what)?;
             to_server.write_all(head.of_length(body.len()).as_bytes())?;
             to_server.write_all(&body)?;
             let answer = Head::read(&mut server)?.ok_or(ErrorKind::UnexpectedEof)?;
@@ -266,6 +279,12 @@ impl State {
                     to_client.write_all(answer.as_bytes())?;
                     return to_client.write_all(&body[..body.len() / 2]);
                 }
+                Some(Fault::AnswerShort) => {
+                    body.truncate(body.len() / 2);
+                    to_client.write_all(Head(answer).of_length(body.len()).as_bytes())?;
+                    to_client.write_all(&body)?;
+                    continue;
+                }
                 Some(Fault::AnswerTurned(quarters)) => turn(&mut body, quarters),
                 _ => {}
             }
@@ -273,6 +292,16 @@ impl State {
             to_client.write_all(&body)?;
         }
         Ok(())
+    }
+
+    /// Hands on the request that is late, if it is of this kind, and waits until it is carried out.
+    fn send_late(&self, what: &str) -> io::Result<()> {
+        let late = locked(&self.late).take_if(|(late, _)| late == what);
+        let Some((_, request)) = late else { return Ok(()) };
+        let mut server = TcpStream::connect(&self.server)?;
+        server.write_all(&request)?;
+        let mut server = BufReader::new(server);
+        Head::read(&mut server).map(|_| ())
     }
 
     /// Counts a request: what it is, and what happens to it.

@@ -17,9 +17,6 @@ const MIB: u64 = 1 << 20;
 /// Two parts that are sent at a time, and one that waits for a header.
 const STAGING_BYTES: u64 = 24 * MIB;
 
-/// Longer than anything takes.
-const LONG: Duration = Duration::from_secs(120);
-
 /// A leaf with its bytes.
 type Held = (LeafName, LeafBody, Arc<Vec<u8>>);
 
@@ -69,9 +66,15 @@ fn engine() -> Arc<Engine> {
     Engine::new(shardfast_coord::solo(), STAGING_BYTES).unwrap()
 }
 
-/// The store at a URL, which cuts a request in which nothing moves for so long.
+/// A store with connections of its own, which cuts a request in which nothing moves for so long.
 pub(crate) fn store(url: &str, still_max: Duration) -> Arc<dyn Store> {
     open_on(url, &Arc::new(Shared::impatient(still_max))).unwrap()
+}
+
+/// A store at the server itself.
+pub(crate) fn direct(url: &str) -> Arc<dyn Store> {
+    static SHARED: LazyLock<Arc<Shared>> = LazyLock::new(Arc::default);
+    open_on(url, &SHARED).unwrap()
 }
 
 /// Saves the leaves.
@@ -128,8 +131,7 @@ pub(crate) fn load(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
 /// # Errors
 /// What is wrong with it.
 pub(crate) fn is_whole(url: &str) -> std::result::Result<bool, String> {
-    let store = store(url, LONG);
-    match verify_in(&engine(), Arc::clone(&store), url, &|_, _| ()) {
+    match verify_in(&engine(), direct(url), url, &|_, _| ()) {
         Ok(report) if report.is_sound() => Ok(true),
         Ok(report) => Err(format!("it is visible and not sound: {:?}", report.findings)),
         Err(error) if error.kind == shardfast_engine::Kind::NotFound => Ok(false),

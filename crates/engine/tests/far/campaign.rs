@@ -1,4 +1,11 @@
 //! Each request of a save and of a load meets each fault, in a run of its own.
+//!
+//! 1. A run without a fault tells which requests there are.
+//! 2. Each of them then meets each fault that can happen to it once, and a few that stay; or the client dies there.
+//! 3. What happens once fails neither saves nor loads. What stays ends in an error that names the request's object, in
+//!    bounded time, unless the operation can do without the request.
+//! 4. After each save the new checkpoint, read past the proxy, is whole or invisible: whole if the save succeeded; only
+//!    if the error says that it may have been published, if it failed. A load returns the right bytes or an error.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,7 +37,7 @@ const SLACK: Duration = Duration::from_secs(20);
 const STILL_MAX: Duration = Duration::from_secs(1);
 const PATIENT: Duration = Duration::from_secs(30);
 
-/// Faults of each request that stay, in turn.
+/// Faults that stay, for each request: others for the next one.
 const LASTING: usize = 3;
 
 const FAULTS: [Fault; 18] = [
@@ -77,9 +84,9 @@ fn is_unbounded(seen: &Seen) -> bool {
     seen.request.what.ends_with(LIST) && seen.request.nth == 0
 }
 
-/// Whether a save may fail of one such fault: the name of an upload that is not the service's own. Nothing proves it but
-/// the connection, if it is `https://`.
-fn may_fail(fault: Fault, seen: &Seen) -> bool {
+/// Whether the fault can change the name of an upload, which nothing proves but the connection if it is `https://`. The
+/// service refuses parts under a name that is none of its own, and the save fails.
+fn is_unproven(fault: Fault, seen: &Seen) -> bool {
     matches!(fault, Fault::AnswerTurned(_)) && seen.request.what.ends_with("?uploads")
 }
 
@@ -87,7 +94,7 @@ fn is_death(fault: Fault) -> bool {
     matches!(fault, Fault::DeadBefore | Fault::DeadAfter)
 }
 
-/// A run: the harm that is done, to the request for what.
+/// A run: the request that is harmed, and how.
 struct Run {
     number: usize,
     seen: Seen,
@@ -95,20 +102,21 @@ struct Run {
 }
 
 impl Run {
-    fn is_to_end(&self) -> bool {
-        self.harm.stays || is_death(self.harm.fault)
+    /// Whether the operation may fail: the fault does not pass.
+    fn may_fail(&self) -> bool {
+        self.harm.stays || is_death(self.harm.fault) || is_unproven(self.harm.fault, &self.seen)
     }
 
     fn deadline(&self) -> Duration {
-        if self.is_to_end() { SHORT_DEADLINE } else { DEADLINE }
+        if self.may_fail() { SHORT_DEADLINE } else { DEADLINE }
     }
 
     fn still_max(&self) -> Duration {
         if self.harm.fault == Fault::Silent { STILL_MAX } else { PATIENT }
     }
 
-    /// Whether an error names an operation and its object: the one whose request failed, where others succeed.
-    fn expect_named(&self, place: &Place<'_>, error: &Error) -> std::result::Result<bool, String> {
+    /// Checks that an error names an operation and its object: the one whose request failed, where others succeed.
+    fn expect_named(&self, place: &Place<'_>, error: &Error) -> Outcome {
         let below = self.seen.request.what.split(' ').nth(1).and_then(|rest| rest.split('?').next());
         let object = match below.filter(|_| !is_death(self.harm.fault)) {
             // The random part of the name differs from run to run.
@@ -136,12 +144,12 @@ fn runs(requests: &[Seen]) -> Vec<Run> {
             let harm = Harm { at: seen.request.clone(), fault, stays };
             runs.push(Run { number: runs.len(), seen: seen.clone(), harm });
         };
-        let once = faults.iter().filter(|&&fault| !is_death(fault) || !is_unbounded(seen));
-        once.for_each(|&fault| add(fault, false));
-        let lasting: Vec<Fault> = faults.into_iter().filter(|&fault| !is_death(fault)).collect();
-        let count = if is_unbounded(seen) { 0 } else { LASTING };
-        let lasting = lasting.iter().cycle().skip(i).step_by(3).take(count);
-        lasting.for_each(|&fault| add(fault, true));
+        let (deaths, faults): (Vec<Fault>, Vec<Fault>) = faults.into_iter().partition(|&fault| is_death(fault));
+        faults.iter().for_each(|&fault| add(fault, false));
+        if !is_unbounded(seen) {
+            deaths.iter().for_each(|&fault| add(fault, false));
+            faults.iter().cycle().skip(i).step_by(3).take(LASTING).for_each(|&fault| add(fault, true));
+        }
     }
     runs
 }
@@ -153,9 +161,11 @@ struct Tally {
     failed: usize,
 }
 
-/// Makes all runs, several at a time, and fails with all that is wrong. A run returns whether its operation succeeded,
-/// or what is wrong.
-fn all(what: &str, requests: &[Seen], run: impl Fn(&Run) -> std::result::Result<bool, String> + Sync) {
+/// Whether a run's operation succeeded, or what is wrong.
+type Outcome = std::result::Result<bool, String>;
+
+/// Makes all runs, several at a time, and fails with all that is wrong.
+fn all(what: &str, requests: &[Seen], run: impl Fn(&Run) -> Outcome + Sync) {
     let (began, runs) = (Instant::now(), runs(requests));
     let (next, flaws, tallies) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Mutex::new(BTreeMap::new()));
     thread::scope(|threads| {
@@ -221,7 +231,7 @@ impl<'a> Place<'a> {
         direct(&self.server.s3(all)).delete_tree(name).unwrap();
     }
 
-    /// Runs an operation at the place through a proxy: its outcome, and how long it took.
+    /// Runs an operation at the place through a proxy: its outcome, or what is wrong.
     fn run(
         &self,
         run: &Run,
@@ -248,9 +258,6 @@ impl<'a> Place<'a> {
         // A directory is listed or not, depending on whether a file has come into it by then.
         requests.retain(|seen| !seen.request.what.ends_with(LIST) || seen.request.what.starts_with("GET ?"));
         requests.sort_by(|a, b| a.request.cmp(&b.request));
-        for seen in &requests {
-            println!("  {} #{} ({})", seen.request.what, seen.request.nth, seen.place);
-        }
         requests
     }
 }
@@ -275,9 +282,7 @@ pub(crate) fn saves(server: &Server) {
             Err(error) if is_visible && !error.message.contains("may have been published") => {
                 Err(format!("the checkpoint is visible, and the error does not say so: {error}"))
             }
-            Err(error) if !run.is_to_end() && !may_fail(run.harm.fault, &run.seen) => {
-                Err(format!("the save failed: {:?} {error}", error.kind))
-            }
+            Err(error) if !run.may_fail() => Err(format!("the save failed: {:?} {error}", error.kind)),
             Err(error) => run.expect_named(&place, &error),
         }
     });
@@ -292,7 +297,7 @@ pub(crate) fn loads(server: &Server) {
     let requests = place.requests(load);
     all("loads", &requests, |run| match place.run(run, load)? {
         Ok(()) => Ok(true),
-        Err(error) if !run.is_to_end() => Err(format!("the load failed: {:?} {error}", error.kind)),
+        Err(error) if !run.may_fail() => Err(format!("the load failed: {:?} {error}", error.kind)),
         Err(error) if error.kind == Kind::NotFound => Err(format!("it is there: {error}")),
         Err(error) => run.expect_named(&place, &error),
     });

@@ -48,8 +48,6 @@ pub(crate) struct Request {
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
     pub(crate) request: Request,
-    /// The bucket and the name of the object, or the directory that is listed.
-    pub(crate) place: String,
     pub(crate) has_body: bool,
     pub(crate) answer_has_body: bool,
 }
@@ -328,7 +326,7 @@ impl State {
         };
         let request = Request { what, nth };
         let fault = self.fault(&request);
-        (Seen { request, place, has_body: false, answer_has_body: false }, fault)
+        (Seen { request, has_body: false, answer_has_body: false }, fault)
     }
 
     /// What happens to a request.

@@ -10,7 +10,7 @@ use shardfast_store::Store;
 
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, Kind, Result, retry_within};
 use crate::foreign;
 use crate::reader::Files;
 
@@ -81,6 +81,11 @@ impl Checkpoint {
         self.engine.refuse(error, deadline)
     }
 
+    /// The same checkpoint, whose requests are tried for so long at most.
+    pub(crate) fn within(self, patience: Duration) -> Checkpoint {
+        Checkpoint { files: self.files.within(patience), ..self }
+    }
+
     pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
         let decoded =
             Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
@@ -125,15 +130,15 @@ pub fn open_from(
 ) -> Result<Checkpoint> {
     let operation = engine.begin(format!("open {url}"), deadline);
     let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
-        let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url))?;
+        let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url, deadline))?;
         Ok(vec![manifest; ranks.len()])
     })?;
-    Checkpoint::new(engine, url, store?, &manifest)
+    Ok(Checkpoint::new(engine, url, store?, &manifest)?.within(deadline))
 }
 
-/// The verified manifest at `url`, or an error that says what is there instead.
-pub(crate) fn read(store: &dyn Store, url: &str) -> Result<Vec<u8>> {
-    retry(|| commit::read_manifest(store, "")).map_err(|error| {
+/// The verified manifest at `url`, tried for `within`, or an error that says what is there instead.
+pub(crate) fn read(store: &dyn Store, url: &str, within: Duration) -> Result<Vec<u8>> {
+    retry_within(within, || None, || commit::read_manifest(store, "")).map_err(|error| {
         if error.kind != Kind::NotFound {
             return error;
         }

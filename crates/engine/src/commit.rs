@@ -134,7 +134,8 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
 /// can publish it.
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
-    contents::refuse_foreign(store, &destination.url, 1)?;
+    // The caller tries it again.
+    contents::refuse_foreign_within(store, &destination.url, 1, Duration::ZERO)?;
     Ok(store.can_publish()?)
 }
 
@@ -160,8 +161,10 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
 pub(crate) fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
     let name = below(dir, COMMIT);
-    let bytes = read(store, &name, COMMIT_BYTES_MAX)?;
-    Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), &name)))
+    twice(|| {
+        let bytes = read(store, &name, COMMIT_BYTES_MAX)?;
+        Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), &name)))
+    })
 }
 
 /// The name of an object of the checkpoint in the directory `dir`.
@@ -192,12 +195,23 @@ pub(crate) fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
 pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
     let name = below(dir, &commit.manifest);
     let place = || join(store.url(), &name);
-    let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
-        let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
-        Error::new(kind, format!("{}: the committed manifest cannot be read: {}", place(), error.message))
-    })?;
-    commit.prove(&bytes).map_err(|error| Error::from(error).within(place()))?;
-    Ok(bytes)
+    twice(|| {
+        let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
+            let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
+            let message = format!("{}: the committed manifest cannot be read: {}", place(), error.message);
+            Error { kind, message, ..error }
+        })?;
+        commit.prove(&bytes).map_err(|error| Error::from(error).within(place()))?;
+        Ok(bytes)
+    })
+}
+
+/// Reads again what is not what was saved: a bit may have turned on the way, while the storage has it right.
+fn twice<T>(read: impl Fn() -> Result<T>) -> Result<T> {
+    match read() {
+        Err(error) if error.kind == Kind::Corrupt => read(),
+        done => done,
+    }
 }
 
 fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {

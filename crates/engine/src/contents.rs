@@ -5,11 +5,12 @@
 //! is never deleted, and a save into a directory that holds it is refused.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use shardfast_format::{COMMIT, Manifest, is_own_path};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
-use crate::error::{Error, Result, retry};
+use crate::error::{Error, Result, retry_within};
 
 /// Foreign names that are looked for.
 const FOREIGN_MAX: usize = 4;
@@ -31,12 +32,23 @@ pub(crate) struct Contents {
 /// # Errors
 /// The store's errors. A missing directory is none.
 pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
+    survey_within(store, dir, manifest, levels, Duration::MAX)
+}
+
+/// [`survey`] whose requests are tried for so long at most.
+fn survey_within(
+    store: &dyn Store,
+    dir: &str,
+    manifest: Option<&Manifest>,
+    levels: usize,
+    within: Duration,
+) -> Result<Contents> {
     let named: HashSet<&str> = manifest.into_iter().flat_map(Manifest::files).map(|file| file.path.as_str()).collect();
     let mut contents = Contents::default();
     let mut to_do = vec![(String::new(), levels)];
     // Breadth first: files beside a `COMMIT` tell more than those deep below it.
     while let Some((below, levels)) = (!to_do.is_empty()).then(|| to_do.remove(0)) {
-        for Entry { name, is_dir, is_link, .. } in list(store, &join(dir, &below))? {
+        for Entry { name, is_dir, is_link, .. } in list(store, &join(dir, &below), within)? {
             let path = join(&below, &name);
             if is_dir && !is_link {
                 if levels > 0 {
@@ -77,7 +89,15 @@ impl Contents {
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
 pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize) -> Result<()> {
-    match survey(store, "", None, levels)?.foreign_names() {
+    refuse_foreign_within(store, url, levels, Duration::MAX)
+}
+
+/// [`refuse_foreign`] whose requests are tried for so long at most.
+///
+/// # Errors
+/// As [`refuse_foreign`].
+pub(crate) fn refuse_foreign_within(store: &dyn Store, url: &str, levels: usize, within: Duration) -> Result<()> {
+    match survey_within(store, "", None, levels, within)?.foreign_names() {
         None => Ok(()),
         // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.
         Some(_) if store.size(COMMIT).is_ok() => Ok(()),
@@ -88,11 +108,12 @@ pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize) -> Res
     }
 }
 
-fn list(store: &dyn Store, dir: &str) -> Result<Vec<Entry>> {
-    retry(|| match store.list(dir) {
+fn list(store: &dyn Store, dir: &str, within: Duration) -> Result<Vec<Entry>> {
+    let list = || match store.list(dir) {
         Err(error) if error.kind == Stored::NotFound => Ok(Vec::new()),
         entries => Ok(entries?),
-    })
+    };
+    retry_within(within, || None, list)
 }
 
 fn join(dir: &str, name: &str) -> String {

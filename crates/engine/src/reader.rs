@@ -5,13 +5,14 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
 use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
-use crate::error::{Error, FirstFailure, Kind, Result, retry};
+use crate::error::{Error, FirstFailure, Kind, Result, retry_within};
 use crate::proof;
 use crate::provider::Fences;
 use crate::sink::Sink;
@@ -44,6 +45,8 @@ pub(crate) struct Files {
     store: Arc<dyn Store>,
     place: String,
     manifest: Arc<Manifest>,
+    /// How long each request is tried.
+    patience: Duration,
     open: Vec<Mutex<Option<Arc<OpenFile>>>>,
     /// The open ones, the one opened first in front: reads come file by file, so that one is done with soonest.
     order: Mutex<VecDeque<u32>>,
@@ -58,12 +61,21 @@ pub(crate) struct OpenFile {
 impl Files {
     pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, open, order: Mutex::default() }
+        Files { store, place, manifest, patience: Duration::MAX, open, order: Mutex::default() }
+    }
+
+    /// The same files, whose requests are tried for so long at most.
+    pub(crate) fn within(self, patience: Duration) -> Files {
+        Files { patience, ..self }
+    }
+
+    fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
+        retry_within(self.patience, || None, act)
     }
 
     /// The file, opened, with a verified header.
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
-        retry(|| self.open_once(file))
+        self.retry(|| self.open_once(file))
     }
 
     fn open_once(&self, file: u32) -> Result<Arc<OpenFile>> {
@@ -97,7 +109,7 @@ impl Files {
     ) -> Result<Arc<OpenFile>> {
         let path = &self.manifest.files()[file as usize].path;
         let place = || format!("{}: file {path}, bytes {}..{}", self.place, range.start, range.end);
-        retry(|| {
+        self.retry(|| {
             let open = self.open_once(file)?;
             match read(&open) {
                 Ok(()) => Ok(open),

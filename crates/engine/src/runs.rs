@@ -128,6 +128,7 @@ pub fn newest(
     let Some(found) = answer else { return Ok(None) };
     let url = step_url(url, found.step);
     let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &found.manifest));
+    let checkpoint = checkpoint.map(|checkpoint| checkpoint.within(deadline));
     // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
     operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;

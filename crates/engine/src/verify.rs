@@ -12,6 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_format::name::HUGGING_FACE_INDEX;
@@ -100,7 +101,7 @@ pub fn verify_in(
     {
         return top(Problem::Commit, error);
     }
-    let manifest = checkpoint::read(&*store, url)
+    let manifest = checkpoint::read(&*store, url, Duration::MAX)
         .and_then(|bytes| Ok((Checkpoint::new(engine, url, Arc::clone(&store), &bytes)?.manifest, bytes.len())));
     let (manifest, manifest_bytes) = match manifest {
         Ok(manifest) => manifest,

@@ -33,6 +33,7 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
+use crate::local::TEMPORARY;
 use crate::place::join;
 use crate::write::{Buffer, Write, Writes, each_by_threads};
 use crate::{
@@ -133,23 +134,27 @@ impl FarStore {
     /// servers look at the condition at the beginning only, and then overwrite.
     fn race(&self) -> Result<()> {
         let (place, op) = (&self.place, "publish");
-        let name = format!("{PROBE}{}", random(place, "")?);
+        // What stays there after a crash is recognized by its name.
+        let name = format!("{TEMPORARY}{}", &random(place, "")?[..16]);
         let (path, held) = (place.path(op, &name)?, Held::new(2));
         let put = || {
             let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
             // Servers read a little of a body before they look at anything.
             let half = Bytes::from(vec![0; PROBE_BYTES / 2]);
             let payload = PutPayload::from_iter([half.clone(), half]);
-            Arc::clone(&held).call(place.client().put_opts(&path, payload, options))
+            network::answered(Arc::clone(&held).call(place.client().put_opts(&path, payload, options)))
         };
-        let (outcomes, answer) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
-        // What cannot be removed now says by its name what it is.
+        let (outcomes, _) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
         let _ = place.delete(op, &name);
         let outcomes = [outcomes.0, outcomes.1];
-        let won = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
-        let is_refusal = |error: &&ClientError| matches!(error, ClientError::AlreadyExists { .. });
-        if let Some(error) = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).find(|e| !is_refusal(e)) {
-            return Err(failure::of(op, join(&place.url, &name), error, &answer));
+        let won = outcomes.iter().filter(|(outcome, _)| outcome.is_ok()).count();
+        let is_refusal = |error: &ClientError, answer: &Answer| {
+            matches!(error, ClientError::AlreadyExists { .. }) || is_refused(answer)
+        };
+        let failed = |(outcome, answer)| Some((Result::err(outcome)?, answer));
+        let mut failed = outcomes.into_iter().filter_map(failed);
+        if let Some((error, answer)) = failed.find(|(error, answer)| !is_refusal(error, answer)) {
+            return Err(failure::of(op, join(&place.url, &name), &error, &answer));
         }
         if won == 1 {
             return Ok(());
@@ -176,9 +181,13 @@ impl FarStore {
     }
 }
 
-/// Names that two requests race for.
-const PROBE: &str = ".shardfast-probe-";
+/// What two requests race with.
 const PROBE_BYTES: usize = 256 << 10;
+
+/// Whether the service answered that the name is taken, or that two requests for it collided.
+fn is_refused(answer: &Answer) -> bool {
+    matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT))
+}
 
 fn random(place: &Place, name: &str) -> Result<String> {
     let mut random = [0; 16];
@@ -229,6 +238,23 @@ impl Place {
     /// Makes a call of the client library.
     fn call<T>(&self, op: &'static str, name: &str, call: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         self.answered(op, name, call)?.map_err(|(error, _)| error)
+    }
+
+    /// [`call`](Self::call), made again if its answer cannot be understood: a bit may have turned on the way.
+    fn call_twice<T, F: Future<Output = object_store::Result<T>>>(
+        &self,
+        op: &'static str,
+        name: &str,
+        call: impl Fn() -> F,
+    ) -> Result<T> {
+        match self.answered(op, name, call())? {
+            Err((error, answer))
+                if error.kind == Kind::Invalid && answer.status.is_some_and(|status| status.is_success()) =>
+            {
+                self.call(op, name, call())
+            }
+            done => done.map_err(|(error, _)| error),
+        }
     }
 
     /// [`call`](Self::call), with what the service answered beside the error.
@@ -299,8 +325,8 @@ impl Store for FarStore {
             false => {
                 let attributes = self.place.bucket.attributes.clone();
                 let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
-                let begun = self.place.client().create_multipart_opts(&path, options);
-                Some(self.place.call("create", name, begun)?)
+                let begin = || self.place.client().create_multipart_opts(&path, options.clone());
+                Some(self.place.call_twice("create", name, begin)?)
             }
         };
         let parts = Mutex::new(vec![None; bytes.div_ceil(part_bytes).max(1) as usize]);
@@ -362,8 +388,7 @@ impl Store for FarStore {
         let Err((error, answer)) = place.answered(op, name, place.client().put_opts(&path, payload, options))? else {
             return Ok(());
         };
-        let is_met = matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT));
-        if !is_met && error.kind != Kind::Unavailable {
+        if !is_refused(&answer) && error.kind != Kind::Unavailable {
             return Err(error);
         }
         // Each may follow our own success: its answer was lost, and what was repeated found it.
@@ -403,7 +428,8 @@ impl Store for FarStore {
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
         let prefix = self.place.dir("list", dir)?;
-        let found = self.place.call("list", dir, self.place.client().list_with_delimiter(prefix.as_ref()))?;
+        let list = || self.place.client().list_with_delimiter(prefix.as_ref());
+        let found = self.place.call_twice("list", dir, list)?;
         let named = |path: &Path| {
             // An object of the directory's own name marks it for some tools.
             let name = path.filename().filter(|_| Some(path) != prefix.as_ref())?;
@@ -529,15 +555,18 @@ impl FarWriter {
         })
     }
 
-    /// Completes the upload; a try whose answer was lost is recognized by the object.
+    /// Completes the upload; a try whose answer was lost or cannot be understood is recognized by the object.
     fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
         let completed = self.place.client().complete_multipart(&self.path, upload, parts);
-        match self.place.call("finish", &self.name, completed) {
-            Err(gone) if gone.kind == Kind::NotFound => match self.place.head("finish", &self.name) {
-                Ok(found) if found.meta.size == self.bytes => Ok(()),
-                _ => Err(Error { kind: Kind::Unavailable, ..gone }.finally()),
-            },
-            completed => completed.map(|_| ()),
+        let error = match self.place.call("finish", &self.name, completed) {
+            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Invalid) => error,
+            completed => return completed.map(|_| ()),
+        };
+        match self.place.head("finish", &self.name) {
+            Ok(found) if found.meta.size == self.bytes => Ok(()),
+            Err(unseen) if unseen.kind == Kind::Unavailable => Err(unseen),
+            _ if error.kind == Kind::NotFound => Err(Error { kind: Kind::Unavailable, ..error }.finally()),
+            _ => Err(error),
         }
     }
 }

@@ -354,6 +354,14 @@ pub struct Shared {
     far: far::Pool,
 }
 
+#[cfg(all(feature = "far", feature = "testing"))]
+impl Shared {
+    /// What stores share in a test: a request of far storage in which nothing moves for so long is cut.
+    pub fn impatient(still_max: std::time::Duration) -> Shared {
+        Shared { far: far::Pool::impatient(still_max), ..Shared::default() }
+    }
+}
+
 type OpenUrl = fn(Url<'_>, &Arc<Shared>) -> Result<Arc<dyn Store>>;
 
 /// A kind of URLs.

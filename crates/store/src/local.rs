@@ -620,7 +620,7 @@ fn above(name: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(name::parent(name), |dir| name::parent(dir))
 }
 
-const TEMPORARY: &str = ".tmp-";
+pub(crate) const TEMPORARY: &str = ".tmp-";
 
 fn temporary(dir: &Path) -> Result<PathBuf> {
     let random = getrandom::u64().map_err(|e| failed(Kind::Internal, "create", dir, e.to_string()))?;

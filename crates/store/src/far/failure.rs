@@ -20,10 +20,12 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
         rest.split_once(&format!("</{name}>")).map(|(value, _)| value.trim())
     };
     let (code, said) = (tag("Code").unwrap_or_default(), tag("Message").unwrap_or_default());
-    let Some(status) = answer.status.filter(|status| !status.is_success()) else {
-        return unanswered(op, place, error, answer);
+    let (status, kind) = match answer.status {
+        Some(status) if !status.is_success() => (status, kind_of(status, code)),
+        // A service that fails after it has sent its status puts the error into the body.
+        Some(status) if !code.is_empty() => (status, kind_of(StatusCode::INTERNAL_SERVER_ERROR, code)),
+        _ => return unanswered(op, place, error, answer),
     };
-    let kind = kind_of(status, code);
     let mut message = match (code, said) {
         ("", _) => format!("the service answered {status}"),
         (code, "") => format!("the service answered {status}: {code}"),
@@ -79,8 +81,10 @@ fn kind_of(status: StatusCode, code: &str) -> Kind {
         (_, "RequestTimeout" | "SlowDown" | "Throttling" | "ServerBusy" | "ExpiredToken" | "TokenRefreshRequired") => {
             Kind::Unavailable
         }
-        // The body changed on its way.
-        (_, "BadDigest" | "InvalidDigest" | "XAmzContentChecksumMismatch") => Kind::Unavailable,
+        // The body changed on its way, or a part of it is missing.
+        (_, "BadDigest" | "InvalidDigest" | "XAmzContentChecksumMismatch" | "IncompleteBody") => Kind::Unavailable,
+        // So did a list of parts, which has no checksum.
+        (_, "MalformedXML" | "InvalidPart" | "InvalidPartOrder") => Kind::Unavailable,
         (_, "EntityTooLarge") => Kind::Exhausted,
         (404 | 410, _) => Kind::NotFound,
         (412 | 416, _) => Kind::Corrupt,
@@ -131,6 +135,9 @@ mod tests {
             (501, "NotImplemented", Kind::Unsupported),
             (507, "XMinioStorageFull", Kind::Exhausted),
             (412, "PreconditionFailed", Kind::Corrupt),
+            (400, "XAmzContentChecksumMismatch", Kind::Unavailable),
+            (400, "InvalidPart", Kind::Unavailable),
+            (200, "InternalError", Kind::Unavailable),
             (301, "PermanentRedirect", Kind::Invalid),
         ] {
             let error = found(status, code);

@@ -29,7 +29,7 @@ use tokio::time::{Sleep, sleep, timeout};
 use crate::{Error, Kind, Requests, Result};
 
 /// A request in which nothing moves for so long is cut: a connection that is gone without a word.
-pub(super) const STILL_MAX: Duration = Duration::from_secs(30);
+const STILL_MAX: Duration = Duration::from_secs(30);
 
 /// How long a connection may take to come about.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
@@ -44,17 +44,30 @@ const THREADS: usize = 2;
 const IDLE_MAX: usize = 32;
 
 /// What the stores of one engine share for far storage; empty until the first of them is opened.
-#[derive(Default)]
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
     /// Endpoints and buckets that were found to create if absent.
     pub(super) trusted: Mutex<HashSet<String>>,
+    /// [`STILL_MAX`]; tests lower it.
+    still_max: Duration,
+}
+
+impl Default for Pool {
+    fn default() -> Pool {
+        Pool { network: OnceLock::new(), trusted: Mutex::default(), still_max: STILL_MAX }
+    }
 }
 
 impl Pool {
+    /// A pool that cuts a request in which nothing moves for so long.
+    #[cfg(feature = "testing")]
+    pub(crate) fn impatient(still_max: Duration) -> Pool {
+        Pool { still_max, ..Pool::default() }
+    }
+
     /// The network, made if it is the first call.
     pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
-        let made = self.network.get_or_init(|| Network::new().map(Arc::new));
+        let made = self.network.get_or_init(|| Network::new(self.still_max).map(Arc::new));
         made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
     }
 }
@@ -100,9 +113,12 @@ impl Held {
         Arc::new(Held { expected, arrived: AtomicUsize::new(0), go: Semaphore::new(0) })
     }
 
-    /// Runs a call whose request waits for the others behind the first frame of its body.
+    /// Runs a call whose request waits for the others behind the first frame of its body, as long as none has ended.
     pub(super) async fn call<T>(self: Arc<Held>, call: impl Future<Output = T>) -> T {
-        HELD.scope(self, call).await
+        let done = HELD.scope(Arc::clone(&self), call).await;
+        // One that ends before it has begun would be waited for in vain.
+        self.go.add_permits(self.expected);
+        done
     }
 
     async fn wait(self: Arc<Held>) {
@@ -117,7 +133,7 @@ impl Held {
 }
 
 impl Network {
-    fn new() -> std::result::Result<Network, String> {
+    fn new(still_max: Duration) -> std::result::Result<Network, String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("shardfast-net")
@@ -135,7 +151,7 @@ impl Network {
             .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
             .build()
             .map_err(|error| error.to_string())?;
-        let http = HttpClient::new(Connections { client });
+        let http = HttpClient::new(Connections { client, still_max });
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -153,11 +169,16 @@ impl Network {
             let what = "opened before this process was forked, which has none of its threads: open it again here";
             return Err(Error::new(Kind::Unsupported, "request", url, what));
         };
-        let answer = Arc::new(Mutex::new(Answer::default()));
-        let done = runtime.block_on(ANSWER.scope(Arc::clone(&answer), call));
-        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Ok((done, answer))
+        Ok(runtime.block_on(answered(call)))
     }
+}
+
+/// The outcome of a call, and what the service said last in it.
+pub(super) async fn answered<T>(call: impl Future<Output = T>) -> (T, Answer) {
+    let answer = Arc::new(Mutex::new(Answer::default()));
+    let done = ANSWER.scope(Arc::clone(&answer), call).await;
+    let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    (done, answer)
 }
 
 impl Drop for Network {
@@ -194,6 +215,7 @@ impl HttpConnector for Connector {
 /// The connections to all services.
 struct Connections {
     client: reqwest::Client,
+    still_max: Duration,
 }
 
 impl fmt::Debug for Connections {
@@ -220,7 +242,7 @@ impl HttpService for Connections {
             let body = Sent { body, moved: Arc::clone(&moved), has_begun: false, held };
             *request.body_mut() = Some(reqwest::Body::wrap(body));
         }
-        let response = while_it_moves(&moved, self.client.execute(request)).await?.map_err(failed)?;
+        let response = while_it_moves(&moved, self.still_max, self.client.execute(request)).await?.map_err(failed)?;
         note(|answer| {
             answer.status = Some(response.status());
             let wait = response.headers().get(RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
@@ -228,7 +250,7 @@ impl HttpService for Connections {
         });
         let response: http::Response<reqwest::Body> = response.into();
         let (parts, body) = response.into_parts();
-        let body = Received { body, still: Box::pin(sleep(STILL_MAX)) };
+        let body = Received { body, still: Box::pin(sleep(self.still_max)), still_max: self.still_max };
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
     }
 }
@@ -254,18 +276,22 @@ fn note(change: impl FnOnce(&mut Answer)) {
 
 /// Nothing has moved for too long.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing moved for {} s", STILL_MAX.as_secs())]
-struct Still;
+#[error("nothing moved for {} s", .0.as_secs_f32())]
+struct Still(Duration);
 
 /// Waits for a request as long as it moves bytes.
-async fn while_it_moves<T>(moved: &AtomicU64, request: impl Future<Output = T>) -> std::result::Result<T, HttpError> {
+async fn while_it_moves<T>(
+    moved: &AtomicU64,
+    still_max: Duration,
+    request: impl Future<Output = T>,
+) -> std::result::Result<T, HttpError> {
     let mut request = pin!(request);
     loop {
         let before = moved.load(Ordering::Relaxed);
-        match timeout(STILL_MAX, &mut request).await {
+        match timeout(still_max, &mut request).await {
             Ok(done) => return Ok(done),
             Err(_) if moved.load(Ordering::Relaxed) == before => {
-                return Err(HttpError::new(HttpErrorKind::Timeout, Still));
+                return Err(HttpError::new(HttpErrorKind::Timeout, Still(still_max)));
             }
             Err(_) => {}
         }
@@ -326,6 +352,7 @@ impl Body for Sent {
 struct Received {
     body: reqwest::Body,
     still: Pin<Box<Sleep>>,
+    still_max: Duration,
 }
 
 impl Body for Received {
@@ -338,11 +365,14 @@ impl Body for Received {
     ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
         match Pin::new(&mut self.body).poll_frame(context) {
             Poll::Ready(frame) => {
-                self.still.as_mut().reset(tokio::time::Instant::now() + STILL_MAX);
+                let due = tokio::time::Instant::now() + self.still_max;
+                self.still.as_mut().reset(due);
                 Poll::Ready(frame.map(|frame| frame.map_err(failed)))
             }
             Poll::Pending => match self.still.as_mut().poll(context) {
-                Poll::Ready(()) => Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still)))),
+                Poll::Ready(()) => {
+                    Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max)))))
+                }
                 Poll::Pending => Poll::Pending,
             },
         }

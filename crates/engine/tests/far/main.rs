@@ -1,0 +1,17 @@
+//! Saves and loads over object storage while it fails: each request of them meets each fault.
+
+mod campaign;
+mod checkpoint;
+mod proxy;
+
+use shardfast_store::servers::Server;
+
+#[test]
+fn each_request_of_a_save_meets_each_fault() {
+    Server::with("minio", "each_request_of_a_save_meets_each_fault", |server| campaign::saves(server));
+}
+
+#[test]
+fn each_request_of_a_load_meets_each_fault() {
+    Server::with("minio", "each_request_of_a_load_meets_each_fault", |server| campaign::loads(server));
+}

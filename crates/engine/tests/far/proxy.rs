@@ -1,0 +1,399 @@
+//! A proxy in front of a server of object storage: it numbers requests and does harm to one of them, or to all from
+//! that one on.
+
+use std::collections::HashMap;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What happens to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    /// The connection is closed before the server sees the request.
+    Refused,
+    /// The proxy answers with this status; the server does not see the request.
+    Answered(u16),
+    /// The server carries the request out; the connection is closed instead of its answer.
+    AnswerLost,
+    /// The connection is closed; the server carries the request out just before the client's next one of the same kind.
+    Late,
+    /// Half of the request's body reaches the server; both connections are closed.
+    RequestCut,
+    /// Half of the answer's body reaches the client, or half of its head if it has no body.
+    AnswerCut,
+    /// Half of the answer's body reaches the client, and the head says that this is all of it.
+    AnswerShort,
+    /// One bit of the request's body is another one, at so many quarters of its length.
+    RequestTurned(usize),
+    /// One bit of the answer's body is another one, at so many quarters of its length.
+    AnswerTurned(usize),
+    /// The connection stays open, and nothing comes.
+    Silent,
+    /// The client dies before it makes the request: nothing that it sends from there on reaches the server.
+    DeadBefore,
+    /// The client dies after the server has carried out the request.
+    DeadAfter,
+}
+
+/// A request: what it asks for, without what differs from run to run, and how many such requests came before it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Request {
+    /// The method, the object's name below the prefix, and what of the query tells requests apart.
+    pub(crate) what: String,
+    pub(crate) nth: usize,
+}
+
+/// A request that the proxy has handed on.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub(crate) request: Request,
+    /// The bucket and the name of the object, or the directory that is listed.
+    pub(crate) place: String,
+    pub(crate) has_body: bool,
+    pub(crate) answer_has_body: bool,
+}
+
+/// The harm that a proxy does.
+#[derive(Clone, Debug)]
+pub(crate) struct Harm {
+    pub(crate) at: Request,
+    pub(crate) fault: Fault,
+    /// Whether it also happens to each later request for the same.
+    pub(crate) stays: bool,
+}
+
+/// A proxy on a port of its own, until it is dropped.
+pub(crate) struct Proxy {
+    address: SocketAddr,
+    state: Arc<State>,
+}
+
+struct State {
+    server: String,
+    /// Of the names of objects, with the bucket: left out of what requests ask for.
+    prefix: String,
+    harm: Option<Harm>,
+    seen: Mutex<Vec<Seen>>,
+    counts: Mutex<HashMap<String, usize>>,
+    /// A request that the server does not have yet.
+    late: Mutex<Option<(String, Vec<u8>)>>,
+    harmed: AtomicUsize,
+    is_dead: AtomicBool,
+    is_over: AtomicBool,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Proxy {
+    /// A proxy of the server at that endpoint, for a client whose objects are all below `prefix`, which begins with the
+    /// bucket.
+    pub(crate) fn start(endpoint: &str, prefix: &str, harm: Option<Harm>) -> Proxy {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let state = Arc::new(State {
+            server: endpoint.trim_start_matches("http://").trim_end_matches('/').to_owned(),
+            prefix: prefix.to_owned(),
+            harm,
+            seen: Mutex::default(),
+            counts: Mutex::default(),
+            late: Mutex::default(),
+            harmed: AtomicUsize::new(0),
+            is_dead: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+        });
+        let accepting = Arc::clone(&state);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                if accepting.is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+                let (Ok(client), state) = (client, Arc::clone(&accepting)) else { continue };
+                // It ends when one of both sides closes its connection, which is no error here.
+                std::thread::spawn(move || _ = state.serve(&client));
+            }
+        });
+        Proxy { address, state }
+    }
+
+    /// Where it answers.
+    pub(crate) fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// What it has handed on until now.
+    pub(crate) fn seen(&self) -> Vec<Seen> {
+        locked(&self.state.seen).clone()
+    }
+
+    /// How many requests it has harmed.
+    pub(crate) fn harmed(&self) -> usize {
+        self.state.harmed.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.state.is_over.store(true, Ordering::Relaxed);
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+/// The first line and the headers of a request or an answer, as they came.
+struct Head(String);
+
+impl Head {
+    /// Reads one; `None` at the end of the connection.
+    fn read(from: &mut impl BufRead) -> io::Result<Option<Head>> {
+        let mut text = String::new();
+        loop {
+            match from.read_line(&mut text)? {
+                0 if text.is_empty() => return Ok(None),
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
+                _ if text.ends_with("\r\n\r\n") => return Ok(Some(Head(text))),
+                _ => {}
+            }
+        }
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        let headers = self.0.lines().skip(1).filter_map(|line| line.split_once(':'));
+        let mut found = headers.filter(|(found, _)| found.eq_ignore_ascii_case(name));
+        found.next().map(|(_, value)| value.trim())
+    }
+
+    /// The word of the first line at that place.
+    fn word(&self, at: usize) -> &str {
+        self.0.split_whitespace().nth(at).unwrap_or_default()
+    }
+
+    fn is_chunked(&self) -> bool {
+        self.header("transfer-encoding").is_some_and(|coding| coding.eq_ignore_ascii_case("chunked"))
+    }
+
+    /// The body behind it.
+    fn body(&self, from: &mut impl BufRead) -> io::Result<Vec<u8>> {
+        if self.is_chunked() {
+            return chunks(from);
+        }
+        let bytes = self.header("content-length").map_or(0, |length| length.parse().unwrap_or(0));
+        let mut body = vec![0; bytes];
+        from.read_exact(&mut body)?;
+        Ok(body)
+    }
+
+    /// The same head for a body of this length that comes in one piece.
+    fn of_length(&self, bytes: usize) -> String {
+        let is_framing = |line: &&str| {
+            let name = line.split(':').next().unwrap_or_default();
+            ["transfer-encoding", "content-length"].iter().any(|framing| name.eq_ignore_ascii_case(framing))
+        };
+        let kept = self.0.lines().filter(|line| !line.is_empty() && !is_framing(line));
+        let kept: String = kept.map(|line| format!("{line}\r\n")).collect();
+        format!("{kept}Content-Length: {bytes}\r\n\r\n")
+    }
+}
+
+/// A body in chunks, put together.
+fn chunks(from: &mut impl BufRead) -> io::Result<Vec<u8>> {
+    let mut body = Vec::new();
+    loop {
+        let mut line = String::new();
+        from.read_line(&mut line)?;
+        let digits = line.trim().split(';').next().unwrap_or_default();
+        let bytes = u64::from_str_radix(digits, 16).map_err(|_| io::Error::from(ErrorKind::InvalidData))?;
+        if bytes == 0 {
+            break;
+        }
+        if from.take(bytes).read_to_end(&mut body)? as u64 != bytes {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        from.read_line(&mut String::new())?;
+    }
+    // Trailers, up to an empty line.
+    let mut line = String::new();
+    while from.read_line(&mut line)? > 0 && !line.trim().is_empty() {
+        line.clear();
+    }
+    Ok(body)
+}
+
+impl State {
+    /// Hands on requests of a connection until one side closes it, or the harm does.
+    fn serve(&self, connection: &TcpStream) -> io::Result<()> {
+        let result = self.serve_until_closed(connection);
+        let _ = connection.shutdown(Shutdown::Both);
+        result
+    }
+
+    fn serve_until_closed(&self, mut to_client: &TcpStream) -> io::Result<()> {
+        to_client.set_nodelay(true)?;
+        let mut client = BufReader::with_capacity(1 << 18, to_client);
+        let to_server = &mut TcpStream::connect(&self.server)?;
+        to_server.set_nodelay(true)?;
+        let mut server = BufReader::with_capacity(1 << 18, to_server.try_clone()?);
+        while let Some(head) = Head::read(&mut client)? {
+            let (mut seen, fault) = self.count(&head);
+            match fault {
+                Some(Fault::Refused | Fault::DeadBefore) => return Ok(()),
+                Some(Fault::Silent) => return io::copy(&mut client, &mut io::sink()).map(|_| ()),
+                _ => {}
+            }
+            let mut body = head.body(&mut client)?;
+            seen.has_body = !body.is_empty();
+            match fault {
+                Some(Fault::Answered(status)) => {
+                    to_client.write_all(refusal(status, head.word(0) == "HEAD").as_bytes())?;
+                    continue;
+                }
+                Some(Fault::Late) => {
+                    let request = [head.of_length(body.len()).as_bytes(), &body].concat();
+                    *locked(&self.late) = Some((seen.request.what, request));
+                    return Ok(());
+                }
+                Some(Fault::RequestCut) => {
+                    to_server.write_all(head.0.as_bytes())?;
+                    to_server.write_all(&body[..body.len() / 2])?;
+                    return to_server.shutdown(Shutdown::Both);
+                }
+                Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
+                _ => {}
+            }
+            self.send_late(&seen.request.what)?;
+            to_server.write_all(head.of_length(body.len()).as_bytes())?;
+            to_server.write_all(&body)?;
+            let answer = Head::read(&mut server)?.ok_or(ErrorKind::UnexpectedEof)?;
+            let has_body = head.word(0) != "HEAD" && !["204", "304"].contains(&answer.word(1));
+            let mut body = if has_body { answer.body(&mut server)? } else { Vec::new() };
+            seen.answer_has_body = !body.is_empty();
+            locked(&self.seen).push(seen);
+            let answer = if has_body { answer.of_length(body.len()) } else { answer.0 };
+            match fault {
+                Some(Fault::AnswerLost | Fault::DeadAfter) => return Ok(()),
+                Some(Fault::AnswerCut) if body.is_empty() => {
+                    return to_client.write_all(&answer.as_bytes()[..answer.len() / 2]);
+                }
+                Some(Fault::AnswerCut) => {
+                    to_client.write_all(answer.as_bytes())?;
+                    return to_client.write_all(&body[..body.len() / 2]);
+                }
+                Some(Fault::AnswerShort) => {
+                    body.truncate(body.len() / 2);
+                    to_client.write_all(Head(answer).of_length(body.len()).as_bytes())?;
+                    to_client.write_all(&body)?;
+                    continue;
+                }
+                Some(Fault::AnswerTurned(quarters)) => turn(&mut body, quarters),
+                _ => {}
+            }
+            to_client.write_all(answer.as_bytes())?;
+            to_client.write_all(&body)?;
+        }
+        Ok(())
+    }
+
+    /// Hands on the request that is late, if it is of this kind, and waits until it is carried out.
+    fn send_late(&self, what: &str) -> io::Result<()> {
+        let late = locked(&self.late).take_if(|(late, _)| late == what);
+        let Some((_, request)) = late else { return Ok(()) };
+        let mut server = TcpStream::connect(&self.server)?;
+        server.write_all(&request)?;
+        let mut server = BufReader::new(server);
+        Head::read(&mut server).map(|_| ())
+    }
+
+    /// Counts a request: what it is, and what happens to it.
+    fn count(&self, head: &Head) -> (Seen, Option<Fault>) {
+        let target = decoded(head.word(1));
+        let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+        let path = path.trim_start_matches('/');
+        let mut names = Vec::new();
+        let mut place = path.to_owned();
+        for (name, value) in query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, ""))) {
+            match name {
+                "partNumber" => names.push(format!("{name}={value}")),
+                "prefix" => place = format!("{path}/{}", value.trim_end_matches('/')),
+                _ => names.push(name.to_owned()),
+            }
+        }
+        let below = place.strip_prefix(&self.prefix).unwrap_or(&place).trim_start_matches('/');
+        let what = format!("{} {}?{}", head.word(0), without_attempt(below), names.join("&"));
+        let nth = {
+            let mut counts = locked(&self.counts);
+            let count = counts.entry(what.clone()).or_default();
+            *count += 1;
+            *count - 1
+        };
+        let request = Request { what, nth };
+        let fault = self.fault(&request);
+        (Seen { request, place, has_body: false, answer_has_body: false }, fault)
+    }
+
+    /// What happens to a request.
+    fn fault(&self, request: &Request) -> Option<Fault> {
+        let harm = self.harm.as_ref()?;
+        let is_hit = harm.at == *request || harm.stays && harm.at.what == request.what && harm.at.nth <= request.nth;
+        if is_hit && matches!(harm.fault, Fault::DeadBefore | Fault::DeadAfter) {
+            self.harmed.fetch_add(1, Ordering::Relaxed);
+            self.is_dead.store(true, Ordering::Relaxed);
+            return Some(harm.fault);
+        }
+        if self.is_dead.load(Ordering::Relaxed) {
+            return Some(Fault::Refused);
+        }
+        is_hit.then(|| {
+            self.harmed.fetch_add(1, Ordering::Relaxed);
+            harm.fault
+        })
+    }
+}
+
+/// A path with the random part of each name left out.
+fn without_attempt(path: &str) -> String {
+    let is_word = |c: char| c.is_ascii_alphanumeric();
+    path.split_inclusive(|c| !is_word(c))
+        .map(|piece| {
+            let word = piece.trim_end_matches(|c| !is_word(c));
+            let is_random = word.len() >= 16 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+            if is_random { format!("*{}", &piece[word.len()..]) } else { piece.to_owned() }
+        })
+        .collect()
+}
+
+/// Percent-decoded, for names of ASCII.
+fn decoded(target: &str) -> String {
+    let mut pieces = target.split('%');
+    let first = pieces.next().unwrap_or_default().to_owned();
+    pieces.fold(first, |text, piece| match piece.get(..2).map(|digits| u8::from_str_radix(digits, 16)) {
+        Some(Ok(byte)) => format!("{text}{}{}", byte as char, &piece[2..]),
+        _ => format!("{text}%{piece}"),
+    })
+}
+
+/// Turns a bit; a body that is not there has none.
+fn turn(body: &mut [u8], quarters: usize) {
+    let at = body.len() * quarters / 4;
+    if let Some(byte) = body.get_mut(at) {
+        *byte ^= 1;
+    }
+}
+
+/// An answer of S3 to a request that had no effect.
+fn refusal(status: u16, is_head: bool) -> String {
+    let (code, reason) = match status {
+        200 => ("InternalError", "OK"),
+        503 => ("SlowDown", "Service Unavailable"),
+        _ => ("InternalError", "Internal Server Error"),
+    };
+    let body = format!(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>{code}</Code><Message>as the test wants it</Message>\
+         </Error>"
+    );
+    let head = format!("HTTP/1.1 {status} {reason}\r\nContent-Type: application/xml\r\n");
+    match is_head {
+        true => format!("{head}Content-Length: 0\r\n\r\n"),
+        false => format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()),
+    }
+}

@@ -140,6 +140,66 @@ def test_wrong_and_absent_credentials_are_told_apart(minio, monkeypatch):
         sf.save(minio.s3("credentials/none"), {"extra": {"a": 1}})
 
 
+def profile(monkeypatch, folder, config, credentials=""):
+    """The environment of a user whose keys are in the files of AWS's tools."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name, text in (("AWS_CONFIG_FILE", config), ("AWS_SHARED_CREDENTIALS_FILE", credentials)):
+        (folder / name).write_text(text)
+        monkeypatch.setenv(name, str(folder / name))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+
+
+def test_keys_and_endpoints_come_from_profiles(minio, monkeypatch, tmp_path):
+    config = f"[default]\nregion = nowhere\n[profile team]\nregion = us-east-1\nendpoint_url = {minio.endpoint}\n"
+    keys = f"[team]\naws_access_key_id = {minio.key}\naws_secret_access_key = {minio.secret}\n"
+    profile(monkeypatch, tmp_path, config, keys)
+    sf.save(f"s3://{minio.bucket}/profiles/keys", {"extra": {"a": 1}})
+    printed = {"Version": 1, "AccessKeyId": minio.key, "SecretAccessKey": minio.secret}
+    (tmp_path / "keys").write_text(json.dumps(printed | {"Expiration": "2100-01-01T00:00:00Z"}))
+    command_of = f"echo asked >> {tmp_path}/asked; cat {tmp_path}/keys"
+    (tmp_path / "AWS_SHARED_CREDENTIALS_FILE").write_text("")
+    (tmp_path / "AWS_CONFIG_FILE").write_text(config + f"credential_process = {command_of}\n")
+    sf.save(f"s3://{minio.bucket}/profiles/process", {"extra": {"a": 1}})
+    assert (tmp_path / "asked").read_text() == "asked\n", "once, for all requests of a save"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[profile other]\nregion = x\n", 'AWS profile "team": neither ~/.aws/config nor ~/.aws/credentials has it'),
+        ("[profile team]\nrole_arn = arn:x\n", "it says role_arn, which is not understood here"),
+        ("[profile team]\ncredential_process = echo secret-word; exit 3\n", "credential_process.*exit status: 3"),
+        ("[profile team]\ncredential_process = echo not json\n", "expected JSON with Version, AccessKeyId"),
+        (
+            """[profile team]\ncredential_process = echo '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b","""
+            """ "Expiration": "2001-01-01T00:00:00Z"}'\n""",
+            "its keys expired at 2001",
+        ),
+    ],
+)
+def test_profiles_that_give_no_keys_are_refused_by_name(minio, monkeypatch, tmp_path, config, message):
+    profile(monkeypatch, tmp_path, config)
+    with pytest.raises(sf.Invalid, match=message):
+        sf.save(minio.s3("profiles/refused"), {"extra": {"a": 1}})
+
+
+def test_requests_are_few_and_stand_in_the_report(minio):
+    state, _, _ = fresh()
+    for name in ("first", "second"):
+        pending = sf.save_async(minio.s3(f"requests/{name}"), state)
+        pending.committed()
+    requests, files = pending.report["requests"], pending.report["files_written"]
+    # Files of one part each, the index of the model, the manifest, COMMIT.
+    assert requests["puts"] == files + 1 + 2, requests
+    assert pending.report["failures"] == []
+    state = {"model": {"w": torch.ones(6_000_000)}}
+    pending = sf.save_async(minio.s3("requests/parts"), state)
+    pending.committed()
+    # Three parts of a file of 24 MB, its beginning and its end, the index, the manifest, COMMIT.
+    assert pending.report["requests"]["puts"] == 3 + 2 + 1 + 2
+
+
 def test_importing_starts_no_client():
     code = "import shardfast, shardfast._native, os; print(len(os.listdir('/proc/self/task')))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

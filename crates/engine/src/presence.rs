@@ -3,8 +3,9 @@
 //!
 //! A save writes into a directory that has no `COMMIT` yet, and some programs remove such directories. Writes to a
 //! removed file succeed, and so does its flush. So each rank checks its files before it reports them, and rank 0 checks
-//! all of them before it publishes.
+//! all of them before it publishes. Where lists are current, rank 0 alone looks, at lists.
 
+use std::collections::{HashMap, hash_map};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -28,6 +29,54 @@ const NAMES_MAX: usize = 3;
 /// # Errors
 /// `Corrupt`, naming files that are missing or have another size; the store's error if it lasts for `within`.
 pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+    let flaws = match store.needs().lists_are_current {
+        true => flaws_in_lists(store, files, within)?,
+        false => flaws_one_by_one(store, files, within)?,
+    };
+    if flaws.is_empty() {
+        return Ok(());
+    }
+    let more = match flaws.len().saturating_sub(NAMES_MAX) {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    Err(Error::new(
+        Kind::Corrupt,
+        format!("{}: {}{more}", store.url(), flaws.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ")),
+    ))
+}
+
+/// How files differ from what was written, by a list of each directory that has some.
+fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<Vec<String>> {
+    let parts =
+        |name: &str| name.rsplit_once('/').map_or((String::new(), name.to_owned()), |(d, n)| (d.into(), n.into()));
+    let mut lists: HashMap<String, HashMap<String, u64>> = HashMap::new();
+    let mut flaws = Vec::new();
+    for (name, bytes) in files {
+        let (dir, file) = parts(name);
+        let list = match lists.entry(dir) {
+            hash_map::Entry::Occupied(known) => known.into_mut(),
+            hash_map::Entry::Vacant(place) => {
+                let list = || match store.list(place.key()) {
+                    Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(Vec::new()),
+                    entries => Ok(entries?),
+                };
+                let entries = retry_within(within, || None, list)?;
+                let objects = entries.into_iter().filter(|entry| !entry.is_dir);
+                place.insert(objects.map(|entry| (entry.name, entry.bytes)).collect())
+            }
+        };
+        match list.get(&file) {
+            Some(found) if found == bytes => {}
+            Some(found) => flaws.push(format!("{name}: expected {bytes} bytes, found {found}")),
+            None => flaws.push(format!("{name}: expected {bytes} bytes, found no such file")),
+        }
+    }
+    Ok(flaws)
+}
+
+/// How files differ from what was written, each asked for by its name.
+fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<Vec<String>> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let look = || {
         loop {
@@ -47,18 +96,7 @@ pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duratio
     });
     let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
     found.sort_by_key(|(at, _)| *at);
-    let flaws = found.into_iter().map(|(_, flaw)| flaw).collect::<Result<Vec<String>>>()?;
-    if flaws.is_empty() {
-        return Ok(());
-    }
-    let more = match flaws.len().saturating_sub(NAMES_MAX) {
-        0 => String::new(),
-        more => format!("; and {more} more"),
-    };
-    Err(Error::new(
-        Kind::Corrupt,
-        format!("{}: {}{more}", store.url(), flaws.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ")),
-    ))
+    found.into_iter().map(|(_, flaw)| flaw).collect()
 }
 
 /// How a file differs from what was written; `None` if it does not.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use shardfast_store::Requests;
 
 use crate::error::{Error, Kind, Result};
 use crate::receipt::FileShape;
@@ -24,7 +25,17 @@ pub struct Report {
     pub replicas: &'static str,
     /// Why staging memory could not be page-locked for a device: copies from it are slower then.
     pub page_lock_failure: Option<String>,
+    /// Requests that this rank made, by kind; empty where the storage takes none.
+    pub requests: BTreeMap<&'static str, u64>,
+    /// Failures of the storage while data files were written, each with the time since the request; all but the first
+    /// 64 are only counted.
+    pub failures: Vec<String>,
+    /// Failures beyond those.
+    pub failures_left_out: u64,
 }
+
+/// Failures that a report lists.
+const FAILURES_MAX: usize = 64;
 
 /// What a save and its caller share.
 pub(crate) struct Shared {
@@ -124,6 +135,23 @@ impl Progress {
     /// Sets whether replicas are compared.
     pub(crate) fn compared(&self, outcome: &'static str) {
         self.shared.lock().report.replicas = outcome;
+    }
+
+    /// Sets what was asked of the storage.
+    pub(crate) fn asked(&self, requests: Requests) {
+        let Requests { puts, gets, heads, lists, deletes } = requests;
+        let kinds = [("puts", puts), ("gets", gets), ("heads", heads), ("lists", lists), ("deletes", deletes)];
+        self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
+    }
+
+    /// Notes a failure of the storage, which may be retried.
+    pub(crate) fn failed(&self, error: &Error) {
+        let ms = self.shared.requested.elapsed().as_millis();
+        let mut state = self.shared.lock();
+        match state.report.failures.len() < FAILURES_MAX {
+            true => state.report.failures.push(format!("{ms} ms: {}", error.message)),
+            false => state.report.failures_left_out += 1,
+        }
     }
 
     /// Counts data files that this rank wrote.

@@ -89,7 +89,9 @@ fn begin(
             background::take_less();
         }
         let save = Save { operation: &operation, store: open(), destination: &destination, state: state(), progress };
-        save.run()
+        let outcome = save.run();
+        progress.asked(save.store().map(|store| store.requests()).unwrap_or_default());
+        outcome
     })
 }
 

@@ -133,7 +133,8 @@ struct Again<'a> {
 }
 
 impl Again<'_> {
-    fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
+    fn retry<T>(&self, mut act: impl FnMut() -> Result<T>) -> Result<T> {
+        let act = || act().inspect_err(|error| self.progress.failed(error));
         retry_within(self.patience, || self.progress.cancelled(), act)
     }
 }
@@ -415,6 +416,7 @@ impl<'a> Writes<'a> for Filled<'a> {
     }
 
     fn failed(&self, write: Write<'a>, error: shardfast_store::Error) -> shardfast_store::Result<()> {
+        self.again.progress.failed(&error.clone().into());
         let mut failed = self.lock();
         let tries = failed.tries.entry(write.number).or_insert_with(Tries::begin);
         match tries.again(error.clone().into(), self.again.patience) {

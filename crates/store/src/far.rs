@@ -37,8 +37,8 @@ use crate::local::TEMPORARY;
 use crate::place::join;
 use crate::write::{Buffer, Write, Writes, each_by_threads};
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Shared, Store,
-    name,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Requests, Result,
+    Shared, Store, name,
 };
 
 pub(crate) use network::Pool;
@@ -51,6 +51,7 @@ const NEEDS: Needs = Needs {
     pieces: Pieces::Parts(PARTS),
     reads: ReadNeeds { gap_bytes: MIB, request_bytes: 8 * MIB, in_flight: 16 },
     refuses_taken_names: false,
+    lists_are_current: true,
 };
 
 /// All services take parts from 5 MiB on, and 10,000 of them.
@@ -115,6 +116,7 @@ struct Place {
     prefix: String,
     bucket: Bucket,
     network: Arc<Network>,
+    requests: Mutex<Requests>,
 }
 
 impl FarStore {
@@ -124,7 +126,7 @@ impl FarStore {
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         let network = shared.far.network(&url)?;
         let bucket = build(network.connector())?;
-        let place = Arc::new(Place { url, prefix, bucket, network });
+        let place = Arc::new(Place { url, prefix, bucket, network, requests: Mutex::default() });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
@@ -198,6 +200,17 @@ impl Place {
         &*self.bucket.client
     }
 
+    /// Counts what a call has asked.
+    fn asked(&self, answer: &Answer) {
+        let mut all = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let Requests { puts, gets, heads, lists, deletes } = answer.requests;
+        all.puts += puts;
+        all.gets += gets;
+        all.heads += heads;
+        all.lists += lists;
+        all.deletes += deletes;
+    }
+
     fn fail(&self, kind: Kind, op: &'static str, name: &str, message: impl Into<String>) -> Error {
         Error::new(kind, op, join(&self.url, name), message)
     }
@@ -252,6 +265,7 @@ impl Place {
         call: impl Future<Output = object_store::Result<T>>,
     ) -> Result<Result<T, (Error, Answer)>> {
         let (done, answer) = self.network.run(&self.url, call)?;
+        self.asked(&answer);
         Ok(done.map_err(|error| (failure::of(op, join(&self.url, name), &error, &answer), answer)))
     }
 
@@ -283,6 +297,10 @@ impl Store for FarStore {
 
     fn needs(&self) -> Needs {
         NEEDS
+    }
+
+    fn requests(&self) -> Requests {
+        *self.place.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn can_publish(&self) -> Result<()> {

@@ -54,7 +54,7 @@ pub use error::{Error, Kind, Result};
 use local::Devices;
 pub use local::is_temporary;
 pub use map::{Lent, Mapping};
-pub use needs::{Needs, Parts, Pieces, ReadNeeds};
+pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};
 pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes, by_threads};
 
@@ -103,6 +103,9 @@ pub trait Store: Send + Sync {
 
     /// What suits the storage; the same at every call.
     fn needs(&self) -> Needs;
+
+    /// What it has asked of a service so far.
+    fn requests(&self) -> Requests;
 
     /// Finds out whether [`publish`](Store::publish) can keep its contract here, as far as that can be known before.
     ///

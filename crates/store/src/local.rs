@@ -49,7 +49,9 @@ use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
-use crate::{Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Result, Shared, Store, WRITE_THREADS, name};
+use crate::{
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, WRITE_THREADS, name,
+};
 
 /// The alignment of direct I/O, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -356,6 +358,10 @@ impl<D: Disk> Store for LocalStore<D> {
 
     fn needs(&self) -> Needs {
         Needs::LOCAL
+    }
+
+    fn requests(&self) -> Requests {
+        Requests::default()
     }
 
     fn can_publish(&self) -> Result<()> {

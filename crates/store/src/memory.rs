@@ -11,8 +11,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Shared, Store,
-    Upcoming, WRITE_THREADS, name, one_by_one,
+    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Shared,
+    Store, Upcoming, WRITE_THREADS, name, one_by_one,
 };
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
@@ -72,6 +72,10 @@ impl Store for MemoryStore {
 
     fn needs(&self) -> Needs {
         Needs::LOCAL
+    }
+
+    fn requests(&self) -> Requests {
+        Requests::default()
     }
 
     fn can_publish(&self) -> Result<()> {

@@ -10,6 +10,9 @@ pub struct Needs {
     /// Whether [`create`](crate::Store::create) or [`finish`](crate::ObjectWriter::finish) refuses a name that is
     /// taken. Where not, whoever writes an object makes sure that its name is new.
     pub refuses_taken_names: bool,
+    /// Whether a [list](crate::Store::list) tells at once which objects there are and how long they are, whoever wrote
+    /// them, so that one request asks for many.
+    pub lists_are_current: bool,
 }
 
 /// In which pieces an object is written.
@@ -61,12 +64,29 @@ pub struct ReadNeeds {
     pub in_flight: usize,
 }
 
+/// Requests that a store has made since it was opened, by kind; none where storage takes no requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Requests {
+    /// Objects or parts that were sent, uploads that were begun and completed.
+    pub puts: u64,
+    /// Ranges that were read.
+    pub gets: u64,
+    /// Questions for an object's length.
+    pub heads: u64,
+    /// Pages of lists.
+    pub lists: u64,
+    /// Deletions, of one object or of many.
+    pub deletes: u64,
+}
+
 impl Needs {
     /// Those of storage that this machine reads and writes itself.
     pub const LOCAL: Needs = Needs {
         pieces: Pieces::Any,
         reads: ReadNeeds { gap_bytes: 0, request_bytes: 0, in_flight: 8 },
         refuses_taken_names: true,
+        // A client of a network file system may answer from its cache.
+        lists_are_current: false,
     };
 }
 

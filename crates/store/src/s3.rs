@@ -3,8 +3,10 @@
 //! Options: `endpoint` (a URL, for other services than Amazon's), `region`, `storage_class` of new objects, and
 //! `addressing`: `path` (`https://endpoint/bucket/name`, the default with an endpoint) or `virtual`
 //! (`https://bucket.endpoint/name`). What is not given there comes from where the tools of AWS keep it: the environment
-//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, and the roles of containers and
-//! instances.
+//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that `AWS_PROFILE`
+//! names, and the roles of containers and instances, in this order.
+
+mod profile;
 
 use std::sync::Arc;
 
@@ -14,6 +16,8 @@ use object_store::{Attribute, Attributes};
 use crate::far::{Bucket, FarStore, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
+
+use profile::{Profile, ProfileCredentials};
 
 /// The options of such a URL.
 pub(crate) const OPTIONS: &[&str] = &["addressing", "endpoint", "region", "storage_class"];
@@ -44,11 +48,19 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             return Err(invalid(format!("expected addressing=path or addressing=virtual, found {other:?}")));
         }
     };
+    let profile = Profile::current()?;
+    let setting = |name: &str| profile.as_ref().and_then(|profile| profile.get(name));
     if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
-        builder = builder.with_region(REGION);
+        builder = builder.with_region(setting("region").unwrap_or(REGION));
     }
-    let endpoints = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
-    let endpoint = endpoints.iter().find_map(|key| builder.get_config_value(key));
+    if let (None, Some(endpoint)) = (endpoint_of(&builder), setting("endpoint_url")) {
+        builder = builder.with_endpoint(endpoint);
+    }
+    let is_given = ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"].iter().any(|name| std::env::var(name).is_ok());
+    if !is_given && profile.as_ref().is_some_and(Profile::has_credentials) {
+        builder = builder.with_credentials(Arc::new(ProfileCredentials::default()));
+    }
+    let endpoint = endpoint_of(&builder);
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
         return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
     }
@@ -68,6 +80,11 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
         Ok(Bucket { client: Arc::new(client), attributes, untrusted })
     })
+}
+
+fn endpoint_of(builder: &AmazonS3Builder) -> Option<String> {
+    let keys = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
+    keys.iter().find_map(|key| builder.get_config_value(key))
 }
 
 /// Whether an endpoint is Amazon's own.

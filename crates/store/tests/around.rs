@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
-use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, conformance, open};
+use shardfast_store::{
+    Entry, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Writes, conformance, open,
+};
 
 struct Around {
     store: Arc<dyn Store>,
@@ -51,6 +53,7 @@ impl Store for Around {
         Ok(Box::new(Writer { object: self.store.create(name, bytes)?, written: Arc::clone(&self.written) }))
     }
     fn needs(&self) -> Needs { self.store.needs() }
+    fn requests(&self) -> Requests { self.store.requests() }
     fn can_publish(&self) -> Result<()> { self.store.can_publish() }
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let (object, head) = self.store.open_head(name, head_bytes)?;

@@ -187,6 +187,7 @@ impl Store for Hesitant {
         self.store.create(name, bytes)
     }
     fn needs(&self) -> shardfast_store::Needs { self.store.needs() }
+    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
     fn can_publish(&self) -> shardfast_store::Result<()> { self.store.can_publish() }
     fn open_head(
         &self,

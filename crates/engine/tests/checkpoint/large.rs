@@ -179,6 +179,10 @@ impl Store for Zeroless {
         Needs::LOCAL
     }
 
+    fn requests(&self) -> shardfast_store::Requests {
+        shardfast_store::Requests::default()
+    }
+
     fn can_publish(&self) -> shardfast_store::Result<()> {
         Ok(())
     }

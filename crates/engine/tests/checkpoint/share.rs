@@ -308,6 +308,10 @@ impl Store for Other {
         self.store.needs()
     }
 
+    fn requests(&self) -> shardfast_store::Requests {
+        self.store.requests()
+    }
+
     fn can_publish(&self) -> shardfast_store::Result<()> {
         self.store.can_publish()
     }

@@ -129,8 +129,9 @@ impl Store for InParts {
     fn url(&self) -> &str { self.store.url() }
     fn needs(&self) -> Needs {
         let reads = ReadNeeds { gap_bytes: MIB / 4, request_bytes: 8 * MIB, in_flight: 16 };
-        Needs { pieces: Pieces::Parts(self.parts), reads, refuses_taken_names: true }
+        Needs { pieces: Pieces::Parts(self.parts), reads, refuses_taken_names: true, lists_are_current: true }
     }
+    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
     fn can_publish(&self) -> Result<()> { self.store.can_publish() }
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         let (object, part_bytes) = (self.store.create(name, bytes)?, self.parts.of(bytes));

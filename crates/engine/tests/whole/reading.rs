@@ -102,6 +102,7 @@ impl Store for Troubled {
         Ok((Box::new(object), head))
     }
     fn needs(&self) -> Needs { self.store.needs() }
+    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
     fn can_publish(&self) -> Result<()> { self.store.can_publish() }
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
         self.state.operation(format!("list {dir}"))?;

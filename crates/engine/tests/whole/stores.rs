@@ -64,6 +64,10 @@ impl Store for Faulty {
         self.store.needs()
     }
 
+    fn requests(&self) -> shardfast_store::Requests {
+        self.store.requests()
+    }
+
     fn can_publish(&self) -> Result<()> {
         self.store.can_publish()
     }

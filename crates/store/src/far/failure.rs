@@ -117,7 +117,7 @@ mod tests {
         let source = format!("Error performing PUT http://h/secret-in-url?sig=1 <Error><Code>{code}</Code></Error>");
         let error = object_store::Error::Generic { store: "S3", source: source.into() };
         let status = Some(StatusCode::from_u16(status).unwrap());
-        let answer = Answer { status, wait: Some(Duration::from_secs(3)), host: "h".into() };
+        let answer = Answer { status, wait: Some(Duration::from_secs(3)), host: "h".into(), ..Answer::default() };
         of("put", "s3://b/x".into(), &error, &answer)
     }
 

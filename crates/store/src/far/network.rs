@@ -14,8 +14,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::StatusCode;
 use http::header::RETRY_AFTER;
+use http::{Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
@@ -26,7 +26,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Sleep, sleep, timeout};
 
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Requests, Result};
 
 /// A request in which nothing moves for so long is cut: a connection that is gone without a word.
 const STILL_MAX: Duration = Duration::from_secs(30);
@@ -90,6 +90,8 @@ pub(super) struct Answer {
     pub(super) wait: Option<Duration>,
     /// The host that was asked.
     pub(super) host: String,
+    /// What was asked in all.
+    pub(super) requests: Requests,
 }
 
 tokio::task_local! {
@@ -226,7 +228,11 @@ impl fmt::Debug for Connections {
 impl HttpService for Connections {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
         let (parts, body) = request.into_parts();
-        note(|answer| *answer = Answer { host: parts.uri.host().unwrap_or_default().to_owned(), ..Answer::default() });
+        note(|answer| {
+            let mut requests = answer.requests;
+            count(&mut requests, &parts.method, parts.uri.query().unwrap_or_default());
+            *answer = Answer { host: parts.uri.host().unwrap_or_default().to_owned(), requests, ..Answer::default() };
+        });
         let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
@@ -246,6 +252,20 @@ impl HttpService for Connections {
         let (parts, body) = response.into_parts();
         let body = Received { body, still: Box::pin(sleep(self.still_max)), still_max: self.still_max };
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
+    }
+}
+
+/// Counts a request by its kind. All services list by a `GET` of the bucket with a prefix or a kind of list.
+fn count(requests: &mut Requests, method: &Method, query: &str) {
+    let is_list = query.split('&').any(|part| part.starts_with("list-type=") || part == "comp=list");
+    let deletes_many = query.split('&').any(|part| part == "delete" || part == "comp=batch");
+    match *method {
+        Method::GET if is_list => requests.lists += 1,
+        Method::GET => requests.gets += 1,
+        Method::HEAD => requests.heads += 1,
+        Method::DELETE => requests.deletes += 1,
+        _ if deletes_many => requests.deletes += 1,
+        _ => requests.puts += 1,
     }
 }
 

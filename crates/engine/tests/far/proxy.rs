@@ -370,9 +370,11 @@ fn decoded(target: &str) -> String {
     })
 }
 
-/// Turns a bit; a body that is not there has none.
+/// Turns a bit: of the first size that a list names, instead of the middle. A body that is not there has none.
 fn turn(body: &mut [u8], quarters: usize) {
-    let at = body.len() * quarters / 4;
+    const SIZE: &[u8] = b"<Size>";
+    let size = body.windows(SIZE.len()).position(|window| window == SIZE).filter(|_| quarters == 2);
+    let at = size.map_or(body.len() * quarters / 4, |at| at + SIZE.len());
     if let Some(byte) = body.get_mut(at) {
         *byte ^= 1;
     }

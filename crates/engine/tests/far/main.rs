@@ -8,10 +8,10 @@ use shardfast_store::servers::Server;
 
 #[test]
 fn each_request_of_a_save_meets_each_fault() {
-    Server::with("minio", "each_request_of_a_save_meets_each_fault", |server| campaign::saves(server));
+    Server::with("minio", "each_request_of_a_save_meets_each_fault", campaign::saves);
 }
 
 #[test]
 fn each_request_of_a_load_meets_each_fault() {
-    Server::with("minio", "each_request_of_a_load_meets_each_fault", |server| campaign::loads(server));
+    Server::with("minio", "each_request_of_a_load_meets_each_fault", campaign::loads);
 }

@@ -9,8 +9,9 @@
 //!
 //! A storage that takes objects in parts gets each part as one write of several slots, all of which are taken at once,
 //! in the order of the parts: so none waits for slots of a later one. The part with the header is written last: it
-//! comes last, and keeps its slots until the others are known, which need no slot any more by then. If something in it
-//! is captured eagerly it comes first, in slots beside those that the others need, and saves with such parts take turns.
+//! comes last, and keeps its slots until the others are known, which need no slot any more by then. If something in
+//! it is captured eagerly it comes first, in slots beside those that the others need, and saves with such parts take
+//! turns.
 //!
 //! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
 //! the save: the system drops the bytes, the slots have been reused by then, and the state has changed.

@@ -39,7 +39,7 @@ def save(
     """Saves ``state`` as one checkpoint and returns when it is durable. Every rank of the job calls it.
 
     Args:
-        url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``memory://run/1``. A relative
+        url: Where the checkpoint goes: a path, or a URL such as ``file:///ckpt/1`` or ``s3://bucket/run/1``. A relative
             path starts at the current directory of this call, ``~`` at the home directory. The directory must be new,
             empty, or left by a save that was cut off; one that holds other files is refused. A committed checkpoint is
             never overwritten.

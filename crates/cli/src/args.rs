@@ -3,7 +3,8 @@
 use clap::{Parser, Subcommand};
 
 const EXIT_CODES: &str = "\
-URL is a path, file:///path or memory://name; a checkpoint, or a run, whose newest committed checkpoint is meant.
+URL is a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a checkpoint, or a run,
+whose newest committed checkpoint is meant.
 
 Exit codes:
   0  fine

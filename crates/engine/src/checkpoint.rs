@@ -183,6 +183,6 @@ mod tests {
         let engine = Engine::solo();
         assert_eq!(Arc::strong_count(&engine.storage), 1);
         let _open = open(&engine, &url, DEADLINE).unwrap();
-        assert_eq!(Arc::strong_count(&engine.storage), 2, "the checkpoint's store measures for itself");
+        assert!(engine.storage.measured_by() > 0, "the checkpoint's store measures for itself");
     }
 }

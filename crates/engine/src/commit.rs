@@ -130,13 +130,11 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
     }
 }
 
-/// Checks that a new checkpoint may go there: none is committed there yet, it holds no foreign files, and the storage
-/// can publish it.
+/// Checks that a new checkpoint may go there: none is committed there yet, and it holds no foreign files.
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
     // The caller tries it again.
-    contents::refuse_foreign_within(store, &destination.url, 1, Duration::ZERO)?;
-    Ok(store.can_publish()?)
+    contents::refuse_foreign_within(store, &destination.url, 1, Duration::ZERO)
 }
 
 /// Checks that no checkpoint is committed there yet.

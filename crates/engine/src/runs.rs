@@ -215,6 +215,6 @@ mod tests {
         let engine = Engine::solo();
         let newest = newest(&engine, &url, None, false, DEADLINE).unwrap().unwrap();
         assert_eq!(newest.step, 1);
-        assert_eq!(Arc::strong_count(&engine.storage), 2, "the checkpoint's store measures for itself");
+        assert!(engine.storage.measured_by() > 0, "the checkpoint's store measures for itself");
     }
 }

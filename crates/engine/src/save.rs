@@ -139,10 +139,12 @@ impl Save<'_> {
         Ok(writer::data_at(self.store()?.needs().pieces))
     }
 
-    /// Checks that this rank can take part, before it writes anything.
+    /// Checks that this rank can take part and the storage publish, before anything is written.
     fn check(&self) -> Result<()> {
-        contents::refuse_foreign(self.store()?, &self.destination.url, 0)?;
-        self.state.check()
+        let store = self.store()?;
+        contents::refuse_foreign(store, &self.destination.url, 0)?;
+        self.state.check()?;
+        retry_within(self.operation.deadline(), || None, || Ok(store.can_publish()?))
     }
 
     /// Rank 0's last check of the place before ranks agree.

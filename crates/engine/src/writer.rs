@@ -7,9 +7,11 @@
 //! instead of growing memory. All files are written at the same time. A file's header, which holds the checksums, is
 //! written last: a file cut short by a crash is no valid file.
 //!
-//! A storage that takes objects in parts gets each part as one write of several slots, all of which are taken at once:
-//! so no two parts wait for slots of each other. The part with the header is written last; if something in it is
-//! captured eagerly, it is filled early and keeps its slots until then, and saves with such parts take turns.
+//! A storage that takes objects in parts gets each part as one write of several slots, all of which are taken at once,
+//! in the order of the parts: so none waits for slots of a later one. The part with the header is written last: it
+//! comes last, and keeps its slots until the others are known, which need no slot any more by then. If something in
+//! it is captured eagerly it comes first, in slots beside those that the others need, and saves with such parts take
+//! turns.
 //!
 //! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
 //! the save: the system drops the bytes, the slots have been reused by then, and the state has changed.
@@ -99,7 +101,7 @@ pub(crate) fn run(
         let header_crc = AtomicU64::new(0);
         files.push(File { job, object, crcs, parts: Mutex::default(), has_head, unsummed, header_crc });
     }
-    let (next, sums) = (AtomicUsize::new(0), Sums::new(summed));
+    let (next, sums) = (Mutex::new(0), Sums::new(summed));
     // Two saves that each keep such parts could wait for each other's slots.
     let keeps_slots = chunks.iter().any(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file]));
     let _turn = keeps_slots.then(|| staging.turn());
@@ -204,7 +206,8 @@ struct Run<'a> {
     files: &'a [File<'a>],
     chunks: Vec<Chunk>,
     sums: Sums<'a>,
-    next: AtomicUsize,
+    /// The chunk that is filled next. Slots are taken under this lock, so that they go to the chunks in their order.
+    next: Mutex<usize>,
     failure: FirstFailure,
 }
 
@@ -294,15 +297,19 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
             scope.spawn(|| {
                 let sender = sender;
                 loop {
-                    let number = run.next.fetch_add(1, Ordering::Relaxed);
-                    let Some(&chunk) = run.chunks.get(number) else { break };
+                    let (number, chunk, slots) = {
+                        let mut next = run.next.lock().unwrap_or_else(PoisonError::into_inner);
+                        let Some(&chunk) = run.chunks.get(*next) else { break };
+                        *next += 1;
+                        (*next - 1, chunk, staging.acquire_many(chunk.slots()))
+                    };
                     if run.failure.is_set() {
                         return;
                     }
                     if let Some(error) = progress.cancelled() {
                         return run.failure.set(error);
                     }
-                    let filled = staging.acquire_many(chunk.slots()).and_then(|mut slots| {
+                    let filled = slots.and_then(|mut slots| {
                         let fill = |(i, slot)| fill(&run.files[chunk.file], chunk.in_slot(i), slot);
                         let unsummed = slots.iter_mut().enumerate().map(fill).collect::<Result<Vec<_>>>()?;
                         Ok(FilledChunk { number, slots, unsummed })

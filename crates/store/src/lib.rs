@@ -362,6 +362,14 @@ impl Shared {
     }
 }
 
+#[cfg(feature = "testing")]
+impl Shared {
+    /// How many stores and objects of this machine's storage use its measurements.
+    pub fn measured_by(&self) -> usize {
+        Arc::strong_count(&self.devices) - 1
+    }
+}
+
 type OpenUrl = fn(Url<'_>, &Arc<Shared>) -> Result<Arc<dyn Store>>;
 
 /// A kind of URLs.

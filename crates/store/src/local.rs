@@ -109,8 +109,6 @@ pub struct LocalStore<D: Disk = RealDisk> {
     /// Whether large files are written through the page cache all the same; measured before the first one is created.
     buffered: AtomicBool,
     above: Mutex<Above>,
-    /// Whether it was tried that names can be claimed.
-    publishes: Mutex<bool>,
     lending: Arc<Lending>,
 }
 
@@ -153,7 +151,6 @@ impl<D: Disk> LocalStore<D> {
             direct,
             buffered,
             above: Mutex::default(),
-            publishes: Mutex::default(),
             lending: Arc::default(),
         })
     }
@@ -365,18 +362,14 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn can_publish(&self) -> Result<()> {
-        let mut publishes = self.publishes.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*publishes {
-            self.make_dirs(&self.root)?;
+        self.make_dirs(&self.root)?;
+        let device = self.call("publish", &self.root, |disk| disk.stat(&self.root))?.identity.0;
+        self.devices.publishes(device, || {
             let (from, to) = (temporary(&self.root)?, temporary(&self.root)?);
             let file = self.create_file(from, 0, false)?;
-            let claimed = self.claim(&file, &to);
-            let removed = self.call("unlink", &to, |disk| disk.unlink(&to));
-            claimed?;
-            removed?;
-            *publishes = true;
-        }
-        Ok(())
+            self.claim(&file, &to)?;
+            self.call("unlink", &to, |disk| disk.unlink(&to))
+        })
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
@@ -620,6 +613,7 @@ fn above(name: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(name::parent(name), |dir| name::parent(dir))
 }
 
+/// How the names of temporary objects begin, in all backends; 16 hex digits follow.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
 fn temporary(dir: &Path) -> Result<PathBuf> {

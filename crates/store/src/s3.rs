@@ -34,7 +34,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let mut addressing = None;
     for (name, value) in url.options()? {
         match name.as_str() {
-            "endpoint" => builder = builder.with_endpoint(value),
+            // The variable for S3 alone would count more than the endpoint for all services.
+            "endpoint" => builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, value),
             "region" => builder = builder.with_region(value),
             "storage_class" => _ = attributes.insert(Attribute::StorageClass, value.into()),
             _ => addressing = Some(value),

@@ -185,8 +185,18 @@ static TENSORS: LazyLock<Vec<(&str, &str, Tensor, Capture)>> = LazyLock::new(|| 
 });
 
 fn saved(store: &Arc<dyn Store>, engine: &Arc<Engine>, url: &str, blocking: bool) -> shardfast_engine::Result<()> {
+    saved_of(&TENSORS, store, engine, url, blocking)
+}
+
+fn saved_of(
+    tensors: &[(&str, &str, Tensor, Capture)],
+    store: &Arc<dyn Store>,
+    engine: &Arc<Engine>,
+    url: &str,
+    blocking: bool,
+) -> shardfast_engine::Result<()> {
     let (mut leaves, mut providers): (Vec<_>, Vec<Vec<Arc<dyn Provider>>>) = (Vec::new(), Vec::new());
-    for &(key, name, ref tensor, capture) in &*TENSORS {
+    for &(key, name, ref tensor, capture) in tensors {
         let (shape, parts) = (Dims::from_slice(&tensor.shape), vec![Region::whole(&tensor.shape)]);
         let body = LeafBody::Tensor { dtype: tensor.dtype, shape, parts };
         let leaf = Leaf { name: LeafName::new(key, name), body, layout: String::new() };
@@ -286,6 +296,22 @@ fn saves_at_the_same_time_do_not_wait_for_each_others_slots() {
             });
         }
     });
+}
+
+/// Two parts of one file and the slots of one: the part with the header must not take the slots of the other.
+#[test]
+fn the_slots_of_one_part_suffice_for_many() {
+    let engine = Engine::new(shardfast_coord::solo(), 6 << 20).unwrap();
+    for round in 0..40 {
+        let (store, _, url) = in_parts(&format!("tight/{round}"), 3 * MIB, 0);
+        saved(&store, &engine, &url, round % 2 == 0).unwrap();
+    }
+    // Three parts, and the slots of one.
+    let engine = Engine::new(shardfast_coord::solo(), 4 << 20).unwrap();
+    for round in 0..60 {
+        let (store, _, url) = in_parts(&format!("one/{round}"), 4 * MIB, 0);
+        saved_of(&TENSORS[..1], &store, &engine, &url, round % 2 == 0).unwrap();
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{ALIGNMENT, temporary, uninterrupted};
+use crate::Result;
 use crate::disk::{Disk, Errno, Sys};
 
 /// From this size on an object repays the tens of milliseconds that a measurement takes.
@@ -35,6 +36,8 @@ pub struct Devices {
 #[derive(Default)]
 struct Known {
     writes_buffered: Option<bool>,
+    /// Whether a name was claimed there.
+    publishes: bool,
     reads: Reads,
 }
 
@@ -96,6 +99,15 @@ impl Devices {
             *answer = measure();
         }
         answer.unwrap_or(false)
+    }
+
+    /// Tries once whether names can be claimed on a device.
+    pub(super) fn publishes(&self, device: u64, attempt: impl FnOnce() -> Result<()>) -> Result<()> {
+        if !self.lock().entry(device).or_default().publishes {
+            attempt()?;
+            self.lock().entry(device).or_default().publishes = true;
+        }
+        Ok(())
     }
 
     /// Whether the next read of a large object that is not in the page cache goes past it.

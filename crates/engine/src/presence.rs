@@ -46,8 +46,8 @@ pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duratio
     ))
 }
 
-/// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for by
-/// its name: a bit of the list may have turned on the way.
+/// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for
+/// by its name: a bit of the list may have turned on the way.
 fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<Vec<String>> {
     let parts =
         |name: &str| name.rsplit_once('/').map_or((String::new(), name.to_owned()), |(d, n)| (d.into(), n.into()));

@@ -239,8 +239,8 @@ impl<'a> Place<'a> {
         direct(&self.server.s3(all)).delete_tree(name).unwrap();
     }
 
-    /// Runs an operation at the place through a proxy: its outcome, or what is wrong; `None` if it succeeded without the
-    /// request.
+    /// Runs an operation at the place through a proxy: its outcome, or what is wrong; `None` if it succeeded without
+    /// the request.
     fn run(
         &self,
         run: &Run,

@@ -50,8 +50,8 @@ class Mapped(Mapping[str, Any]):
     this object on that page share, and never the file.
 
     A lookup raises ``KeyError`` for a name that the checkpoint does not have, :class:`Corrupt` for damage,
-    :class:`Unsupported` for a storage that cannot be mapped (``memory://`` and object stores), and :class:`Invalid` for an element type
-    that the framework does not have, or after :meth:`close`.
+    :class:`Unsupported` for a storage that cannot be mapped (``memory://`` and object stores), and :class:`Invalid`
+    for an element type that the framework does not have, or after :meth:`close`.
     """
 
     def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter]) -> None:

@@ -134,7 +134,7 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Durat
 pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
     refuse_taken(store, destination)?;
     // The caller tries it again.
-    contents::refuse_foreign_within(store, &destination.url, 1, Duration::ZERO)
+    contents::refuse_foreign(store, &destination.url, 1, Duration::ZERO)
 }
 
 /// Checks that no checkpoint is committed there yet.

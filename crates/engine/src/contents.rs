@@ -83,20 +83,13 @@ impl Contents {
     }
 }
 
-/// Refuses a place for a new checkpoint that holds foreign files. With `levels` of 0 it looks only at the directory
+/// Refuses a place for a new checkpoint that holds foreign files; its requests are tried for `within` at most. With
+/// `levels` of 0 it looks only at the directory
 /// itself.
 ///
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
-pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize) -> Result<()> {
-    refuse_foreign_within(store, url, levels, Duration::MAX)
-}
-
-/// [`refuse_foreign`] whose requests are tried for so long at most.
-///
-/// # Errors
-/// As [`refuse_foreign`].
-pub(crate) fn refuse_foreign_within(store: &dyn Store, url: &str, levels: usize, within: Duration) -> Result<()> {
+pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize, within: Duration) -> Result<()> {
     match survey_within(store, "", None, levels, within)?.foreign_names() {
         None => Ok(()),
         // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.

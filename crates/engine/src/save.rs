@@ -142,7 +142,7 @@ impl Save<'_> {
     /// Checks that this rank can take part and the storage publish, before anything is written.
     fn check(&self) -> Result<()> {
         let store = self.store()?;
-        contents::refuse_foreign(store, &self.destination.url, 0)?;
+        contents::refuse_foreign(store, &self.destination.url, 0, self.operation.deadline())?;
         self.state.check()?;
         retry_within(self.operation.deadline(), || None, || Ok(store.can_publish()?))
     }

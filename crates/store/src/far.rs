@@ -11,12 +11,14 @@
 //!    version, so that an object that was replaced is an error and never a mixture.
 //! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
 //!
-//! [`network`] holds the connections, [`failure`] what refusals mean; a service's own file builds its client.
+//! [`upload`] sends an object and [`read`] reads it; [`network`] holds the connections, [`failure`] knows what refusals
+//! mean; a service's own file builds its client.
 
 mod failure;
 mod network;
+mod read;
+mod upload;
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,7 +28,7 @@ use bytes::Bytes;
 use futures_util::stream::{self, BoxStream};
 use futures_util::{StreamExt, TryStreamExt};
 use http::StatusCode;
-use object_store::multipart::{MultipartStore, PartId};
+use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectStore, PutMode,
@@ -35,14 +37,16 @@ use object_store::{
 
 use crate::local::TEMPORARY;
 use crate::place::join;
-use crate::write::{Buffer, Write, Writes, each_by_threads};
+use crate::write::{Writes, each_by_threads};
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Requests, Result,
-    Shared, Store, name,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Shared, Store,
+    name,
 };
 
 pub(crate) use network::Pool;
 use network::{Answer, Connector, Held, Network};
+use read::FarReader;
+use upload::FarWriter;
 
 const MIB: u64 = 1 << 20;
 
@@ -483,256 +487,4 @@ async fn delete_each(
         }
     }
     Ok(())
-}
-
-/// An object that is being sent.
-struct FarWriter {
-    place: Arc<Place>,
-    name: String,
-    path: Path,
-    bytes: u64,
-    part_bytes: u64,
-    /// The multipart upload, if it is one.
-    upload: Option<String>,
-    /// Of each part what completes the upload, once it was sent.
-    parts: Mutex<Vec<Option<PartId>>>,
-    is_finished: bool,
-}
-
-impl FarWriter {
-    fn parts(&self) -> MutexGuard<'_, Vec<Option<PartId>>> {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The number of the part that these bytes are.
-    fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
-        let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
-        if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
-            let message = format!(
-                "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
-                self.part_bytes, self.bytes
-            );
-            return Err(self.place.fail(Kind::Invalid, "write", &self.name, message));
-        }
-        Ok((offset / self.part_bytes) as usize)
-    }
-
-    fn put_part(&self, part: usize, payload: PutPayload) -> Result<()> {
-        let sent = match &self.upload {
-            None => {
-                self.place.put_whole("write", &self.name, payload)?;
-                PartId { content_id: String::new() }
-            }
-            Some(upload) => {
-                let sent = self.place.client().put_part(&self.path, upload, part, payload);
-                self.place
-                    .call("write", &self.name, sent)
-                    .map_err(|error| Error { message: format!("part {}: {}", part + 1, error.message), ..error })?
-            }
-        };
-        self.parts()[part] = Some(sent);
-        Ok(())
-    }
-
-    /// Makes a write from its own memory; a failed one comes back.
-    fn send<'a>(&self, write: Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> {
-        let part = match self.part(write.offset, write.bytes as u64) {
-            Ok(part) => part,
-            Err(error) => return Err(Box::new((write, error))),
-        };
-        let Write { object, offset, buffers, bytes, number } = write;
-        let buffers: Vec<Arc<dyn Buffer>> = buffers.into_iter().map(Arc::from).collect();
-        let mut left = bytes;
-        let payload = buffers.iter().map(|buffer| {
-            let bytes = left.min(buffer.bytes().len());
-            left -= bytes;
-            Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
-        });
-        let payload: PutPayload = payload.collect();
-        self.put_part(part, payload).map_err(|error| {
-            let buffers = buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
-            Box::new((Write { object, offset, buffers, bytes, number }, error))
-        })
-    }
-
-    /// Completes the upload; a try whose answer was lost or cannot be understood is recognized by the object.
-    fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
-        let completed = self.place.client().complete_multipart(&self.path, upload, parts);
-        let error = match self.place.call("finish", &self.name, completed) {
-            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Invalid) => error,
-            completed => return completed.map(|_| ()),
-        };
-        match self.place.head("finish", &self.name) {
-            Ok(found) if found.meta.size == self.bytes => Ok(()),
-            Err(unseen) if unseen.kind == Kind::Unavailable => Err(unseen),
-            _ if error.kind == Kind::NotFound => Err(Error { kind: Kind::Unavailable, ..error }.finally()),
-            _ => Err(error),
-        }
-    }
-}
-
-impl ObjectWriter for FarWriter {
-    fn storage(&self) -> &dyn Any {
-        self
-    }
-
-    fn alignment(&self) -> usize {
-        1
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let part = self.part(offset, bytes.len() as u64)?;
-        self.put_part(part, Bytes::copy_from_slice(bytes).into())
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        if self.bytes == 0 && self.parts()[0].is_none() {
-            self.put_part(0, PutPayload::default())?;
-        }
-        let parts: Option<Vec<PartId>> = self.parts().iter().cloned().collect();
-        let Some(parts) = parts else {
-            let missing = self.parts().iter().position(Option::is_none).unwrap_or_default();
-            let message = format!("part {} of {} was never written", missing + 1, self.parts().len());
-            return Err(self.place.fail(Kind::Invalid, "finish", &self.name, message));
-        };
-        if let Some(upload) = &self.upload {
-            self.complete(upload, parts)?;
-        }
-        self.is_finished = true;
-        Ok(())
-    }
-}
-
-impl Drop for FarWriter {
-    fn drop(&mut self) {
-        if self.is_finished {
-            return;
-        }
-        // Whoever gave it up has its error; what cannot be removed now is debris, as after a crash.
-        match &self.upload {
-            // Twice: what the service had still to do with a part when it heard of the first comes after it.
-            Some(upload) => {
-                for _ in 0..2 {
-                    let abort = self.place.client().abort_multipart(&self.path, upload);
-                    if self.place.call("abort", &self.name, abort).is_err() {
-                        break;
-                    }
-                }
-            }
-            None if self.parts().iter().any(Option::is_some) => _ = self.place.delete("abort", &self.name),
-            None => {}
-        }
-    }
-}
-
-/// Memory that the client library sends: it goes back when no connection uses it any more.
-struct Lent {
-    buffer: Arc<dyn Buffer>,
-    bytes: usize,
-}
-
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        &self.buffer.bytes()[..self.bytes]
-    }
-}
-
-/// Memory of a write that failed, of which a connection may still send something.
-struct CameBack(Arc<dyn Buffer>);
-
-// SAFETY: the range is that of the buffer within, which lives as long as this.
-#[allow(unsafe_code)]
-unsafe impl Buffer for CameBack {
-    fn bytes(&self) -> &[u8] {
-        self.0.bytes()
-    }
-
-    fn number(&self) -> Option<u32> {
-        self.0.number()
-    }
-}
-
-/// An object as it was when it was opened.
-struct FarReader {
-    place: Arc<Place>,
-    name: String,
-    path: Path,
-    bytes: u64,
-    etag: Option<String>,
-    version: Option<String>,
-}
-
-impl ObjectReader for FarReader {
-    fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    fn page_cache(&self) -> Option<&dyn PageCache> {
-        None
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        self.read_ranges(&mut [(offset, buf)])
-    }
-
-    fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
-        for (offset, buf) in ranges.iter() {
-            if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.bytes) {
-                return Err(crate::error::too_short(join(&self.place.url, &self.name), self.bytes, *offset, buf.len()));
-            }
-        }
-        let first = ranges.iter().map(|(offset, _)| *offset).min().unwrap_or(0);
-        let end = ranges.iter().map(|(offset, buf)| offset + buf.len() as u64).max().unwrap_or(0);
-        if first >= end {
-            return Ok(());
-        }
-        let options = GetOptions {
-            range: Some(GetRange::Bounded(first..end)),
-            if_match: self.etag.clone(),
-            version: self.version.clone(),
-            ..GetOptions::default()
-        };
-        let read = async {
-            let mut body = self.place.client().get_opts(&self.path, options).await?.into_stream();
-            let mut at = first;
-            while let Some(piece) = body.next().await {
-                let piece = piece?;
-                scatter(at, &piece, ranges);
-                at += piece.len() as u64;
-            }
-            Ok(at)
-        };
-        match self.place.answered("read", &self.name, read)? {
-            Ok(at) if at == end => Ok(()),
-            Ok(at) => {
-                let message = format!("expected bytes {first}..{end}, found them up to {at}");
-                Err(self.place.fail(Kind::Unavailable, "read", &self.name, message))
-            }
-            Err((error, answer)) if answer.status == Some(StatusCode::PRECONDITION_FAILED) => {
-                let message = format!("the object was replaced while it was read ({})", error.message);
-                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
-            }
-            Err((error, _)) if error.kind == Kind::NotFound => {
-                let message = format!("the object was removed while it was read ({})", error.message);
-                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
-            }
-            Err((error, _)) => Err(error),
-        }
-    }
-
-    fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        self.read_at(offset, buf)
-    }
-}
-
-/// Copies a piece that lies at `at` to all ranges that have some of it.
-fn scatter(at: u64, piece: &[u8], ranges: &mut [(u64, &mut [u8])]) {
-    let end = at + piece.len() as u64;
-    for (offset, buf) in ranges {
-        let (from, to) = (at.max(*offset), end.min(*offset + buf.len() as u64));
-        if from < to {
-            buf[(from - *offset) as usize..(to - *offset) as usize]
-                .copy_from_slice(&piece[(from - at) as usize..(to - at) as usize]);
-        }
-    }
 }

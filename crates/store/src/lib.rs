@@ -354,16 +354,14 @@ pub struct Shared {
     far: far::Pool,
 }
 
-#[cfg(all(feature = "far", feature = "testing"))]
+#[cfg(feature = "testing")]
 impl Shared {
     /// What stores share in a test: a request of far storage in which nothing moves for so long is cut.
+    #[cfg(feature = "far")]
     pub fn impatient(still_max: std::time::Duration) -> Shared {
         Shared { far: far::Pool::impatient(still_max), ..Shared::default() }
     }
-}
 
-#[cfg(feature = "testing")]
-impl Shared {
     /// How many stores and objects of this machine's storage use its measurements.
     pub fn measured_by(&self) -> usize {
         Arc::strong_count(&self.devices) - 1

@@ -79,11 +79,6 @@ fn applies(fault: Fault, seen: &Seen) -> bool {
     }
 }
 
-/// Whether it is tried for minutes, whatever the operation's deadline is: the first look at the place of a save.
-fn is_unbounded(seen: &Seen) -> bool {
-    is_list(seen, true) && seen.request.nth == 0
-}
-
 /// Whether it is the list of the place itself, or of a directory in it. How often those are listed depends on whether a
 /// file has come into them by the first time.
 fn is_list(seen: &Seen, of_the_place: bool) -> bool {
@@ -152,10 +147,8 @@ fn runs(requests: &[Seen]) -> Vec<Run> {
         };
         let (deaths, faults): (Vec<Fault>, Vec<Fault>) = faults.into_iter().partition(|&fault| is_death(fault));
         faults.iter().for_each(|&fault| add(fault, false));
-        if !is_unbounded(seen) {
-            deaths.iter().for_each(|&fault| add(fault, false));
-            faults.iter().cycle().skip(i).step_by(3).take(LASTING).for_each(|&fault| add(fault, true));
-        }
+        deaths.iter().for_each(|&fault| add(fault, false));
+        faults.iter().cycle().skip(i).step_by(3).take(LASTING).for_each(|&fault| add(fault, true));
     }
     runs
 }

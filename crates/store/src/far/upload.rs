@@ -1,0 +1,180 @@
+//! An object that is being sent: in one request, or part by part.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use object_store::PutPayload;
+use object_store::multipart::PartId;
+use object_store::path::Path;
+
+use super::Place;
+use crate::write::{Buffer, Write};
+use crate::{Error, Kind, ObjectWriter, Result};
+
+/// An object that is being sent.
+pub(super) struct FarWriter {
+    pub(super) place: Arc<Place>,
+    pub(super) name: String,
+    pub(super) path: Path,
+    pub(super) bytes: u64,
+    pub(super) part_bytes: u64,
+    /// The multipart upload, if it is one.
+    pub(super) upload: Option<String>,
+    /// Of each part what completes the upload, once it was sent.
+    pub(super) parts: Mutex<Vec<Option<PartId>>>,
+    pub(super) is_finished: bool,
+}
+
+impl FarWriter {
+    fn parts(&self) -> MutexGuard<'_, Vec<Option<PartId>>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the part that these bytes are.
+    fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
+        let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
+        if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
+            let message = format!(
+                "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
+                self.part_bytes, self.bytes
+            );
+            return Err(self.place.fail(Kind::Invalid, "write", &self.name, message));
+        }
+        Ok((offset / self.part_bytes) as usize)
+    }
+
+    fn put_part(&self, part: usize, payload: PutPayload) -> Result<()> {
+        let sent = match &self.upload {
+            None => {
+                self.place.put_whole("write", &self.name, payload)?;
+                PartId { content_id: String::new() }
+            }
+            Some(upload) => {
+                let sent = self.place.client().put_part(&self.path, upload, part, payload);
+                self.place
+                    .call("write", &self.name, sent)
+                    .map_err(|error| Error { message: format!("part {}: {}", part + 1, error.message), ..error })?
+            }
+        };
+        self.parts()[part] = Some(sent);
+        Ok(())
+    }
+
+    /// Makes a write from its own memory; a failed one comes back.
+    pub(super) fn send<'a>(&self, write: Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> {
+        let part = match self.part(write.offset, write.bytes as u64) {
+            Ok(part) => part,
+            Err(error) => return Err(Box::new((write, error))),
+        };
+        let Write { object, offset, buffers, bytes, number } = write;
+        let buffers: Vec<Arc<dyn Buffer>> = buffers.into_iter().map(Arc::from).collect();
+        let mut left = bytes;
+        let payload = buffers.iter().map(|buffer| {
+            let bytes = left.min(buffer.bytes().len());
+            left -= bytes;
+            Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
+        });
+        let payload: PutPayload = payload.collect();
+        self.put_part(part, payload).map_err(|error| {
+            let buffers = buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
+            Box::new((Write { object, offset, buffers, bytes, number }, error))
+        })
+    }
+
+    /// Completes the upload; a try whose answer was lost or cannot be understood is recognized by the object.
+    fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
+        let completed = self.place.client().complete_multipart(&self.path, upload, parts);
+        let error = match self.place.call("finish", &self.name, completed) {
+            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Invalid) => error,
+            completed => return completed.map(|_| ()),
+        };
+        match self.place.head("finish", &self.name) {
+            Ok(found) if found.meta.size == self.bytes => Ok(()),
+            Err(unseen) if unseen.kind == Kind::Unavailable => Err(unseen),
+            _ if error.kind == Kind::NotFound => Err(Error { kind: Kind::Unavailable, ..error }.finally()),
+            _ => Err(error),
+        }
+    }
+}
+
+impl ObjectWriter for FarWriter {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let part = self.part(offset, bytes.len() as u64)?;
+        self.put_part(part, Bytes::copy_from_slice(bytes).into())
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if self.bytes == 0 && self.parts()[0].is_none() {
+            self.put_part(0, PutPayload::default())?;
+        }
+        let parts: Option<Vec<PartId>> = self.parts().iter().cloned().collect();
+        let Some(parts) = parts else {
+            let missing = self.parts().iter().position(Option::is_none).unwrap_or_default();
+            let message = format!("part {} of {} was never written", missing + 1, self.parts().len());
+            return Err(self.place.fail(Kind::Invalid, "finish", &self.name, message));
+        };
+        if let Some(upload) = &self.upload {
+            self.complete(upload, parts)?;
+        }
+        self.is_finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for FarWriter {
+    fn drop(&mut self) {
+        if self.is_finished {
+            return;
+        }
+        // Whoever gave it up has its error; what cannot be removed now is debris, as after a crash.
+        match &self.upload {
+            // Twice: what the service had still to do with a part when it heard of the first comes after it.
+            Some(upload) => {
+                for _ in 0..2 {
+                    let abort = self.place.client().abort_multipart(&self.path, upload);
+                    if self.place.call("abort", &self.name, abort).is_err() {
+                        break;
+                    }
+                }
+            }
+            None if self.parts().iter().any(Option::is_some) => _ = self.place.delete("abort", &self.name),
+            None => {}
+        }
+    }
+}
+
+/// Memory that the client library sends: it goes back when no connection uses it any more.
+struct Lent {
+    buffer: Arc<dyn Buffer>,
+    bytes: usize,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.buffer.bytes()[..self.bytes]
+    }
+}
+
+/// Memory of a write that failed, of which a connection may still send something.
+struct CameBack(Arc<dyn Buffer>);
+
+// SAFETY: the range is that of the buffer within, which lives as long as this.
+#[allow(unsafe_code)]
+unsafe impl Buffer for CameBack {
+    fn bytes(&self) -> &[u8] {
+        self.0.bytes()
+    }
+
+    fn number(&self) -> Option<u32> {
+        self.0.number()
+    }
+}

@@ -81,6 +81,11 @@ impl Server {
         self.value("bucket")
     }
 
+    /// Its access key and secret.
+    pub fn keys(&self) -> (&str, &str) {
+        (self.value("key"), self.value("secret"))
+    }
+
     /// Its process.
     pub fn process(&self) -> &str {
         self.value("pid")
@@ -101,6 +106,11 @@ impl Server {
         vec![
             ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),
             ("AWS_SECRET_ACCESS_KEY", self.value("secret").to_owned()),
+            // A service account that asks nobody for a token.
+            (
+                "GOOGLE_SERVICE_ACCOUNT_KEY",
+                r#"{"client_email":"","private_key":"","private_key_id":"","disable_oauth":true}"#.to_owned(),
+            ),
             ("AZURE_STORAGE_ACCOUNT_NAME", self.value("key").to_owned()),
             ("AZURE_STORAGE_ACCOUNT_KEY", self.value("secret").to_owned()),
         ]

@@ -78,7 +78,7 @@ def test_a_question_mark_is_part_of_a_path_and_begins_the_options_of_a_url(tmp_p
     for place in (run, url):
         listed = subprocess.run([COMMAND, "ls", place], capture_output=True, text=True, check=True).stdout
         assert "2 committed" in listed, listed
-    with pytest.raises(sf.Invalid, match=r'file:// has no options, found "is" \(a "\?" in a name is written %3F\)'):
+    with pytest.raises(sf.Invalid, match=r'file:// has no options; found "is" \(a "\?" in a name is written %3F\)'):
         sf.Checkpointer(f"file://{run}")
 
 

@@ -240,7 +240,7 @@ def test_ranks_that_do_not_call_the_same(ranks, tmp_path):
     assert "ranks must call the same operations in the same order: rank 0 calls" in different[1]
     assert "ranks must call the same operations in the same order" in mixed[1]
     assert unknown[0] == "Unsupported"
-    assert 'rank 1: open nosuch://x: expected a path or one of file://, memory://, az://, gs://, s3://; found scheme "nosuch"' in unknown[1]
+    assert "rank 1: open nosuch://x: expected a path or one of file://, memory://, az://, gs://" in unknown[1]
 
 
 # Real file systems, mounted for one rank only

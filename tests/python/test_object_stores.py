@@ -102,6 +102,22 @@ def test_the_command_and_the_verbs_work_there(minio, tmp_path):
     assert plan.bytes_wanted > 0
 
 
+def test_checkpoints_are_copied_between_stores(minio, tmp_path):
+    state, model, _ = fresh()
+    state["model"].register_buffer("large", torch.arange(5_000_000, dtype=torch.float32))
+    run, far, back = f"{tmp_path}/run", minio.s3("copied/run"), f"{tmp_path}/back"
+    for step in (1, 2):
+        sf.save(f"{run}/step-{step:08}", state)
+    command("sync", run, far)
+    command("copy", far, back)
+    assert "already" in command("copy", f"{run}/step-00000002", back), "byte for byte"
+    assert command("verify", far, "--all").count("sound") == 2
+    loaded, other, _ = fresh()
+    loaded["model"].register_buffer("large", torch.zeros(5_000_000))
+    sf.load(back, loaded)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+
+
 def test_a_large_tensor_goes_in_parts_and_comes_back(minio):
     state = {"model": {"w": torch.arange(6_000_001, dtype=torch.float32)}, "extra": {"n": 1}}
     url = minio.s3("large")

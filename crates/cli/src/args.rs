@@ -14,8 +14,8 @@ Exit codes:
   4  what is there cannot be read: corrupt, or written by a newer version
   5  anything else: the store cannot be reached or is full, the name is taken";
 
-/// Looks at checkpoints, proves them, compares them, and writes their tensors as plain safetensors; looks at the
-/// machine.
+/// Looks at checkpoints, proves them, compares them, copies them, and writes their tensors as plain safetensors; looks
+/// at the machine.
 #[derive(Debug, Parser)]
 #[command(name = "shardfast", version, after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -76,6 +76,22 @@ pub(crate) enum Command {
         /// Most bytes of tensors in a file, such as 500MB or 2GiB; a larger tensor has a file of its own
         #[arg(long, default_value = "5GB", value_parser = size)]
         shard_size: u64,
+    },
+    /// Copy a checkpoint to another place, in any store; its bytes are proven on the way
+    #[command(after_help = EXIT_CODES)]
+    Copy {
+        /// A checkpoint or a run
+        from: String,
+        /// Where the copy goes: a place of its own
+        to: String,
+    },
+    /// Copy every committed step of a run that another run does not have
+    #[command(after_help = EXIT_CODES)]
+    Sync {
+        /// A run
+        from: String,
+        /// The run that gets its steps; what else it has stays
+        to: String,
     },
     /// Say what saves and loads will use on this machine, what is missing, and what follows from it
     #[command(after_help = EXIT_CODES)]

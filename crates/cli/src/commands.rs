@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Diff, Engine, Exported, Located, Result, Summary, VerifyReport, diff, examine, export, history, locate,
-    locate_all, open, summary, verify,
+    Checkpoint, Copied, Diff, Engine, Exported, Located, Result, Summary, Synced, VerifyReport, copy, diff, examine,
+    export, history, locate, locate_all, open, summary, sync, verify,
 };
 
 use crate::args::Command;
@@ -54,6 +54,19 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let exported: Exported = export(&checkpoint, &out, &key, shard_size)?;
             let text = describe::located(&located) + &describe::exported(&exported);
             Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
+        }
+        Command::Copy { from, to } => {
+            let located = locate(&from)?;
+            let progress = Progress::new("copied");
+            let copied: Copied = copy(&Engine::solo(), &located.url, &to, &|done, total| progress.show(done, total))?;
+            drop(progress);
+            Ok(outcome(describe::located(&located) + &describe::copied(&copied), &copied, FINE))
+        }
+        Command::Sync { from, to } => {
+            let progress = Progress::new("copied");
+            let synced: Synced = sync(&Engine::solo(), &from, &to, &|done, total| progress.show(done, total))?;
+            drop(progress);
+            Ok(outcome(describe::synced(&synced), &synced, FINE))
         }
         Command::Doctor { path } => {
             let report = Report::new(&examine(&path)?, host());

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use shardfast_engine::diff::{Diff, DifferenceKind, Elements, ValueDifference};
 use shardfast_engine::inspect::{History, KindSummary, LeafSummary, Outline, Status, Summary};
 use shardfast_engine::verify::{Finding, Hit, Problem, VerifyReport};
-use shardfast_engine::{Exported, Located};
+use shardfast_engine::{Copied, Exported, Located, Synced};
 
 use crate::text::Align::{Left, Right};
 use crate::text::{age, count, date, plain, plain_lines, ranks, size, table};
@@ -250,6 +250,26 @@ fn value_differs(value: &ValueDifference) -> String {
     let _ = write!(out, "a has {}, b has {}", side(&value.a), side(&value.b));
     if !value.ranks.is_empty() {
         let _ = write!(out, " ({})", ranks(&value.ranks));
+    }
+    out
+}
+
+pub(crate) fn copied(copied: &Copied) -> String {
+    let (from, to) = (plain(&copied.from), plain(&copied.to));
+    if copied.was_there {
+        return format!("{from} is at {to} already\n");
+    }
+    let found = match copied.files_found {
+        0 => String::new(),
+        found => format!("; {} there already", count(found, "file was", "files were")),
+    };
+    format!("copied {from} to {to}: {}, {}{found}\n", count(copied.files, "file", "files"), size(copied.bytes))
+}
+
+pub(crate) fn synced(synced: &Synced) -> String {
+    let mut out: String = synced.checkpoints.iter().map(copied).collect();
+    for step in &synced.incomplete {
+        let _ = writeln!(out, "left out: step {step}, which is not committed");
     }
     out
 }

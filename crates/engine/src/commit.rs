@@ -251,6 +251,20 @@ fn prepare(
     put_indexes(store, indexes(manifest))
 }
 
+/// Steps 3 and 4 for the copy of a checkpoint whose data files are durable and in place.
+///
+/// # Errors
+/// `Conflict` when another checkpoint was committed there meanwhile; the store's errors.
+pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &Manifest, bytes: &[u8]) -> Result<()> {
+    let files = files(manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
+    retry(|| {
+        store.put(&commit.manifest, bytes)?;
+        put_indexes(store, indexes(manifest))
+    })?;
+    presence::expect(store, &files, Duration::MAX)?;
+    publish(store, commit, Duration::MAX).map_err(|error| error.within(format_args!("copy to {url}")))
+}
+
 /// Step 4. Retried only while no record is visible: a visible record that is not durable cannot be made so by a second
 /// sync, since the system may have dropped what it could not write.
 fn publish(store: &dyn Store, commit: &Commit, patience: Duration) -> Result<()> {

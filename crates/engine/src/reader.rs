@@ -101,7 +101,7 @@ impl Files {
     }
 
     /// Reads from a file, which each retry opens anew: an open file of a network file system may be stale.
-    fn read_from(
+    pub(crate) fn read_from(
         &self,
         file: u32,
         range: &Range<u64>,
@@ -188,6 +188,11 @@ impl Files {
             }
         }
         damaged
+    }
+
+    /// What the manifest says of a file.
+    pub(crate) fn entry(&self, file: u32) -> &FileEntry {
+        &self.manifest.files()[file as usize]
     }
 
     /// The checkpoint's place, for messages.

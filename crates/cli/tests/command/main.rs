@@ -235,6 +235,26 @@ fn export_writes_files_that_the_stack_opens() {
 }
 
 #[test]
+fn copies_are_the_same_checkpoint_and_runs_are_brought_up_to_date() {
+    let run = Run::new();
+    let (place, other) = (run.new_dir("copy"), run.new_dir("other"));
+    let said = text(&["copy", &run.step(10), &place], 0);
+    assert!(said.starts_with("copied ") && said.contains(" files, "), "{said}");
+    assert!(text(&["verify", &place], 0).contains("sound"));
+    assert!(text(&["diff", &run.step(10), &place], 0).contains("equal"));
+    assert!(json(&["copy", &run.step(10), &place], 0)["was_there"].as_bool().unwrap());
+    assert!(error(&["copy", &run.step(20), &place], 5).starts_with("shardfast: Conflict: "));
+    assert!(error(&["copy", &run.new_dir("nothing"), &place], 3).starts_with("shardfast: NotFound: "));
+
+    let synced = json(&["sync", run.url(), &other], 0);
+    assert_eq!(synced["checkpoints"].as_array().unwrap().len(), 2);
+    assert_eq!(synced["incomplete"][0], 30);
+    assert!(text(&["sync", run.url(), &other], 0).contains("already\n"));
+    assert!(text(&["verify", &other, "--all"], 0).contains("sound"));
+    assert!(error(&["sync", &run.new_dir("nothing"), &other], 3).contains("no run with a step"));
+}
+
+#[test]
 fn failures_have_their_exit_codes_and_go_to_standard_error() {
     let run = Run::new();
     let nothing = run.new_dir("nothing");

@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod diff;
+mod duplicate;
 mod export;
 mod inspect;
 mod later;

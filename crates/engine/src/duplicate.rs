@@ -1,0 +1,286 @@
+//! Checkpoints copied from one place to another, between any two stores.
+//!
+//! # Protocol
+//! 1. The source is opened: its `COMMIT` proves its manifest.
+//! 2. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
+//!    header by the manifest; a file becomes durable before the next step.
+//! 3. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on, and is the
+//!    same attempt.
+//!
+//! A copy that was interrupted is made again: files that are there, and proven to be whole, are not copied again. The
+//! target of an interrupted copy has no `COMMIT`.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+use shardfast_format::{BLOCK_BYTES, Commit, FileEntry, crc64};
+use shardfast_store::{Kind as Stored, ObjectWriter, Pieces, Store};
+
+use crate::checkpoint::{self, Checkpoint};
+use crate::commit;
+use crate::contents;
+use crate::engine::Engine;
+use crate::error::{Error, FirstFailure, Kind, Result, retry};
+use crate::reader::{Damage, Files};
+use crate::runs;
+use crate::staging::{ALIGNMENT, SLOT_BYTES};
+
+/// Pieces in flight.
+const THREADS_MAX: usize = 16;
+
+/// A checkpoint that was copied.
+#[derive(Debug, Clone, Serialize)]
+pub struct Copied {
+    /// The source.
+    pub from: String,
+    /// The target.
+    pub to: String,
+    /// Data files.
+    pub files: u64,
+    /// Those that were there already, from a copy that was interrupted.
+    pub files_found: u64,
+    /// Bytes of data files that were copied.
+    pub bytes: u64,
+    /// Whether the whole checkpoint was there already.
+    pub was_there: bool,
+}
+
+/// A run that was brought up to date.
+#[derive(Debug, Clone, Serialize)]
+pub struct Synced {
+    /// Each committed step of the source, ascending.
+    pub checkpoints: Vec<Copied>,
+    /// Steps of the source without a commit, which are not copied.
+    pub incomplete: Vec<u64>,
+}
+
+/// Copies the checkpoint at `from` to `to`. `progress` gets the bytes copied so far and in all.
+///
+/// # Errors
+/// `NotFound` when there is none; `Conflict` when another checkpoint is committed at the target; `Invalid` when the
+/// target holds foreign files; `Corrupt` when the source is damaged, and the target then has no `COMMIT`; the stores'
+/// errors.
+pub fn copy(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Copied> {
+    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), progress)
+}
+
+/// [`copy`] between stores that are already open at their places.
+///
+/// # Errors
+/// As [`copy`].
+pub fn copy_between(
+    engine: &Arc<Engine>,
+    (source, from): (Arc<dyn Store>, &str),
+    (target, to): (Arc<dyn Store>, &str),
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Copied> {
+    let bytes = checkpoint::read(&*source, from, Duration::MAX)?;
+    let record = retry(|| commit::read_commit(&*source, ""))?;
+    let opened = Checkpoint::new(engine, from, source, &bytes)?;
+    let files = opened.manifest().files();
+    let mut copied = Copied {
+        from: from.to_owned(),
+        to: to.to_owned(),
+        files: files.len() as u64,
+        files_found: 0,
+        bytes: 0,
+        was_there: is_there(&*target, to, &record)?,
+    };
+    if copied.was_there {
+        return Ok(copied);
+    }
+    contents::refuse_foreign(&*target, to, 0, Duration::MAX)?;
+    retry(|| Ok(target.can_publish()?))?;
+    let total = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
+    let found = Files::new(Arc::clone(&target), to.to_owned(), Arc::clone(&opened.manifest));
+    let done = AtomicU64::new(0);
+    for (number, file) in (0u32..).zip(files) {
+        let advance = |bytes| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+        // A file on a disk may have its length and not its bytes.
+        if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes) && found.open(number).is_ok() {
+            let proven = each_piece(&found, number, file, engine, SLOT_BYTES as u64, |_, _| Ok(()));
+            if proven.is_ok() {
+                copied.files_found += 1;
+                advance(file.bytes);
+                continue;
+            }
+        }
+        copy_file(&opened.files, number, file, &*target, engine, &advance)?;
+        copied.bytes += file.bytes;
+    }
+    let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
+    retry(|| Ok(target.sync(&names)?))?;
+    commit::repeat(&*target, to, &record, opened.manifest(), &bytes)?;
+    Ok(copied)
+}
+
+/// Copies each committed step of the run at `from` that the run at `to` does not have, oldest first. Steps that only
+/// the target has stay.
+///
+/// # Errors
+/// As [`copy`]; steps before the failed one are complete.
+pub fn sync(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Synced> {
+    let mut synced = Synced { checkpoints: Vec::new(), incomplete: Vec::new() };
+    let steps = runs::list_in(&*engine.store(from)?, from)?;
+    if steps.is_empty() {
+        return Err(Error::new(Kind::NotFound, format!("{from}: there is no run with a step to copy")));
+    }
+    for step in steps {
+        match step.commit? {
+            None => synced.incomplete.push(step.step),
+            Some(_) => {
+                let target = runs::step_url(to, step.step);
+                synced.checkpoints.push(copy(engine, &step.url, &target, progress)?);
+            }
+        }
+    }
+    Ok(synced)
+}
+
+/// Whether this very checkpoint is committed at the target.
+fn is_there(target: &dyn Store, to: &str, record: &Commit) -> Result<bool> {
+    match retry(|| commit::read_commit(target, "")) {
+        Err(error) if error.kind == Kind::NotFound => Ok(false),
+        Ok(found) if found.encode() == record.encode() => Ok(true),
+        Ok(_) => Err(Error::new(
+            Kind::Conflict,
+            format!("{to}: another checkpoint is committed there: copy to another place, or delete it first"),
+        )),
+        Err(error) => Err(error),
+    }
+}
+
+fn copy_file(
+    source: &Files,
+    number: u32,
+    file: &FileEntry,
+    target: &dyn Store,
+    engine: &Arc<Engine>,
+    advance: &(dyn Fn(u64) + Sync),
+) -> Result<()> {
+    let piece_bytes = match target.needs().pieces {
+        Pieces::Any => SLOT_BYTES as u64,
+        Pieces::Parts(parts) => parts.of(file.bytes),
+    };
+    let mut object: Box<dyn ObjectWriter> = retry(|| match target.create(&file.path, file.bytes) {
+        // Left by a copy that was interrupted, or by a try whose answer was lost.
+        Err(error) if error.kind == Stored::Conflict => {
+            target.delete(&file.path)?;
+            Ok(target.create(&file.path, file.bytes)?)
+        }
+        created => Ok(created?),
+    })?;
+    each_piece(source, number, file, engine, piece_bytes, |offset, piece| {
+        let padded = piece.bytes.next_multiple_of(object.alignment());
+        retry(|| Ok(object.write_at(offset, &piece.memory[piece.start..piece.start + padded])?))?;
+        advance(piece.bytes as u64);
+        Ok(())
+    })?;
+    retry(|| Ok(object.finish()?))
+}
+
+/// Bytes of a file, followed by zeros up to the next unit of direct writes, in memory that is aligned for them.
+struct Piece {
+    memory: Vec<u8>,
+    start: usize,
+    bytes: usize,
+}
+
+/// Reads a file in pieces of so many bytes, several at a time, proves them, and calls `take` with each.
+fn each_piece(
+    files: &Files,
+    number: u32,
+    file: &FileEntry,
+    engine: &Arc<Engine>,
+    piece_bytes: u64,
+    take: impl Fn(u64, &Piece) -> Result<()> + Sync,
+) -> Result<()> {
+    let (next, failure) = (AtomicU64::new(0), FirstFailure::default());
+    let in_budget = (engine.staging_bytes() / piece_bytes).max(1) as usize;
+    let threads = THREADS_MAX.min(in_budget).min(file.bytes.div_ceil(piece_bytes).max(1) as usize);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while !failure.is_set() {
+                    let offset = next.fetch_add(piece_bytes, Ordering::Relaxed);
+                    if offset >= file.bytes {
+                        return;
+                    }
+                    let range = offset..file.bytes.min(offset + piece_bytes);
+                    if let Err(error) = proven(files, number, file, range).and_then(|piece| take(offset, &piece)) {
+                        failure.set(error);
+                    }
+                }
+            });
+        }
+    });
+    failure.into_result()
+}
+
+/// A range of a file, read with all blocks that it touches, which are proven.
+fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Result<Piece> {
+    let start = file.data_start;
+    let first = if range.start < start { 0 } else { start + (range.start - start) / BLOCK_BYTES * BLOCK_BYTES };
+    let end = match range.end.checked_sub(start) {
+        Some(data) => file.bytes.min(start + data.next_multiple_of(BLOCK_BYTES)),
+        // A piece that ends in the header is proven with all of it.
+        None => start,
+    };
+    let (ahead, length) = ((range.start - first) as usize, (end - first) as usize);
+    let mut memory = vec![0; length + 2 * ALIGNMENT];
+    // So that the range itself begins at an aligned address.
+    let skipped = memory[ahead..].as_ptr().align_offset(ALIGNMENT);
+    let read = skipped..skipped + length;
+    files.read_proven(number, first, &mut memory[read])?;
+    let bytes = (range.end - range.start) as usize;
+    let begin = skipped + ahead;
+    memory[begin + bytes..].fill(0);
+    Ok(Piece { memory, start: begin, bytes })
+}
+
+impl Files {
+    /// Reads a range that begins with the file or with a block, and ends with the header or a block, and proves it.
+    fn read_proven(&self, number: u32, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let range = offset..offset + bytes.len() as u64;
+        let mut open = self.read_from(number, &range, |open| open.object.read_at(offset, bytes))?;
+        let mut again = false;
+        loop {
+            let Some(damage) = self.damage(number, &open, offset, bytes) else { return Ok(()) };
+            if again {
+                let leaves = self.leaves_in(number, &damage.span);
+                return Err(Error::corrupt(format!("{}: {leaves}: {damage}", self.place())));
+            }
+            again = true;
+            open = self.read_from(number, &range, |open| open.object.read_again(offset, bytes))?;
+        }
+    }
+
+    /// The first block among `bytes`, or the header, that is not what was saved.
+    fn damage(&self, number: u32, open: &crate::reader::OpenFile, offset: u64, bytes: &[u8]) -> Option<Damage> {
+        let entry = self.entry(number);
+        let header = entry.data_start.saturating_sub(offset) as usize;
+        let damage = |span: Range<u64>, expected: u64, found: u64| Damage {
+            path: entry.path.clone(),
+            span,
+            expected,
+            found,
+            before: None,
+        };
+        if header > 0 {
+            let found = crc64(&bytes[..header]);
+            if found != entry.header_crc {
+                return Some(damage(0..entry.data_start, entry.header_crc, found));
+            }
+        }
+        let first = ((offset + header as u64).saturating_sub(entry.data_start) / BLOCK_BYTES) as usize;
+        let blocks = bytes[header..].chunks(BLOCK_BYTES as usize).zip(&open.header.block_crcs[first..]);
+        blocks.enumerate().find_map(|(i, (block, &expected))| {
+            let found = crc64(block);
+            let start = offset + header as u64 + i as u64 * BLOCK_BYTES;
+            (found != expected).then(|| damage(start..start + block.len() as u64, expected, found))
+        })
+    }
+}

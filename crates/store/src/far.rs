@@ -6,7 +6,7 @@
 //!    given up is aborted.
 //! 2. *Publish* is a request that creates if absent. The client library repeats nothing. An answer that says that the
 //!    name is taken, and one that does not come, may both follow our own success: the object carries a random token in
-//!    its metadata, and whoever is in doubt looks whose it is.
+//!    its metadata, and the publisher compares it with its own.
 //! 3. *Read.* The first request brings the head of the object, its length and its version; all others ask for that
 //!    version, so that an object that was replaced is an error and never a mixture.
 //! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
@@ -86,12 +86,12 @@ pub(crate) struct Bucket {
     pub(crate) untrusted: Option<String>,
 }
 
-/// The client library repeats nothing: whoever called the store decides.
+/// The client library does not retry: the engine does.
 pub(crate) fn once() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-/// The client library's options for an endpoint: whoever writes http: means it.
+/// The client library's options for an endpoint: an `http:` endpoint is used without TLS.
 #[cfg(any(feature = "azure", feature = "gcs"))]
 pub(crate) fn plain(endpoint: Option<&str>) -> ClientOptions {
     ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
@@ -176,7 +176,7 @@ impl FarStore {
         self.doubtful.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A token that nobody else has, unless it is that of an earlier try.
+    /// A new random token, or that of an earlier try at this name whose outcome is unknown.
     fn token(&self, name: &str) -> Result<String> {
         if let Some(token) = self.doubtful().remove(name) {
             return Ok(token);

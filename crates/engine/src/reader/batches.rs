@@ -79,7 +79,7 @@ pub(super) struct Batch {
     pub(super) planned: Vec<Planned>,
     pub(super) fetch: Fetch,
     pub(super) is_host: bool,
-    /// Bytes between its reads that nobody wants.
+    /// Bytes between its reads that no read asks for.
     gaps: u64,
 }
 

@@ -126,7 +126,7 @@ impl Run {
         };
         let object = format!("s3://{}/{object}", place.prefix()).trim_end_matches('/').to_owned();
         let is_named = OPERATIONS.iter().any(|operation| error.message.contains(&format!("{operation} {object}")));
-        // Damage is told by the file and what lies in it.
+        // An error about damage names the file and the leaves in it.
         let file = below.map(|below| below.split('*').next().unwrap_or_default());
         let is_damaged = error.kind == Kind::Corrupt && file.is_some_and(|file| error.message.contains(file));
         match is_named || is_damaged {

@@ -113,7 +113,7 @@ pub(crate) fn load(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
         let mut found = vec![0_u8; bytes.len()];
         let address = found.as_mut_ptr() as usize;
         memory.push((found, bytes));
-        // SAFETY: the vector's memory stays where it is while the load goes on, and nobody looks at it.
+        // SAFETY: the vector's memory stays in place during the load, and no other thread reads or writes it.
         #[allow(unsafe_code)]
         let sink = unsafe { Sink::new(address, shape, &strides, dtype.size_bytes()) }?;
         wants.push(Want { leaf, region: Region::whole(shape), sink });

@@ -227,7 +227,7 @@ fn expect_loads(store: Arc<dyn Store>, url: &str) {
                 row_major_strides(&region.lengths, dtype.size_bytes()).iter().map(|&s| s as i64).collect();
             found.push((manifest.leaf(leaf).name.to_owned(), region.clone(), vec![0u8; extent.bytes as usize]));
             let address = found.last_mut().unwrap().2.as_mut_ptr() as usize;
-            // SAFETY: the vector's memory stays where it is while the load goes on, and nobody looks at it.
+            // SAFETY: the vector's memory stays in place during the load, and no other thread reads or writes it.
             #[allow(unsafe_code)]
             let sink = unsafe { Sink::new(address, &region.lengths, &strides, dtype.size_bytes()) };
             wants.push(Want { leaf, region, sink: sink.unwrap() });

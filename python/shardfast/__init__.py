@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from .inspection import Mapped, mapped
     from .load_plan import LoadPlan
-    from .schedule import every, last, steps
+    from .schedule import best, every, last, steps
     from .stateful import Stateful, random_state
     from .verbs import load, plan_load, save, save_async
 
@@ -62,6 +62,7 @@ __all__ = [
     "Unavailable",
     "Unsupported",
     "__version__",
+    "best",
     "every",
     "last",
     "load",
@@ -80,6 +81,7 @@ _HOMES = {
     "Pending": "capture",
     "PerRank": "catalog",
     "Stateful": "stateful",
+    "best": "schedule",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",

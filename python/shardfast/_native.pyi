@@ -24,6 +24,7 @@ __all__ = [
     "Part",
     "Pending",
     "Place",
+    "Retention",
     "Session",
     "Stamp",
     "Tagged",
@@ -36,7 +37,6 @@ __all__ = [
     "decode",
     "newest",
     "open",
-    "retain",
     "save",
     "step_url",
 ]
@@ -392,16 +392,36 @@ def save(
 def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:
     """Opens the checkpoint at ``url``. Every rank calls it; rank 0 reads."""
 
+@final
+class Retention:
+    """Which checkpoints of one run are kept. One rank has it.
+
+    Args:
+        url: The run.
+        last: The newest so many are kept.
+        every: Those are kept whose step is a multiple of this.
+        best: Those are kept with the best values of a metric: its name, how many, whether larger values are better.
+    """
+
+    def __new__(
+        cls, url: str, *, last: int | None, every: int | None, best: Sequence[tuple[str, int, bool]]
+    ) -> Retention: ...
+    def retain(self) -> tuple[list[int], list[tuple[str, str]]]:
+        """Takes back the committed checkpoints that no rule keeps: their files are deleted later.
+
+        Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
+        """
+
+    def clear(self, steps: Sequence[int] | None) -> list[int]:
+        """Deletes the files of these checkpoints, or of all that were taken back earlier.
+
+        Returns the steps of which it deleted any.
+        """
+
 def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
 ) -> tuple[int, Checkpoint, list[str]] | None:
     """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
-
-def retain(url: str, *, last: int | None, every: int | None) -> tuple[list[int], list[tuple[str, str]]]:
-    """Deletes the committed checkpoints of a run that no rule keeps. One rank calls it.
-
-    Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
-    """
 
 def absolute_url(url: str) -> str:
     """A path as seen from ``/``; a URL with a scheme without a slash at its end.

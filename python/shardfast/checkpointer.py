@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
-from .schedule import Keep, Steps
+from .schedule import Keep, Steps, noted
 from .session import TIMEOUT_S, current, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
@@ -47,8 +47,10 @@ class Checkpointer:
             refused.
         every: When :meth:`step` saves, such as ``sf.steps(200)``; without it only :meth:`save` does.
         keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; without it all of them. Others are
-            deleted only after a newer one is durable and was seen to be complete. Shardfast deletes only its own files:
-            if you put a file of your own into a checkpoint's directory, the checkpoint stays, and the log says so once.
+            taken back only after a newer one is durable and was seen to be complete; their files are deleted with the
+            next save, so that a reader can finish. Shardfast deletes only its own files: if you put a file of
+            your own into a checkpoint's directory, the checkpoint stays, and the log says so once. What
+            ``shardfast pin`` pinned stays, too.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         prove_except: As in :func:`shardfast.save`.
@@ -95,6 +97,11 @@ class Checkpointer:
         self._describer = Describer(in_flight.staged)
         self._is_prepared = False
         self._running: list[tuple[Pending, Future[None]]] = []
+        self._retention: _native.Retention | None = None
+        if keep is not None:
+            self._retention = _native.Retention(self.url, last=keep.last, every=keep.every, best=keep.best)
+        # Steps that were taken back, and whose files are still there; None if that is not known.
+        self._leaving: list[int] | None = None
         self._spared: set[str] = set()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
         # Work that is not done before the first save stops the training then.
@@ -154,12 +161,18 @@ class Checkpointer:
             self._prepare(state)
             return step
 
-    def step(self, step: int, state: dict[str, Any]) -> bool:
+    def step(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
         """Saves if a save is due after ``step`` steps. Every rank calls it after each step.
 
         Returns when everything is copied that may change before the next step of the optimizer; see
         :func:`shardfast.save_async`. The first call of a run looks at the whole state, at about 25 us a tensor, and
         calls each ``state_dict()`` and :class:`Stateful` once, so that the first save finds it known.
+
+        Args:
+            step: The number of steps that the training has made.
+            state: As in :func:`shardfast.save`.
+            metrics: Numbers by name that the checkpoint records, if a save is due: rank 0's. ``keep=sf.best(name)``
+                compares them, ``shardfast inspect`` shows them.
 
         Returns:
             Whether it saved.
@@ -174,7 +187,7 @@ class Checkpointer:
                 self._prepare(state)
             self._settle(None)
             return False
-        self.save(step, state)
+        self.save(step, state, metrics=metrics)
         return True
 
     def _prepare(self, state: dict[str, Any]) -> None:
@@ -186,7 +199,7 @@ class Checkpointer:
             with contextlib.suppress(Error):  # what is wrong with a device is an error of the save
                 session.reserve(description.native)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Saves now, as :meth:`step` does when a save is due."""
         if self._closed:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
@@ -195,11 +208,11 @@ class Checkpointer:
             self._settle(IN_FLIGHT_MAX - 1)
         except Exception:
             # The other ranks begin this save too: they must not wait for a rank that still has an error to raise.
-            self._begin(step, state)
+            self._begin(step, state, metrics)
             raise
-        self._begin(step, state)
+        self._begin(step, state, metrics)
 
-    def _begin(self, step: int, state: dict[str, Any]) -> None:
+    def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         url = _native.step_url(self.url, step)
         session = current(self._timeout_s, self._process_group)
         pending = begin(
@@ -208,29 +221,51 @@ class Checkpointer:
             url,
             state,
             step=step,
+            user=lambda: noted(metrics, self._keep),
             pickle=self._pickle,
             prove=self._prove,
             prove_except=self._prove_except,
             timeout_s=self._timeout_s,
         )
         self.newest = step
-        concluding = self._background.submit(self._conclude, step, pending, session.rank == 0)
+        retention = self._retention if session.rank == 0 else None
+        leaving, self._leaving = self._leaving, []
+        concluding = self._background.submit(self._conclude, step, pending, retention, leaving)
         self._running.append((pending, concluding))
 
-    def _conclude(self, step: int, pending: Pending, is_chief: bool) -> None:
-        """In the background: waits for the commit, then deletes checkpoints that no rule keeps."""
+    def _conclude(
+        self, step: int, pending: Pending, retention: _native.Retention | None, leaving: list[int] | None
+    ) -> None:
+        """In the background: the second round of retention, the end of the save, then the first round."""
         try:
+            failure = self._clear(retention, leaving)
             pending.end()
             self.committed = max(step, self.committed or 0)
-            if is_chief and self._keep is not None:
-                _, spared = _native.retain(self.url, last=self._keep.last, every=self._keep.every)
+            if retention is not None:
+                # What left between the begin of this save and now: its round is over, too.
+                failure = self._clear(retention, self._leaving) or failure
+                left, spared = retention.retain()
+                self._leaving = None if self._leaving is None else left
                 for url, reason in spared:
                     if url not in self._spared:
                         self._spared.add(url)
                         _log.warning("%s matches no rule of keep= and is not deleted: %s", url, reason)
+            if failure is not None:
+                raise failure
         except Exception as error:
             pending.fail(error)  # for the log, if no later call of this object raises it
             raise
+
+    def _clear(self, retention: _native.Retention | None, leaving: list[int] | None) -> Exception | None:
+        """Deletes the files of checkpoints that were taken back before the save began; returns what went wrong."""
+        if retention is None or leaving == []:
+            return None
+        try:
+            retention.clear(leaving)
+        except Error as error:
+            self._leaving = None  # looked for again
+            return error
+        return None
 
     def _settle(self, most: int | None) -> None:
         """Raises errors of the background, once; with ``most``, waits until at most so many saves are in flight."""

@@ -149,7 +149,7 @@ def begin(
     state: dict[str, Any],
     *,
     step: int | None,
-    user: Mapping[str, str] | None = None,
+    user: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
     pickle: bool,
     prove: bool | None,
     prove_except: str | Sequence[str] = (),
@@ -159,7 +159,7 @@ def begin(
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
 
     def prepare() -> tuple[Pending, _native.Pending]:
-        place, notes = _expect_own_directory(expect_url(url)), dict(user or {})
+        place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
         if step is not None:
             expect_step(step)
         for name, note in notes.items():

@@ -1,6 +1,7 @@
 """A run's checkpoints: which one is restored, what is passed over, what is kept, and what is said about it."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,11 @@ def saved(run: Path, *steps: int, keep: object = None) -> None:
     with sf.Checkpointer(run, every=sf.steps(1), keep=keep) as ckpt:
         for step in steps:
             assert ckpt.step(step, state_of(step))
+
+
+def command(*arguments: object) -> str:
+    program = Path(sys.executable).with_name("shardfast")
+    return subprocess.run([program, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
 def restored(run: Path, **options: object) -> int:
@@ -170,15 +176,71 @@ def test_a_step_whose_save_was_cut_off_can_be_saved_again(tmp_path):
 )
 def test_the_rule_says_what_stays(tmp_path, keep, expected):
     saved(tmp_path, *range(1, 7), keep=keep)
-    assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir()) == expected
+    assert steps(tmp_path) == expected
     assert restored(tmp_path) == 6
+
+
+def steps(run: Path) -> list[int]:
+    """The committed steps."""
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("step-*/COMMIT"))
+
+
+def test_what_leaves_is_deleted_when_the_next_save_begins(tmp_path):
+    with sf.Checkpointer(tmp_path, keep=sf.last(1)) as ckpt:
+        for step in range(1, 4):
+            ckpt.save(step, state_of(step))
+            ckpt.wait()
+            assert steps(tmp_path) == [step]
+            left = [f"step-{step - 1:08d}"] if step > 1 else []
+            assert sorted(path.name for path in tmp_path.iterdir()) == [*left, f"step-{step:08d}"]
+        assert data_file(tmp_path, 2).exists()
+    # The next process finds by itself what leaves.
+    saved(tmp_path, 4, keep=sf.last(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_the_best_stay_and_so_does_what_is_pinned(tmp_path):
+    losses = [3.0, 1.0, 2.0, torch.tensor(1.0), math.nan, 5]
+    with sf.Checkpointer(tmp_path, every=sf.steps(1), keep=sf.last(1) | sf.best("loss", 2)) as ckpt:
+        for step, loss in enumerate(losses, 1):
+            ckpt.step(step, state_of(step), metrics={"loss": loss, "other": step})
+            ckpt.wait()
+            if step == 1:
+                assert "pinned" in command("pin", tmp_path / "step-00000001", "--note", "first")
+    assert steps(tmp_path) == [1, 2, 4, 6]
+    assert "metric.loss = 1.0" in command("inspect", tmp_path / "step-00000004")
+    listed = command("ls", tmp_path)
+    assert "1  pinned" in listed
+    assert "3  leaving" not in listed, "the next saves have deleted it"
+    assert "5  leaving" in listed
+    assert "pinned: first" in listed
+    assert "no longer pinned" in command("pin", tmp_path / "step-00000001", "--remove")
+    with sf.Checkpointer(tmp_path, keep=sf.best("loss", mode="max")) as ckpt:
+        ckpt.save(7, state_of(7), metrics={"loss": 4})
+    assert steps(tmp_path) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (None, r"metrics=\{\}: keep=sf.best\('loss'\) needs this metric at each save"),
+        ({"lost": 1.0}, r"keep=sf.best\('loss'\) needs this metric"),
+        ({"loss": "low"}, r"metrics=\{'loss': 'low'\}: expected numbers by name"),
+        ({"loss": torch.ones(2)}, r"expected numbers by name"),
+        ({"loss": 1.0, 3: 1.0}, r"metrics=\{3: 1.0\}: expected numbers by name"),
+    ],
+)
+def test_metrics_that_are_missing_or_no_numbers_are_refused(tmp_path, metrics, message):
+    with sf.Checkpointer(tmp_path, keep=sf.best("loss")) as ckpt, pytest.raises(sf.Invalid, match=message):
+        ckpt.save(1, state_of(1), metrics=metrics)
 
 
 def test_retention_leaves_alone_what_is_not_committed(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "COMMIT").unlink()
     saved(tmp_path, 3, 4, keep=sf.last(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+    assert steps(tmp_path) == [4]
+    assert data_file(tmp_path, 2).exists()
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call_and_training_goes_on(tmp_path):

@@ -218,10 +218,16 @@ def test_a_run_may_lie_among_other_things(tmp_path, monkeypatch):
         assert ckpt.restore(state_of(0)) == 0
         for step in (1, 2, 3):
             ckpt.step(step, state_of(step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "tensorboard", "train.log"]
+    assert committed(tmp_path) == ["step-00000003"]
+    assert (tmp_path / "train.log").exists()
+    assert (tmp_path / "tensorboard" / "events").exists()
 
 
 # What something else removes
+
+
+def committed(run: Path) -> list[str]:
+    return sorted(path.parent.name for path in run.glob("*/COMMIT"))
 
 
 def sweep(run: Path, stop: threading.Event) -> None:
@@ -295,7 +301,7 @@ def test_no_older_checkpoint_is_deleted_while_the_newest_is_hollow(tmp_path):
     hollow.unlink()
     before = files_below(tmp_path)
     with pytest.raises(sf.Corrupt, match="no older one was deleted") as failure:
-        sf._native.retain(str(tmp_path), last=1, every=None)
+        sf._native.Retention(str(tmp_path), last=1, every=None, best=[]).retain()
     assert hollow.name in str(failure.value)
     assert "step-00000003 is the newest checkpoint" in str(failure.value)
     assert files_below(tmp_path) == before
@@ -323,7 +329,7 @@ def test_a_file_of_the_users_keeps_its_checkpoint_with_one_warning(tmp_path, cap
             if step == 4:
                 (directory / "model" / "notes").mkdir()
                 (directory / "model" / "notes" / "mine.txt").write_text("good one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000007"]
+    assert committed(tmp_path) == ["step-00000002", "step-00000004", "step-00000007"]
     assert (tmp_path / "step-00000002" / "eval.json").exists()
     assert [loaded(tmp_path / f"step-0000000{step}") for step in (2, 4, 7)] == [2, 4, 7]
     warned = [record.getMessage() for record in caplog.records]
@@ -335,7 +341,7 @@ def test_a_file_of_the_users_keeps_its_checkpoint_with_one_warning(tmp_path, cap
     (tmp_path / "step-00000002" / "eval.json").unlink()
     with sf.Checkpointer(tmp_path, keep=sf.last(1)) as ckpt:
         ckpt.save(8, state_of(8))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000008"]
+    assert committed(tmp_path) == ["step-00000004", "step-00000008"]
 
 
 def test_leftovers_of_other_attempts_go_with_the_checkpoint(tmp_path):
@@ -350,7 +356,8 @@ def test_leftovers_of_other_attempts_go_with_the_checkpoint(tmp_path):
         (first / "gone" / ".tmp-00000000000000ab").write_text("of a crashed attempt")
         (first / "empty").mkdir()
         ckpt.save(2, state_of(2))
-    assert sorted(path.name for path in run.iterdir()) == ["step-00000002"]
+    assert committed(run) == ["step-00000002"]
+    assert list(run.rglob("*00000000000000ab*")) == []
 
 
 def test_a_link_to_a_checkpoint_elsewhere_is_left_alone(tmp_path, caplog):
@@ -363,7 +370,7 @@ def test_a_link_to_a_checkpoint_elsewhere_is_left_alone(tmp_path, caplog):
     (run / "step-00000001").symlink_to(archive / "best")
     with caplog.at_level(logging.WARNING, logger="shardfast"), sf.Checkpointer(run, keep=sf.last(1)) as ckpt:
         ckpt.save(3, state_of(3))
-    assert sorted(path.name for path in run.iterdir()) == ["step-00000001", "step-00000003"]
+    assert committed(run) == ["step-00000001", "step-00000003"]
     assert loaded(archive / "best") == 1
     assert "step-00000001" in caplog.text
     assert "link" in caplog.text
@@ -452,7 +459,7 @@ def test_a_commit_that_is_no_file_is_damage_and_not_passed_over(tmp_path, make):
     assert "unreadable" in done.stdout
     with sf.Checkpointer(tmp_path, keep=sf.last(1)) as ckpt:
         ckpt.save(3, state_of(3))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert committed(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 # Ranks

@@ -1,5 +1,7 @@
 //! The command's arguments.
 
+use std::time::Duration;
+
 use clap::{Parser, Subcommand};
 
 const EXIT_CODES: &str = "\
@@ -93,6 +95,30 @@ pub(crate) enum Command {
         /// The run that gets its steps; what else it has stays
         to: String,
     },
+    /// Keep a checkpoint, whatever keep= says; `shardfast ls` shows the pin
+    #[command(after_help = EXIT_CODES)]
+    Pin {
+        /// A checkpoint or a run
+        url: String,
+        /// Why, for people
+        #[arg(long, default_value = "")]
+        note: String,
+        /// Remove the pin instead
+        #[arg(long, conflicts_with = "note")]
+        remove: bool,
+    },
+    /// Remove what crashed saves and copies left, and unfinished uploads; never a checkpoint
+    #[command(after_help = EXIT_CODES)]
+    Sweep {
+        /// A run, or the place of one checkpoint
+        url: String,
+        /// Only say what would be removed
+        #[arg(long)]
+        dry_run: bool,
+        /// Where nothing is committed: only what has not changed for so long, such as 36h or 7d; 6h at least
+        #[arg(long, default_value = "24h", value_name = "AGE", value_parser = age)]
+        older_than: Duration,
+    },
     /// Say what saves and loads will use on this machine, what is missing, and what follows from it
     #[command(after_help = EXIT_CODES)]
     Doctor {
@@ -122,6 +148,20 @@ fn size(text: &str) -> Result<u64, String> {
     bytes.ok_or_else(|| "expected a whole number of bytes above zero, such as 500MB or 2GiB".to_owned())
 }
 
+/// A time: a whole number with `m`, `h` or `d` for minutes, hours, days.
+fn age(text: &str) -> Result<Duration, String> {
+    let expected = || "expected a whole number of minutes, hours or days, such as 90m, 36h or 7d".to_owned();
+    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).ok_or_else(expected)?);
+    let seconds = match unit {
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(expected()),
+    };
+    let number: u64 = number.parse().map_err(|_| expected())?;
+    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(expected)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -133,6 +173,16 @@ mod tests {
         }
         for text in ["", "GB", "0", "-1GB", "5gb", "1.5GB", "18446744073709551615KB", "5GB "] {
             assert_eq!(size(text).is_ok(), text == "5GB ", "{text:?}");
+        }
+    }
+
+    #[test]
+    fn ages_are_read() {
+        for (text, seconds) in [("90m", 5400), ("24h", 86_400), ("7d", 604_800), ("0h", 0)] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "24", "h", "-1h", "1.5h", "1 h", "1w", "18446744073709551615d"] {
+            assert!(age(text).is_err(), "{text:?}");
         }
     }
 

@@ -7,13 +7,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Copied, Diff, Engine, Exported, Located, Result, Summary, Synced, VerifyReport, copy, diff, examine,
-    export, history, locate, locate_all, open, summary, sync, verify,
+    Checkpoint, Copied, Diff, Engine, Exported, Located, Result, Summary, Swept, Synced, VerifyReport, copy, diff,
+    examine, export, history, locate, locate_all, open, pin, summary, sweep, sync, unpin, verify,
 };
 
 use crate::args::Command;
 use crate::doctor::{Host, Report};
-use crate::text::size;
+use crate::text::{count, plain, size};
 use crate::{FINE, FOUND, describe};
 
 /// The output of a command.
@@ -67,6 +67,26 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let synced: Synced = sync(&Engine::solo(), &from, &to, &|done, total| progress.show(done, total))?;
             drop(progress);
             Ok(outcome(describe::synced(&synced), &synced, FINE))
+        }
+        Command::Pin { url, note, remove } => {
+            let located = locate(&url)?;
+            let changed = match remove {
+                true => unpin(&located.url)?,
+                false => pin(&located.url, &note).map(|()| true)?,
+            };
+            let what = match (remove, changed) {
+                (false, _) => "pinned",
+                (true, true) => "no longer pinned",
+                (true, false) => "was not pinned",
+            };
+            let text = describe::located(&located) + &format!("{}: {what}\n", plain(&located.url));
+            Ok(outcome(text, &Pinned { url: &located.url, pinned: !remove, changed }, FINE))
+        }
+        Command::Sweep { url, dry_run, older_than } => {
+            let progress = Progress::of("looked at", |n| count(n, "directory", "directories"));
+            let swept: Swept = sweep(&url, older_than, dry_run, &|done, total| progress.show(done, total))?;
+            drop(progress);
+            Ok(outcome(describe::swept(&swept, dry_run), &Sweeping { dry_run, swept: &swept }, FINE))
         }
         Command::Doctor { path } => {
             let report = Report::new(&examine(&path)?, host());
@@ -130,24 +150,45 @@ struct Export<'a> {
     exported: &'a Exported,
 }
 
+#[derive(Serialize)]
+struct Pinned<'a> {
+    url: &'a str,
+    pinned: bool,
+    changed: bool,
+}
+
+#[derive(Serialize)]
+struct Sweeping<'a> {
+    dry_run: bool,
+    #[serde(flatten)]
+    swept: &'a Swept,
+}
+
 /// A progress line on standard error, overwritten each time, if that is a terminal.
 struct Progress {
     verb: &'static str,
+    /// How a number of what is counted is written.
+    unit: fn(u64) -> String,
     is_shown: bool,
     /// Thousandths done when the line was last written.
     last: AtomicU64,
 }
 
 impl Progress {
+    /// Of bytes.
     fn new(verb: &'static str) -> Progress {
-        Progress { verb, is_shown: std::io::stderr().is_terminal(), last: AtomicU64::new(u64::MAX) }
+        Progress::of(verb, size)
+    }
+
+    fn of(verb: &'static str, unit: fn(u64) -> String) -> Progress {
+        Progress { verb, unit, is_shown: std::io::stderr().is_terminal(), last: AtomicU64::new(u64::MAX) }
     }
 
     fn show(&self, done: u64, total: u64) {
         let thousandths = (done as f64 / total.max(1) as f64 * 1000.0) as u64;
         if self.is_shown && self.last.swap(thousandths, Ordering::Relaxed) != thousandths {
             let mut stderr = std::io::stderr().lock();
-            let _ = write!(stderr, "\r\x1b[K{} {} of {}", self.verb, size(done), size(total));
+            let _ = write!(stderr, "\r\x1b[K{} {} of {}", self.verb, (self.unit)(done), (self.unit)(total));
             let _ = stderr.flush();
         }
     }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use shardfast_engine::diff::{Diff, DifferenceKind, Elements, ValueDifference};
 use shardfast_engine::inspect::{History, KindSummary, LeafSummary, Outline, Status, Summary};
 use shardfast_engine::verify::{Finding, Hit, Problem, VerifyReport};
-use shardfast_engine::{Copied, Exported, Located, Synced};
+use shardfast_engine::{Copied, Exported, Located, Swept, Synced};
 
 use crate::text::Align::{Left, Right};
 use crate::text::{age, count, date, plain, plain_lines, ranks, size, table};
@@ -35,8 +35,10 @@ pub(crate) fn history(history: &History, now_ms: u64) -> String {
     };
     let row = |line: &Outline| {
         let status = match line.status {
+            Status::Committed if line.pinned.is_some() => "pinned",
             Status::Committed => "committed",
             Status::Incomplete => "incomplete",
+            Status::Leaving => "leaving",
             Status::Unreadable => "unreadable",
         };
         let mut row = vec![line.step.map_or_else(|| "-".to_owned(), |step| step.to_string()), status.to_owned()];
@@ -60,6 +62,9 @@ pub(crate) fn history(history: &History, now_ms: u64) -> String {
     for line in &history.checkpoints {
         if let Some(error) = &line.error {
             let _ = writeln!(out, "{}: {}", plain(&line.url), plain_lines(error));
+        }
+        if let Some(note) = line.pinned.as_deref().filter(|note| !note.is_empty()) {
+            let _ = writeln!(out, "{}: pinned: {}", plain(&line.url), plain_lines(note));
         }
     }
     out
@@ -294,6 +299,25 @@ pub(crate) fn exported(exported: &Exported) -> String {
     }
     for object in &exported.objects_left_out {
         let _ = writeln!(out, "left out: {}, which is no tensor", plain(object));
+    }
+    out
+}
+
+pub(crate) fn swept(swept: &Swept, dry: bool) -> String {
+    let verb = if dry { "would remove" } else { "removed" };
+    let files = count(swept.files.len() as u64, "file", "files");
+    let uploads = count(swept.uploads.len() as u64, "unfinished upload", "unfinished uploads");
+    let mut out = format!("{}: {verb} {files}, {}, and {uploads}\n", plain(&swept.url), size(swept.bytes));
+    for (what, names) in [("file", &swept.files), ("upload", &swept.uploads)] {
+        for name in names.iter().filter(|_| dry) {
+            let _ = writeln!(out, "  {what} {}", plain(name));
+        }
+    }
+    for url in &swept.young {
+        let _ = writeln!(out, "left {}: not committed, but changed lately", plain(url));
+    }
+    for place in &swept.spared {
+        let _ = writeln!(out, "left {}: {}", plain(&place.url), plain_lines(&place.reason));
     }
     out
 }

@@ -35,6 +35,9 @@ use crate::state::Destination;
 /// Longer than any `COMMIT` of this format.
 const COMMIT_BYTES_MAX: u64 = 4096;
 
+/// How long a publish is tried, far below what a sweep takes for old.
+const PUBLISH_MAX: Duration = Duration::from_secs(1800);
+
 /// How a commit failed.
 pub(crate) struct Failed {
     pub(crate) error: Error,
@@ -66,8 +69,9 @@ pub(crate) fn commit(
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
         let files = files(&manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
         let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
+        let prepared = prepared.and_then(|()| operation.expect_young());
         published = prepared.is_ok();
-        let outcome = prepared.and_then(|()| publish(store, &commit, patience));
+        let outcome = prepared.and_then(|()| publish(store, &commit, patience.min(PUBLISH_MAX)));
         let outcome = outcome.and_then(|()| take_back_if_hollow(store, &files, patience));
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
@@ -158,10 +162,17 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
 /// # Errors
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
 pub(crate) fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
-    let name = below(dir, COMMIT);
+    read_record(store, &below(dir, COMMIT))
+}
+
+/// The commit record in the object `name`.
+///
+/// # Errors
+/// As [`read_commit`].
+pub(crate) fn read_record(store: &dyn Store, name: &str) -> Result<Commit> {
     twice(|| {
-        let bytes = read(store, &name, COMMIT_BYTES_MAX)?;
-        Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), &name)))
+        let bytes = read(store, name, COMMIT_BYTES_MAX)?;
+        Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), name)))
     })
 }
 

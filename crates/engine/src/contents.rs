@@ -5,66 +5,91 @@
 //! is never deleted, and a save into a directory that holds it is refused.
 
 use std::collections::HashSet;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use shardfast_format::{COMMIT, Manifest, is_own_path};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
 use crate::error::{Error, Result, retry_within};
 
+/// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
+pub(crate) const LEVELS_MAX: usize = 8;
+
 /// Foreign names that are looked for.
 const FOREIGN_MAX: usize = 4;
 
-/// What lies in a directory, by paths relative to it.
+/// A file of Shardfast's own.
+#[derive(Debug)]
+pub(crate) struct Own {
+    /// Its path, relative to the directory.
+    pub(crate) path: String,
+    pub(crate) bytes: u64,
+    /// When it was last changed, by the store's clock.
+    pub(crate) modified: Option<SystemTime>,
+}
+
+/// What is in a directory, by paths relative to it.
 #[derive(Debug, Default)]
 pub(crate) struct Contents {
     /// Own files.
-    pub(crate) own: Vec<String>,
+    pub(crate) own: Vec<Own>,
     /// Directories, all of them below the first one.
     pub(crate) dirs: Vec<String>,
+    /// When any of them was last changed, where directories have times.
+    pub(crate) dirs_modified: Option<SystemTime>,
     /// The first few of everything else.
     pub(crate) foreign: Vec<String>,
 }
 
-/// What lies in the directory `dir` of a store (`""` is its root), down to so many levels below it. Stops early where
-/// it finds foreign things. `manifest` is that of the checkpoint there, if there is one.
+/// What is in the directory `dir` of a store (`""` is its root), down to so many levels below it. Stops early where it
+/// finds foreign things. `manifest` is that of the checkpoint there, if there is one.
 ///
 /// # Errors
 /// The store's errors. A missing directory is none.
 pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
-    survey_within(store, dir, manifest, levels, Duration::MAX)
+    survey_within(store, dir, manifest, levels, Duration::MAX, true)
 }
 
-/// [`survey`] whose requests are tried for so long at most.
+/// All own files in the directory `dir` of a store and below it, whatever else is there.
+///
+/// # Errors
+/// As [`survey`].
+pub(crate) fn own(store: &dyn Store, dir: &str) -> Result<Contents> {
+    survey_within(store, dir, None, LEVELS_MAX, Duration::MAX, false)
+}
+
+/// [`survey`] whose requests are tried for so long at most, and which may go on where it finds foreign things.
 fn survey_within(
     store: &dyn Store,
     dir: &str,
     manifest: Option<&Manifest>,
     levels: usize,
     within: Duration,
+    stops: bool,
 ) -> Result<Contents> {
     let named: HashSet<&str> = manifest.into_iter().flat_map(Manifest::files).map(|file| file.path.as_str()).collect();
     let mut contents = Contents::default();
     let mut to_do = vec![(String::new(), levels)];
     // Breadth first: files beside a `COMMIT` tell more than those deep below it.
     while let Some((below, levels)) = (!to_do.is_empty()).then(|| to_do.remove(0)) {
-        for Entry { name, is_dir, is_link, .. } in list(store, &join(dir, &below), within)? {
+        for Entry { name, is_dir, is_link, bytes, modified } in list(store, &join(dir, &below), within)? {
             let path = join(&below, &name);
             if is_dir && !is_link {
                 if levels > 0 {
                     to_do.push((path.clone(), levels - 1));
                 }
                 contents.dirs.push(path);
+                contents.dirs_modified = contents.dirs_modified.max(modified);
             } else if !is_dir && (named.contains(path.as_str()) || is_own_path(&path) || is_temporary(&name)) {
-                contents.own.push(path);
+                contents.own.push(Own { path, bytes, modified });
             } else if !is_silly(&name) {
                 contents.foreign.push(path);
             }
-            if contents.foreign.len() >= FOREIGN_MAX {
+            if stops && contents.foreign.len() >= FOREIGN_MAX {
                 return Ok(contents);
             }
         }
-        if !contents.foreign.is_empty() {
+        if stops && !contents.foreign.is_empty() {
             return Ok(contents);
         }
     }
@@ -72,6 +97,11 @@ fn survey_within(
 }
 
 impl Contents {
+    /// Whether there is a file of this path.
+    pub(crate) fn has(&self, path: &str) -> bool {
+        self.own.iter().any(|own| own.path == path)
+    }
+
     /// The foreign names as text; `None` if there are none.
     pub(crate) fn foreign_names(&self) -> Option<String> {
         let named = self.foreign.iter().take(FOREIGN_MAX - 1).cloned().collect::<Vec<_>>().join(", ");
@@ -84,13 +114,12 @@ impl Contents {
 }
 
 /// Refuses a place for a new checkpoint that holds foreign files; its requests are tried for `within` at most. With
-/// `levels` of 0 it looks only at the directory
-/// itself.
+/// `levels` of 0 it looks only at the directory itself.
 ///
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
 pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize, within: Duration) -> Result<()> {
-    match survey_within(store, "", None, levels, within)?.foreign_names() {
+    match survey_within(store, "", None, levels, within, true)?.foreign_names() {
         None => Ok(()),
         // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.
         Some(_) if store.size(COMMIT).is_ok() => Ok(()),
@@ -109,7 +138,8 @@ fn list(store: &dyn Store, dir: &str, within: Duration) -> Result<Vec<Entry>> {
     retry_within(within, || None, list)
 }
 
-fn join(dir: &str, name: &str) -> String {
+/// The path of `name` in `dir`; either may be empty.
+pub(crate) fn join(dir: &str, name: &str) -> String {
     match (dir, name) {
         ("", name) => name.to_owned(),
         (dir, "") => dir.to_owned(),

@@ -7,16 +7,19 @@
 //! 3. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on, and is the
 //!    same attempt.
 //!
+//! Meanwhile the mark `.copying` in the target keeps [sweeps](crate::sweep) away.
+//!
 //! A copy that was interrupted is made again: files that are there, and proven to be whole, are not copied again. The
 //! target of an interrupted copy has no `COMMIT`.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use shardfast_format::{BLOCK_BYTES, Commit, FileEntry, crc64};
+use shardfast_format::{BLOCK_BYTES, COPYING, Commit, FileEntry, crc64};
 use shardfast_store::{Kind as Stored, ObjectWriter, Pieces, Store};
 
 use crate::checkpoint::{self, Checkpoint};
@@ -27,6 +30,9 @@ use crate::error::{Error, FirstFailure, Kind, Result, retry};
 use crate::reader::{Damage, Files};
 use crate::runs;
 use crate::staging::{ALIGNMENT, SLOT_BYTES};
+
+/// How often the mark in the target is renewed: far below the age of what is swept.
+const RENEWED_AFTER: Duration = Duration::from_secs(600);
 
 /// Pieces in flight.
 const THREADS_MAX: usize = 16;
@@ -94,11 +100,15 @@ pub fn copy_between(
     }
     contents::refuse_foreign(&*target, to, 0, Duration::MAX)?;
     retry(|| Ok(target.can_publish()?))?;
+    let mark = Mark::put(&*target)?;
     let total = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
     let found = Files::new(Arc::clone(&target), to.to_owned(), Arc::clone(&opened.manifest));
     let done = AtomicU64::new(0);
     for (number, file) in (0u32..).zip(files) {
-        let advance = |bytes| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+        let advance = |bytes| {
+            mark.renew();
+            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+        };
         // A file on a disk may have its length and not its bytes.
         if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes) && found.open(number).is_ok() {
             let proven = each_piece(&found, number, file, engine, SLOT_BYTES as u64, |_, _| Ok(()));
@@ -114,6 +124,8 @@ pub fn copy_between(
     let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
     retry(|| Ok(target.sync(&names)?))?;
     commit::repeat(&*target, to, &record, opened.manifest(), &bytes)?;
+    // A mark that stays goes with the next sweep.
+    let _ = target.delete(COPYING);
     Ok(copied)
 }
 
@@ -124,7 +136,7 @@ pub fn copy_between(
 /// As [`copy`]; steps before the failed one are complete.
 pub fn sync(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Synced> {
     let mut synced = Synced { checkpoints: Vec::new(), incomplete: Vec::new() };
-    let steps = runs::list_in(&*engine.store(from)?, from)?;
+    let steps = runs::list_in(&*engine.store(from)?, from)?.0;
     if steps.is_empty() {
         return Err(Error::new(Kind::NotFound, format!("{from}: there is no run with a step to copy")));
     }
@@ -138,6 +150,29 @@ pub fn sync(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, 
         }
     }
     Ok(synced)
+}
+
+/// Says in the target that a copy is being made there: a sweep leaves alone where something was changed lately.
+struct Mark<'a> {
+    target: &'a dyn Store,
+    put: Mutex<Instant>,
+}
+
+impl Mark<'_> {
+    fn put(target: &dyn Store) -> Result<Mark<'_>> {
+        retry(|| Ok(target.put(COPYING, b"")?))?;
+        Ok(Mark { target, put: Mutex::new(Instant::now()) })
+    }
+
+    /// Puts it again from time to time. A mark that cannot be renewed now is renewed with the next piece.
+    fn renew(&self) {
+        if let Ok(mut put) = self.put.try_lock()
+            && put.elapsed() >= RENEWED_AFTER
+            && self.target.put(COPYING, b"").is_ok()
+        {
+            *put = Instant::now();
+        }
+    }
 }
 
 /// Whether this very checkpoint is committed at the target.

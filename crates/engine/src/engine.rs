@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use shardfast_coord::Coord as Ranks;
 use shardfast_store::Store;
@@ -13,6 +14,9 @@ use crate::error::{Result, retry};
 use crate::memory::staging_bytes_default;
 use crate::plans;
 use crate::staging::{PageLock, Staging};
+
+/// A save that has lasted so long fails instead of committing: a sweep may take what is twice as old.
+pub const SAVE_MAX: Duration = Duration::from_secs(3 * 3600);
 
 /// The most that one data file holds.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +46,8 @@ pub struct Engine {
     pub(crate) plans: std::sync::Mutex<plans::Plans>,
     /// The same for all saves; tests lower it.
     pub(crate) file_limits: FileLimits,
+    /// How long a save may last; tests lower it.
+    pub(crate) save_max: Duration,
     pub(crate) calls: Arc<Calls>,
 }
 
@@ -82,6 +88,7 @@ impl Engine {
             background: Background::default(),
             plans: std::sync::Mutex::default(),
             file_limits: FileLimits::default(),
+            save_max: SAVE_MAX,
             calls: Arc::default(),
         })
     }

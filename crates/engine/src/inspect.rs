@@ -6,13 +6,15 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use shardfast_format::object::decode;
-use shardfast_format::{Extent, LeafKind, Manifest, SaveInfo};
+use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo};
 use shardfast_store::Shared;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::error::{Error, Kind, Result, retry};
 use crate::locate::{self, Place};
+use crate::pins;
+use crate::presence::is_there;
 use crate::reads::ValueRef;
 use crate::repr;
 use crate::runs;
@@ -49,6 +51,8 @@ pub struct Outline {
     pub status: Status,
     /// Why it cannot be read.
     pub error: Option<String>,
+    /// The note of its pin; `None` if it is not pinned.
+    pub pinned: Option<String>,
     /// What it holds; only of a committed one.
     pub holds: Option<Holdings>,
 }
@@ -59,8 +63,10 @@ pub struct Outline {
 pub enum Status {
     /// It exists, and its manifest is proven.
     Committed,
-    /// It has no commit: its save was cut off, is still running, or it was deleted half.
+    /// It has no commit: its save was cut off or is still running.
     Incomplete,
+    /// No rule kept it: its commit was taken back, and its files will be deleted.
+    Leaving,
     /// It was committed, and its commit or its manifest cannot be read.
     Unreadable,
 }
@@ -125,23 +131,44 @@ fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {
         step,
         status,
         error: error.map(|error| error.message),
+        pinned: None,
         holds: None,
     };
-    match manifest(url, shared) {
-        Ok((manifest, bytes)) => Outline {
+    match look(url, shared) {
+        Ok(Found::Committed { manifest, bytes, pinned }) => Outline {
             step: step.or(manifest.info.step),
+            pinned,
             holds: Some(Holdings::new(&manifest, bytes)),
             ..line(Status::Committed, None)
         },
-        Err(error) if error.kind == Kind::NotFound => line(Status::Incomplete, None),
+        Ok(Found::Without(status)) => line(status, None),
         Err(error) => line(Status::Unreadable, Some(error)),
     }
 }
 
-fn manifest(url: &str, shared: &Arc<Shared>) -> Result<(Manifest, u64)> {
+enum Found {
+    Committed {
+        manifest: Box<Manifest>,
+        bytes: u64,
+        pinned: Option<String>,
+    },
+    /// There is no commit.
+    Without(Status),
+}
+
+fn look(url: &str, shared: &Arc<Shared>) -> Result<Found> {
     let store = runs::store_on(url, shared)?;
-    let bytes = retry(|| commit::read_manifest(&*store, ""))?;
-    Ok((Manifest::decode(&bytes)?, bytes.len() as u64))
+    match retry(|| commit::read_manifest(&*store, "")) {
+        Ok(bytes) => {
+            let manifest = Box::new(Manifest::decode(&bytes)?);
+            Ok(Found::Committed { manifest, bytes: bytes.len() as u64, pinned: pins::note(&*store)? })
+        }
+        Err(error) if error.kind == Kind::NotFound => match is_there(&*store, LEAVING)? {
+            true => Ok(Found::Without(Status::Leaving)),
+            false => Ok(Found::Without(Status::Incomplete)),
+        },
+        Err(error) => Err(error),
+    }
 }
 
 /// What a checkpoint holds.

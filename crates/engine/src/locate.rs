@@ -45,7 +45,7 @@ pub(crate) fn look(url: &str) -> Result<Place> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);
     }
-    let steps = runs::list_in(&*store, url)?;
+    let steps = runs::list_in(&*store, url)?.0;
     if steps.is_empty() {
         // A commit that was published just now is as good as one that was there before.
         return checkpoint::read(&*store, url, Duration::MAX).map(|_| Place::Checkpoint);

@@ -32,7 +32,7 @@ impl Engine {
     /// [`Engine::begin`] of one of several operations of the same description, told apart by `detail`: all ranks must
     /// give the same.
     pub(crate) fn begin_one(self: &Arc<Engine>, what: String, detail: String, deadline: Duration) -> Operation {
-        Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline }
+        Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline, begun: since_start() }
     }
 
     /// A sentence for each operation that has waited for longer than `patience`, once, which names the ranks that have
@@ -61,11 +61,30 @@ pub(crate) struct Operation {
     pub(crate) engine: Arc<Engine>,
     call: Call,
     deadline: Duration,
+    /// Time since the machine was started, suspension counted, when it began.
+    begun: Duration,
 }
 
 impl Operation {
     pub(crate) fn deadline(&self) -> Duration {
         self.deadline
+    }
+
+    /// Checks that a save has not lasted so long that a [sweep](crate::sweep) may take its files for debris.
+    pub(crate) fn expect_young(&self) -> Result<()> {
+        let (most, lasted) = (self.engine.save_max, since_start().saturating_sub(self.begun));
+        if lasted < most {
+            return Ok(());
+        }
+        let (most, lasted) = (most.as_secs(), lasted.as_secs());
+        Err(Error::new(
+            Kind::Unavailable,
+            format!(
+                "{}: expected a save that lasts less than {most} s, found {lasted} s: a sweep may take its files for \
+                 what a crashed save left; save again",
+                self.call.id().what
+            ),
+        ))
     }
 
     /// Its number, the same on all ranks once they have met in it.
@@ -257,6 +276,12 @@ impl Operation {
         }
         Error::new(kind.unwrap_or(Kind::Internal), lines.join("\n"))
     }
+}
+
+/// Time since the machine was started. Unlike that of [`std::time::Instant`] it goes on while the machine is suspended.
+fn since_start() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
 /// Why an agreement failed.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use shardfast_store::Store;
 
-use crate::error::{Error, Kind, Result, retry_within};
+use crate::error::{Error, Kind, Result, retry, retry_within};
 
 /// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
 /// an order.
@@ -44,6 +44,18 @@ pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duratio
         Kind::Corrupt,
         format!("{}: {}{more}", store.url(), flaws.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ")),
     ))
+}
+
+/// Whether there is an object of this name.
+///
+/// # Errors
+/// The store's errors.
+pub(crate) fn is_there(store: &dyn Store, name: &str) -> Result<bool> {
+    match retry(|| Ok(store.size(name)?)) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind == Kind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for

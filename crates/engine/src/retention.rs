@@ -1,39 +1,71 @@
-//! Which checkpoints of a run are kept, and how the others are deleted.
+//! Which checkpoints of a run are kept, and how the others leave: in two rounds, so that a reader can finish.
 //!
 //! # Protocol
+//! The first round, after a save:
 //! 1. The newest committed checkpoint is checked: its manifest is verified, and all its files exist with their sizes.
-//!    If the check fails, nothing is deleted: the older checkpoints may be the only good ones.
+//!    If the check fails, nothing leaves: the older checkpoints may be the only good ones.
 //! 2. The directory of a checkpoint that no rule keeps is listed. If it holds a foreign file, the whole checkpoint
-//!    stays.
-//! 3. Its `COMMIT` is deleted, durably: the checkpoint stops existing before any of its data are deleted.
-//! 4. Its own files are deleted, and the directories that are empty then.
+//!    stays. So does one that is [pinned](crate::pins).
+//! 3. What other attempts left in its directory is deleted: while `COMMIT` is there, none of them can be published.
+//! 4. Its record is put beside its `COMMIT`, as `.leaving`, and its `COMMIT` is deleted, durably: the checkpoint stops
+//!    existing before any of its data are deleted.
+//! 5. If it was pinned meanwhile, its `COMMIT` is published again.
+//!
+//! The second round, before the next save: the files of that attempt are deleted, `.leaving` last. So a round that was
+//! interrupted is made again, and what a new save of the same step writes is not touched.
 
-use shardfast_format::{COMMIT, Manifest, step_dir};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use shardfast_format::name::HUGGING_FACE_INDEX;
+use shardfast_format::{COMMIT, Commit, LEAVING, Manifest, PINNED, attempt_of, step_dir};
 use shardfast_store::Store;
 
 use crate::commit;
 use crate::contents;
 use crate::error::{Error, Kind, Result, retry};
-use crate::presence;
+use crate::presence::{self, is_there};
 use crate::runs;
 
-/// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
-const LEVELS_MAX: usize = 8;
+/// What the name of a metric is noted under begins with.
+pub const METRIC: &str = "metric.";
 
 /// Which committed checkpoints of a run are kept: the union of the rules.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Keep {
     /// The newest so many.
     pub last: Option<u64>,
     /// Those whose step is a multiple of this.
     pub every: Option<u64>,
+    /// The best by a metric.
+    pub best: Vec<Best>,
 }
 
-/// The checkpoints that no rule keeps, deleted or not.
+/// Those with the best values of a metric. Checkpoints without it, or where it is no number, are not among them; of
+/// equal values the newer one is better.
+#[derive(Debug, Clone)]
+pub struct Best {
+    /// The metric, as the save noted it.
+    pub metric: String,
+    /// Number of checkpoints.
+    pub count: u64,
+    /// Whether larger values are better.
+    pub largest: bool,
+}
+
+impl Keep {
+    fn is_nothing(&self) -> bool {
+        self.last.is_none() && self.every.is_none() && self.best.is_empty()
+    }
+}
+
+/// The checkpoints that no rule keeps, taken back or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Retained {
-    /// The steps of those that were deleted, ascending.
-    pub deleted: Vec<u64>,
+    /// The steps of those that leave, ascending.
+    pub left: Vec<u64>,
+    /// The steps of those that are pinned, ascending.
+    pub pinned: Vec<u64>,
     /// Those that stay because something that is not Shardfast's is in their directory, ascending.
     pub spared: Vec<Spared>,
 }
@@ -47,54 +79,143 @@ pub struct Spared {
     pub reason: String,
 }
 
-/// Deletes the committed checkpoints of a run that no rule keeps. The newest one is always kept, and without a rule
-/// everything is. Files without a commit stay: they may belong to a save in flight. A checkpoint with a foreign file in
-/// its directory stays as it is, and so does a link to a directory elsewhere.
-///
-/// # Errors
-/// As [`runs::list`]; the store's errors; `Corrupt`, and nothing is deleted, when the newest one cannot be opened: the
-/// older ones may be the only good ones. What was deleted before an error stays deleted.
-pub fn retain(url: &str, keep: Keep) -> Result<Retained> {
-    let mut retained = Retained::default();
-    if keep.last.is_none() && keep.every.is_none() {
-        return Ok(retained);
+/// The metrics that were noted in a checkpoint, by name.
+type Metrics = BTreeMap<String, f64>;
+
+/// The retention of one run.
+pub struct Retention {
+    url: String,
+    keep: Keep,
+    /// Opened with the first round.
+    store: Option<Arc<dyn Store>>,
+    /// Those that were read, by attempt.
+    metrics: HashMap<String, Metrics>,
+}
+
+impl Retention {
+    /// Of the run at `url`. Reads nothing yet.
+    pub fn new(url: &str, keep: Keep) -> Retention {
+        Retention { url: url.to_owned(), keep, store: None, metrics: HashMap::new() }
     }
-    let store = runs::store(url)?;
-    let committed: Vec<u64> = runs::list_in(&*store, url)?
-        .into_iter()
-        .filter(|step| matches!(step.commit, Ok(Some(_))))
-        .map(|step| step.step)
-        .collect();
-    let last = keep.last.unwrap_or(0).max(1);
-    let is_kept = |newer: usize, step: u64| {
-        (newer as u64) < last || keep.every.is_some_and(|every| every > 0 && step.is_multiple_of(every))
-    };
-    let unkept = committed.iter().rev().enumerate().filter(|(newer, step)| !is_kept(*newer, **step));
-    let mut unkept: Vec<u64> = unkept.map(|(_, step)| *step).collect();
-    unkept.reverse();
-    let (Some(&newest), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
-    prove(&*store, url, newest)?;
-    let entries = runs::entries(&*store)?;
-    for step in unkept {
-        let dir = step_dir(step);
-        let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
-        let reason = if is_link { Some("it is a link".to_owned()) } else { delete(&*store, step)? };
-        match reason {
-            Some(reason) => retained.spared.push(Spared { url: runs::step_url(url, step), reason }),
-            None => retained.deleted.push(step),
+
+    /// [`new`](Self::new) with a store that is already open at the run.
+    pub fn on(store: Arc<dyn Store>, url: &str, keep: Keep) -> Retention {
+        Retention { store: Some(store), ..Retention::new(url, keep) }
+    }
+
+    fn store(&mut self) -> Result<Arc<dyn Store>> {
+        if let Some(store) = &self.store {
+            return Ok(Arc::clone(store));
         }
+        let store = runs::store(&self.url)?;
+        self.store = Some(Arc::clone(&store));
+        Ok(store)
     }
-    Ok(retained)
+
+    /// The first round: takes back the committed checkpoints that no rule keeps. The newest one is always kept, and
+    /// without a rule everything is. Files without a commit stay: they may belong to a save in flight. A checkpoint
+    /// with a foreign file in its directory stays as it is, and so does a link to a directory elsewhere.
+    ///
+    /// # Errors
+    /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing leaves, when the newest one cannot be opened: the
+    /// older ones may be the only good ones. What was taken back before an error stays so.
+    pub fn retain(&mut self) -> Result<Retained> {
+        let mut retained = Retained::default();
+        if self.keep.is_nothing() {
+            return Ok(retained);
+        }
+        let store = self.store()?;
+        let (steps, entries) = runs::list_in(&*store, &self.url)?;
+        let committed = steps.into_iter().filter_map(|step| Some((step.step, step.commit.ok()??)));
+        let committed: Vec<(u64, Commit)> = committed.collect();
+        let kept = self.kept(&*store, &committed)?;
+        let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
+        let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
+        prove(&*store, &self.url, *newest)?;
+        for (step, record) in unkept {
+            let dir = step_dir(*step);
+            let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
+            let stays = match is_link {
+                true => Stays::Spared("it is a link".to_owned()),
+                false => take_back(&*store, &dir, record)?,
+            };
+            match stays {
+                Stays::Not => retained.left.push(*step),
+                Stays::Pinned => retained.pinned.push(*step),
+                Stays::Spared(reason) => {
+                    retained.spared.push(Spared { url: runs::step_url(&self.url, *step), reason });
+                }
+            }
+        }
+        Ok(retained)
+    }
+
+    /// The second round, for these steps, or for all that are marked as leaving: deletes the files of checkpoints that
+    /// were taken back. Returns the steps of which it deleted any.
+    ///
+    /// # Errors
+    /// The store's errors; the round can be made again.
+    pub fn clear(&mut self, steps: Option<&[u64]>) -> Result<Vec<u64>> {
+        let store = self.store()?;
+        let leaving = match steps {
+            Some(steps) => steps.to_vec(),
+            None => leaving(&*store, &self.url)?,
+        };
+        let mut cleared = Vec::new();
+        for step in leaving {
+            if clear(&*store, &step_dir(step))? {
+                cleared.push(step);
+            }
+        }
+        Ok(cleared)
+    }
+
+    /// The steps that a rule keeps, the newest among them.
+    fn kept(&mut self, store: &dyn Store, committed: &[(u64, Commit)]) -> Result<BTreeSet<u64>> {
+        let last = self.keep.last.unwrap_or(0).max(1);
+        let newest = committed.iter().rev().take(usize::try_from(last).unwrap_or(usize::MAX));
+        let mut kept: BTreeSet<u64> = newest.map(|(step, _)| *step).collect();
+        if let Some(every) = self.keep.every.filter(|&every| every > 0) {
+            kept.extend(committed.iter().map(|(step, _)| *step).filter(|step| step.is_multiple_of(every)));
+        }
+        if !self.keep.best.is_empty() {
+            self.metrics.retain(|attempt, _| committed.iter().any(|(_, record)| record.attempt == *attempt));
+            for (step, record) in committed {
+                if !self.metrics.contains_key(&record.attempt) {
+                    self.metrics.insert(record.attempt.clone(), metrics(store, &step_dir(*step), record)?);
+                }
+            }
+        }
+        for Best { metric, count, largest } in &self.keep.best {
+            let value = |(step, record): &(u64, Commit)| {
+                let value = self.metrics.get(&record.attempt)?.get(metric).copied()?;
+                Some((if *largest { -value } else { value }, *step))
+            };
+            let mut values: Vec<(f64, u64)> = committed.iter().rev().filter_map(value).collect();
+            values.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+            kept.extend(values.into_iter().take(usize::try_from(*count).unwrap_or(usize::MAX)).map(|(_, step)| step));
+        }
+        Ok(kept)
+    }
+}
+
+/// The metrics that a checkpoint notes; none of one whose manifest is damaged.
+fn metrics(store: &dyn Store, dir: &str, record: &Commit) -> Result<Metrics> {
+    let manifest = match retry(|| commit::manifest_of(store, dir, record)) {
+        Err(error) if matches!(error.kind, Kind::Corrupt | Kind::Unsupported) => return Ok(Metrics::new()),
+        manifest => Manifest::decode(&manifest?)?,
+    };
+    let noted = |(name, value): (&String, &String)| {
+        let value: f64 = value.parse().ok()?;
+        (!value.is_nan()).then_some((name.strip_prefix(METRIC)?.to_owned(), value))
+    };
+    Ok(manifest.info.user.iter().filter_map(noted).collect())
 }
 
 /// Step 1.
-fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
+pub(crate) fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
     let (dir, url) = (step_dir(step), runs::step_url(url, step));
-    let proven = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| {
-        let manifest = Manifest::decode(&bytes)?;
-        let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
-        presence::expect(store, &files.collect::<Vec<_>>(), std::time::Duration::MAX)
-    });
+    let proven = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| are_there(store, &dir, &bytes));
     proven.map_err(|error| match error.kind {
         Kind::Corrupt | Kind::Unsupported => Error::new(
             error.kind,
@@ -107,27 +228,109 @@ fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
     })
 }
 
-/// Steps 2 to 4. Returns why it stays, if it does.
-fn delete(store: &dyn Store, step: u64) -> Result<Option<String>> {
-    let dir = step_dir(step);
+/// Checks that all data files of this manifest exist.
+fn are_there(store: &dyn Store, dir: &str, manifest: &[u8]) -> Result<()> {
+    let manifest = Manifest::decode(manifest)?;
+    let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
+    presence::expect(store, &files.collect::<Vec<_>>(), std::time::Duration::MAX)
+}
+
+/// Whether a checkpoint stays.
+enum Stays {
+    Not,
+    Pinned,
+    Spared(String),
+}
+
+/// Steps 2 to 5.
+fn take_back(store: &dyn Store, dir: &str, record: &Commit) -> Result<Stays> {
     // Without it names alone tell which files are ours.
-    let manifest = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| Ok(Manifest::decode(&bytes)?));
-    let contents = match contents::survey(store, &dir, manifest.ok().as_ref(), LEVELS_MAX) {
+    let manifest = retry(|| commit::manifest_of(store, dir, record)).and_then(|bytes| Ok(Manifest::decode(&bytes)?));
+    let contents = match contents::survey(store, dir, manifest.ok().as_ref(), contents::LEVELS_MAX) {
         // Probably a foreign directory: this process may not list it.
-        Err(error) if error.kind == Kind::Invalid => return Ok(Some(error.message)),
+        Err(error) if error.kind == Kind::Invalid => return Ok(Stays::Spared(error.message)),
         contents => contents?,
     };
     if let Some(found) = contents.foreign_names() {
-        return Ok(Some(format!("it holds files that are not a checkpoint's: {found}")));
+        return Ok(Stays::Spared(format!("it holds files that are not a checkpoint's: {found}")));
     }
-    let below = |paths: &[String]| paths.iter().map(|path| format!("{dir}/{path}")).collect::<Vec<_>>();
-    let (own, mut dirs) = (below(&contents.own), below(&contents.dirs));
-    dirs.push(dir.clone());
-    store.delete(&format!("{dir}/{COMMIT}"))?;
-    store.delete_all(&texts(&own), &texts(&dirs))?;
-    Ok(None)
+    if contents.has(PINNED) {
+        return Ok(Stays::Pinned);
+    }
+    let is_stale = |path: &&str| attempt_of(path).is_some_and(|it| it != record.attempt) || is_temporary(path);
+    let stale = contents.own.iter().map(|own| own.path.as_str()).filter(is_stale);
+    let stale: Vec<String> = stale.map(|path| format!("{dir}/{path}")).collect();
+    delete(store, &stale, &[])?;
+    retry(|| Ok(store.put(&format!("{dir}/{LEAVING}"), &record.encode())?))?;
+    retry(|| Ok(store.delete(&format!("{dir}/{COMMIT}"))?))?;
+    match is_there(store, &format!("{dir}/{PINNED}"))? {
+        true => bring_back(store, dir, record).map(|()| Stays::Pinned),
+        false => Ok(Stays::Not),
+    }
 }
 
-fn texts(paths: &[String]) -> Vec<&str> {
-    paths.iter().map(String::as_str).collect()
+/// Publishes the `COMMIT` of a checkpoint that was taken back.
+fn bring_back(store: &dyn Store, dir: &str, record: &Commit) -> Result<()> {
+    let bytes = retry(|| commit::manifest_of(store, dir, record))?;
+    are_there(store, dir, &bytes)?;
+    match retry(|| Ok(store.publish(&format!("{dir}/{COMMIT}"), &record.encode())?)) {
+        Err(error) if error.kind != Kind::Conflict => Err(error),
+        _ => retry(|| Ok(store.delete(&format!("{dir}/{LEAVING}"))?)),
+    }
+}
+
+/// The steps of a run that are marked as leaving, ascending.
+fn leaving(store: &dyn Store, url: &str) -> Result<Vec<u64>> {
+    let mut leaving = Vec::new();
+    for step in runs::list_in(store, url)?.0 {
+        let has_none = matches!(step.commit, Ok(None));
+        if has_none && is_there(store, &format!("{}/{LEAVING}", step_dir(step.step)))? {
+            leaving.push(step.step);
+        }
+    }
+    Ok(leaving)
+}
+
+/// The second round for one checkpoint. Returns whether it deleted anything: not if the checkpoint does not leave, or
+/// something foreign is beside its files.
+fn clear(store: &dyn Store, dir: &str) -> Result<bool> {
+    let below = |path: &str| format!("{dir}/{path}");
+    let record = match retry(|| commit::read_record(store, &below(LEAVING))) {
+        Err(error) if error.kind == Kind::NotFound => return Ok(false),
+        record => record?,
+    };
+    // Saved again, or brought back.
+    if is_there(store, &below(COMMIT))? {
+        return Ok(false);
+    }
+    let contents = contents::own(store, dir)?;
+    if contents.has(PINNED) {
+        // A round was interrupted between its steps 4 and 5.
+        return bring_back(store, dir, &record).map(|()| false);
+    }
+    if contents.foreign_names().is_some() {
+        return Ok(false);
+    }
+    let is_of = |path: &str| attempt_of(path).is_some_and(|attempt| attempt == record.attempt);
+    let has_others = contents.own.iter().any(|own| attempt_of(&own.path).is_some_and(|it| it != record.attempt));
+    let is_index = |path: &str| path.ends_with(HUGGING_FACE_INDEX);
+    let goes = |path: &str| is_of(path) || (!has_others && (is_index(path) || is_temporary(path)));
+    let paths = contents.own.iter().map(|own| own.path.as_str());
+    let own: Vec<String> = paths.filter(|path| goes(path)).map(below).collect();
+    let dirs: Vec<String> = contents.dirs.iter().map(|path| below(path)).collect();
+    delete(store, &own, &dirs)?;
+    delete(store, &[below(LEAVING)], &[dir.to_owned()])?;
+    Ok(true)
+}
+
+fn is_temporary(path: &str) -> bool {
+    shardfast_store::is_temporary(path.rsplit('/').next().unwrap_or(path))
+}
+
+/// Deletes these objects, then those of these directories that are empty by then.
+pub(crate) fn delete(store: &dyn Store, objects: &[String], dirs: &[String]) -> Result<()> {
+    fn texts(paths: &[String]) -> Vec<&str> {
+        paths.iter().map(String::as_str).collect()
+    }
+    retry(|| Ok(store.delete_all(&texts(objects), &texts(dirs))?))
 }

@@ -20,7 +20,7 @@ pub struct Step {
     pub step: u64,
     /// The checkpoint's URL.
     pub url: String,
-    /// Its commit: `None` when it has none, since its save was cut off, is still running, or was deleted half.
+    /// Its commit: `None` when it has none, since its save was cut off, is still running, or it leaves.
     pub commit: Result<Option<Commit>>,
 }
 
@@ -52,13 +52,14 @@ pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
 /// # Errors
 /// `Invalid` when a checkpoint is there instead of a run; the store's errors.
 pub fn list(url: &str) -> Result<Vec<Step>> {
-    list_in(&*store(url)?, url)
+    Ok(list_in(&*store(url)?, url)?.0)
 }
 
-/// [`list`] of a run whose store is open.
-pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<Vec<Step>> {
+/// [`list`] of a run whose store is open, and the entries of its root.
+pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<(Vec<Step>, Vec<Entry>)> {
     let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step) };
-    Ok(steps(url, &entries(store)?)?.into_iter().map(step).collect())
+    let entries = entries(store)?;
+    Ok((steps(url, &entries)?.into_iter().map(step).collect(), entries))
 }
 
 /// The commit of a step; `None` when it has none.

@@ -27,7 +27,10 @@ pub use error::Error;
 pub use header::{DataHeader, EntrySpec, FileLayout, HeaderEntry};
 pub use index::hugging_face_index;
 pub use manifest::{Extent, FileEntry, LeafKind, LeafRef, Manifest, ManifestBuilder, SaveInfo};
-pub use name::{COMMIT, data_file, is_own_path, manifest_name, parse_step_dir, part_name, step_dir, value_name};
+pub use name::{
+    COMMIT, COPYING, LEAVING, PINNED, attempt_of, data_file, is_own_path, manifest_name, parse_step_dir, part_name,
+    step_dir, value_name,
+};
 pub use object::{Int, Tag, Value};
 pub use region::{Dims, FlatRun, Region};
 pub use version::{FORMAT_MAJOR, FORMAT_MINOR};

@@ -7,6 +7,15 @@ use crate::region::Region;
 /// The record that makes a checkpoint exist; published last.
 pub const COMMIT: &str = "COMMIT";
 
+/// The record of a checkpoint that was taken back, and whose files are deleted later.
+pub const LEAVING: &str = ".leaving";
+
+/// Keeps a checkpoint, whatever the rules of retention say.
+pub const PINNED: &str = ".pinned";
+
+/// Says that a copy is being made there.
+pub const COPYING: &str = ".copying";
+
 /// Longest key, in bytes: it must fit into one component of any file system's path.
 pub const KEY_BYTES_MAX: usize = 200;
 
@@ -44,15 +53,16 @@ pub fn data_file(key: &str, attempt: &str, rank: u32, index: u32) -> Result<Stri
     Ok(format!("{key}/{rank:05}-{index:03}-{attempt}.safetensors"))
 }
 
-/// Whether a path inside a checkpoint is one that this format writes, of any attempt: `COMMIT`, a manifest, a data
-/// file as [`data_file`] names it, or a key's index.
+/// Whether a path inside a checkpoint is one that this format writes, of any attempt: `COMMIT` or one of the marks
+/// beside it, a manifest, a data file as [`data_file`] names it, or a key's index.
 pub fn is_own_path(path: &str) -> bool {
     let attempt = |digits: &str| check_attempt(digits).is_ok();
     let number = |digits: &str, digits_min: usize| {
         digits.len() >= digits_min && digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u32>().is_ok()
     };
     let Some((key, file)) = path.split_once('/') else {
-        return path == COMMIT || path.strip_prefix(MANIFEST_PREFIX).is_some_and(attempt);
+        return [COMMIT, LEAVING, PINNED, COPYING].contains(&path)
+            || path.strip_prefix(MANIFEST_PREFIX).is_some_and(attempt);
     };
     let is_data = || {
         let mut parts = file.strip_suffix(".safetensors")?.split('-');
@@ -60,6 +70,15 @@ pub fn is_own_path(path: &str) -> bool {
         Some(number(rank, 5) && number(index, 3) && attempt(digits) && parts.next().is_none())
     };
     check_key(key).is_ok() && (file == HUGGING_FACE_INDEX || is_data().unwrap_or(false))
+}
+
+/// The attempt that wrote the manifest or the data file of this path inside a checkpoint; `None` for other paths.
+pub fn attempt_of(path: &str) -> Option<&str> {
+    let digits = match path.rsplit_once('/') {
+        None => path.strip_prefix(MANIFEST_PREFIX)?,
+        Some((_, file)) => file.strip_suffix(".safetensors")?.rsplit_once('-')?.1,
+    };
+    (is_own_path(path) && check_attempt(digits).is_ok()).then_some(digits)
 }
 
 /// A tensor's name in a data file: the fully qualified name when `region` is all of the tensor, else the name and
@@ -189,10 +208,17 @@ mod tests {
     fn own_paths_are_those_that_are_written() {
         let attempt = "0123456789abcdef";
         for (rank, index) in [(0, 0), (7, 12), (123_456, 1_000), (u32::MAX, u32::MAX)] {
-            assert!(is_own_path(&data_file("ema weights", attempt, rank, index).unwrap()));
+            let path = data_file("ema weights", attempt, rank, index).unwrap();
+            assert!(is_own_path(&path));
+            assert_eq!(attempt_of(&path), Some(attempt));
         }
         assert!(is_own_path(COMMIT) && is_own_path(&manifest_name(attempt)));
         assert!(is_own_path("model/model.safetensors.index.json"));
+        assert!([LEAVING, PINNED, COPYING].into_iter().all(is_own_path));
+        assert_eq!(attempt_of(&manifest_name(attempt)), Some(attempt));
+        for path in [COMMIT, LEAVING, "model/model.safetensors.index.json", "model/x-0123456789abcdef.safetensors"] {
+            assert_eq!(attempt_of(path), None, "{path}");
+        }
         for other in [
             "",
             "commit",
@@ -209,6 +235,7 @@ mod tests {
             "model/deeper/00000-000-0123456789abcdef.safetensors",
             ".hidden/00000-000-0123456789abcdef.safetensors",
             "model/COMMIT",
+            "model/.pinned",
         ] {
             assert!(!is_own_path(other), "{other:?}");
         }

@@ -6,7 +6,6 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use shardfast_engine::carrier::handoff;
-use shardfast_engine::retention::{self, Keep};
 use shardfast_engine::{Error, Kind, ValueRef, Want, runs};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind};
@@ -59,22 +58,6 @@ pub(crate) fn newest(
     let engine = session.engine()?;
     let newest = py.detach(|| runs::newest(engine, url, below, older, timeout)).map_err(raise)?;
     Ok(newest.map(|newest| (newest.step, Checkpoint::new(newest.checkpoint), newest.skipped)))
-}
-
-/// Deletes the committed checkpoints of the run at `url` that are neither among the newest `last` nor of a step that is
-/// a multiple of `every`; returns their steps, and the checkpoints that stay because of foreign files: the URL of each,
-/// and the reason. One rank calls it.
-#[pyfunction]
-#[pyo3(signature = (url, *, last, every))]
-#[allow(clippy::type_complexity)] // it is what Python gets
-pub(crate) fn retain(
-    py: Python<'_>,
-    url: &str,
-    last: Option<u64>,
-    every: Option<u64>,
-) -> PyResult<(Vec<u64>, Vec<(String, String)>)> {
-    let retained = py.detach(|| retention::retain(url, Keep { last, every })).map_err(raise)?;
-    Ok((retained.deleted, retained.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect()))
 }
 
 /// The URL of the checkpoint of a step of a run.

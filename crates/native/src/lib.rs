@@ -14,6 +14,7 @@ mod near;
 mod outline;
 mod pending;
 mod process;
+mod retention;
 mod session;
 mod spots;
 mod values;
@@ -31,7 +32,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, absolute_url, newest, open, retain, step_url};
+    use crate::checkpoint::{Checkpoint, absolute_url, newest, open, step_url};
     #[pymodule_export]
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]
@@ -44,6 +45,8 @@ mod _native {
     use crate::outline::Outline;
     #[pymodule_export]
     use crate::pending::{Pending, save};
+    #[pymodule_export]
+    use crate::retention::Retention;
     #[pymodule_export]
     use crate::session::{Place, Session};
     #[pymodule_export]

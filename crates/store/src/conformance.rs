@@ -449,11 +449,16 @@ fn directories_are_listed(store: &dyn Store) {
     for name in ["b/x", "b/y/z", "a", "c-d", "c0", "c/q"] {
         write_object(store, name, name.as_bytes()).unwrap();
     }
-    let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, is_link: false, bytes };
-    let dir = |name: &str| Entry { name: name.into(), is_dir: true, is_link: false, bytes: 0 };
-    assert_eq!(store.list("").unwrap(), [file("a", 1), dir("b"), dir("c"), file("c-d", 3), file("c0", 2)]);
-    assert_eq!(store.list("b").unwrap(), [file("x", 3), dir("y")]);
-    assert_eq!(store.list("b/y").unwrap(), [file("z", 5)]);
+    let file = |name: &str, bytes| Entry { name: name.into(), is_dir: false, is_link: false, bytes, modified: None };
+    let dir = |name: &str| Entry { name: name.into(), is_dir: true, is_link: false, bytes: 0, modified: None };
+    let list = |dir: &str| -> Vec<Entry> {
+        let entries = store.list(dir).unwrap();
+        assert!(entries.iter().all(|entry| entry.is_dir || entry.modified.is_some()), "an object has a time");
+        entries.into_iter().map(|entry| Entry { modified: None, ..entry }).collect()
+    };
+    assert_eq!(list(""), [file("a", 1), dir("b"), dir("c"), file("c-d", 3), file("c0", 2)]);
+    assert_eq!(list("b"), [file("x", 3), dir("y")]);
+    assert_eq!(list("b/y"), [file("z", 5)]);
     assert_eq!(kind(store.list("d")), Some(Kind::NotFound));
     let is_no_object = |found: Option<Kind>| matches!(found, Some(Kind::NotFound | Kind::Corrupt));
     assert!(is_no_object(kind(store.open("b"))) && is_no_object(kind(store.size("b"))), "a directory is no object");

@@ -7,6 +7,7 @@ use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::ReadWriteFlags;
@@ -26,6 +27,8 @@ pub struct Stat {
     pub bytes: u64,
     /// Device and inode number: equal for two names of one file.
     pub identity: (u64, u64),
+    /// When its contents were last changed, by the file system's clock.
+    pub modified: SystemTime,
 }
 
 /// The free room of a file system.
@@ -262,5 +265,9 @@ fn kind_of(file_type: FileType) -> FileKind {
 
 fn of_stat(stat: fs::Stat) -> Stat {
     let bytes = u64::try_from(stat.st_size).unwrap_or(0);
-    Stat { kind: kind_of(FileType::from_raw_mode(stat.st_mode)), bytes, identity: (stat.st_dev, stat.st_ino) }
+    let kind = kind_of(FileType::from_raw_mode(stat.st_mode));
+    // Before 1970 only where a clock was wrong.
+    let since =
+        Duration::new(u64::try_from(stat.st_mtime).unwrap_or(0), u32::try_from(stat.st_mtime_nsec).unwrap_or(0));
+    Stat { kind, bytes, identity: (stat.st_dev, stat.st_ino), modified: UNIX_EPOCH + since }
 }

@@ -22,7 +22,7 @@ mod upload;
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream};
@@ -31,16 +31,15 @@ use http::StatusCode;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
+    Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectMeta,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
-use crate::local::TEMPORARY;
 use crate::place::join;
 use crate::write::{Writes, each_by_threads};
 use crate::{
     Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Shared, Store,
-    name,
+    Upload, name,
 };
 
 pub(crate) use network::Pool;
@@ -75,10 +74,18 @@ pub(crate) trait Client: ObjectStore + MultipartStore {}
 
 impl<T: ObjectStore + MultipartStore> Client for T {}
 
+/// What a service can do that the client library does not offer.
+#[async_trait::async_trait]
+pub(crate) trait Beyond: Send + Sync {
+    /// Uploads of objects whose paths have this prefix that were begun and not completed: path, id, when.
+    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>>;
+}
+
 /// A bucket at a service.
 pub(crate) struct Bucket {
     /// Made by the service's own file.
     pub(crate) client: Arc<dyn Client>,
+    pub(crate) beyond: Option<Arc<dyn Beyond>>,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
     /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
@@ -139,7 +146,7 @@ impl FarStore {
     fn race(&self) -> Result<()> {
         let (place, op) = (&self.place, "publish");
         // What stays there after a crash is recognized by its name.
-        let name = format!("{TEMPORARY}{}", &random(place, "")?[..16]);
+        let name = name::temporary()?;
         let (path, held) = (place.path(op, &name)?, Held::new(2));
         let put = || {
             let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
@@ -440,9 +447,12 @@ impl Store for FarStore {
             name::flaw(name).is_none().then(|| name.to_owned())
         };
         let dirs = found.common_prefixes.iter().filter_map(named);
-        let dirs = dirs.map(|name| Entry { name, is_dir: true, is_link: false, bytes: 0 });
-        let objects = found.objects.iter().filter_map(|object| Some((named(&object.location)?, object.size)));
-        let objects = objects.map(|(name, bytes)| Entry { name, is_dir: false, is_link: false, bytes });
+        let dirs = dirs.map(|name| Entry { name, is_dir: true, is_link: false, bytes: 0, modified: None });
+        let object = |object: &ObjectMeta| {
+            let (name, modified) = (named(&object.location)?, Some(object.last_modified.into()));
+            Some(Entry { name, is_dir: false, is_link: false, bytes: object.size, modified })
+        };
+        let objects = found.objects.iter().filter_map(object);
         let mut entries: Vec<Entry> = dirs.chain(objects).collect();
         if entries.is_empty() {
             return Err(self.place.fail(Kind::NotFound, "list", dir, "no such directory"));
@@ -469,6 +479,29 @@ impl Store for FarStore {
         let prefix = self.place.dir("delete_tree", dir)?;
         let below = self.place.client().list(prefix.as_ref()).map_ok(|object| object.location).boxed();
         self.place.call("delete_tree", dir, delete_each(self.place.client(), below))
+    }
+
+    fn uploads(&self) -> Result<Vec<Upload>> {
+        let place = &self.place;
+        let Some(beyond) = &place.bucket.beyond else {
+            let message = "uploads that were not completed cannot be listed here: give the bucket a lifecycle rule \
+                           that aborts them, unless the service does it by itself";
+            return Err(place.fail(Kind::Unsupported, "uploads", "", message));
+        };
+        let found = place.call_twice("uploads", "", || beyond.uploads(&place.prefix))?;
+        let own = |(path, id, begun): (String, String, SystemTime)| {
+            let name = path.strip_prefix(&place.prefix).filter(|name| name::flaw(name).is_none())?.to_owned();
+            Some(Upload { name, id, begun })
+        };
+        Ok(found.into_iter().filter_map(own).collect())
+    }
+
+    fn abort_upload(&self, upload: &Upload) -> Result<()> {
+        let path = self.place.path("abort", &upload.name)?;
+        match self.place.call("abort", &upload.name, self.place.client().abort_multipart(&path, &upload.id)) {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            done => done,
+        }
     }
 }
 

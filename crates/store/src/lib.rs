@@ -21,6 +21,7 @@
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 #[cfg(feature = "azure")]
 mod azure;
@@ -52,8 +53,8 @@ mod write;
 
 pub use error::{Error, Kind, Result};
 use local::Devices;
-pub use local::is_temporary;
 pub use map::{Lent, Mapping};
+pub use name::{is_temporary, temporary};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};
 pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes, by_threads};
@@ -176,6 +177,13 @@ pub trait Store: Send + Sync {
     /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
     /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
+
+    /// Uploads into this store that were begun and not completed, by anyone. None where writers leave only objects,
+    /// and where the service drops uploads by itself.
+    fn uploads(&self) -> Result<Vec<Upload>>;
+
+    /// Ends an upload, and drops what was sent of it. One that is gone is no error.
+    fn abort_upload(&self, upload: &Upload) -> Result<()>;
 }
 
 /// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
@@ -343,6 +351,20 @@ pub struct Entry {
     pub is_link: bool,
     /// The object's length; 0 for a directory.
     pub bytes: u64,
+    /// When it was last changed, by the store's own clock, which may not be this machine's; `None` for a directory
+    /// where directories are what names have in common.
+    pub modified: Option<SystemTime>,
+}
+
+/// An upload that was begun and not completed: no list of objects shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Upload {
+    /// The name of the object that it would become.
+    pub name: String,
+    /// What the service calls it.
+    pub id: String,
+    /// When it was begun, by the store's own clock.
+    pub begun: SystemTime,
 }
 
 /// What the stores that one program uses share: measurements of this machine's storage, and the client of far storage,

@@ -50,8 +50,11 @@ use crate::map::Lending;
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, WRITE_THREADS, name,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, Upload, WRITE_THREADS, name,
 };
+
+/// How often a directory is made again that was made and is gone: others remove empty directories.
+const EMPTIED_MAX: usize = 4;
 
 /// The alignment of direct I/O, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
@@ -205,7 +208,7 @@ impl<D: Disk> LocalStore<D> {
             return Ok(direct);
         }
         self.make_dirs(dir)?;
-        let path = temporary(dir)?;
+        let path = dir.join(name::temporary()?);
         // Some file systems take the flag and refuse the write.
         let tried = uninterrupted(|| self.disk.create_new(&path, true))
             .and_then(|file| uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0)));
@@ -241,7 +244,8 @@ impl<D: Disk> LocalStore<D> {
     /// Creates the file `path`, and the directories above it where they are missing.
     fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
         let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
-        if let (Err(Errno::NOENT), Some(dir)) = (&created, path.parent()) {
+        for _ in 0..EMPTIED_MAX {
+            let (Err(Errno::NOENT), Some(dir)) = (&created, path.parent()) else { break };
             self.make_dirs(dir)?;
             created = uninterrupted(|| self.disk.create_new(&path, direct));
         }
@@ -259,7 +263,7 @@ impl<D: Disk> LocalStore<D> {
     /// Protocol 5.1 to 5.3: the bytes in a durable temporary file beside `target`, the way to which is durable too.
     fn prepare(&self, name: &str, target: &Path, bytes: &[u8]) -> Result<LocalWriter<D>> {
         let dir = target.parent().unwrap_or(&self.root);
-        let file = self.create_file(temporary(dir)?, bytes.len() as u64, false)?;
+        let file = self.create_file(dir.join(name::temporary()?), bytes.len() as u64, false)?;
         file.write_at(0, bytes)?;
         uninterrupted(|| self.disk.fdatasync(&file.file)).map_err(|errno| file.failed("fdatasync", errno))?;
         self.sync_dirs(name::parent(name).into_iter().flat_map(above))?;
@@ -362,10 +366,14 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn can_publish(&self) -> Result<()> {
-        self.make_dirs(&self.root)?;
-        let device = self.call("publish", &self.root, |disk| disk.stat(&self.root))?.identity.0;
-        self.devices.publishes(device, || {
-            let (from, to) = (temporary(&self.root)?, temporary(&self.root)?);
+        let stat =
+            || self.make_dirs(&self.root).and_then(|()| self.call("publish", &self.root, |d| d.stat(&self.root)));
+        let mut root = stat();
+        for _ in 0..EMPTIED_MAX {
+            root = root.or_else(|error| if error.kind == Kind::NotFound { stat() } else { Err(error) });
+        }
+        self.devices.publishes(root?.identity.0, || {
+            let (from, to) = (self.root.join(name::temporary()?), self.root.join(name::temporary()?));
             let file = self.create_file(from, 0, false)?;
             self.claim(&file, &to)?;
             self.call("unlink", &to, |disk| disk.unlink(&to))
@@ -460,20 +468,14 @@ impl<D: Disk> Store for LocalStore<D> {
             let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
                 continue;
             };
-            let (is_dir, is_link, bytes) = match kind {
-                FileKind::Dir => (true, false, 0),
-                _ => {
-                    let entry = path.join(&name);
-                    // Removed since, or a dangling link: it cannot be opened either.
-                    let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else {
-                        continue;
-                    };
-                    let is_dir = stat.kind == FileKind::Dir;
-                    // An entry of another type than its target is a link.
-                    (is_dir, stat.kind != kind, if is_dir { 0 } else { stat.bytes })
-                }
-            };
-            entries.push(Entry { name, is_dir, is_link, bytes });
+            let entry = path.join(&name);
+            // Removed since, or a dangling link: it cannot be opened either.
+            let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else { continue };
+            let is_dir = stat.kind == FileKind::Dir;
+            let (bytes, modified) = (if is_dir { 0 } else { stat.bytes }, Some(stat.modified));
+            // An entry of another type than its target is a link.
+            let is_link = stat.kind != kind;
+            entries.push(Entry { name, is_dir, is_link, bytes, modified });
         }
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
@@ -520,6 +522,14 @@ impl<D: Disk> Store for LocalStore<D> {
             Err(errno) => return Err(of_errno("delete_tree", &path, errno)),
         }
         self.sync_removal(dir)
+    }
+
+    fn uploads(&self) -> Result<Vec<Upload>> {
+        Ok(Vec::new())
+    }
+
+    fn abort_upload(&self, _: &Upload) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -611,21 +621,6 @@ impl<D: Disk> Drop for LocalWriter<D> {
 /// The directories from that of `name` up to the root.
 fn above(name: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(name::parent(name), |dir| name::parent(dir))
-}
-
-/// How the names of temporary objects begin, in all backends; 16 hex digits follow.
-pub(crate) const TEMPORARY: &str = ".tmp-";
-
-fn temporary(dir: &Path) -> Result<PathBuf> {
-    let random = getrandom::u64().map_err(|e| failed(Kind::Internal, "create", dir, e.to_string()))?;
-    Ok(dir.join(format!("{TEMPORARY}{random:016x}")))
-}
-
-/// Whether an entry's name is one under which this store prepares what it publishes or puts: left by a crash, if not
-/// by a call under way.
-pub fn is_temporary(name: &str) -> bool {
-    let digits = name.strip_prefix(TEMPORARY).unwrap_or_default();
-    digits.len() == 16 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Repeats a system call that a signal interrupted.

@@ -7,12 +7,13 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::SystemTime;
 
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
     Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Shared,
-    Store, Upcoming, WRITE_THREADS, name, one_by_one,
+    Store, Upcoming, Upload, WRITE_THREADS, name, one_by_one,
 };
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
@@ -24,8 +25,14 @@ struct Bucket(Mutex<BTreeMap<String, Slot>>);
 
 enum Slot {
     /// The name is taken by a writer that has not finished.
-    Unfinished,
-    Object(Arc<Vec<u8>>),
+    Unfinished(SystemTime),
+    Object(Arc<Vec<u8>>, SystemTime),
+}
+
+impl Slot {
+    fn of(bytes: Vec<u8>) -> Slot {
+        Slot::Object(Arc::new(bytes), SystemTime::now())
+    }
 }
 
 impl Bucket {
@@ -94,7 +101,7 @@ impl Store for MemoryStore {
         if slots.contains_key(&key) {
             return self.fail(Kind::Conflict, "create", name, "the name is taken");
         }
-        slots.insert(key.clone(), Slot::Unfinished);
+        slots.insert(key.clone(), Slot::Unfinished(SystemTime::now()));
         drop(slots);
         let url = join(&self.url, name);
         Ok(Box::new(MemoryWriter { url, bucket: self.bucket.clone(), key, contents: RwLock::new(contents) }))
@@ -102,11 +109,11 @@ impl Store for MemoryStore {
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         match self.bucket.lock().get(&self.key("open", name)?) {
-            Some(Slot::Object(contents)) => {
+            Some(Slot::Object(contents, _)) => {
                 let head = contents[..contents.len().min(usize::try_from(head_bytes).unwrap_or(usize::MAX))].to_vec();
                 Ok((Box::new(MemoryReader { url: join(&self.url, name), contents: contents.clone() }), head))
             }
-            Some(Slot::Unfinished) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
+            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
             None => self.fail(Kind::NotFound, "open", name, "no such object"),
         }
     }
@@ -117,7 +124,7 @@ impl Store for MemoryStore {
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let key = self.key("put", name)?;
-        self.bucket.lock().insert(key, Slot::Object(Arc::new(bytes.to_vec())));
+        self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));
         Ok(())
     }
 
@@ -127,7 +134,7 @@ impl Store for MemoryStore {
         if slots.contains_key(&key) {
             return self.fail(Kind::Conflict, "publish", name, "the name is taken");
         }
-        slots.insert(key, Slot::Object(Arc::new(bytes.to_vec())));
+        slots.insert(key, Slot::of(bytes.to_vec()));
         Ok(())
     }
 
@@ -146,12 +153,13 @@ impl Store for MemoryStore {
         for (key, slot) in self.bucket.lock().range::<str, _>((Bound::Included(below.as_str()), Bound::Unbounded)) {
             let Some(rest) = key.strip_prefix(&below) else { break };
             let (name, is_dir) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
-            let bytes = match slot {
-                Slot::Object(contents) if !is_dir => contents.len() as u64,
-                _ => 0,
+            let (bytes, modified) = match slot {
+                _ if is_dir => (0, None),
+                Slot::Object(contents, modified) => (contents.len() as u64, Some(*modified)),
+                Slot::Unfinished(begun) => (0, Some(*begun)),
             };
             if entries.last().is_none_or(|last| last.name != name) {
-                entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes });
+                entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes, modified });
             }
         }
         if entries.is_empty() {
@@ -175,6 +183,14 @@ impl Store for MemoryStore {
     fn delete_tree(&self, dir: &str) -> Result<()> {
         let below = format!("{}/", self.key("delete_tree", dir)?);
         self.bucket.lock().retain(|key, _| !key.starts_with(&below));
+        Ok(())
+    }
+
+    fn uploads(&self) -> Result<Vec<Upload>> {
+        Ok(Vec::new())
+    }
+
+    fn abort_upload(&self, _: &Upload) -> Result<()> {
         Ok(())
     }
 }
@@ -212,7 +228,7 @@ impl ObjectWriter for MemoryWriter {
     fn finish(&mut self) -> Result<()> {
         let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
         match self.bucket.lock().get_mut(&self.key) {
-            Some(slot @ Slot::Unfinished) => *slot = Slot::Object(Arc::new(contents)),
+            Some(slot @ Slot::Unfinished(_)) => *slot = Slot::of(contents),
             _ => return Err(Error::new(Kind::Conflict, "finish", &self.url, "deleted or replaced while written")),
         }
         Ok(())
@@ -222,7 +238,7 @@ impl ObjectWriter for MemoryWriter {
 impl Drop for MemoryWriter {
     fn drop(&mut self) {
         let mut slots = self.bucket.lock();
-        if matches!(slots.get(&self.key), Some(Slot::Unfinished)) {
+        if matches!(slots.get(&self.key), Some(Slot::Unfinished(_))) {
             slots.remove(&self.key);
         }
     }

@@ -27,6 +27,25 @@ pub(crate) fn parent(name: &str) -> Option<&str> {
     }
 }
 
+/// How the names of temporary objects begin, in all backends; 16 hex digits follow.
+const TEMPORARY: &str = ".tmp-";
+
+/// A new name for a temporary object, which [`is_temporary`] recognizes.
+///
+/// # Errors
+/// [`Kind::Internal`] if this machine has no random numbers.
+pub fn temporary() -> Result<String> {
+    let random = getrandom::u64().map_err(|e| Error::new(Kind::Internal, "create", TEMPORARY, e.to_string()))?;
+    Ok(format!("{TEMPORARY}{random:016x}"))
+}
+
+/// Whether an entry's name is one that [`temporary`] gives: an object that a crash left, if not one of a call that is
+/// under way.
+pub fn is_temporary(name: &str) -> bool {
+    let digits = name.strip_prefix(TEMPORARY).unwrap_or_default();
+    digits.len() == 16 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 pub(crate) fn flaw(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         return Some("is empty");

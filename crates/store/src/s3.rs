@@ -6,6 +6,7 @@
 //! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that `AWS_PROFILE`
 //! names, and the roles of containers and instances, in this order.
 
+mod beyond;
 mod profile;
 
 use std::sync::Arc;
@@ -13,10 +14,11 @@ use std::sync::Arc;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::far::{Bucket, FarStore, is_http, once};
+use crate::far::{Beyond, Bucket, FarStore, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
+use beyond::BeyondClient;
 use profile::{Profile, ProfileCredentials};
 
 /// The options of such a URL.
@@ -76,10 +78,12 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         .with_checksum_algorithm(Checksum::CRC64NVME)
         .with_retry(once());
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
+        let http = connector.client();
         let client = builder.clone().with_http_connector(connector).build();
-        let client = client.map_err(|error| invalid(error.to_string()))?;
+        let client = Arc::new(client.map_err(|error| invalid(error.to_string()))?);
+        let beyond: Arc<dyn Beyond> = Arc::new(BeyondClient::new(Arc::clone(&client), http));
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client: Arc::new(client), attributes, untrusted })
+        Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted })
     })
 }
 

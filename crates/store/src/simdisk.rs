@@ -17,16 +17,19 @@
 //! disk.
 
 mod chance;
+mod ring;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use chance::Chance;
+pub use ring::SimRing;
 
 use crate::Mapping;
-use crate::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
+use crate::disk::{Disk, Errno, FileKind, Room, Stat, Sys};
 
 const SECTOR: usize = 512;
 const DIRECT_ALIGNMENT: usize = 4096;
@@ -84,6 +87,9 @@ struct State {
     refused: BTreeMap<&'static str, Errno>,
     ailing: Option<Ailing>,
     is_dead: bool,
+    clock: SystemTime,
+    /// When each inode was last changed.
+    times: BTreeMap<usize, SystemTime>,
 }
 
 /// Calls that fail a few times more.
@@ -125,6 +131,8 @@ impl Default for State {
             refused: BTreeMap::new(),
             ailing: None,
             is_dead: false,
+            clock: UNIX_EPOCH,
+            times: BTreeMap::new(),
         }
     }
 }
@@ -159,7 +167,8 @@ impl SimDisk {
             match inode {
                 Inode::File(file) => {
                     let contents = file.after_crash(&mut chance);
-                    Inode::File(File { cached: contents.clone(), durable: contents, dirty: BTreeSet::new() })
+                    let cached = contents.clone();
+                    Inode::File(File { cached, durable: contents, dirty: BTreeSet::new() })
                 }
                 Inode::Dir(dir) => {
                     let entries = dir.after_crash(&mut chance);
@@ -168,7 +177,17 @@ impl SimDisk {
             }
         };
         let inodes = (0..).zip(&state.inodes).map(settle).collect();
-        SimDisk(Arc::new(Mutex::new(State { inodes, ..State::default() })))
+        SimDisk(Arc::new(Mutex::new(State {
+            inodes,
+            clock: state.clock,
+            times: state.times.clone(),
+            ..State::default()
+        })))
+    }
+
+    /// Lets the disk's clock go on.
+    pub fn pass(&self, time: Duration) {
+        self.lock().clock += time;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -340,6 +359,18 @@ impl State {
         }
     }
 
+    /// A file that is about to be changed.
+    fn changed(&mut self, inode: usize) -> Sys<&mut File> {
+        self.times.insert(inode, self.clock);
+        self.file(inode)
+    }
+
+    fn entry(&mut self, dir: usize, name: &OsStr, inode: Option<usize>) -> Sys<()> {
+        self.times.insert(dir, self.clock);
+        self.dir(dir)?.set(name, inode);
+        Ok(())
+    }
+
     fn find(&mut self, path: &Path) -> Sys<usize> {
         let mut inode = ROOT;
         for component in path.components() {
@@ -362,7 +393,8 @@ impl State {
         let (dir, name, None) = self.locate(path)? else { return Err(Errno::EXIST) };
         self.inodes.push(inode);
         let number = self.inodes.len() - 1;
-        self.dir(dir)?.set(name, Some(number));
+        self.times.insert(number, self.clock);
+        self.entry(dir, name, Some(number))?;
         Ok(number)
     }
 
@@ -374,7 +406,7 @@ impl State {
             (Inode::Dir(removed), true) if !removed.cached.is_empty() => return Err(Errno::NOTEMPTY),
             _ => {}
         }
-        self.dir(dir)?.set(name, None);
+        self.entry(dir, name, None)?;
         Ok(())
     }
 
@@ -387,8 +419,8 @@ impl State {
             Some(Inode::Dir(_)) => return Err(Errno::ISDIR),
             _ => {}
         }
-        self.dir(to_dir)?.set(to_name, Some(inode));
-        self.dir(from_dir)?.set(from_name, None);
+        self.entry(to_dir, to_name, Some(inode))?;
+        self.entry(from_dir, from_name, None)?;
         Ok(())
     }
 
@@ -397,33 +429,8 @@ impl State {
             Inode::File(file) => (FileKind::File, file.cached.len() as u64),
             Inode::Dir(_) => (FileKind::Dir, 0),
         };
-        Stat { kind, bytes, identity: (0, inode as u64) }
-    }
-}
-
-/// Writes in flight to a [`SimDisk`]: each is made when it is waited for, in an order of its own.
-pub struct SimRing {
-    disk: SimDisk,
-    depth: usize,
-    flights: Vec<(SimFile, Flight)>,
-    chance: Chance,
-}
-
-impl Ring for SimRing {
-    type File = SimFile;
-
-    fn submit(&mut self, file: &SimFile, flight: Flight) -> Sys<()> {
-        if self.flights.len() == self.depth {
-            return Err(Errno::BUSY);
-        }
-        self.flights.push((file.clone(), flight));
-        Ok(())
-    }
-
-    fn wait(&mut self) -> Sys<(Flight, Sys<usize>)> {
-        let (file, flight) = self.flights.swap_remove(self.chance.below(self.flights.len()));
-        let written = self.disk.pwrite(&file, &flight.buffer.bytes()[flight.range.clone()], flight.offset);
-        Ok((flight, written))
+        let modified = self.times.get(&inode).copied().unwrap_or(UNIX_EPOCH);
+        Stat { kind, bytes, identity: (0, inode as u64), modified }
     }
 }
 
@@ -465,7 +472,7 @@ impl Disk for SimDisk {
                 return Err(Errno::INVAL);
             }
             let taken = if short && bytes.len() > 1 { bytes.len() / 2 } else { bytes.len() };
-            state.file(file.inode)?.write(&bytes[..taken], offset);
+            state.changed(file.inode)?.write(&bytes[..taken], offset);
             Ok(taken)
         })
     }
@@ -499,7 +506,7 @@ impl Disk for SimDisk {
 
     fn ftruncate(&self, file: &SimFile, bytes: u64) -> Sys<()> {
         self.call("ftruncate", &file.path, Some(()), |state, _| {
-            state.file(file.inode)?.resize(bounded(bytes)?);
+            state.changed(file.inode)?.resize(bounded(bytes)?);
             Ok(())
         })
     }
@@ -554,8 +561,7 @@ impl Disk for SimDisk {
         self.call("link", from, Some(()), |state, _| {
             let inode = state.find(from)?;
             let (dir, name, None) = state.locate(to)? else { return Err(Errno::EXIST) };
-            state.dir(dir)?.set(name, Some(inode));
-            Ok(())
+            state.entry(dir, name, Some(inode))
         })
     }
 

@@ -10,7 +10,7 @@ use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 use shardfast_store::{
-    Entry, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Writes, conformance, open,
+    Entry, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Upload, Writes, conformance, open,
 };
 
 struct Around {
@@ -68,6 +68,8 @@ impl Store for Around {
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
+    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 fn around(store: Arc<dyn Store>) -> (Arc<dyn Store>, Arc<AtomicUsize>) {

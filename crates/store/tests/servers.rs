@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
 
 use shardfast_store::servers::Server;
 use shardfast_store::{Kind, conformance, open};
@@ -89,5 +90,39 @@ fn a_server_that_looks_at_the_condition_too_early_is_refused() {
     let given = Server::given(&format!("url={endpoint} bucket=b key=k secret=s"));
     given.again("a_server_that_looks_at_the_condition_too_early_is_refused", |server| {
         is_refused(&server.s3("hasty"));
+    });
+}
+
+/// MinIO lists uploads by their whole names only; these list all below a prefix.
+fn uploads_are_listed_and_aborted(server: &Server) -> Duration {
+    let [run, other] = ["uploads/run", "uploads/other"].map(|place| open(&server.s3(place)).unwrap());
+    assert_eq!(run.uploads(), Ok(vec![]));
+    for (store, name) in [(&run, "step/a b"), (&run, "step/c"), (&other, "d")] {
+        // As after a crash of its writer.
+        std::mem::forget(store.create(name, 100 << 20).unwrap());
+    }
+    let uploads = run.uploads().unwrap();
+    assert_eq!(uploads.iter().map(|upload| &*upload.name).collect::<Vec<_>>(), ["step/a b", "step/c"]);
+    for _ in 0..2 {
+        run.abort_upload(&uploads[0]).unwrap();
+        assert_eq!(run.uploads().unwrap(), uploads[1..]);
+    }
+    assert_eq!(other.uploads().unwrap().len(), 1);
+    SystemTime::now().duration_since(uploads[0].begun).unwrap_or_default()
+}
+
+#[test]
+fn uploads_that_were_not_completed_on_moto() {
+    // Its uploads were all begun in 2010.
+    Server::with("moto", "uploads_that_were_not_completed_on_moto", |server| {
+        _ = uploads_are_listed_and_aborted(server)
+    });
+}
+
+#[test]
+fn uploads_that_were_not_completed_on_versitygw() {
+    Server::with("versitygw", "uploads_that_were_not_completed_on_versitygw", |server| {
+        let age = uploads_are_listed_and_aborted(server);
+        assert!(age < Duration::from_secs(600), "{age:?}");
     });
 }

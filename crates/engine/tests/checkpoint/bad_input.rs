@@ -208,6 +208,10 @@ impl Store for Hesitant {
         self.store.delete_all(objects, dirs)
     }
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> { self.store.delete_tree(dir) }
+    fn uploads(&self) -> shardfast_store::Result<Vec<shardfast_store::Upload>> { self.store.uploads() }
+    fn abort_upload(&self, upload: &shardfast_store::Upload) -> shardfast_store::Result<()> {
+        self.store.abort_upload(upload)
+    }
 }
 
 /// The one file whose name does not tell attempts apart is the winner's, whoever wrote it last.

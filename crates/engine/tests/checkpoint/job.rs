@@ -421,6 +421,13 @@ impl Job {
     }
 }
 
+/// [`destination`], with a metric.
+pub(crate) fn measured(url: &str, loss: &str) -> Destination {
+    let mut destination = destination(url);
+    destination.user.insert("metric.loss".to_owned(), loss.to_owned());
+    destination
+}
+
 pub(crate) fn destination(url: &str) -> Destination {
     Destination {
         url: url.to_owned(),

@@ -12,7 +12,7 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Store, Writes, by_threads, one_by_one,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upload, Writes, by_threads, one_by_one,
 };
 
 use crate::block::Block;
@@ -233,6 +233,14 @@ impl Store for Zeroless {
     }
 
     fn delete_tree(&self, _dir: &str) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+
+    fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
+        Ok(Vec::new())
+    }
+
+    fn abort_upload(&self, _: &Upload) -> shardfast_store::Result<()> {
         Ok(())
     }
 }

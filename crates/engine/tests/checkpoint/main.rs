@@ -16,5 +16,6 @@ mod reshard;
 mod retention;
 mod runs;
 mod share;
+mod sweep;
 mod sweeps;
 mod transient;

@@ -2,16 +2,24 @@
 
 use std::path::{Path, PathBuf};
 
-use shardfast_engine::retention::{Keep, Retained, retain};
+use shardfast_engine::retention::{Best, Keep, Retained, Retention};
 use shardfast_engine::runs::{list, step_url};
-use shardfast_engine::{Kind, Result};
+use shardfast_engine::{Kind, Result, save};
 use shardfast_format::step_dir;
 
-use crate::job::{Job, Truth};
+use crate::job::{Job, LONG, Truth, destination, measured};
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
-const LAST: Keep = Keep { last: Some(1), every: None };
+const LAST: Keep = Keep { last: Some(1), every: None, best: Vec::new() };
+
+/// Both rounds.
+fn retain(url: &str, keep: Keep) -> Result<Retained> {
+    let mut retention = Retention::new(url, keep);
+    let retained = retention.retain()?;
+    assert_eq!(retention.clear(None)?, retained.left);
+    Ok(retained)
+}
 
 /// A run of three committed steps in a directory.
 fn run(dir: &Path) -> String {
@@ -61,14 +69,14 @@ fn nothing_is_deleted_while_any_file_of_the_newest_is_missing_or_cut() {
         refused("cut");
         std::fs::write(&path, good).unwrap();
     }
-    assert_eq!(retain(&url, LAST).map(|retained| retained.deleted), Ok(vec![1, 2]));
+    assert_eq!(retain(&url, LAST).map(|retained| retained.left), Ok(vec![1, 2]));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
 /// What is spared, each time the same.
 fn spared(url: &str) -> Result<Vec<(String, String)>> {
     let once = retain(url, LAST)?;
-    assert_eq!(retain(url, LAST)?, Retained { deleted: Vec::new(), ..once.clone() });
+    assert_eq!(retain(url, LAST)?, Retained { left: Vec::new(), ..once.clone() });
     Ok(once.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect())
 }
 
@@ -106,7 +114,7 @@ fn what_saves_leave_behind_goes_and_a_link_stays() {
     }
     // A file that an NFS client keeps for those who have it open hinders only the removal of its directory.
     std::fs::write(dir.path().join(step_dir(2)).join(".nfs0001"), "open").unwrap();
-    assert_eq!(retain(&url, LAST).unwrap(), Retained { deleted: vec![1, 2], spared: Vec::new() });
+    assert_eq!(retain(&url, LAST).unwrap(), Retained { left: vec![1, 2], ..Retained::default() });
     let left = std::fs::read_dir(dir.path().join(step_dir(2))).unwrap().count();
     assert_eq!((step.exists(), left), (false, 1));
 
@@ -118,4 +126,31 @@ fn what_saves_leave_behind_goes_and_a_link_stays() {
     let found = spared(&url).unwrap();
     assert!(found.len() == 1 && found[0].1.contains("link"), "{found:?}");
     assert_eq!(steps(&url), [1, 3]);
+}
+
+#[test]
+fn the_best_by_a_metric_stay() {
+    let dir = scratch();
+    let url = dir.path().to_str().unwrap().to_owned();
+    let job = Job::new(Layout::rows(1));
+    // Steps 1 to 7; the metric of step 5 is missing, that of step 6 is no number.
+    for (step, loss) in (1..=7).zip(["2.5", "-1e3", "0.5", "0.5", "", "NaN", "7"]) {
+        let place = step_url(&url, step);
+        let destination = if loss.is_empty() { destination(&place) } else { measured(&place, loss) };
+        let state = Truth::small(step, 50).state(&job.layout, 0, &mut Dice(1));
+        save(&job.engines[0], destination, state, LONG).committed(None).unwrap();
+    }
+    let best = |count, largest| Best { metric: "loss".to_owned(), count, largest };
+    let keep = |best: &[Best]| Keep { best: best.to_vec(), ..Keep::default() };
+    // What it read once it does not read again.
+    let mut retention = Retention::new(&url, keep(&[best(3, false)]));
+    assert_eq!(retention.retain().unwrap().left, [1, 5, 6]);
+    assert_eq!(steps(&url), [2, 3, 4, 7]);
+    let commit = list(&url).unwrap().into_iter().find(|step| step.step == 3).unwrap().commit.unwrap().unwrap();
+    std::fs::write(dir.path().join(step_dir(3)).join(commit.manifest), "damaged").unwrap();
+    assert_eq!(retention.retain().unwrap().left, Vec::<u64>::new());
+    // Of a damaged one the metric is unknown; of equal values the newer one would be better.
+    let rules = [best(1, true), best(1, false), Best { metric: "other".to_owned(), count: 9, largest: true }];
+    assert_eq!(Retention::new(&url, keep(&rules)).retain().unwrap().left, [3, 4]);
+    assert_eq!(steps(&url), [2, 7]);
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use shardfast_engine::retention::{Keep, retain};
+use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Result};
 use shardfast_format::{COMMIT, step_dir};
@@ -110,6 +110,8 @@ fn ranks_find_the_same_one_or_hear_why_not() {
     assert!(error.message.contains("rank 1"), "{error}");
 }
 
+const LAST: Keep = Keep { last: Some(1), every: None, best: Vec::new() };
+
 #[test]
 fn what_a_rule_keeps_stays_and_the_newest_always() {
     let steps = [1, 2, 3, 4, 5, 6, 7, 8];
@@ -124,7 +126,9 @@ fn what_a_rule_keeps_stays_and_the_newest_always() {
         ("plenty", Some(100), Some(1), &[1, 2, 3, 4, 5, 6, 7, 8]),
     ] {
         let url = run(&format!("keep/{name}"), &steps);
-        let deleted = retain(&url, Keep { last, every }).unwrap().deleted;
+        let mut retention = Retention::new(&url, Keep { last, every, best: Vec::new() });
+        let deleted = retention.retain().unwrap().left;
+        assert_eq!(retention.clear(Some(&deleted)).unwrap(), deleted, "{name}");
         assert_eq!(remaining(&url), kept, "{name}");
         assert_eq!(deleted, steps.into_iter().filter(|step| !kept.contains(step)).collect::<Vec<_>>(), "{name}");
         assert_eq!(newest(&url, None, false).unwrap().unwrap().0, 7);
@@ -132,7 +136,9 @@ fn what_a_rule_keeps_stays_and_the_newest_always() {
     // A newest one whose commit is damaged does not count.
     let url = run("keep/damaged", &steps);
     shardfast_store::open(&url).unwrap().put(&format!("{}/{COMMIT}", step_dir(7)), b"damaged").unwrap();
-    retain(&url, Keep { last: Some(1), every: None }).unwrap();
+    let mut retention = Retention::new(&url, LAST);
+    retention.retain().unwrap();
+    retention.clear(None).unwrap();
     assert_eq!(remaining(&url), [6, 7, 8]);
 }
 
@@ -144,7 +150,7 @@ fn nothing_is_deleted_while_the_newest_manifest_cannot_be_proven() {
     let commit = newest.commit.unwrap().unwrap();
     shardfast_store::open(&newest.url).unwrap().put(&commit.manifest, b"damaged").unwrap();
     let before: Vec<u64> = runs::list(&url).unwrap().iter().map(|step| step.step).collect();
-    let error = retain(&url, Keep { last: Some(1), every: None }).unwrap_err();
+    let error = Retention::new(&url, LAST).retain().unwrap_err();
     assert_eq!(error.kind, Kind::Corrupt, "{error}");
     assert_eq!(runs::list(&url).unwrap().iter().map(|step| step.step).collect::<Vec<_>>(), before);
 }

@@ -13,7 +13,8 @@ use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoi
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::{
-    Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Writes, one_by_one,
+    Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Upload, Writes,
+    one_by_one,
 };
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
@@ -356,6 +357,14 @@ impl Store for Other {
 
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> {
         self.store.delete_tree(dir)
+    }
+
+    fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
+        self.store.uploads()
+    }
+
+    fn abort_upload(&self, upload: &Upload) -> shardfast_store::Result<()> {
+        self.store.abort_upload(upload)
     }
 }
 

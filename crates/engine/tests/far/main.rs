@@ -3,6 +3,7 @@
 mod campaign;
 mod checkpoint;
 mod proxy;
+mod sweep;
 
 use shardfast_store::servers::Server;
 
@@ -14,4 +15,9 @@ fn each_request_of_a_save_meets_each_fault() {
 #[test]
 fn each_request_of_a_load_meets_each_fault() {
     Server::with("minio", "each_request_of_a_load_meets_each_fault", campaign::loads);
+}
+
+#[test]
+fn debris_is_swept() {
+    Server::with("versitygw", "debris_is_swept", sweep::debris);
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use shardfast_engine::{Engine, Kind, copy, copy_between, sync, verify};
 use shardfast_store::{
-    Entry, Error, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Writes, open,
+    Entry, Error, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes, open,
 };
 
 use crate::checkpoints::{save_ranks, two_ranks};
@@ -85,6 +85,8 @@ impl Store for Dying {
     fn delete(&self, name: &str) -> Result<()> { alive(&self.left)?; self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
+    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 /// Every object below a place, by name.

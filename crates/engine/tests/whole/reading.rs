@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, one_by_one};
+use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -118,6 +118,8 @@ impl Store for Troubled {
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
+    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 /// Loads every tensor from a store with that trouble: its bytes, and what the trouble was up to.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardfast_store::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Writes, one_by_one,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one,
 };
 
 /// The store beneath, with these faults.
@@ -118,5 +118,13 @@ impl Store for Faulty {
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
         self.store.delete_tree(dir)
+    }
+
+    fn uploads(&self) -> Result<Vec<Upload>> {
+        self.store.uploads()
+    }
+
+    fn abort_upload(&self, upload: &Upload) -> Result<()> {
+        self.store.abort_upload(upload)
     }
 }

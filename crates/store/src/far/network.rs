@@ -206,6 +206,14 @@ fn trust() -> std::result::Result<rustls::ClientConfig, String> {
 #[derive(Debug)]
 pub(crate) struct Connector(HttpClient);
 
+impl Connector {
+    /// The HTTP client itself.
+    #[cfg(feature = "s3")]
+    pub(crate) fn client(&self) -> HttpClient {
+        self.0.clone()
+    }
+}
+
 impl HttpConnector for Connector {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
         Ok(self.0.clone())
@@ -257,7 +265,8 @@ impl HttpService for Connections {
 
 /// Counts a request by its kind. All services list by a `GET` of the bucket with a prefix or a kind of list.
 fn count(requests: &mut Requests, method: &Method, query: &str) {
-    let is_list = query.split('&').any(|part| part.starts_with("list-type=") || part == "comp=list");
+    let is_list = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
+    let is_list = query.split('&').any(is_list);
     let deletes_many = query.split('&').any(|part| part == "delete" || part == "comp=batch");
     match *method {
         Method::GET if is_list => requests.lists += 1,

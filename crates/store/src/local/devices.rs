@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{ALIGNMENT, temporary, uninterrupted};
-use crate::Result;
+use super::{ALIGNMENT, uninterrupted};
 use crate::disk::{Disk, Errno, Sys};
+use crate::{Result, name};
 
 /// From this size on an object repays the tens of milliseconds that a measurement takes.
 pub(super) const WORTH_BYTES: u64 = 64 << 20;
@@ -155,7 +155,7 @@ fn buffered_is_clearly_faster(mut took: impl FnMut(bool) -> Option<Duration>) ->
 }
 
 fn written(disk: &impl Disk, dir: &Path, direct: bool) -> Option<Duration> {
-    let path = temporary(dir).ok()?;
+    let path = dir.join(name::temporary().ok()?);
     let timed = || -> Sys<Duration> {
         let file = disk.create_new(&path, direct)?;
         match disk.fallocate(&file, WRITE_BYTES) {

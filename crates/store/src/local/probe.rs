@@ -4,10 +4,10 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use super::{LocalStore, path_of, temporary, uninterrupted};
+use super::{LocalStore, path_of, uninterrupted};
 use crate::disk::{Disk, RealDisk};
 use crate::place::Url;
-use crate::{Error, Kind, Result, Store, cachestat, uring};
+use crate::{Error, Kind, Result, Store, cachestat, name, uring};
 
 /// What the kernel offers this process.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ pub fn directory(url: &str) -> Result<Directory> {
 fn try_out(dir: &Path) -> Result<bool> {
     let store = LocalStore::on(RealDisk, dir.to_owned())?;
     let takes_direct = store.takes_direct(dir)?;
-    let path = temporary(dir)?;
+    let path = dir.join(name::temporary()?);
     let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
     let published = store.publish(&name, b"written by a probe; may be deleted");
     let deleted = store.delete(&name);

@@ -1,0 +1,64 @@
+//! Checkpoints that stay, whatever the rules of retention say.
+//!
+//! A pin is an object beside the `COMMIT`. The one who pins looks for `COMMIT` behind the pin; the one who takes a
+//! checkpoint back looks for the pin behind the deletion of `COMMIT`. So one of both sees the other.
+
+use shardfast_format::{COMMIT, PINNED};
+use shardfast_store::Store;
+
+use crate::error::{Error, Kind, Result, retry};
+use crate::presence::is_there;
+use crate::runs;
+
+/// Longest note, in bytes.
+const NOTE_BYTES_MAX: u64 = 4096;
+
+/// Pins the committed checkpoint at `url`, with a note for people; replaces an earlier note.
+///
+/// # Errors
+/// `NotFound` when no checkpoint is committed there, or it was taken back meanwhile; `Invalid` for a note of more than
+/// 4096 bytes; the store's errors.
+pub fn pin(url: &str, note: &str) -> Result<()> {
+    let found = note.len() as u64;
+    if found > NOTE_BYTES_MAX {
+        return Err(Error::invalid(format!(
+            "pin {url}: expected a note of at most {NOTE_BYTES_MAX} bytes, found {found}"
+        )));
+    }
+    let store = runs::store(url)?;
+    expect_committed(&*store, url)?;
+    retry(|| Ok(store.put(PINNED, note.as_bytes())?))?;
+    expect_committed(&*store, url).inspect_err(|_| _ = store.delete(PINNED))
+}
+
+fn expect_committed(store: &dyn Store, url: &str) -> Result<()> {
+    match is_there(store, COMMIT)? {
+        true => Ok(()),
+        false => Err(Error::new(
+            Kind::NotFound,
+            format!("pin {url}: no checkpoint is committed there: its save was cut off, or it was taken back"),
+        )),
+    }
+}
+
+/// Removes the pin of the checkpoint at `url`. Returns whether there was one.
+///
+/// # Errors
+/// The store's errors.
+pub fn unpin(url: &str) -> Result<bool> {
+    let store = runs::store(url)?;
+    let was_pinned = is_there(&*store, PINNED)?;
+    if was_pinned {
+        retry(|| Ok(store.delete(PINNED)?))?;
+    }
+    Ok(was_pinned)
+}
+
+/// The note of the pin of the checkpoint at this place; `None` if it has none.
+pub(crate) fn note(store: &dyn Store) -> Result<Option<String>> {
+    match retry(|| Ok(store.read(PINNED, NOTE_BYTES_MAX)?)) {
+        Ok(note) => Ok(Some(String::from_utf8_lossy(&note).into_owned())),
+        Err(error) if error.kind == Kind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}

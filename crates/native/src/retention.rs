@@ -1,0 +1,54 @@
+//! Which checkpoints of a run are kept.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use shardfast_engine::retention::{self, Best, Keep};
+
+use crate::errors::raise;
+use crate::process::Own;
+
+/// The retention of one run. One rank has it.
+#[pyclass(frozen, module = "shardfast._native")]
+pub(crate) struct Retention {
+    retention: Own<Mutex<retention::Retention>>,
+}
+
+#[pymethods]
+impl Retention {
+    /// Of the run at `url`, whose newest `last` checkpoints are kept, those of a step that is a multiple of `every`,
+    /// and those that are `best`: a metric, how many, and whether larger values are better.
+    #[new]
+    #[pyo3(signature = (url, *, last, every, best))]
+    fn new(url: &str, last: Option<u64>, every: Option<u64>, best: Vec<(String, u64, bool)>) -> Retention {
+        let best = best.into_iter().map(|(metric, count, largest)| Best { metric, count, largest }).collect();
+        let retention = retention::Retention::new(url, Keep { last, every, best });
+        Retention { retention: Own::new("this retention", Mutex::new(retention)) }
+    }
+
+    /// Takes back the committed checkpoints that no rule keeps; returns their steps, and those that stay because of
+    /// foreign files: the URL of each, and the reason.
+    #[allow(clippy::type_complexity)] // it is what Python gets
+    fn retain(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Vec<(String, String)>)> {
+        let retained = self.locked(py, retention::Retention::retain)?;
+        Ok((retained.left, retained.spared.into_iter().map(|spared| (spared.url, spared.reason)).collect()))
+    }
+
+    /// Deletes the files of these checkpoints, or of all that were taken back earlier; returns the steps of which it
+    /// deleted any.
+    #[pyo3(signature = (steps))]
+    fn clear(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Vec<u64>> {
+        self.locked(py, |retention| retention.clear(steps.as_deref()))
+    }
+}
+
+impl Retention {
+    fn locked<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut retention::Retention) -> shardfast_engine::Result<T> + Send,
+    ) -> PyResult<T> {
+        let retention = self.retention.get()?;
+        py.detach(|| call(&mut retention.lock().unwrap_or_else(PoisonError::into_inner))).map_err(raise)
+    }
+}

@@ -33,6 +33,11 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let client = builder.clone().with_http_connector(connector).build();
         let client = client.map_err(|error| invalid(error.to_string()))?;
-        Ok(Bucket { client: Arc::new(client), attributes: Attributes::new(), untrusted: untrusted.clone() })
+        Ok(Bucket {
+            client: Arc::new(client),
+            attributes: Attributes::new(),
+            untrusted: untrusted.clone(),
+            renew: None,
+        })
     })
 }

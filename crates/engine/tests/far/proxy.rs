@@ -7,6 +7,8 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use shardfast_store::servers::Server;
+
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Fault {
@@ -34,6 +36,28 @@ pub(crate) enum Fault {
     DeadBefore,
     /// The client dies after the server has carried out the request.
     DeadAfter,
+    /// The credentials of the request are replaced, and the service answers this one and all later ones that have the
+    /// old ones that they have expired.
+    KeysExpire,
+    /// The credentials of the request are replaced, and the server does not know the old ones any more.
+    KeysGo,
+    /// The server is killed at this moment of the request, and begins again so many seconds later.
+    ServerDies(Moment, u32),
+}
+
+/// A moment of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Moment {
+    /// The server has seen nothing of it.
+    Before,
+    /// Half of its body has reached the server.
+    InBody,
+    /// All of it has reached the server, which has not answered yet.
+    Sent,
+    /// Half of the answer's body has reached the client, which gets no more of it.
+    InAnswer,
+    /// The server has answered, and the client gets the answer.
+    Answered,
 }
 
 /// A request: what it asks for, without what differs from run to run, and how many such requests came before it.
@@ -61,6 +85,9 @@ pub(crate) struct Harm {
     pub(crate) stays: bool,
 }
 
+/// Gives clients other credentials in place of these, which the fault makes useless.
+pub(crate) type Replace = Box<dyn Fn(&str, Fault) + Send + Sync>;
+
 /// A proxy on a port of its own, until it is dropped.
 pub(crate) struct Proxy {
     address: SocketAddr,
@@ -68,10 +95,14 @@ pub(crate) struct Proxy {
 }
 
 struct State {
-    server: String,
+    server: Server,
     /// Of the names of objects, with the bucket: left out of what requests ask for.
     prefix: String,
     harm: Option<Harm>,
+    /// Replaces the credentials.
+    replace: Replace,
+    /// Those that have expired.
+    expired: Mutex<Option<String>>,
     seen: Mutex<Vec<Seen>>,
     counts: Mutex<HashMap<String, usize>>,
     /// A request that the server does not have yet.
@@ -86,15 +117,22 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Proxy {
-    /// A proxy of the server at that endpoint, for a client whose objects are all below `prefix`, which begins with the
+    /// A proxy of the server, for a client whose objects are all below `prefix`, which begins with the
     /// bucket.
-    pub(crate) fn start(endpoint: &str, prefix: &str, harm: Option<Harm>) -> Proxy {
+    pub(crate) fn start(server: &Server, prefix: &str, harm: Option<Harm>) -> Proxy {
+        Proxy::replacing(server, prefix, harm, Box::new(|_, _| ()))
+    }
+
+    /// [`start`](Proxy::start) with faults that replace credentials.
+    pub(crate) fn replacing(server: &Server, prefix: &str, harm: Option<Harm>, replace: Replace) -> Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let state = Arc::new(State {
-            server: endpoint.trim_start_matches("http://").trim_end_matches('/').to_owned(),
+            server: server.clone(),
             prefix: prefix.to_owned(),
             harm,
+            replace,
+            expired: Mutex::default(),
             seen: Mutex::default(),
             counts: Mutex::default(),
             late: Mutex::default(),
@@ -167,6 +205,12 @@ impl Head {
         self.0.split_whitespace().nth(at).unwrap_or_default()
     }
 
+    /// The name of the key that signed it.
+    fn key(&self) -> &str {
+        let signed = self.header("authorization").and_then(|signed| signed.split_once("Credential="));
+        signed.map_or("", |(_, rest)| rest.split('/').next().unwrap_or_default())
+    }
+
     fn is_chunked(&self) -> bool {
         self.header("transfer-encoding").is_some_and(|coding| coding.eq_ignore_ascii_case("chunked"))
     }
@@ -226,10 +270,14 @@ impl State {
         result
     }
 
+    fn connect(&self) -> io::Result<TcpStream> {
+        TcpStream::connect(self.server.endpoint().trim_start_matches("http://").trim_end_matches('/'))
+    }
+
     fn serve_until_closed(&self, mut to_client: &TcpStream) -> io::Result<()> {
         to_client.set_nodelay(true)?;
         let mut client = BufReader::with_capacity(1 << 18, to_client);
-        let to_server = &mut TcpStream::connect(&self.server)?;
+        let to_server = &mut self.connect()?;
         to_server.set_nodelay(true)?;
         let mut server = BufReader::with_capacity(1 << 18, to_server.try_clone()?);
         while let Some(head) = Head::read(&mut client)? {
@@ -241,6 +289,15 @@ impl State {
             }
             let mut body = head.body(&mut client)?;
             seen.has_body = !body.is_empty();
+            let key = head.key().to_owned();
+            if let Some(fault @ (Fault::KeysExpire | Fault::KeysGo)) = fault {
+                (self.replace)(&key, fault);
+                *locked(&self.expired) = (fault == Fault::KeysExpire).then(|| key.clone());
+            }
+            if locked(&self.expired).as_ref() == Some(&key) {
+                to_client.write_all(refusal(400, head.word(0) == "HEAD").as_bytes())?;
+                continue;
+            }
             match fault {
                 Some(Fault::Answered(status)) => {
                     to_client.write_all(refusal(status, head.word(0) == "HEAD").as_bytes())?;
@@ -257,11 +314,21 @@ impl State {
                     return to_server.shutdown(Shutdown::Both);
                 }
                 Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
+                Some(Fault::ServerDies(Moment::Before, seconds)) => self.server.crash(seconds),
+                Some(Fault::ServerDies(Moment::InBody, seconds)) => {
+                    to_server.write_all(head.of_length(body.len()).as_bytes())?;
+                    to_server.write_all(&body[..body.len() / 2])?;
+                    self.server.crash(seconds);
+                }
                 _ => {}
             }
             self.send_late(&seen.request.what)?;
-            to_server.write_all(head.of_length(body.len()).as_bytes())?;
-            to_server.write_all(&body)?;
+            let head_sent = to_server.write_all(head.of_length(body.len()).as_bytes());
+            // A server that refuses a request may answer and close before it has read all of it.
+            let sent = head_sent.and_then(|()| to_server.write_all(&body));
+            if let Some(Fault::ServerDies(Moment::Sent, seconds)) = fault {
+                self.server.crash(seconds);
+            }
             let answer = Head::read(&mut server)?.ok_or(ErrorKind::UnexpectedEof)?;
             let has_body = head.word(0) != "HEAD" && !["204", "304"].contains(&answer.word(1));
             let mut body = if has_body { answer.body(&mut server)? } else { Vec::new() };
@@ -284,10 +351,18 @@ impl State {
                     continue;
                 }
                 Some(Fault::AnswerTurned(quarters)) => turn(&mut body, quarters),
+                Some(Fault::ServerDies(Moment::InAnswer, seconds)) => {
+                    to_client.write_all(answer.as_bytes())?;
+                    to_client.write_all(&body[..body.len() / 2])?;
+                    self.server.crash(seconds);
+                    return Ok(());
+                }
+                Some(Fault::ServerDies(Moment::Answered, seconds)) => self.server.crash(seconds),
                 _ => {}
             }
             to_client.write_all(answer.as_bytes())?;
             to_client.write_all(&body)?;
+            sent?;
         }
         Ok(())
     }
@@ -296,7 +371,7 @@ impl State {
     fn send_late(&self, what: &str) -> io::Result<()> {
         let late = locked(&self.late).take_if(|(late, _)| late == what);
         let Some((_, request)) = late else { return Ok(()) };
-        let mut server = TcpStream::connect(&self.server)?;
+        let mut server = self.connect()?;
         server.write_all(&request)?;
         let mut server = BufReader::new(server);
         Head::read(&mut server).map(|_| ())
@@ -384,6 +459,7 @@ fn turn(body: &mut [u8], quarters: usize) {
 fn refusal(status: u16, is_head: bool) -> String {
     let (code, reason) = match status {
         200 => ("InternalError", "OK"),
+        400 => ("ExpiredToken", "Bad Request"),
         503 => ("SlowDown", "Service Unavailable"),
         _ => ("InternalError", "Internal Server Error"),
     };

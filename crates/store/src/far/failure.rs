@@ -15,11 +15,7 @@ const METADATA_HOSTS: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata
 /// The error of a call that the client library failed, by what the service answered.
 pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
     let text = error.to_string();
-    let tag = |name: &str| {
-        let (_, rest) = text.split_once(&format!("<{name}>"))?;
-        rest.split_once(&format!("</{name}>")).map(|(value, _)| value.trim())
-    };
-    let (code, said) = (tag("Code").unwrap_or_default(), tag("Message").unwrap_or_default());
+    let (code, said) = (tag(&text, "Code"), tag(&text, "Message"));
     let (status, kind) = match answer.status {
         Some(status) if !status.is_success() => (status, kind_of(status, code)),
         // A service that fails after it has sent its status puts the error into the body.
@@ -36,6 +32,20 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     }
     message += remedy(status, code);
     Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
+}
+
+/// What the service says under this name in its answer.
+fn tag<'a>(text: &'a str, name: &str) -> &'a str {
+    let within = || text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>"));
+    within().map_or("", |(value, _)| value.trim())
+}
+
+/// Whether the service does not take the credentials: they have expired, or it never knew them.
+pub(super) fn refuses_credentials(error: &object_store::Error, answer: &Answer) -> bool {
+    match (answer.status.map(|status| status.as_u16()), tag(&error.to_string(), "Code")) {
+        (_, "ExpiredToken" | "TokenRefreshRequired" | "InvalidToken" | "InvalidAccessKeyId") => true,
+        (status, _) => status == Some(401),
+    }
 }
 
 const NO_CREDENTIALS: &str = "no credentials: neither the environment nor a profile has any, and this machine has no \

@@ -2,7 +2,8 @@
 # Installs object-storage servers for tests, starts them on loopback, stops them.
 #
 #   scripts/servers.sh install [NAME...]            into target/servers, at the versions below; all without a NAME
-#   scripts/servers.sh start [--with PID] NAME...   prints a line of KEY=VALUE pairs for each, and returns
+#   scripts/servers.sh start [--with PID] [--space MIB] NAME...
+#                                                   prints a line of KEY=VALUE pairs for each, and returns
 #   scripts/servers.sh stop PID...                  ends these servers; PID is what `start` printed
 #   scripts/servers.sh crash DIR SECONDS            kills the server of this folder (`dir` of the line that `start`
 #                                                   printed); SECONDS later it begins again with its data and its port
@@ -11,8 +12,9 @@
 # Python, the last two need Node; `start` needs curl 7.75 or later.
 #
 # A started server has one empty bucket (azurite: container). Its data and its log are below `dir`, a new temporary
-# folder. It ends within a second after process PID of --with has ended (without --with: the process that called this
-# script). Its folder is removed when it ends, for whatever reason.
+# folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends within a
+# second after process PID of --with has ended (without --with: the process that called this script). Its folder is
+# removed when it ends, for whatever reason.
 #
 # What these versions do when eight clients write one name with `If-None-Match: *` at the same time (a PUT sends its
 # body when all have sent their heads; complete ends a multipart upload):
@@ -135,6 +137,7 @@ watch() {
         rm crashed
     done
     cd /
+    [[ -z $space ]] || umount --lazy "$dir/data"
     rm -rf "$dir"
 }
 
@@ -184,6 +187,7 @@ start_one() {
     url=http://127.0.0.1:$port
     dir=$(mktemp --directory --tmpdir "shardfast-$name.XXXXXXXX")
     mkdir "$dir/data" "$dir/iam"
+    [[ -z $space ]] || mount -t tmpfs -o "size=${space}m" none "$dir/data"
     touch "$dir/log" "$dir/pid"
     exec {log}<"$dir/log" {pids}<"$dir/pid" # open, because a server that ends at once takes its folder with it
     command=(env HOME="$dir" TMPDIR="$dir")
@@ -237,10 +241,15 @@ start_one() {
 
 # All of them or none.
 start() {
-    local with=$PPID index=0 name
+    local with=$PPID index=0 name space=
     if [[ ${1-} == --with ]]; then
         (($# > 1)) || fail "--with: expected the id of a process, found nothing"
         with=$2
+        shift 2
+    fi
+    if [[ ${1-} == --space ]]; then
+        [[ ${2-} =~ ^[0-9]+$ ]] || fail "--space: expected MiB, found '${2-}'"
+        space=$2
         shift 2
     fi
     (($#)) || fail "start: expected names, found none"

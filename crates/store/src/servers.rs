@@ -27,7 +27,18 @@ impl Server {
     /// # Panics
     /// When the test fails, or the server does not start although it is installed.
     pub fn with(name: &str, test: &str, body: impl FnOnce(&Server)) {
-        Server::prepared(name, test, |_| (), body);
+        Server::started(name, test, &[], |_| (), body);
+    }
+
+    /// [`with`](Server::with) a server whose data have so many MiB of space. Does nothing, and says so, without root.
+    ///
+    /// # Panics
+    /// As [`with`](Server::with).
+    pub fn with_space(mib: u32, name: &str, test: &str, body: impl FnOnce(&Server)) {
+        match rustix::process::geteuid().is_root() {
+            true => Server::started(name, test, &["--space", &mib.to_string()], |_| (), body),
+            false => eprintln!("SKIPPED {test}: a file system of its own takes root"),
+        }
     }
 
     /// [`with`](Server::with) a server that is prepared before the test runs again.
@@ -35,6 +46,16 @@ impl Server {
     /// # Panics
     /// As [`with`](Server::with).
     pub fn prepared(name: &str, test: &str, prepare: impl FnOnce(&mut Server), body: impl FnOnce(&Server)) {
+        Server::started(name, test, &[], prepare, body);
+    }
+
+    fn started(
+        name: &str,
+        test: &str,
+        options: &[&str],
+        prepare: impl FnOnce(&mut Server),
+        body: impl FnOnce(&Server),
+    ) {
         if std::env::var(GIVEN).is_ok() {
             return Server::given("").again(test, body);
         }
@@ -43,7 +64,7 @@ impl Server {
             return;
         }
         let process = std::process::id().to_string();
-        let started = run(&["start", "--with", &process, name]);
+        let started = run(&[&["start", "--with", &process], options, &[name]].concat());
         assert!(started.status.success(), "{name} did not start");
         let mut server = Server::given(&String::from_utf8(started.stdout).expect("UTF-8"));
         prepare(&mut server);

@@ -235,7 +235,7 @@ impl<'a> Place<'a> {
     }
 
     /// Removes what is there.
-    fn remove(&self) {
+    pub(crate) fn remove(&self) {
         let (all, name) = self.name.rsplit_once('/').unwrap();
         direct(&self.server.s3(all)).delete_tree(name).unwrap();
     }

@@ -5,6 +5,7 @@ mod checkpoint;
 mod crashes;
 mod keys;
 mod proxy;
+mod space;
 
 use shardfast_store::servers::Server;
 
@@ -42,4 +43,9 @@ fn keys_that_expire_are_renewed_in_the_middle() {
 #[test]
 fn keys_that_cannot_be_renewed_end_a_save_at_once() {
     Server::with("minio", "keys_that_cannot_be_renewed_end_a_save_at_once", keys::of_the_environment);
+}
+
+#[test]
+fn a_server_without_space_ends_a_save_at_once() {
+    Server::with_space(space::SPACE_MIB, "minio", "a_server_without_space_ends_a_save_at_once", space::is_used_up);
 }

@@ -16,6 +16,7 @@
 
 mod failure;
 mod network;
+mod pace;
 mod read;
 mod upload;
 
@@ -46,6 +47,7 @@ use crate::{
 
 pub(crate) use network::Pool;
 use network::{Answer, Connector, Held, Network};
+use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
 
@@ -129,6 +131,7 @@ struct Place {
     requests: Mutex<Requests>,
     /// Whether the service has taken the credentials of a request.
     is_admitted: AtomicBool,
+    pace: Pace,
 }
 
 impl FarStore {
@@ -139,7 +142,7 @@ impl FarStore {
         let network = shared.far.network(&url)?;
         let bucket = build(network.connector())?;
         let (requests, is_admitted) = (Mutex::default(), AtomicBool::new(false));
-        let place = Arc::new(Place { url, prefix, bucket, network, requests, is_admitted });
+        let place = Arc::new(Place { url, prefix, bucket, network, requests, is_admitted, pace: Pace::default() });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
@@ -217,9 +220,10 @@ impl Place {
     /// Counts what a call has asked.
     fn asked(&self, answer: &Answer) {
         let mut all = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        let Requests { puts, gets, heads, lists, deletes } = answer.requests;
+        let Requests { puts, gets, asked_again, heads, lists, deletes } = answer.requests;
         all.puts += puts;
         all.gets += gets;
+        all.asked_again += asked_again;
         all.heads += heads;
         all.lists += lists;
         all.deletes += deletes;
@@ -336,24 +340,21 @@ impl Place {
 
     /// What an object is, and its first bytes.
     fn beginning(&self, name: &str, path: &Path, bytes: u64) -> Result<(ObjectMeta, Vec<u8>)> {
+        // Each answer may be another version.
+        let mut heads = [Vec::new(), Vec::new()];
+        let take = |number: usize, _, piece: &[u8]| heads[number].extend_from_slice(piece);
         // Services count in signed numbers.
-        let range = GetRange::Bounded(0..bytes.min(i64::MAX as u64));
-        let options = GetOptions { range: Some(range), ..GetOptions::default() };
-        let read = async {
-            let found = self.client().get_opts(path, options).await?;
-            let (meta, mut head) = (found.meta.clone(), Vec::new());
-            let mut body = found.into_stream();
-            while let Some(piece) = body.next().await {
-                head.extend_from_slice(&piece?);
+        let range = 0..bytes.min(i64::MAX as u64);
+        match self.fetch("open", name, path, range, GetOptions::default(), take)? {
+            Ok(found) => {
+                let nothing = || self.fail(Kind::Unavailable, "open", name, "the service answered nothing");
+                Ok((found.meta.ok_or_else(nothing)?, std::mem::take(&mut heads[found.number])))
             }
-            Ok((meta, head))
-        };
-        match self.answered("open", name, read)? {
             // Of an empty object there is no range.
             Err((_, answer)) if answer.status == Some(StatusCode::RANGE_NOT_SATISFIABLE) => {
                 Ok((self.head("open", name)?.meta, Vec::new()))
             }
-            done => done.map_err(|(error, _)| error),
+            Err((error, _)) => Err(error),
         }
     }
 

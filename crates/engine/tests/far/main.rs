@@ -4,6 +4,7 @@ mod campaign;
 mod checkpoint;
 mod crashes;
 mod keys;
+mod late;
 mod proxy;
 mod space;
 
@@ -48,4 +49,9 @@ fn keys_that_cannot_be_renewed_end_a_save_at_once() {
 #[test]
 fn a_server_without_space_ends_a_save_at_once() {
     Server::with_space(space::SPACE_MIB, "minio", "a_server_without_space_ends_a_save_at_once", space::is_used_up);
+}
+
+#[test]
+fn late_reads_are_asked_for_again() {
+    Server::with("minio", "late_reads_are_asked_for_again", late::reads_are_asked_for_again);
 }

@@ -68,6 +68,13 @@ pub(crate) struct Request {
     pub(crate) nth: usize,
 }
 
+impl Request {
+    /// Whether it asks for bytes of an object.
+    pub(crate) fn is_read(&self) -> bool {
+        self.what.starts_with("GET ") && !self.what.contains("list-type")
+    }
+}
+
 /// A request that the proxy has handed on.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
@@ -99,6 +106,9 @@ struct State {
     /// Of the names of objects, with the bucket: left out of what requests ask for.
     prefix: String,
     harm: Option<Harm>,
+    /// Of the reads from that one on, each so-manieth gets no answer.
+    unanswered: Option<(usize, usize)>,
+    reads: AtomicUsize,
     /// Replaces the credentials.
     replace: Replace,
     /// Those that have expired.
@@ -125,21 +135,18 @@ impl Proxy {
 
     /// [`start`](Proxy::start) with faults that replace credentials.
     pub(crate) fn replacing(server: &Server, prefix: &str, harm: Option<Harm>, replace: Replace) -> Proxy {
+        Proxy::of(State { harm, replace, ..State::new(server, prefix) })
+    }
+
+    /// A proxy that does not answer each `every`th read from that one on.
+    pub(crate) fn silent(server: &Server, prefix: &str, from: usize, every: usize) -> Proxy {
+        Proxy::of(State { unanswered: Some((from, every)), ..State::new(server, prefix) })
+    }
+
+    fn of(state: State) -> Proxy {
+        let state = Arc::new(state);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let state = Arc::new(State {
-            server: server.clone(),
-            prefix: prefix.to_owned(),
-            harm,
-            replace,
-            expired: Mutex::default(),
-            seen: Mutex::default(),
-            counts: Mutex::default(),
-            late: Mutex::default(),
-            harmed: AtomicUsize::new(0),
-            is_dead: AtomicBool::new(false),
-            is_over: AtomicBool::new(false),
-        });
         let accepting = Arc::clone(&state);
         std::thread::spawn(move || {
             for client in listener.incoming() {
@@ -263,6 +270,24 @@ fn chunks(from: &mut impl BufRead) -> io::Result<Vec<u8>> {
 }
 
 impl State {
+    fn new(server: &Server, prefix: &str) -> State {
+        State {
+            server: server.clone(),
+            prefix: prefix.to_owned(),
+            harm: None,
+            unanswered: None,
+            reads: AtomicUsize::new(0),
+            replace: Box::new(|_, _| ()),
+            expired: Mutex::default(),
+            seen: Mutex::default(),
+            counts: Mutex::default(),
+            late: Mutex::default(),
+            harmed: AtomicUsize::new(0),
+            is_dead: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
     /// Hands on requests of a connection until one side closes it, or the harm does.
     fn serve(&self, connection: &TcpStream) -> io::Result<()> {
         let result = self.serve_until_closed(connection);
@@ -406,6 +431,13 @@ impl State {
 
     /// What happens to a request.
     fn fault(&self, request: &Request) -> Option<Fault> {
+        if let Some((from, every)) = self.unanswered.filter(|_| request.is_read()) {
+            let number = self.reads.fetch_add(1, Ordering::Relaxed);
+            if number >= from && (number - from).is_multiple_of(every) {
+                self.harmed.fetch_add(1, Ordering::Relaxed);
+                return Some(Fault::Silent);
+            }
+        }
         let harm = self.harm.as_ref()?;
         let is_hit = harm.at == *request || harm.stays && harm.at.what == request.what && harm.at.nth <= request.nth;
         if is_hit && matches!(harm.fault, Fault::DeadBefore | Fault::DeadAfter) {

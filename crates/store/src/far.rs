@@ -15,6 +15,7 @@
 //! mean; a service's own file builds its client.
 
 mod failure;
+mod flow;
 mod network;
 mod pace;
 mod read;
@@ -39,12 +40,13 @@ use object_store::{
 
 use crate::local::TEMPORARY;
 use crate::place::join;
-use crate::write::{Writes, each_by_threads};
+use crate::write::Writes;
 use crate::{
     Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Shared, Store,
     name,
 };
 
+use flow::Flow;
 pub(crate) use network::Pool;
 use network::{Answer, Connector, Held, Network};
 use pace::Pace;
@@ -63,9 +65,6 @@ const NEEDS: Needs = Needs {
 
 /// All services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
-
-/// Parts that are sent at a time.
-const SENT_AT_A_TIME: usize = 16;
 
 /// Pauses between looks at a name whose publisher is in doubt.
 const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
@@ -132,6 +131,7 @@ struct Place {
     /// Whether the service has taken the credentials of a request.
     is_admitted: AtomicBool,
     pace: Pace,
+    flow: Flow,
 }
 
 impl FarStore {
@@ -142,7 +142,16 @@ impl FarStore {
         let network = shared.far.network(&url)?;
         let bucket = build(network.connector())?;
         let (requests, is_admitted) = (Mutex::default(), AtomicBool::new(false));
-        let place = Arc::new(Place { url, prefix, bucket, network, requests, is_admitted, pace: Pace::default() });
+        let place = Arc::new(Place {
+            url,
+            prefix,
+            bucket,
+            network,
+            requests,
+            is_admitted,
+            pace: Pace::default(),
+            flow: Flow::default(),
+        });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
@@ -476,7 +485,7 @@ impl Store for FarStore {
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        each_by_threads(SENT_AT_A_TIME, writes, |write| match write.object.storage().downcast_ref::<FarWriter>() {
+        self.place.flow.write_all(writes, &|write| match write.object.storage().downcast_ref::<FarWriter>() {
             Some(object) => object.send(write),
             None => write.make().map_err(|error| Box::new((write, error))),
         })

@@ -2,15 +2,19 @@
 # Installs object-storage servers for tests, starts them on loopback, stops them.
 #
 #   scripts/servers.sh install [NAME...]            into target/servers, at the versions below; all without a NAME
-#   scripts/servers.sh start [--with PID] NAME...   prints a line of KEY=VALUE pairs for each, and returns
+#   scripts/servers.sh start [--with PID] [--space MIB] NAME...
+#                                                   prints a line of KEY=VALUE pairs for each, and returns
 #   scripts/servers.sh stop PID...                  ends these servers; PID is what `start` printed
+#   scripts/servers.sh crash DIR SECONDS            kills the server of this folder (`dir` of the line that `start`
+#                                                   printed); SECONDS later it begins again with its data and its port
 #
 # Names: minio, versitygw, moto, s3rver (S3) and azurite (Azure Blob Storage). Go builds the first two; moto needs
 # Python, the last two need Node; `start` needs curl 7.75 or later.
 #
 # A started server has one empty bucket (azurite: container). Its data and its log are below `dir`, a new temporary
-# folder. It ends within a second after process PID of --with has ended (without --with: the process that called this
-# script). Its folder is removed when it ends, for whatever reason.
+# folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends within a
+# second after process PID of --with has ended (without --with: the process that called this script). Its folder is
+# removed when it ends, for whatever reason.
 #
 # What these versions do when eight clients write one name with `If-None-Match: *` at the same time (a PUT sends its
 # body when all have sent their heads; complete ends a multipart upload):
@@ -112,22 +116,28 @@ is_running() {
 }
 
 # watch PID DIR COMMAND...: runs a server until process PID ends, then removes its folder. The server is killed: what it
-# stores goes, too.
+# stores goes, too. A server that `crash` has killed is started again.
 watch() {
     local with=$1 dir=$2 server guard
     shift 2
     cd "$dir"
-    "$@" >log 2>&1 &
-    server=$!
-    (
-        while is_running "$with"; do sleep 1; done
-        kill -KILL "$server"
-    ) &
-    guard=$!
-    echo "$server" >pid
-    wait "$server" || true
-    kill "$guard" 2>/dev/null || true
+    while :; do
+        "$@" >>log 2>&1 &
+        server=$!
+        (
+            while is_running "$with"; do sleep 1; done
+            kill -KILL "$server"
+        ) &
+        guard=$!
+        echo "$server" >pid
+        wait "$server" || true
+        kill "$guard" 2>/dev/null || true
+        [[ -s crashed ]] && is_running "$with" || break
+        sleep "$(<crashed)"
+        rm crashed
+    done
     cd /
+    [[ -z $space ]] || umount --lazy "$dir/data"
     rm -rf "$dir"
 }
 
@@ -176,7 +186,8 @@ start_one() {
     port=$(free_port "$2")
     url=http://127.0.0.1:$port
     dir=$(mktemp --directory --tmpdir "shardfast-$name.XXXXXXXX")
-    mkdir "$dir/data"
+    mkdir "$dir/data" "$dir/iam"
+    [[ -z $space ]] || mount -t tmpfs -o "size=${space}m" none "$dir/data"
     touch "$dir/log" "$dir/pid"
     exec {log}<"$dir/log" {pids}<"$dir/pid" # open, because a server that ends at once takes its folder with it
     command=(env HOME="$dir" TMPDIR="$dir")
@@ -187,7 +198,7 @@ start_one() {
             ;;
         versitygw)
             command+=("$servers/bin/versitygw" --quiet --access "$key" --secret "$secret" --region "$region"
-                --port "127.0.0.1:$port" posix data)
+                --port "127.0.0.1:$port" --iam-dir "$dir/iam" posix data)
             ;;
         moto)
             command+=("$servers/moto/bin/python" -m moto.server --host 127.0.0.1 --port "$port")
@@ -230,10 +241,15 @@ start_one() {
 
 # All of them or none.
 start() {
-    local with=$PPID index=0 name
+    local with=$PPID index=0 name space=
     if [[ ${1-} == --with ]]; then
         (($# > 1)) || fail "--with: expected the id of a process, found nothing"
         with=$2
+        shift 2
+    fi
+    if [[ ${1-} == --space ]]; then
+        [[ ${2-} =~ ^[0-9]+$ ]] || fail "--space: expected MiB, found '${2-}'"
+        space=$2
         shift 2
     fi
     (($#)) || fail "start: expected names, found none"
@@ -268,7 +284,18 @@ stop() {
     done
 }
 
+# crash DIR SECONDS: returns when the server is dead.
+crash() {
+    local dir=$1 pid
+    [[ -f $dir/pid && ! -e $dir/crashed ]] || fail "crash: no server runs in $dir"
+    pid=$(<"$dir/pid")
+    is_running "$pid" || fail "crash: the server of $dir does not run"
+    echo "$2" >"$dir/crashed"
+    kill -KILL "$pid"
+    while is_running "$pid"; do sleep 0.01; done
+}
+
 case ${1-} in
-    install | start | stop) "$@" ;;
-    *) fail "expected install, start or stop, found '${1-}'; the head of this script explains them" ;;
+    install | start | stop | crash) "$@" ;;
+    *) fail "expected install, start, stop or crash, found '${1-}'; the head of this script explains them" ;;
 esac

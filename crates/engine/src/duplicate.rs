@@ -7,7 +7,7 @@
 //! 3. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on, and is the
 //!    same attempt.
 //!
-//! Meanwhile the mark `.copying` in the target keeps [sweeps](crate::sweep) away.
+//! Meanwhile the mark `.copying` in the target keeps [sweeps](mod@crate::sweep) away.
 //!
 //! A copy that was interrupted is made again: files that are there, and proven to be whole, are not copied again. The
 //! target of an interrupted copy has no `COMMIT`.

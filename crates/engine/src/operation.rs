@@ -70,7 +70,7 @@ impl Operation {
         self.deadline
     }
 
-    /// Checks that a save has not lasted so long that a [sweep](crate::sweep) may take its files for debris.
+    /// Checks that a save has not lasted so long that a [sweep](mod@crate::sweep) may take its files for debris.
     pub(crate) fn expect_young(&self) -> Result<()> {
         let (most, lasted) = (self.engine.save_max, since_start().saturating_sub(self.begun));
         if lasted < most {

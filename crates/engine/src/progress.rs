@@ -139,8 +139,15 @@ impl Progress {
 
     /// Sets what was asked of the storage.
     pub(crate) fn asked(&self, requests: Requests) {
-        let Requests { puts, gets, heads, lists, deletes } = requests;
-        let kinds = [("puts", puts), ("gets", gets), ("heads", heads), ("lists", lists), ("deletes", deletes)];
+        let Requests { puts, gets, asked_again, heads, lists, deletes } = requests;
+        let kinds = [
+            ("puts", puts),
+            ("gets", gets),
+            ("asked_again", asked_again),
+            ("heads", heads),
+            ("lists", lists),
+            ("deletes", deletes),
+        ];
         self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
     }
 

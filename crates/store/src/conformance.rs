@@ -85,6 +85,11 @@ unsafe impl Buffer for Aligned {
     }
 }
 
+/// A buffer with these bytes.
+pub fn buffer(bytes: &[u8]) -> Box<dyn Buffer> {
+    Box::new(Aligned::new(bytes, 1))
+}
+
 /// Pieces of one object, the last one first.
 struct OfOne<'a> {
     object: &'a dyn ObjectWriter,

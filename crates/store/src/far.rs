@@ -15,14 +15,17 @@
 //! mean; a service's own file builds its client.
 
 mod failure;
+mod flow;
 mod network;
+mod pace;
 mod read;
 mod upload;
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream};
@@ -36,14 +39,16 @@ use object_store::{
 };
 
 use crate::place::join;
-use crate::write::{Writes, each_by_threads};
+use crate::write::Writes;
 use crate::{
     Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Shared, Store,
     Upload, name,
 };
 
+use flow::Flow;
 pub(crate) use network::Pool;
 use network::{Answer, Connector, Held, Network};
+use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
 
@@ -59,9 +64,6 @@ const NEEDS: Needs = Needs {
 
 /// All services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
-
-/// Parts that are sent at a time.
-const SENT_AT_A_TIME: usize = 16;
 
 /// Pauses between looks at a name whose publisher is in doubt.
 const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
@@ -91,7 +93,12 @@ pub(crate) struct Bucket {
     /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
     /// once it was seen to.
     pub(crate) untrusted: Option<String>,
+    /// Without it the client library asks for other credentials when they are due.
+    pub(crate) renew: Option<Renew>,
 }
+
+/// Forgets credentials that are older than the request that was refused; whether there will be others.
+pub(crate) type Renew = Arc<dyn Fn(Instant) -> bool + Send + Sync>;
 
 /// The client library does not retry: the engine does.
 pub(crate) fn once() -> RetryConfig {
@@ -128,6 +135,10 @@ struct Place {
     bucket: Bucket,
     network: Arc<Network>,
     requests: Mutex<Requests>,
+    /// Whether the service has taken the credentials of a request.
+    is_admitted: AtomicBool,
+    pace: Pace,
+    flow: Flow,
 }
 
 impl FarStore {
@@ -137,7 +148,17 @@ impl FarStore {
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         let network = shared.far.network(&url)?;
         let bucket = build(network.connector())?;
-        let place = Arc::new(Place { url, prefix, bucket, network, requests: Mutex::default() });
+        let (requests, is_admitted) = (Mutex::default(), AtomicBool::new(false));
+        let place = Arc::new(Place {
+            url,
+            prefix,
+            bucket,
+            network,
+            requests,
+            is_admitted,
+            pace: Pace::default(),
+            flow: Flow::default(),
+        });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
@@ -155,6 +176,7 @@ impl FarStore {
             let payload = PutPayload::from_iter([half.clone(), half]);
             network::answered(Arc::clone(&held).call(place.client().put_opts(&path, payload, options)))
         };
+        let began = Instant::now();
         let (outcomes, _) = place.network.run(&place.url, futures_util::future::join(put(), put()))?;
         let _ = place.delete(op, &name);
         let outcomes = [outcomes.0, outcomes.1];
@@ -165,7 +187,7 @@ impl FarStore {
         let failed = |(outcome, answer)| Some((Result::err(outcome)?, answer));
         let mut failed = outcomes.into_iter().filter_map(failed);
         if let Some((error, answer)) = failed.find(|(error, answer)| !is_refusal(error, answer)) {
-            return Err(failure::of(op, join(&place.url, &name), &error, &answer));
+            return Err(place.failed(op, &name, began, &error, &answer));
         }
         if won == 1 {
             return Ok(());
@@ -214,9 +236,10 @@ impl Place {
     /// Counts what a call has asked.
     fn asked(&self, answer: &Answer) {
         let mut all = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        let Requests { puts, gets, heads, lists, deletes } = answer.requests;
+        let Requests { puts, gets, asked_again, heads, lists, deletes } = answer.requests;
         all.puts += puts;
         all.gets += gets;
+        all.asked_again += asked_again;
         all.heads += heads;
         all.lists += lists;
         all.deletes += deletes;
@@ -275,9 +298,41 @@ impl Place {
         name: &str,
         call: impl Future<Output = object_store::Result<T>>,
     ) -> Result<Result<T, (Error, Answer)>> {
+        let began = Instant::now();
         let (done, answer) = self.network.run(&self.url, call)?;
         self.asked(&answer);
-        Ok(done.map_err(|error| (failure::of(op, join(&self.url, name), &error, &answer), answer)))
+        match done {
+            Ok(done) => {
+                self.is_admitted.store(true, Ordering::Relaxed);
+                Ok(Ok(done))
+            }
+            Err(error) => Ok(Err((self.failed(op, name, began, &error, &answer), answer))),
+        }
+    }
+
+    /// The error of a request that began then.
+    fn failed(&self, op: &'static str, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
+        let found = failure::of(op, join(&self.url, name), error, answer);
+        if failure::refuses_credentials(error, answer) { self.renewed(found, began) } else { found }
+    }
+
+    /// The error of a request whose credentials the service refuses: it passes if there will be others. Credentials
+    /// that were never taken are wrong.
+    fn renewed(&self, error: Error, began: Instant) -> Error {
+        let are_admitted = self.is_admitted.load(Ordering::Relaxed);
+        if self.bucket.renew.as_ref().is_none_or(|renew| renew(began)) {
+            let wait = Some(error.wait.unwrap_or_default());
+            return if are_admitted { Error { kind: Kind::Unavailable, wait, ..error } } else { error };
+        }
+        let message = match are_admitted || error.kind == Kind::Unavailable {
+            true => format!(
+                "{}; the credentials have expired, and those of the environment stay the same as long as the process: \
+                 let a profile or a role give them",
+                error.message
+            ),
+            false => error.message,
+        };
+        Error { kind: Kind::Invalid, wait: None, message, ..error }
     }
 
     fn put_whole(&self, op: &'static str, name: &str, payload: PutPayload) -> Result<()> {
@@ -288,7 +343,35 @@ impl Place {
 
     fn head(&self, op: &'static str, name: &str) -> Result<GetResult> {
         let path = self.path(op, name)?;
-        self.call(op, name, self.client().get_opts(&path, GetOptions { head: true, ..GetOptions::default() }))
+        let options = GetOptions { head: true, ..GetOptions::default() };
+        match self.answered(op, name, self.client().get_opts(&path, options))? {
+            // Such an answer has no body that says why.
+            Err((_, answer)) if matches!(answer.status, Some(StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN)) => {
+                let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
+                self.call(op, name, self.client().get_opts(&path, options))
+            }
+            done => done.map_err(|(error, _)| error),
+        }
+    }
+
+    /// What an object is, and its first bytes.
+    fn beginning(&self, name: &str, path: &Path, bytes: u64) -> Result<(ObjectMeta, Vec<u8>)> {
+        // Each answer may be another version.
+        let mut heads = [Vec::new(), Vec::new()];
+        let take = |number: usize, _, piece: &[u8]| heads[number].extend_from_slice(piece);
+        // Services count in signed numbers.
+        let range = 0..bytes.min(i64::MAX as u64);
+        match self.fetch("open", name, path, range, GetOptions::default(), take)? {
+            Ok(found) => {
+                let nothing = || self.fail(Kind::Unavailable, "open", name, "the service answered nothing");
+                Ok((found.meta.ok_or_else(nothing)?, std::mem::take(&mut heads[found.number])))
+            }
+            // Of an empty object there is no range.
+            Err((_, answer)) if answer.status == Some(StatusCode::RANGE_NOT_SATISFIABLE) => {
+                Ok((self.head("open", name)?.meta, Vec::new()))
+            }
+            Err((error, _)) => Err(error),
+        }
     }
 
     fn delete(&self, op: &'static str, name: &str) -> Result<()> {
@@ -348,27 +431,9 @@ impl Store for FarStore {
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let place = &self.place;
         let path = place.path("open", name)?;
-        let first = |range| GetOptions { range, head: head_bytes == 0, ..GetOptions::default() };
-        // Services count in signed numbers.
-        let range = (head_bytes > 0).then_some(GetRange::Bounded(0..head_bytes.min(i64::MAX as u64)));
-        let read = async {
-            let found = place.client().get_opts(&path, first(range)).await?;
-            let (meta, mut head) = (found.meta.clone(), Vec::new());
-            if head_bytes > 0 {
-                let mut body = found.into_stream();
-                while let Some(piece) = body.next().await {
-                    head.extend_from_slice(&piece?);
-                }
-            }
-            Ok((meta, head))
-        };
-        let (meta, head) = match place.answered("open", name, read)? {
-            Ok(found) => found,
-            // Of an empty object there is no range.
-            Err((_, answer)) if answer.status == Some(StatusCode::RANGE_NOT_SATISFIABLE) => {
-                (place.head("open", name)?.meta, Vec::new())
-            }
-            Err((error, _)) => return Err(error),
+        let (meta, head) = match head_bytes {
+            0 => (place.head("open", name)?.meta, Vec::new()),
+            _ => place.beginning(name, &path, head_bytes)?,
         };
         let expected = meta.size.min(head_bytes);
         if head.len() as u64 != expected {
@@ -427,7 +492,7 @@ impl Store for FarStore {
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        each_by_threads(SENT_AT_A_TIME, writes, |write| match write.object.storage().downcast_ref::<FarWriter>() {
+        self.place.flow.write_all(writes, &|write| match write.object.storage().downcast_ref::<FarWriter>() {
             Some(object) => object.send(write),
             None => write.make().map_err(|error| Box::new((write, error))),
         })

@@ -39,6 +39,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             beyond: None,
             attributes: Attributes::new(),
             untrusted: untrusted.clone(),
+            renew: None,
         })
     })
 }

@@ -71,6 +71,8 @@ pub struct Requests {
     pub puts: u64,
     /// Ranges that were read.
     pub gets: u64,
+    /// Of these, requests for a range whose first answer was late.
+    pub asked_again: u64,
     /// Questions for an object's length.
     pub heads: u64,
     /// Pages of lists.

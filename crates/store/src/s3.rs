@@ -11,10 +11,10 @@ mod profile;
 
 use std::sync::Arc;
 
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::far::{Beyond, Bucket, FarStore, is_http, once};
+use crate::far::{Beyond, Bucket, FarStore, Renew, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -60,9 +60,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         builder = builder.with_endpoint(endpoint);
     }
     let is_given = ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"].iter().any(|name| std::env::var(name).is_ok());
-    if !is_given && profile.as_ref().is_some_and(Profile::has_credentials) {
-        builder = builder.with_credentials(Arc::new(ProfileCredentials::default()));
-    }
+    let of_profile = !is_given && profile.as_ref().is_some_and(Profile::has_credentials);
+    let is_fixed = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
     let endpoint = endpoint_of(&builder);
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
         return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
@@ -79,11 +78,20 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         .with_retry(once());
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let http = connector.client();
-        let client = builder.clone().with_http_connector(connector).build();
-        let client = Arc::new(client.map_err(|error| invalid(error.to_string()))?);
+        let mut builder = builder.clone().with_http_connector(connector);
+        let mut renew = is_fixed.then(|| Arc::new(|_| false) as Renew);
+        if of_profile {
+            let credentials = Arc::new(ProfileCredentials::default());
+            builder = builder.with_credentials(Arc::clone(&credentials) as AwsCredentialProvider);
+            renew = Some(Arc::new(move |before| {
+                credentials.forget(before);
+                true
+            }));
+        }
+        let client = Arc::new(builder.build().map_err(|error| invalid(error.to_string()))?);
         let beyond: Arc<dyn Beyond> = Arc::new(BeyondClient::new(Arc::clone(&client), http));
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted })
+        Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted, renew })
     })
 }
 

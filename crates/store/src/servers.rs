@@ -2,17 +2,22 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 /// A server of object storage on this machine, with an empty bucket.
 #[derive(Clone, Debug)]
 pub struct Server {
-    line: String,
     values: HashMap<String, String>,
 }
 
 /// Set for a test that runs with a server's credentials: where it is.
 const GIVEN: &str = "SHARDFAST_TEST_SERVER";
+
+fn run(arguments: &[&str]) -> Output {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/servers.sh");
+    let done = Command::new(script).args(arguments).stderr(Stdio::inherit()).output();
+    done.expect("scripts/servers.sh runs")
+}
 
 impl Server {
     /// Runs the test `test` (its whole name) with a new server of that name, whose credentials are in the environment:
@@ -22,22 +27,47 @@ impl Server {
     /// # Panics
     /// When the test fails, or the server does not start although it is installed.
     pub fn with(name: &str, test: &str, body: impl FnOnce(&Server)) {
+        Server::started(name, test, &[], |_| (), body);
+    }
+
+    /// [`with`](Server::with) a server whose data have so many MiB of space. Does nothing, and says so, without root.
+    ///
+    /// # Panics
+    /// As [`with`](Server::with).
+    pub fn with_space(mib: u32, name: &str, test: &str, body: impl FnOnce(&Server)) {
+        match rustix::process::geteuid().is_root() {
+            true => Server::started(name, test, &["--space", &mib.to_string()], |_| (), body),
+            false => eprintln!("SKIPPED {test}: a file system of its own takes root"),
+        }
+    }
+
+    /// [`with`](Server::with) a server that is prepared before the test runs again.
+    ///
+    /// # Panics
+    /// As [`with`](Server::with).
+    pub fn prepared(name: &str, test: &str, prepare: impl FnOnce(&mut Server), body: impl FnOnce(&Server)) {
+        Server::started(name, test, &[], prepare, body);
+    }
+
+    fn started(
+        name: &str,
+        test: &str,
+        options: &[&str],
+        prepare: impl FnOnce(&mut Server),
+        body: impl FnOnce(&Server),
+    ) {
         if std::env::var(GIVEN).is_ok() {
             return Server::given("").again(test, body);
         }
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/servers.sh");
-        let run = |arguments: &[&str]| {
-            let done = Command::new(&script).args(arguments).stderr(Stdio::inherit()).output();
-            done.expect("scripts/servers.sh runs")
-        };
         if !run(&["install", name]).status.success() {
             eprintln!("SKIPPED {test}: {name} cannot be installed on this machine");
             return;
         }
         let process = std::process::id().to_string();
-        let started = run(&["start", "--with", &process, name]);
+        let started = run(&[&["start", "--with", &process], options, &[name]].concat());
         assert!(started.status.success(), "{name} did not start");
-        let server = Server::given(&String::from_utf8(started.stdout).expect("UTF-8"));
+        let mut server = Server::given(&String::from_utf8(started.stdout).expect("UTF-8"));
+        prepare(&mut server);
         // It ends with this process in any case.
         server.again(test, body);
         run(&["stop", server.value("pid")]);
@@ -46,8 +76,7 @@ impl Server {
     /// The server that such a line of `scripts/servers.sh` describes.
     pub fn given(line: &str) -> Server {
         let values = line.split_whitespace().filter_map(|pair| pair.split_once('='));
-        let values = values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
-        Server { line: line.trim().to_owned(), values }
+        Server { values: values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect() }
     }
 
     /// Runs the test `test` again in a process with the credentials of this server; there it does what `body` says.
@@ -58,13 +87,35 @@ impl Server {
         if let Ok(given) = std::env::var(GIVEN) {
             return body(&Server::given(&given));
         }
+        let line: Vec<String> = self.values.iter().map(|(key, value)| format!("{key}={value}")).collect();
         let done = Command::new(std::env::current_exe().expect("this test"))
             .args([test, "--exact", "--nocapture"])
-            .env(GIVEN, &self.line)
+            .env(GIVEN, line.join(" "))
             .envs(self.environment())
             .status()
             .expect("this test runs");
-        assert!(done.success(), "{test} failed with the server {}: its output stands above", self.line);
+        assert!(done.success(), "{test} failed with the server {:?}: its output stands above", self.values);
+    }
+
+    /// Kills it. It begins again `seconds` later, with its data and at the same address.
+    ///
+    /// # Panics
+    /// When it does not run.
+    pub fn crash(&self, seconds: u32) {
+        assert!(
+            run(&["crash", self.value("dir"), &seconds.to_string()]).status.success(),
+            "the server cannot be killed"
+        );
+    }
+
+    /// Its folder, which goes with it.
+    pub fn dir(&self) -> &Path {
+        Path::new(self.value("dir"))
+    }
+
+    /// Lets the test have its credentials from the default profile of this file of AWS's tools.
+    pub fn has_profile_in(&mut self, config: &Path) {
+        self.values.insert("config".to_owned(), config.display().to_string());
     }
 
     fn value(&self, key: &str) -> &str {
@@ -103,6 +154,9 @@ impl Server {
 
     /// The variables that give a program access to it.
     fn environment(&self) -> Vec<(&'static str, String)> {
+        if let Some(config) = self.values.get("config") {
+            return vec![("AWS_CONFIG_FILE", config.clone()), ("AWS_SHARED_CREDENTIALS_FILE", String::new())];
+        }
         vec![
             ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),
             ("AWS_SECRET_ACCESS_KEY", self.value("secret").to_owned()),

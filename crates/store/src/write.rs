@@ -1,6 +1,6 @@
 //! Many writes in flight: buffers are taken, and dropped when their bytes are written.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::{Error, ObjectWriter, Result};
 
@@ -77,40 +77,50 @@ pub trait Writes<'a>: Sync {
 /// # Errors
 /// The first error that is not accepted; no write is taken after it.
 pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
-    each_by_threads(threads, writes, |write| write.make().map_err(|error| Box::new((write, error))))
-}
-
-/// [`by_threads`] with another way to make a write, which returns a failed one.
-///
-/// # Errors
-/// As [`by_threads`].
-pub(crate) fn each_by_threads<'a>(
-    threads: usize,
-    writes: &dyn Writes<'a>,
-    make: impl Fn(Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> + Sync,
-) -> Result<()> {
-    let failure = Mutex::new(None);
-    let lock = || failure.lock().unwrap_or_else(PoisonError::into_inner);
+    let (failure, make) =
+        (Failure::default(), |write: Write<'a>| write.make().map_err(|error| Box::new((write, error))));
     std::thread::scope(|scope| {
         for _ in 0..threads {
-            scope.spawn(|| {
-                while lock().is_none() {
-                    match writes.next(true) {
-                        Next::Write(write) => {
-                            if let Err(error) = make(write).or_else(|failed| {
-                                let (write, error) = *failed;
-                                writes.failed(write, error)
-                            }) {
-                                lock().get_or_insert(error);
-                            }
-                        }
-                        Next::Later => {}
-                        Next::End => return,
-                    }
-                }
-            });
+            scope.spawn(|| while failure.make_next(writes, &make) {});
         }
     });
-    let first = lock().take();
-    first.map_or(Ok(()), Err)
+    failure.into_result()
+}
+
+/// A way to make a write, which returns a failed one.
+pub(crate) type Making<'a, 'm> = &'m (dyn Fn(Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> + Sync);
+
+/// The first error of threads that make writes.
+#[derive(Default)]
+pub(crate) struct Failure(Mutex<Option<Error>>);
+
+impl Failure {
+    fn lock(&self) -> MutexGuard<'_, Option<Error>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the next write; whether there may be more.
+    pub(crate) fn make_next<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> bool {
+        if self.lock().is_some() {
+            return false;
+        }
+        match writes.next(true) {
+            Next::Write(write) => {
+                let accepted = make(write).or_else(|failed| {
+                    let (write, error) = *failed;
+                    writes.failed(write, error)
+                });
+                if let Err(error) = accepted {
+                    self.lock().get_or_insert(error);
+                }
+                true
+            }
+            Next::Later => true,
+            Next::End => false,
+        }
+    }
+
+    pub(crate) fn into_result(self) -> Result<()> {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
 }

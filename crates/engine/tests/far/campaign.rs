@@ -22,10 +22,10 @@ use crate::checkpoint::{direct, is_whole, load, save, store};
 use crate::proxy::{Fault, Harm, Proxy, Seen};
 
 /// Runs at a time: most of them wait for a retry.
-const RUNS_AT_A_TIME: usize = 16;
+pub(crate) const RUNS_AT_A_TIME: usize = 16;
 
 /// Of operations that are to succeed.
-const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Of operations whose storage does not come back.
 const SHORT_DEADLINE: Duration = Duration::from_secs(2);
@@ -35,7 +35,7 @@ const SLACK: Duration = Duration::from_secs(20);
 
 /// A request in which nothing moves for so long is cut, where one of them is silent; and where none is.
 const STILL_MAX: Duration = Duration::from_secs(1);
-const PATIENT: Duration = Duration::from_secs(30);
+pub(crate) const PATIENT: Duration = Duration::from_secs(30);
 
 /// Faults that stay, for each request: others for the next one.
 const LASTING: usize = 3;
@@ -95,17 +95,27 @@ fn is_death(fault: Fault) -> bool {
     matches!(fault, Fault::DeadBefore | Fault::DeadAfter)
 }
 
+/// Whether the server dies and stays away for longer than the operation may take.
+fn is_away(fault: Fault) -> bool {
+    matches!(fault, Fault::ServerDies(_, seconds) if Duration::from_secs(seconds.into()) > SHORT_DEADLINE)
+}
+
 /// A run: the request that is harmed, and how.
-struct Run {
+pub(crate) struct Run {
     number: usize,
     seen: Seen,
     harm: Harm,
 }
 
 impl Run {
+    pub(crate) fn new(number: usize, seen: &Seen, fault: Fault, stays: bool) -> Run {
+        Run { number, seen: seen.clone(), harm: Harm { at: seen.request.clone(), fault, stays } }
+    }
+
     /// Whether the operation may fail: the fault does not pass.
     fn may_fail(&self) -> bool {
-        self.harm.stays || is_death(self.harm.fault) || is_unproven(self.harm.fault, &self.seen)
+        let fault = self.harm.fault;
+        self.harm.stays || is_death(fault) || is_away(fault) || is_unproven(fault, &self.seen)
     }
 
     fn deadline(&self) -> Duration {
@@ -119,7 +129,8 @@ impl Run {
     /// Checks that an error names an operation and its object: the one whose request failed, where others succeed.
     fn expect_named(&self, place: &Place<'_>, error: &Error) -> Outcome {
         let below = self.seen.request.what.split(' ').nth(1).and_then(|rest| rest.split('?').next());
-        let object = match below.filter(|_| !is_death(self.harm.fault)) {
+        let is_alone = !is_death(self.harm.fault) && !is_away(self.harm.fault);
+        let object = match below.filter(|_| is_alone) {
             // The random part of the name differs from run to run.
             Some(below) => below.split('*').next().unwrap_or_default(),
             None => "",
@@ -137,14 +148,11 @@ impl Run {
 }
 
 /// All runs of an operation that makes these requests: each fault of each request once, and some of them for ever.
-fn runs(requests: &[Seen]) -> Vec<Run> {
+pub(crate) fn each_fault(requests: &[Seen]) -> Vec<Run> {
     let mut runs = Vec::new();
     for (i, seen) in requests.iter().enumerate() {
         let faults: Vec<Fault> = FAULTS.into_iter().filter(|&fault| applies(fault, seen)).collect();
-        let mut add = |fault, stays| {
-            let harm = Harm { at: seen.request.clone(), fault, stays };
-            runs.push(Run { number: runs.len(), seen: seen.clone(), harm });
-        };
+        let mut add = |fault, stays| runs.push(Run::new(runs.len(), seen, fault, stays));
         let (deaths, faults): (Vec<Fault>, Vec<Fault>) = faults.into_iter().partition(|&fault| is_death(fault));
         faults.iter().for_each(|&fault| add(fault, false));
         deaths.iter().for_each(|&fault| add(fault, false));
@@ -164,12 +172,12 @@ struct Tally {
 /// Whether a run's operation succeeded, or what is wrong; `None` if it succeeded without the request.
 type Outcome = std::result::Result<Option<bool>, String>;
 
-/// Makes all runs, several at a time, and fails with all that is wrong.
-fn all(what: &str, requests: &[Seen], run: impl Fn(&Run) -> Outcome + Sync) {
-    let (began, runs) = (Instant::now(), runs(requests));
+/// Makes all runs, so many at a time, and fails with all that is wrong.
+fn all(what: &str, at_a_time: usize, runs: &[Run], run: impl Fn(&Run) -> Outcome + Sync) {
+    let began = Instant::now();
     let (next, flaws, tallies) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Mutex::new(BTreeMap::new()));
     thread::scope(|threads| {
-        for _ in 0..RUNS_AT_A_TIME {
+        for _ in 0..at_a_time {
             threads.spawn(|| {
                 while let Some(this) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let done = catch_unwind(AssertUnwindSafe(|| run(this)));
@@ -186,7 +194,7 @@ fn all(what: &str, requests: &[Seen], run: impl Fn(&Run) -> Outcome + Sync) {
             });
         }
     });
-    println!("{what}: {} requests, {} runs in {:.0?}", requests.len(), runs.len(), began.elapsed());
+    println!("{what}: {} runs in {:.0?}", runs.len(), began.elapsed());
     for ((fault, stays), Tally { succeeded, failed, missed }) in tallies.into_inner().unwrap() {
         let how = if stays { "for ever" } else { "once" };
         println!("  {:<28} {succeeded:>3} succeeded, {failed:>3} failed, {missed} missed", format!("{fault:?} {how}"));
@@ -200,34 +208,34 @@ fn all(what: &str, requests: &[Seen], run: impl Fn(&Run) -> Outcome + Sync) {
 }
 
 /// The place of a checkpoint: its URL at the server and through a proxy, and its bucket and prefix.
-struct Place<'a> {
+pub(crate) struct Place<'a> {
     server: &'a Server,
     name: String,
 }
 
 impl<'a> Place<'a> {
-    fn new(server: &'a Server, name: &str) -> Place<'a> {
+    pub(crate) fn new(server: &'a Server, name: &str) -> Place<'a> {
         Place { server, name: format!("faults/{}/{name}", std::process::id()) }
     }
 
-    fn direct(&self) -> String {
+    pub(crate) fn direct(&self) -> String {
         self.server.s3(&self.name)
     }
 
-    fn prefix(&self) -> String {
+    pub(crate) fn prefix(&self) -> String {
         format!("{}/{}", self.server.bucket(), self.name)
     }
 
-    fn proxy(&self, harm: Option<Harm>) -> Proxy {
-        Proxy::start(self.server.endpoint(), &self.prefix(), harm)
+    pub(crate) fn proxy(&self, harm: Option<Harm>) -> Proxy {
+        Proxy::start(self.server, &self.prefix(), harm)
     }
 
-    fn through(&self, proxy: &Proxy) -> String {
+    pub(crate) fn through(&self, proxy: &Proxy) -> String {
         format!("s3://{}?endpoint={}", self.prefix(), proxy.endpoint())
     }
 
     /// Removes what is there.
-    fn remove(&self) {
+    pub(crate) fn remove(&self) {
         let (all, name) = self.name.rsplit_once('/').unwrap();
         direct(&self.server.s3(all)).delete_tree(name).unwrap();
     }
@@ -243,6 +251,12 @@ impl<'a> Place<'a> {
         let began = Instant::now();
         let done = operation(&store(&self.through(&proxy), run.still_max()), run.deadline());
         let took = began.elapsed();
+        if matches!(run.harm.fault, Fault::ServerDies(..)) {
+            // The next run meets a server that answers.
+            while direct(&self.direct()).list("").is_err_and(|error| error.kind == shardfast_store::Kind::Unavailable) {
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
         if proxy.harmed() == 0 && done.is_ok() && is_list(&run.seen, false) {
             return Ok(None);
         }
@@ -256,7 +270,7 @@ impl<'a> Place<'a> {
     }
 
     /// The requests of an operation without a fault.
-    fn requests(&self, operation: impl Fn(&Arc<dyn Store>, Duration) -> Result<()>) -> Vec<Seen> {
+    pub(crate) fn requests(&self, operation: impl Fn(&Arc<dyn Store>, Duration) -> Result<()>) -> Vec<Seen> {
         let proxy = self.proxy(None);
         operation(&store(&self.through(&proxy), PATIENT), DEADLINE).unwrap();
         let mut requests = proxy.seen();
@@ -265,12 +279,12 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Saves.
-pub(crate) fn saves(server: &Server) {
+/// Saves, with the runs that `runs` makes of the requests of a save.
+pub(crate) fn saves(server: &Server, runs: impl Fn(&[Seen]) -> Vec<Run>, at_a_time: usize) {
     let previous = Place::new(server, "save/previous");
     save(&direct(&previous.direct()), DEADLINE).unwrap();
     let requests = Place::new(server, "save/none").requests(save);
-    all("saves", &requests, |run| {
+    all("saves", at_a_time, &runs(&requests), |run| {
         let place = Place::new(server, &format!("save/{}", run.number));
         let saved = place.run(run, save)?;
         let is_visible = is_whole(&place.direct())?;
@@ -294,12 +308,12 @@ pub(crate) fn saves(server: &Server) {
     load(&direct(&previous.direct()), DEADLINE).unwrap();
 }
 
-/// Loads.
-pub(crate) fn loads(server: &Server) {
+/// Loads, with the runs that `runs` makes of the requests of a load.
+pub(crate) fn loads(server: &Server, runs: impl Fn(&[Seen]) -> Vec<Run>, at_a_time: usize) {
     let place = Place::new(server, "load");
     save(&direct(&place.direct()), DEADLINE).unwrap();
     let requests = place.requests(load);
-    all("loads", &requests, |run| match place.run(run, load)? {
+    all("loads", at_a_time, &runs(&requests), |run| match place.run(run, load)? {
         None => Ok(None),
         Some(Ok(())) => Ok(Some(true)),
         Some(Err(error)) if !run.may_fail() => Err(format!("the load failed: {:?} {error}", error.kind)),

@@ -1,20 +1,60 @@
-//! Saves and loads over object storage while it fails: each request of them meets each fault.
+//! Saves and loads over object storage while it fails: each request of them meets each fault, and the server is killed.
 
 mod campaign;
 mod checkpoint;
+mod crashes;
+mod keys;
+mod late;
 mod proxy;
+mod space;
 mod sweep;
 
 use shardfast_store::servers::Server;
 
+use campaign::{RUNS_AT_A_TIME, each_fault, loads, saves};
+use crashes::deaths;
+
 #[test]
 fn each_request_of_a_save_meets_each_fault() {
-    Server::with("minio", "each_request_of_a_save_meets_each_fault", campaign::saves);
+    let check = |server: &Server| saves(server, each_fault, RUNS_AT_A_TIME);
+    Server::with("minio", "each_request_of_a_save_meets_each_fault", check);
 }
 
 #[test]
 fn each_request_of_a_load_meets_each_fault() {
-    Server::with("minio", "each_request_of_a_load_meets_each_fault", campaign::loads);
+    let check = |server: &Server| loads(server, each_fault, RUNS_AT_A_TIME);
+    Server::with("minio", "each_request_of_a_load_meets_each_fault", check);
+}
+
+#[test]
+fn a_save_outlives_the_death_of_the_server() {
+    Server::with("minio", "a_save_outlives_the_death_of_the_server", |server| saves(server, deaths, 1));
+}
+
+#[test]
+fn a_load_outlives_the_death_of_the_server() {
+    Server::with("minio", "a_load_outlives_the_death_of_the_server", |server| loads(server, deaths, 1));
+}
+
+#[test]
+fn keys_that_expire_are_renewed_in_the_middle() {
+    let test = "keys_that_expire_are_renewed_in_the_middle";
+    Server::prepared("versitygw", test, keys::prepare, keys::saves_and_loads);
+}
+
+#[test]
+fn keys_that_cannot_be_renewed_end_a_save_at_once() {
+    Server::with("minio", "keys_that_cannot_be_renewed_end_a_save_at_once", keys::of_the_environment);
+}
+
+#[test]
+fn a_server_without_space_ends_a_save_at_once() {
+    Server::with_space(space::SPACE_MIB, "minio", "a_server_without_space_ends_a_save_at_once", space::is_used_up);
+}
+
+#[test]
+fn late_reads_are_asked_for_again() {
+    Server::with("minio", "late_reads_are_asked_for_again", late::reads_are_asked_for_again);
 }
 
 #[test]

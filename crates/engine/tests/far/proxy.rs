@@ -7,6 +7,8 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use shardfast_store::servers::Server;
+
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Fault {
@@ -34,6 +36,28 @@ pub(crate) enum Fault {
     DeadBefore,
     /// The client dies after the server has carried out the request.
     DeadAfter,
+    /// The credentials of the request are replaced, and the service answers this one and all later ones that have the
+    /// old ones that they have expired.
+    KeysExpire,
+    /// The credentials of the request are replaced, and the server does not know the old ones any more.
+    KeysGo,
+    /// The server is killed at this moment of the request, and begins again so many seconds later.
+    ServerDies(Moment, u32),
+}
+
+/// A moment of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Moment {
+    /// The server has seen nothing of it.
+    Before,
+    /// Half of its body has reached the server.
+    InBody,
+    /// All of it has reached the server, which has not answered yet.
+    Sent,
+    /// Half of the answer's body has reached the client, which gets no more of it.
+    InAnswer,
+    /// The server has answered, and the client gets the answer.
+    Answered,
 }
 
 /// A request: what it asks for, without what differs from run to run, and how many such requests came before it.
@@ -42,6 +66,13 @@ pub(crate) struct Request {
     /// The method, the object's name below the prefix, and what of the query tells requests apart.
     pub(crate) what: String,
     pub(crate) nth: usize,
+}
+
+impl Request {
+    /// Whether it asks for bytes of an object.
+    pub(crate) fn is_read(&self) -> bool {
+        self.what.starts_with("GET ") && !self.what.contains("list-type")
+    }
 }
 
 /// A request that the proxy has handed on.
@@ -61,6 +92,9 @@ pub(crate) struct Harm {
     pub(crate) stays: bool,
 }
 
+/// Gives clients other credentials in place of these, which the fault makes useless.
+pub(crate) type Replace = Box<dyn Fn(&str, Fault) + Send + Sync>;
+
 /// A proxy on a port of its own, until it is dropped.
 pub(crate) struct Proxy {
     address: SocketAddr,
@@ -68,10 +102,17 @@ pub(crate) struct Proxy {
 }
 
 struct State {
-    server: String,
+    server: Server,
     /// Of the names of objects, with the bucket: left out of what requests ask for.
     prefix: String,
     harm: Option<Harm>,
+    /// Of the reads from that one on, each so-manieth gets no answer.
+    unanswered: Option<(usize, usize)>,
+    reads: AtomicUsize,
+    /// Replaces the credentials.
+    replace: Replace,
+    /// Those that have expired.
+    expired: Mutex<Option<String>>,
     seen: Mutex<Vec<Seen>>,
     counts: Mutex<HashMap<String, usize>>,
     /// A request that the server does not have yet.
@@ -86,22 +127,26 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Proxy {
-    /// A proxy of the server at that endpoint, for a client whose objects are all below `prefix`, which begins with the
+    /// A proxy of the server, for a client whose objects are all below `prefix`, which begins with the
     /// bucket.
-    pub(crate) fn start(endpoint: &str, prefix: &str, harm: Option<Harm>) -> Proxy {
+    pub(crate) fn start(server: &Server, prefix: &str, harm: Option<Harm>) -> Proxy {
+        Proxy::replacing(server, prefix, harm, Box::new(|_, _| ()))
+    }
+
+    /// [`start`](Proxy::start) with faults that replace credentials.
+    pub(crate) fn replacing(server: &Server, prefix: &str, harm: Option<Harm>, replace: Replace) -> Proxy {
+        Proxy::of(State { harm, replace, ..State::new(server, prefix) })
+    }
+
+    /// A proxy that does not answer each `every`th read from that one on.
+    pub(crate) fn silent(server: &Server, prefix: &str, from: usize, every: usize) -> Proxy {
+        Proxy::of(State { unanswered: Some((from, every)), ..State::new(server, prefix) })
+    }
+
+    fn of(state: State) -> Proxy {
+        let state = Arc::new(state);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let state = Arc::new(State {
-            server: endpoint.trim_start_matches("http://").trim_end_matches('/').to_owned(),
-            prefix: prefix.to_owned(),
-            harm,
-            seen: Mutex::default(),
-            counts: Mutex::default(),
-            late: Mutex::default(),
-            harmed: AtomicUsize::new(0),
-            is_dead: AtomicBool::new(false),
-            is_over: AtomicBool::new(false),
-        });
         let accepting = Arc::clone(&state);
         std::thread::spawn(move || {
             for client in listener.incoming() {
@@ -167,6 +212,12 @@ impl Head {
         self.0.split_whitespace().nth(at).unwrap_or_default()
     }
 
+    /// The name of the key that signed it.
+    fn key(&self) -> &str {
+        let signed = self.header("authorization").and_then(|signed| signed.split_once("Credential="));
+        signed.map_or("", |(_, rest)| rest.split('/').next().unwrap_or_default())
+    }
+
     fn is_chunked(&self) -> bool {
         self.header("transfer-encoding").is_some_and(|coding| coding.eq_ignore_ascii_case("chunked"))
     }
@@ -219,6 +270,24 @@ fn chunks(from: &mut impl BufRead) -> io::Result<Vec<u8>> {
 }
 
 impl State {
+    fn new(server: &Server, prefix: &str) -> State {
+        State {
+            server: server.clone(),
+            prefix: prefix.to_owned(),
+            harm: None,
+            unanswered: None,
+            reads: AtomicUsize::new(0),
+            replace: Box::new(|_, _| ()),
+            expired: Mutex::default(),
+            seen: Mutex::default(),
+            counts: Mutex::default(),
+            late: Mutex::default(),
+            harmed: AtomicUsize::new(0),
+            is_dead: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
     /// Hands on requests of a connection until one side closes it, or the harm does.
     fn serve(&self, connection: &TcpStream) -> io::Result<()> {
         let result = self.serve_until_closed(connection);
@@ -226,10 +295,14 @@ impl State {
         result
     }
 
+    fn connect(&self) -> io::Result<TcpStream> {
+        TcpStream::connect(self.server.endpoint().trim_start_matches("http://").trim_end_matches('/'))
+    }
+
     fn serve_until_closed(&self, mut to_client: &TcpStream) -> io::Result<()> {
         to_client.set_nodelay(true)?;
         let mut client = BufReader::with_capacity(1 << 18, to_client);
-        let to_server = &mut TcpStream::connect(&self.server)?;
+        let to_server = &mut self.connect()?;
         to_server.set_nodelay(true)?;
         let mut server = BufReader::with_capacity(1 << 18, to_server.try_clone()?);
         while let Some(head) = Head::read(&mut client)? {
@@ -241,6 +314,15 @@ impl State {
             }
             let mut body = head.body(&mut client)?;
             seen.has_body = !body.is_empty();
+            let key = head.key().to_owned();
+            if let Some(fault @ (Fault::KeysExpire | Fault::KeysGo)) = fault {
+                (self.replace)(&key, fault);
+                *locked(&self.expired) = (fault == Fault::KeysExpire).then(|| key.clone());
+            }
+            if locked(&self.expired).as_ref() == Some(&key) {
+                to_client.write_all(refusal(400, head.word(0) == "HEAD").as_bytes())?;
+                continue;
+            }
             match fault {
                 Some(Fault::Answered(status)) => {
                     to_client.write_all(refusal(status, head.word(0) == "HEAD").as_bytes())?;
@@ -257,11 +339,21 @@ impl State {
                     return to_server.shutdown(Shutdown::Both);
                 }
                 Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
+                Some(Fault::ServerDies(Moment::Before, seconds)) => self.server.crash(seconds),
+                Some(Fault::ServerDies(Moment::InBody, seconds)) => {
+                    to_server.write_all(head.of_length(body.len()).as_bytes())?;
+                    to_server.write_all(&body[..body.len() / 2])?;
+                    self.server.crash(seconds);
+                }
                 _ => {}
             }
             self.send_late(&seen.request.what)?;
-            to_server.write_all(head.of_length(body.len()).as_bytes())?;
-            to_server.write_all(&body)?;
+            let head_sent = to_server.write_all(head.of_length(body.len()).as_bytes());
+            // A server that refuses a request may answer and close before it has read all of it.
+            let sent = head_sent.and_then(|()| to_server.write_all(&body));
+            if let Some(Fault::ServerDies(Moment::Sent, seconds)) = fault {
+                self.server.crash(seconds);
+            }
             let answer = Head::read(&mut server)?.ok_or(ErrorKind::UnexpectedEof)?;
             let has_body = head.word(0) != "HEAD" && !["204", "304"].contains(&answer.word(1));
             let mut body = if has_body { answer.body(&mut server)? } else { Vec::new() };
@@ -284,10 +376,18 @@ impl State {
                     continue;
                 }
                 Some(Fault::AnswerTurned(quarters)) => turn(&mut body, quarters),
+                Some(Fault::ServerDies(Moment::InAnswer, seconds)) => {
+                    to_client.write_all(answer.as_bytes())?;
+                    to_client.write_all(&body[..body.len() / 2])?;
+                    self.server.crash(seconds);
+                    return Ok(());
+                }
+                Some(Fault::ServerDies(Moment::Answered, seconds)) => self.server.crash(seconds),
                 _ => {}
             }
             to_client.write_all(answer.as_bytes())?;
             to_client.write_all(&body)?;
+            sent?;
         }
         Ok(())
     }
@@ -296,7 +396,7 @@ impl State {
     fn send_late(&self, what: &str) -> io::Result<()> {
         let late = locked(&self.late).take_if(|(late, _)| late == what);
         let Some((_, request)) = late else { return Ok(()) };
-        let mut server = TcpStream::connect(&self.server)?;
+        let mut server = self.connect()?;
         server.write_all(&request)?;
         let mut server = BufReader::new(server);
         Head::read(&mut server).map(|_| ())
@@ -331,6 +431,13 @@ impl State {
 
     /// What happens to a request.
     fn fault(&self, request: &Request) -> Option<Fault> {
+        if let Some((from, every)) = self.unanswered.filter(|_| request.is_read()) {
+            let number = self.reads.fetch_add(1, Ordering::Relaxed);
+            if number >= from && (number - from).is_multiple_of(every) {
+                self.harmed.fetch_add(1, Ordering::Relaxed);
+                return Some(Fault::Silent);
+            }
+        }
         let harm = self.harm.as_ref()?;
         let is_hit = harm.at == *request || harm.stays && harm.at.what == request.what && harm.at.nth <= request.nth;
         if is_hit && matches!(harm.fault, Fault::DeadBefore | Fault::DeadAfter) {
@@ -384,6 +491,7 @@ fn turn(body: &mut [u8], quarters: usize) {
 fn refusal(status: u16, is_head: bool) -> String {
     let (code, reason) = match status {
         200 => ("InternalError", "OK"),
+        400 => ("ExpiredToken", "Bad Request"),
         503 => ("SlowDown", "Service Unavailable"),
         _ => ("InternalError", "Internal Server Error"),
     };

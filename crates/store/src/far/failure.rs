@@ -15,12 +15,10 @@ const METADATA_HOSTS: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata
 /// The error of a call that the client library failed, by what the service answered.
 pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
     let text = error.to_string();
-    let tag = |name: &str| {
-        let (_, rest) = text.split_once(&format!("<{name}>"))?;
-        rest.split_once(&format!("</{name}>")).map(|(value, _)| value.trim())
-    };
-    let (code, said) = (tag("Code").unwrap_or_default(), tag("Message").unwrap_or_default());
+    let (code, said) = (tag(&text, "Code"), tag(&text, "Message"));
+    let is_full = NO_SPACE.iter().any(|full| said.contains(full));
     let (status, kind) = match answer.status {
+        Some(status) if !status.is_success() && is_full => (status, Kind::Exhausted),
         Some(status) if !status.is_success() => (status, kind_of(status, code)),
         // A service that fails after it has sent its status puts the error into the body.
         Some(status) if !code.is_empty() => (status, kind_of(StatusCode::INTERNAL_SERVER_ERROR, code)),
@@ -38,8 +36,25 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
 }
 
+/// What the service says under this name in its answer.
+fn tag<'a>(text: &'a str, name: &str) -> &'a str {
+    let within = || text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>"));
+    within().map_or("", |(value, _)| value.trim())
+}
+
+/// Whether the service does not take the credentials: they have expired, or it never knew them.
+pub(super) fn refuses_credentials(error: &object_store::Error, answer: &Answer) -> bool {
+    match (answer.status.map(|status| status.as_u16()), tag(&error.to_string(), "Code")) {
+        (_, "ExpiredToken" | "TokenRefreshRequired" | "InvalidToken" | "InvalidAccessKeyId") => true,
+        (status, _) => status == Some(401),
+    }
+}
+
 const NO_CREDENTIALS: &str = "no credentials: neither the environment nor a profile has any, and this machine has no \
                               role of its own";
+
+/// How servers that keep objects in files pass on that the disk is full, as an error of their own.
+const NO_SPACE: [&str; 2] = ["no space left on device", "disk quota exceeded"];
 
 /// The error of a call that got no answer, or one that is none.
 fn unanswered(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
@@ -122,6 +137,15 @@ mod tests {
     }
 
     #[test]
+    fn a_full_disk_behind_a_server_is_no_failure_that_passes() {
+        let text = "<Code>InternalError</Code><Message>try again: cause(no space left on device)</Message>";
+        let error = object_store::Error::Generic { store: "S3", source: text.into() };
+        let answer = Answer { status: Some(StatusCode::INTERNAL_SERVER_ERROR), host: "h".into(), ..Answer::default() };
+        let error = of("put", "s3://b/x".into(), &error, &answer);
+        assert_eq!((error.kind, error.wait), (Kind::Exhausted, None));
+    }
+
+    #[test]
     fn refusals_are_told_apart_and_no_url_is_repeated() {
         for (status, code, kind) in [
             (404, "NoSuchKey", Kind::NotFound),
@@ -134,6 +158,8 @@ mod tests {
             (500, "InternalError", Kind::Unavailable),
             (501, "NotImplemented", Kind::Unsupported),
             (507, "XMinioStorageFull", Kind::Exhausted),
+            (507, "", Kind::Exhausted),
+            (403, "QuotaExceeded", Kind::Exhausted),
             (412, "PreconditionFailed", Kind::Corrupt),
             (400, "XAmzContentChecksumMismatch", Kind::Unavailable),
             (400, "InvalidPart", Kind::Unavailable),

@@ -173,6 +173,11 @@ impl Network {
     }
 }
 
+/// A call that notes what the service says.
+pub(super) fn noting<T>(answer: Arc<Mutex<Answer>>, call: impl Future<Output = T>) -> impl Future<Output = T> {
+    ANSWER.scope(answer, call)
+}
+
 /// The outcome of a call, and what the service said last in it.
 pub(super) async fn answered<T>(call: impl Future<Output = T>) -> (T, Answer) {
     let answer = Arc::new(Mutex::new(Answer::default()));

@@ -1,15 +1,25 @@
-//! Ranges of an object, all of the version that was opened.
+//! Ranges of an object, all of the version that was opened. One whose answer is late is asked for a second time: the
+//! first whole answer counts, and the other one is dropped with its connection.
 
-use std::sync::Arc;
+use std::future::ready;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
-use futures_util::StreamExt;
+use bytes::Bytes;
+use futures_util::stream::{self, BoxStream, SelectAll};
+use futures_util::{StreamExt, TryStreamExt};
 use http::StatusCode;
 use object_store::path::Path;
-use object_store::{GetOptions, GetRange};
+use object_store::{Error as ClientError, GetOptions, GetRange, ObjectMeta};
+use tokio::time::timeout_at;
 
 use super::Place;
+use super::network::{self, Answer};
+use super::pace::SOONEST;
 use crate::place::join;
-use crate::{Kind, ObjectReader, PageCache, Result};
+use crate::{Error, Kind, ObjectReader, PageCache, Requests, Result};
 
 /// An object as it was when it was opened.
 pub(super) struct FarReader {
@@ -45,23 +55,19 @@ impl ObjectReader for FarReader {
         if first >= end {
             return Ok(());
         }
-        let options = GetOptions {
-            range: Some(GetRange::Bounded(first..end)),
-            if_match: self.etag.clone(),
-            version: self.version.clone(),
-            ..GetOptions::default()
-        };
-        let read = async {
-            let mut body = self.place.client().get_opts(&self.path, options).await?.into_stream();
-            let mut at = first;
-            while let Some(piece) = body.next().await {
-                let piece = piece?;
-                scatter(at, &piece, ranges);
-                at += piece.len() as u64;
+        let options =
+            GetOptions { if_match: self.etag.clone(), version: self.version.clone(), ..GetOptions::default() };
+        // Both answers are the same bytes: what one of them has brought is not taken from the other.
+        let mut filled = first;
+        let take = |_: usize, at: u64, piece: &[u8]| {
+            let end = at + piece.len() as u64;
+            if filled < end {
+                scatter(filled.max(at), &piece[filled.saturating_sub(at) as usize..], ranges);
+                filled = end;
             }
-            Ok(at)
         };
-        match self.place.answered("read", &self.name, read)? {
+        let read = self.place.fetch("read", &self.name, &self.path, first..end, options, take)?;
+        match read.map(|found| found.at) {
             Ok(at) if at == end => Ok(()),
             Ok(at) => {
                 let message = format!("expected bytes {first}..{end}, found them up to {at}");
@@ -81,6 +87,123 @@ impl ObjectReader for FarReader {
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         self.read_at(offset, buf)
+    }
+}
+
+/// What an answer brings.
+enum Piece {
+    Beginning(ObjectMeta),
+    Bytes(Bytes),
+    End,
+}
+
+/// An answer, as far as it has come.
+pub(super) struct Fetched {
+    /// Its number: 0 for the first request, 1 for the second.
+    pub(super) number: usize,
+    /// Where its next byte lies.
+    pub(super) at: u64,
+    pub(super) meta: Option<ObjectMeta>,
+    began: Instant,
+    answer: Arc<Mutex<Answer>>,
+    error: Option<ClientError>,
+}
+
+impl Place {
+    /// Reads a range of an object, as far as the object reaches. `take` gets what comes: the number of the answer,
+    /// where a piece lies, its bytes. The pieces of an answer come in their order.
+    ///
+    /// # Errors
+    /// The first request's, with what the service said.
+    pub(super) fn fetch(
+        &self,
+        op: &'static str,
+        name: &str,
+        path: &Path,
+        range: Range<u64>,
+        options: GetOptions,
+        mut take: impl FnMut(usize, u64, &[u8]),
+    ) -> Result<std::result::Result<Fetched, (Error, Answer)>> {
+        let bytes = range.end - range.start;
+        let options = GetOptions { range: Some(GetRange::Bounded(range.clone())), ..options };
+        let began = Instant::now();
+        self.pace.begins();
+        let read = async {
+            let (mut answers, mut coming) = (Vec::new(), SelectAll::new());
+            let ask = |number: usize, coming: &mut SelectAll<_>| {
+                let answer: Arc<Mutex<Answer>> = Arc::default();
+                coming.push(self.ask(number, path, options.clone(), Arc::clone(&answer)));
+                Fetched { number, at: range.start, began: Instant::now(), answer, meta: None, error: None }
+            };
+            answers.push(ask(0, &mut coming));
+            let mut look = began + SOONEST;
+            loop {
+                let next = match answers.len() {
+                    1 => timeout_at(look.into(), coming.next()).await,
+                    _ => Ok(coming.next().await),
+                };
+                let Ok(next) = next else {
+                    look = match self.pace.late_after(bytes) {
+                        Some(late) if began.elapsed() < late => began + late,
+                        Some(_) if self.pace.asks_again() => {
+                            answers.push(ask(1, &mut coming));
+                            continue;
+                        }
+                        _ => Instant::now() + SOONEST,
+                    };
+                    continue;
+                };
+                let Some((number, piece)) = next else { return answers };
+                let of = &mut answers[number];
+                match piece {
+                    Ok(Piece::Beginning(meta)) => of.meta = Some(meta),
+                    Ok(Piece::Bytes(piece)) => {
+                        take(number, of.at, &piece);
+                        of.at += piece.len() as u64;
+                    }
+                    Ok(Piece::End) if of.meta.as_ref().is_some_and(|meta| of.at == range.end.min(meta.size)) => {
+                        self.pace.took(bytes, of.began.elapsed());
+                        answers.swap(0, number);
+                        return answers;
+                    }
+                    Ok(Piece::End) => {}
+                    Err(error) => of.error = Some(error),
+                }
+            }
+        };
+        let (answers, _) = self.network.run(&self.url, read)?;
+        let said: Vec<Answer> =
+            answers.iter().map(|of| of.answer.lock().unwrap_or_else(PoisonError::into_inner).clone()).collect();
+        said.iter().for_each(|answer| self.asked(answer));
+        let asked_again = said.len() as u64 - 1;
+        self.asked(&Answer { requests: Requests { asked_again, ..Requests::default() }, ..Answer::default() });
+        match answers.into_iter().zip(said).next() {
+            Some((Fetched { error: Some(error), .. }, answer)) => {
+                Ok(Err((self.failed(op, name, began, &error, &answer), answer)))
+            }
+            Some((fetched, _)) => {
+                self.is_admitted.store(true, Ordering::Relaxed);
+                Ok(Ok(fetched))
+            }
+            None => Err(self.fail(Kind::Internal, op, name, "no request was made")),
+        }
+    }
+
+    /// A request, and what comes of it.
+    fn ask<'a>(
+        &'a self,
+        number: usize,
+        path: &'a Path,
+        options: GetOptions,
+        answer: Arc<Mutex<Answer>>,
+    ) -> BoxStream<'a, (usize, object_store::Result<Piece>)> {
+        let asked = network::noting(answer, self.client().get_opts(path, options));
+        let pieces = stream::once(asked).map_ok(|found| {
+            let beginning = stream::once(ready(Ok(Piece::Beginning(found.meta.clone()))));
+            let body = found.into_stream().map_ok(Piece::Bytes);
+            beginning.chain(body).chain(stream::once(ready(Ok(Piece::End))))
+        });
+        pieces.try_flatten().map(move |piece| (number, piece)).boxed()
     }
 }
 

@@ -2,11 +2,13 @@
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use bytes::Bytes;
-use object_store::PutPayload;
+use http::StatusCode;
 use object_store::multipart::PartId;
 use object_store::path::Path;
+use object_store::{PutOptions, PutPayload};
 
 use super::Place;
 use crate::write::{Buffer, Write};
@@ -45,20 +47,32 @@ impl FarWriter {
     }
 
     fn put_part(&self, part: usize, payload: PutPayload) -> Result<()> {
+        let (place, bytes, began) = (&*self.place, payload.content_length() as u64, Instant::now());
         let sent = match &self.upload {
             None => {
-                self.place.put_whole("write", &self.name, payload)?;
-                PartId { content_id: String::new() }
+                let options = PutOptions { attributes: place.bucket.attributes.clone(), ..PutOptions::default() };
+                let put = place.client().put_opts(&self.path, payload, options);
+                place.answered("write", &self.name, put)?.map(|_| PartId { content_id: String::new() })
             }
             Some(upload) => {
-                let sent = self.place.client().put_part(&self.path, upload, part, payload);
-                self.place
-                    .call("write", &self.name, sent)
-                    .map_err(|error| Error { message: format!("part {}: {}", part + 1, error.message), ..error })?
+                let put = place.client().put_part(&self.path, upload, part, payload);
+                let named = |error: Error| Error { message: format!("part {}: {}", part + 1, error.message), ..error };
+                place.answered("write", &self.name, put)?.map_err(|(error, answer)| (named(error), answer))
             }
         };
-        self.parts()[part] = Some(sent);
-        Ok(())
+        match sent {
+            Ok(sent) => {
+                self.parts()[part] = Some(sent);
+                place.flow.sent(bytes);
+                Ok(())
+            }
+            Err((error, answer)) => {
+                if matches!(answer.status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)) {
+                    place.flow.throttled(began);
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Makes a write from its own memory; a failed one comes back.

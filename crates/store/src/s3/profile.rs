@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use object_store::CredentialProvider;
@@ -15,11 +15,14 @@ use serde::Deserialize;
 
 use crate::{Error, Kind, Result};
 
-/// How long keys of a file are used before it is read again: other programs may renew them.
-const READ_AGAIN: Duration = Duration::from_secs(60);
+/// How long keys of a file are taken to last. It is read again after half of that: other programs may renew them.
+const OF_A_FILE: Duration = Duration::from_secs(120);
 
-/// How long before they expire keys are renewed.
+/// How long before they expire keys are renewed, but for such as last so short that they are used for half of it.
 const RENEW_BEFORE: Duration = Duration::from_secs(300);
+
+/// How long keys that have not expired are used on after their renewal failed.
+const USE_ON: Duration = Duration::from_secs(10);
 
 /// How long keys are used of which nobody says when they expire.
 const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
@@ -130,12 +133,17 @@ fn section_of(text: &str, section: &str) -> Option<BTreeMap<String, String>> {
 #[derive(Debug, Default)]
 pub(super) struct ProfileCredentials {
     known: Mutex<Option<Known>>,
+    /// Held by the request that asks; the others wait for what it finds.
+    asking: tokio::sync::Mutex<()>,
 }
 
 #[derive(Clone)]
 struct Known {
     credential: Arc<AwsCredential>,
+    asked: Instant,
+    /// When to ask again.
     until: Instant,
+    expires: Instant,
 }
 
 impl std::fmt::Debug for Known {
@@ -144,24 +152,57 @@ impl std::fmt::Debug for Known {
     }
 }
 
+impl ProfileCredentials {
+    fn known(&self) -> MutexGuard<'_, Option<Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn current(&self) -> Option<Arc<AwsCredential>> {
+        self.known().as_ref().filter(|known| Instant::now() < known.until).map(|known| Arc::clone(&known.credential))
+    }
+
+    /// Forgets keys that are known since before this time: the service does not take them.
+    pub(super) fn forget(&self, before: Instant) {
+        self.known().take_if(|known| known.asked <= before);
+    }
+}
+
 #[async_trait::async_trait]
 impl CredentialProvider for ProfileCredentials {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = known().clone().filter(|known| Instant::now() < known.until) {
-            return Ok(known.credential);
+        if let Some(credential) = self.current() {
+            return Ok(credential);
         }
+        let _asking = self.asking.lock().await;
+        if let Some(credential) = self.current() {
+            return Ok(credential);
+        }
+        let now = Instant::now();
         let asked = tokio::time::timeout(COMMAND_MAX, tokio::task::spawn_blocking(ask)).await;
         let failed =
             |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic { store: "S3", source };
-        let asked = asked.map_err(|_| failed(format!("credential_process took longer than {COMMAND_MAX:?}").into()))?;
-        let (credential, lasts) =
-            asked.map_err(|error| failed(error.into()))?.map_err(|error| failed(Box::new(error)))?;
-        let credential = Arc::new(credential);
-        *known() = Some(Known { credential: Arc::clone(&credential), until: Instant::now() + lasts });
-        Ok(credential)
+        let asked = match asked {
+            Err(_) => Err(failed(format!("credential_process took longer than {COMMAND_MAX:?}").into())),
+            Ok(Err(error)) => Err(failed(error.into())),
+            Ok(Ok(asked)) => asked.map_err(|error| failed(Box::new(error))),
+        };
+        let mut known = self.known();
+        match (asked, &mut *known) {
+            (Ok((credential, lasts)), known) => {
+                let until = now + lasts.saturating_sub(RENEW_BEFORE).max(lasts / 2);
+                let credential = Arc::new(credential);
+                *known = Some(Known { credential: Arc::clone(&credential), asked: now, until, expires: now + lasts });
+                Ok(credential)
+            }
+            // What it says now may be different in a moment; these are still good.
+            (Err(_), Some(known)) if now < known.expires => {
+                known.until = now + USE_ON;
+                Ok(Arc::clone(&known.credential))
+            }
+            (Err(error), _) => Err(error),
+        }
     }
 }
 
@@ -176,12 +217,12 @@ struct Printed {
     expiration: Option<String>,
 }
 
-/// The keys, and how long to use them.
+/// The keys, and how long they last.
 fn ask() -> Result<(AwsCredential, Duration)> {
     let gone = || Error::new(Kind::Invalid, "open", "AWS profile", "its keys have been removed");
     let profile = Profile::current()?.ok_or_else(gone)?;
     let Some(command) = profile.get("credential_process") else {
-        return Ok((profile.keys().ok_or_else(|| profile.fail("it has a key without a secret"))?, READ_AGAIN));
+        return Ok((profile.keys().ok_or_else(|| profile.fail("it has a key without a secret"))?, OF_A_FILE));
     };
     let fail = |why: String| profile.fail(&format!("credential_process {command:?}: {why}"));
     let done =
@@ -202,7 +243,7 @@ fn ask() -> Result<(AwsCredential, Duration)> {
             let at = chrono::DateTime::parse_from_rfc3339(text)
                 .map_err(|_| fail(format!("expected Expiration as in RFC 3339, found {text:?}")))?;
             let left = SystemTime::from(at).duration_since(SystemTime::now());
-            left.map_err(|_| fail(format!("its keys expired at {text}")))?.saturating_sub(RENEW_BEFORE)
+            left.map_err(|_| fail(format!("its keys expired at {text}")))?
         }
     };
     let Printed { access_key_id, secret_access_key, session_token, .. } = printed;

@@ -1,0 +1,224 @@
+//! How many objects and parts are sent at a time: more as long as that makes it faster, half of it when the service
+//! asks for fewer.
+//!
+//! A round is as many sent parts as may be sent at a time. At first each round doubles that, until one is not faster
+//! than the one before: then the earlier number was enough, and is kept. When the service throttles, the number is
+//! halved; after that each round adds one, as in the congestion control of TCP.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Scope};
+use std::time::Instant;
+
+use crate::Result;
+use crate::write::{Failure, Making, Write, Writes};
+
+/// So many at the beginning: enough for a connection of 1 GB/s where each part takes 0.1 s.
+const FIRST: usize = 16;
+
+/// Always so many: one would wait for each answer.
+const LEAST: usize = 2;
+
+/// Never more: each takes a thread and a connection.
+const MOST: usize = 64;
+
+/// A round is faster if it is so many times as fast.
+const FASTER: f64 = 1.1;
+
+/// The number of parts in flight of a store.
+pub(super) struct Flow {
+    state: Mutex<State>,
+    freed: Condvar,
+}
+
+struct State {
+    allowed: usize,
+    in_flight: usize,
+    /// The most that was found to be of use; unknown while it still doubles.
+    enough: Option<usize>,
+    round: Round,
+    /// Bytes a second of the round before, and how many were allowed then.
+    before: Option<(f64, usize)>,
+    /// When the number was halved.
+    halved: Option<Instant>,
+}
+
+/// What was sent since it began.
+struct Round {
+    began: Instant,
+    parts: usize,
+    bytes: u64,
+}
+
+impl Round {
+    fn begin(began: Instant) -> Round {
+        Round { began, parts: 0, bytes: 0 }
+    }
+}
+
+impl Default for Flow {
+    fn default() -> Flow {
+        let round = Round::begin(Instant::now());
+        let state = State { allowed: FIRST, in_flight: 0, enough: None, round, before: None, halved: None };
+        Flow { state: Mutex::new(state), freed: Condvar::new() }
+    }
+}
+
+impl State {
+    /// A part was sent.
+    fn sent(&mut self, bytes: u64, now: Instant) {
+        self.round.parts += 1;
+        self.round.bytes += bytes;
+        if self.round.parts < self.allowed {
+            return;
+        }
+        let rate = self.round.bytes as f64 / now.duration_since(self.round.began).as_secs_f64().max(1e-9);
+        let allowed = self.allowed;
+        match (self.enough, self.before) {
+            (Some(enough), _) => self.allowed = (allowed + 1).min(enough),
+            (None, Some((before, fewer))) if rate < before * FASTER => {
+                (self.allowed, self.enough) = (fewer, Some(fewer));
+            }
+            (None, _) => self.allowed = (allowed * 2).min(MOST),
+        }
+        self.before = Some((rate, allowed));
+        self.round = Round::begin(now);
+    }
+
+    /// The service asked for fewer requests, by its answer to one that began then. Others that were in flight when the
+    /// number was halved say nothing new.
+    fn throttled(&mut self, began: Instant, now: Instant) {
+        if self.halved.is_some_and(|halved| began < halved) {
+            return;
+        }
+        self.enough = Some(self.enough.unwrap_or(self.allowed));
+        self.allowed = (self.allowed / 2).max(LEAST);
+        self.halved = Some(now);
+        self.round = Round::begin(now);
+    }
+}
+
+impl Flow {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes note of a part that was sent.
+    pub(super) fn sent(&self, bytes: u64) {
+        self.lock().sent(bytes, Instant::now());
+        self.freed.notify_all();
+    }
+
+    /// Takes note that the service asked for fewer requests, by its answer to one that began then.
+    pub(super) fn throttled(&self, began: Instant) {
+        self.lock().throttled(began, Instant::now());
+    }
+
+    /// Waits until one more part may be sent.
+    fn enter(&self) -> Permit<'_> {
+        let state = self.freed.wait_while(self.lock(), |state| state.in_flight >= state.allowed);
+        state.unwrap_or_else(PoisonError::into_inner).in_flight += 1;
+        Permit(self)
+    }
+
+    /// Makes the writes, each on a thread, as many at a time as are allowed.
+    ///
+    /// # Errors
+    /// The first error that `writes` does not accept; no write is taken after it.
+    pub(super) fn write_all<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> Result<()> {
+        let (failure, threads) = (Failure::default(), AtomicUsize::new(0));
+        // A thread that waits for a write holds no permit: one that brought a failed write back must get through to it.
+        let make = |write: Write<'a>| {
+            let _permit = self.enter();
+            make(write)
+        };
+        let work = Work { flow: self, writes, make: &make, failure: &failure, threads: &threads };
+        thread::scope(|scope| work.more(scope));
+        failure.into_result()
+    }
+}
+
+/// Given back when it is dropped.
+struct Permit<'a>(&'a Flow);
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        self.0.lock().in_flight -= 1;
+        self.0.freed.notify_all();
+    }
+}
+
+/// What the threads of one call share.
+struct Work<'env, 'a> {
+    flow: &'env Flow,
+    writes: &'env dyn Writes<'a>,
+    make: Making<'a, 'env>,
+    failure: &'env Failure,
+    threads: &'env AtomicUsize,
+}
+
+impl<'env, 'a> Work<'env, 'a> {
+    /// Starts as many threads as writes are allowed.
+    fn more<'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) {
+        let allowed = self.flow.lock().allowed;
+        let another = |threads| (threads < allowed).then_some(threads + 1);
+        while self.threads.fetch_update(Ordering::Relaxed, Ordering::Relaxed, another).is_ok() {
+            scope.spawn(move || self.run(scope));
+        }
+    }
+
+    fn run<'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) {
+        while self.failure.make_next(self.writes, self.make) {
+            self.more(scope);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Rounds in which so many parts are sent in a second as the rate says of the number in flight; the numbers.
+    fn rounds(count: usize, state: &mut State, now: &mut Instant, rate: impl Fn(usize) -> f64) -> Vec<usize> {
+        let round = |_| {
+            let (allowed, began) = (state.allowed, *now);
+            *now = began + Duration::from_secs_f64(allowed as f64 / rate(allowed));
+            (0..allowed).for_each(|_| state.sent(8 << 20, *now));
+            state.allowed
+        };
+        (0..count).map(round).collect()
+    }
+
+    fn state() -> (State, Instant) {
+        let (state, now) = (Flow::default().state.into_inner().unwrap(), Instant::now());
+        (State { round: Round::begin(now), ..state }, now)
+    }
+
+    #[test]
+    fn the_number_grows_while_it_makes_sending_faster() {
+        let (mut fast, mut now) = state();
+        assert_eq!(rounds(4, &mut fast, &mut now, |allowed| allowed as f64), [32, 64, 64, 64]);
+        let (mut full, mut now) = state();
+        assert_eq!(rounds(4, &mut full, &mut now, |_| 10.0), [32, 16, 16, 16]);
+        let (mut between, mut now) = state();
+        assert_eq!(rounds(4, &mut between, &mut now, |allowed| allowed.min(30) as f64), [32, 64, 32, 32]);
+    }
+
+    #[test]
+    fn it_is_halved_when_the_service_throttles_and_grows_by_one() {
+        let (mut state, mut now) = state();
+        let (began, second) = (now, Duration::from_secs(1));
+        now += second;
+        (0..16).for_each(|_| state.throttled(began, now));
+        assert_eq!(state.allowed, 8, "once for all that were in flight");
+        assert_eq!(rounds(3, &mut state, &mut now, |allowed| allowed as f64), [9, 10, 11]);
+        for allowed in [5, 2, 2] {
+            now += second;
+            state.throttled(now, now);
+            assert_eq!(state.allowed, allowed);
+        }
+        assert_eq!(rounds(20, &mut state, &mut now, |allowed| allowed as f64).last(), Some(&16), "as many as before");
+    }
+}

@@ -1,0 +1,104 @@
+//! How long reads take: one that takes much longer than its peers is asked for a second time.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Reads of like length whose times are compared: the last so many, and at least so many.
+const PEERS_MAX: usize = 64;
+const PEERS_MIN: usize = 8;
+
+/// A read is late when it has taken so many times as long as the median of its peers.
+const TIMES: u32 = 4;
+
+/// No read is late before; below, the median says more of this machine than of the service.
+pub(super) const SOONEST: Duration = Duration::from_millis(250);
+
+/// At most one read in so many is asked for a second time. More late ones are no exceptions, and a service that is
+/// slow as a whole becomes no faster by more requests.
+const ONE_IN: u64 = 20;
+
+/// The times of the reads of a store.
+#[derive(Default)]
+pub(super) struct Pace(Mutex<Times>);
+
+#[derive(Default)]
+struct Times {
+    /// By the length of the read, in steps of a factor of four.
+    of: HashMap<u32, VecDeque<Duration>>,
+    asked: u64,
+    asked_again: u64,
+}
+
+fn length(bytes: u64) -> u32 {
+    bytes.max(1).ilog2() / 2
+}
+
+impl Pace {
+    fn lock(&self) -> MutexGuard<'_, Times> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a read that begins.
+    pub(super) fn begins(&self) {
+        self.lock().asked += 1;
+    }
+
+    /// Notes how long a read took.
+    pub(super) fn took(&self, bytes: u64, time: Duration) {
+        let mut times = self.lock();
+        let peers = times.of.entry(length(bytes)).or_default();
+        peers.truncate(PEERS_MAX - 1);
+        peers.push_front(time);
+    }
+
+    /// After how long a read of that length is late; `None` as long as too few peers are known.
+    pub(super) fn late_after(&self, bytes: u64) -> Option<Duration> {
+        let times = self.lock();
+        let peers = times.of.get(&length(bytes)).filter(|peers| peers.len() >= PEERS_MIN)?;
+        let mut peers: Vec<Duration> = peers.iter().copied().collect();
+        let middle = peers.len() / 2;
+        let (_, median, _) = peers.select_nth_unstable(middle);
+        Some((*median * TIMES).max(SOONEST))
+    }
+
+    /// Whether one more read may be asked for a second time, which is counted.
+    pub(super) fn asks_again(&self) -> bool {
+        let mut times = self.lock();
+        let may = (times.asked_again + 1) * ONE_IN <= times.asked;
+        times.asked_again += u64::from(may);
+        may
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_is_late_by_its_peers_of_like_length() {
+        let (pace, ms) = (Pace::default(), Duration::from_millis);
+        for i in 0..7 {
+            pace.took(8 << 20, ms(100 + i));
+        }
+        assert_eq!(pace.late_after(8 << 20), None, "too few");
+        pace.took(7 << 20, ms(60_000));
+        let late = pace.late_after(8 << 20).unwrap();
+        assert!((ms(412)..=ms(424)).contains(&late), "by the median: {late:?}");
+        assert_eq!(pace.late_after(64 << 10), None, "other lengths");
+        (0..64).for_each(|_| pace.took(8 << 20, ms(10)));
+        assert_eq!(pace.late_after(8 << 20), Some(SOONEST), "the last ones count");
+    }
+
+    #[test]
+    fn one_read_in_twenty_is_asked_for_again() {
+        let pace = Pace::default();
+        let again: Vec<u64> = (1..=100)
+            .filter(|_| {
+                pace.begins();
+                pace.asks_again()
+            })
+            .collect();
+        assert_eq!(again, [20, 40, 60, 80, 100]);
+    }
+}

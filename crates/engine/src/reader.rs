@@ -121,23 +121,29 @@ impl Files {
         })
     }
 
-    /// Reads a range of whole blocks of a file's data into a slot and returns the blocks that are not what was saved,
-    /// among the `needed` ones, even after a second read. Offsets are absolute in the file.
-    pub(crate) fn read_blocks(
-        &self,
-        file: u32,
-        range: Range<u64>,
-        slot: &mut Slot,
-        needed: impl Fn(Range<u64>) -> bool,
-    ) -> Result<Vec<Damage>> {
-        let open = self.read(file, &range, slot)?;
-        self.check(file, range, &open, slot, needed)
+    /// Reads ranges of whole blocks of a file's data in one request, each into a slot, and returns the blocks that are not
+    /// what was saved, even after a second read. The ranges ascend and lie near each other; offsets are absolute.
+    pub(crate) fn read_blocks(&self, file: u32, ranges: &[Range<u64>], slots: &mut [Slot]) -> Result<Vec<Damage>> {
+        let open = self.read_together(file, ranges, slots)?;
+        let mut damaged = Vec::new();
+        for (range, slot) in ranges.iter().zip(slots) {
+            damaged.extend(self.check(file, range.clone(), &open, slot, |_| true)?);
+        }
+        Ok(damaged)
     }
 
-    /// Reads a range of whole blocks of a file's data into a slot.
-    fn read(&self, file: u32, range: &Range<u64>, slot: &mut Slot) -> Result<Arc<OpenFile>> {
-        let bytes = &mut slot[..(range.end - range.start) as usize];
-        self.read_from(file, range, |open| open.object.read_at(range.start, bytes))
+    /// Reads ranges of a file in one request, each into a slot.
+    fn read_together(&self, file: u32, ranges: &[Range<u64>], slots: &mut [Slot]) -> Result<Arc<OpenFile>> {
+        let starts = ranges.iter().map(|range| range.start).min().unwrap_or(0);
+        let whole = starts..ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        self.read_from(file, &whole, |open| {
+            let part = |(range, slot): (&Range<u64>, _)| -> (u64, &mut [u8]) {
+                let slot: &mut Slot = slot;
+                (range.start, &mut slot[..(range.end - range.start) as usize])
+            };
+            let mut parts: Vec<(u64, &mut [u8])> = ranges.iter().zip(&mut *slots).map(part).collect();
+            open.object.read_ranges(&mut parts)
+        })
     }
 
     /// The blocks that are not what was saved, of a range that was read into a slot and is read again if there are any.
@@ -465,17 +471,8 @@ fn run_together(
     is_host: bool,
 ) -> Result<u64> {
     let mut slots = staging.acquire_many(planned.len())?;
-    let ranges = || planned.iter().map(|planned| &planned.range);
-    let whole =
-        ranges().map(|range| range.start).min().unwrap_or(0)..ranges().map(|range| range.end).max().unwrap_or(0);
-    let open = files.read_from(file, &whole, |open| {
-        let part = |(range, slot): (&Range<u64>, _)| -> (u64, &mut [u8]) {
-            let slot: &mut Slot = slot;
-            (range.start, &mut slot[..(range.end - range.start) as usize])
-        };
-        let mut parts: Vec<(u64, &mut [u8])> = ranges().zip(&mut slots).map(part).collect();
-        open.object.read_ranges(&mut parts)
-    })?;
+    let ranges: Vec<Range<u64>> = planned.iter().map(|planned| planned.range.clone()).collect();
+    let open = files.read_together(file, &ranges, &mut slots)?;
     let taken = planned.into_iter().zip(slots).map(|(planned, slot)| take(files, &open, planned, slot, sinks, is_host));
     taken.sum()
 }

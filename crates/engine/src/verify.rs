@@ -236,19 +236,21 @@ impl Run<'_> {
             Task::Header(file) => self.check_header(files, file),
             Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
         };
-        let in_flight = files.needs().in_flight;
-        reader::each_ahead(group.iter().flat_map(|&file| self.tasks(file)), in_flight, announce, work);
+        let needs = files.needs();
+        let slots_max = (checkpoint.engine.staging.slots() / 2).max(1);
+        let slots = (needs.request_bytes as usize / SLOT_BYTES).clamp(1, slots_max);
+        let tasks = group.iter().flat_map(|&file| self.tasks(file, (slots * SLOT_BYTES) as u64));
+        reader::each_ahead(tasks, needs.in_flight, announce, work);
     }
 
-    /// Verifies the header first, then the blocks while the file as a whole is sound: the manifest's size of a file is
-    /// not verified before.
-    fn tasks(&self, file: u32) -> impl Iterator<Item = Task> {
+    /// Verifies the header first, then the blocks, so many bytes at a time, while the file as a whole is sound: the
+    /// manifest's size of a file is not verified before.
+    fn tasks(&self, file: u32, bytes: u64) -> impl Iterator<Item = Task> {
         let entry = &self.manifest.files()[file as usize];
         let end = entry.bytes;
-        let starts = (entry.data_start..end).step_by(SLOT_BYTES);
+        let starts = (entry.data_start..end).step_by(bytes as usize);
         let blocks = starts.take_while(move |_| !self.unproven().contains(&file));
-        let blocks =
-            blocks.map(move |start| Task::Blocks(file, start..end.min(start.saturating_add(SLOT_BYTES as u64))));
+        let blocks = blocks.map(move |start| Task::Blocks(file, start..end.min(start.saturating_add(bytes))));
         std::iter::once(Task::Header(file)).chain(blocks)
     }
 
@@ -285,7 +287,7 @@ impl Run<'_> {
         }
     }
 
-    /// Checks the checksums of the blocks in the range. If the range cannot be read, it tries its blocks one by one.
+    /// Checks the checksums of the blocks in the range. If the range cannot be read, it tries its parts one by one.
     fn check_blocks(&self, checkpoint: &Checkpoint, file: u32, range: Range<u64>) {
         // The header's check reports damage of the file as a whole.
         if self.unproven().contains(&file) {
@@ -294,11 +296,13 @@ impl Run<'_> {
         let Ok(open) = checkpoint.files.open(file) else { return };
         let block_bytes = open.header.block_bytes;
         let path = &self.manifest.files()[file as usize].path;
-        let damaged = checkpoint
-            .engine
-            .staging
-            .acquire()
-            .and_then(|mut slot| checkpoint.files.read_blocks(file, range.clone(), &mut slot, |_| true));
+        let parts = |bytes: u64| {
+            let (range, starts) = (range.clone(), range.clone().step_by(bytes as usize));
+            starts.map(move |start| start..range.end.min(start + bytes)).collect::<Vec<_>>()
+        };
+        let ranges = parts(SLOT_BYTES as u64);
+        let slots = checkpoint.engine.staging.acquire_many(ranges.len());
+        let damaged = slots.and_then(|mut slots| checkpoint.files.read_blocks(file, &ranges, &mut slots));
         let bytes = range.end - range.start;
         match damaged {
             Ok(damaged) => {
@@ -312,9 +316,8 @@ impl Run<'_> {
                 (self.progress)(done, self.total);
             }
             Err(_) if bytes > block_bytes => {
-                for start in range.clone().step_by(block_bytes as usize) {
-                    self.check_blocks(checkpoint, file, start..range.end.min(start + block_bytes));
-                }
+                let some = if ranges.len() > 1 { ranges } else { parts(block_bytes) };
+                some.into_iter().for_each(|part| self.check_blocks(checkpoint, file, part));
             }
             Err(error) => {
                 let hit = self.spans.hit(file, &range);

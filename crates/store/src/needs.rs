@@ -1,5 +1,7 @@
 //! What a storage needs and offers, said beforehand as plain data, so that its users need not know which one it is.
 
+use std::ops::Range;
+
 /// What suits a storage: how its objects are written and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Needs {
@@ -62,6 +64,18 @@ pub struct ReadNeeds {
     pub request_bytes: u64,
     /// Reads in flight, if none is announced ahead.
     pub in_flight: usize,
+}
+
+/// Of the bytes of a request, one in so many may be unwanted.
+const GAPS_SHARE: u64 = 12;
+
+impl ReadNeeds {
+    /// Whether ranges of one object that span `whole`, the last one `gap` bytes behind the others, are read in one
+    /// request, of which `unwanted` bytes are in no range.
+    pub fn joins(&self, whole: Range<u64>, gap: u64, unwanted: u64) -> bool {
+        let bytes = whole.end - whole.start;
+        gap <= self.gap_bytes && bytes <= self.request_bytes && unwanted.saturating_mul(GAPS_SHARE) <= bytes
+    }
 }
 
 /// Requests that a store has made since it was opened, by kind; none where storage takes no requests.

@@ -12,6 +12,7 @@
 //! rounds never deadlocks.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -218,7 +219,7 @@ impl Shared<'_> {
         let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
         let (memory, damaged) = timed(&counters.spent.reading, || -> Result<_> {
             let mut memory = self.staging.acquire()?;
-            let damaged = self.files.read_blocks(chunk.file, range.clone(), &mut memory, |_| true)?;
+            let damaged = self.files.read_blocks(chunk.file, slice::from_ref(&range), slice::from_mut(&mut memory))?;
             Ok((memory, damaged))
         })?;
         if let Some(damage) = damaged.first() {
@@ -342,7 +343,7 @@ impl Shared<'_> {
             let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
             let began = Instant::now();
             self.files.prefetch(file, range.clone(), &Upcoming { shared_on_host: true, ..Upcoming::default() })?;
-            self.files.read_blocks(file, range.clone(), &mut memory, |_| true)?;
+            self.files.read_blocks(file, slice::from_ref(&range), slice::from_mut(&mut memory))?;
             let bytes = range.end - range.start;
             let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;
             if a_byte_s < fastest {

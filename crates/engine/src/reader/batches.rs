@@ -83,9 +83,6 @@ pub(super) struct Batch {
     gaps: u64,
 }
 
-/// Of the bytes of a request, one in so many may be unwanted.
-const GAPS_SHARE: u64 = 12;
-
 /// Bytes that are lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
 const BATCH_BYTES: u64 = 4 << 20;
 
@@ -103,9 +100,7 @@ impl Batch {
             gap == 0 && bytes <= BATCH_BYTES
         } else {
             self.fetch == Fetch::WhenRead
-                && gap <= needs.gap_bytes
-                && bytes <= needs.request_bytes
-                && (self.gaps + gap) * GAPS_SHARE <= bytes
+                && needs.joins(self.range.start..self.range.start + bytes, gap, self.gaps + gap)
                 && self.planned.len() < slots_max
         };
         let is_behind = next.planned.read.file == self.file && self.range.start <= range.start;

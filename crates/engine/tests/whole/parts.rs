@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use shardfast_engine::{
     Capture, Destination, Engine, Fences, Kind, Prove, Provider, Sink, State, Want, checkpoint, row_major_strides,
-    save_to,
+    save_to, verify_in,
 };
 use shardfast_format::{Catalog, Dims, Leaf, LeafBody, LeafKind, LeafName, Region};
 use shardfast_store::{
@@ -337,5 +337,27 @@ fn ranges_near_each_other_are_read_in_one_request() {
     let bytes = counters.bytes_read.load(Ordering::Relaxed) - before.1;
     // COMMIT, manifest and value; each of two files one to open it, and 13 and 5 MiB.
     assert!(requests <= 3 + 2 + 2 + 1, "{requests} requests");
+    assert!(bytes <= 19 * MIB, "{bytes} bytes");
+}
+
+/// The requests and bytes that something reads.
+fn asked(counters: &Counters, work: impl FnOnce()) -> (u64, u64) {
+    let now = || (counters.requests.load(Ordering::Relaxed), counters.bytes_read.load(Ordering::Relaxed));
+    let before = now();
+    work();
+    (now().0 - before.0, now().1 - before.1)
+}
+
+#[test]
+fn a_verification_reads_long_ranges() {
+    let (store, counters, url) = in_parts("verified", 3 * MIB, 0);
+    let engine = Engine::new(shardfast_coord::solo(), 32 << 20).unwrap();
+    saved(&store, &engine, &url, false).unwrap();
+    let (requests, bytes) = asked(&counters, || {
+        let report = verify_in(&engine, Arc::clone(&store), &url, &|_, _| ()).unwrap();
+        assert!(report.is_sound() && report.bytes >= 17 * MIB, "{report:?}");
+    });
+    // Two COMMIT, manifest, two indexes; each of three files to open it, 8 + 5, 5 MiB and a value, which is read twice.
+    assert!(requests <= 5 + 3 + 2 + 1 + 2, "{requests} requests");
     assert!(bytes <= 19 * MIB, "{bytes} bytes");
 }

@@ -6,6 +6,7 @@ mod crashes;
 mod keys;
 mod late;
 mod proxy;
+mod reports;
 mod space;
 
 use shardfast_store::servers::Server;
@@ -54,4 +55,9 @@ fn a_server_without_space_ends_a_save_at_once() {
 #[test]
 fn late_reads_are_asked_for_again() {
     Server::with("minio", "late_reads_are_asked_for_again", late::reads_are_asked_for_again);
+}
+
+#[test]
+fn a_report_lists_each_failure() {
+    Server::with("minio", "a_report_lists_each_failure", reports::list_each_failure);
 }

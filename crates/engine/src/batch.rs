@@ -8,7 +8,7 @@ use shardfast_plan::Write;
 use shardfast_store::Store;
 
 use crate::commit;
-use crate::error::{Error, Result, panicked};
+use crate::error::{Error, Patience, Result, panicked};
 use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan, ValuePlan};
@@ -140,8 +140,8 @@ pub(crate) fn receipt(
     state: &State,
     plan: &RankPlan,
     compared: &ValuePlan,
-    tensors: BatchOutcome,
-    values: BatchOutcome,
+    [tensors, values]: [BatchOutcome; 2],
+    patience: Patience<'_>,
 ) -> Result<Receipt> {
     let files = [tensors.files(), values.files()].concat();
     if let Some(error) = tensors.failure.or(values.failure) {
@@ -149,7 +149,7 @@ pub(crate) fn receipt(
     }
     operation.expect_young()?;
     if !store.needs().lists_are_current {
-        commit::still_there(store, &files, operation.deadline())?;
+        commit::still_there(store, &files, patience)?;
     }
     let header_crcs =
         tensors.written.header_crcs.iter().chain(&values.written.header_crcs).map(|crc| crc.to_le_bytes()).collect();

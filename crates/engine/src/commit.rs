@@ -25,7 +25,7 @@ use shardfast_store::{Store, join};
 
 use crate::assemble::assemble;
 use crate::contents;
-use crate::error::{Error, Kind, Result, retry, retry_within};
+use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
 use crate::operation::Operation;
 use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
@@ -53,6 +53,7 @@ pub(crate) fn commit(
     plan: &RankPlan,
     values: &ValuePlan,
     receipt: Result<Receipt>,
+    patience: Patience<'_>,
 ) -> std::result::Result<(), Failed> {
     let world = operation.engine.world();
     let mut published = false;
@@ -65,13 +66,12 @@ pub(crate) fn commit(
         let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
-        let patience = operation.deadline();
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
         let files = files(&manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
         let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
         let prepared = prepared.and_then(|()| operation.expect_young());
         published = prepared.is_ok();
-        let outcome = prepared.and_then(|()| publish(store, &commit, patience.min(PUBLISH_MAX)));
+        let outcome = prepared.and_then(|()| publish(store, &commit, patience.at_most(PUBLISH_MAX)));
         let outcome = outcome.and_then(|()| take_back_if_hollow(store, &files, patience));
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
@@ -106,7 +106,7 @@ pub(crate) fn commit(
 ///
 /// # Errors
 /// As [`presence::expect`].
-pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<()> {
     presence::expect(store, files, within).map_err(|error| match error.kind {
         Kind::Corrupt => Error::corrupt(format!(
             "{}. The save wrote these files: either another program removed or changed them before the commit (none \
@@ -123,7 +123,7 @@ pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> 
 }
 
 /// Checks the files again after `COMMIT` was published: another program may have removed them meanwhile.
-fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<()> {
     match still_there(store, files, within) {
         Err(error) if error.kind == Kind::Corrupt => match store.delete(COMMIT) {
             Ok(()) => Err(error),
@@ -273,12 +273,12 @@ pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &M
         put_indexes(store, indexes(manifest))
     })?;
     presence::expect(store, &files, Duration::MAX)?;
-    publish(store, commit, Duration::MAX).map_err(|error| error.within(format_args!("copy to {url}")))
+    publish(store, commit, Duration::MAX.into()).map_err(|error| error.within(format_args!("copy to {url}")))
 }
 
 /// Step 4. Retried only while no record is visible: a visible record that is not durable cannot be made so by a second
 /// sync, since the system may have dropped what it could not write.
-fn publish(store: &dyn Store, commit: &Commit, patience: Duration) -> Result<()> {
+fn publish(store: &dyn Store, commit: &Commit, patience: Patience<'_>) -> Result<()> {
     let mut outcome = Ok(());
     retry_within(
         patience,

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use shardfast_format::{COMMIT, Manifest, is_own_path};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
-use crate::error::{Error, Result, retry_within};
+use crate::error::{Error, Patience, Result, retry_within};
 
 /// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
 pub(crate) const LEVELS_MAX: usize = 8;
@@ -47,7 +47,7 @@ pub(crate) struct Contents {
 /// # Errors
 /// The store's errors. A missing directory is none.
 pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
-    survey_within(store, dir, manifest, levels, Duration::MAX, true)
+    survey_within(store, dir, manifest, levels, Duration::MAX.into(), true)
 }
 
 /// All own files in the directory `dir` of a store and below it, whatever else is there.
@@ -55,7 +55,7 @@ pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, 
 /// # Errors
 /// As [`survey`].
 pub(crate) fn own(store: &dyn Store, dir: &str) -> Result<Contents> {
-    survey_within(store, dir, None, LEVELS_MAX, Duration::MAX, false)
+    survey_within(store, dir, None, LEVELS_MAX, Duration::MAX.into(), false)
 }
 
 /// [`survey`] whose requests are tried for so long at most, and which may go on where it finds foreign things.
@@ -64,7 +64,7 @@ fn survey_within(
     dir: &str,
     manifest: Option<&Manifest>,
     levels: usize,
-    within: Duration,
+    within: Patience<'_>,
     stops: bool,
 ) -> Result<Contents> {
     let named: HashSet<&str> = manifest.into_iter().flat_map(Manifest::files).map(|file| file.path.as_str()).collect();
@@ -118,8 +118,13 @@ impl Contents {
 ///
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
-pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize, within: Duration) -> Result<()> {
-    match survey_within(store, "", None, levels, within, true)?.foreign_names() {
+pub(crate) fn refuse_foreign<'a>(
+    store: &dyn Store,
+    url: &str,
+    levels: usize,
+    within: impl Into<Patience<'a>>,
+) -> Result<()> {
+    match survey_within(store, "", None, levels, within.into(), true)?.foreign_names() {
         None => Ok(()),
         // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.
         Some(_) if store.size(COMMIT).is_ok() => Ok(()),
@@ -130,7 +135,7 @@ pub(crate) fn refuse_foreign(store: &dyn Store, url: &str, levels: usize, within
     }
 }
 
-fn list(store: &dyn Store, dir: &str, within: Duration) -> Result<Vec<Entry>> {
+fn list(store: &dyn Store, dir: &str, within: Patience<'_>) -> Result<Vec<Entry>> {
     let list = || match store.list(dir) {
         Err(error) if error.kind == Stored::NotFound => Ok(Vec::new()),
         entries => Ok(entries?),

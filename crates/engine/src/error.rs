@@ -129,6 +129,44 @@ const LONG_TRIES_MAX: usize = 11;
 /// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
+/// Failures of the storage after which a save of this rank tries nothing again: a service that throttles fails a
+/// request in twenty, and a rank makes ten thousand of them to save a terabyte.
+const FAILURES_MAX: u64 = 1000;
+
+/// Takes note of what fails at the storage during a save.
+pub(crate) trait Failures: Sync {
+    /// Notes a failure, at the so-manieth try of an operation, and the pause before the next one.
+    fn failed(&self, error: &Error, tried: usize, pause: Option<Duration>);
+
+    /// How many there were, and one of the last.
+    fn before(&self) -> (u64, Option<String>);
+}
+
+/// How long what fails is tried again, and which save takes note of the failures.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience<'a> {
+    within: Duration,
+    save: Option<&'a dyn Failures>,
+}
+
+impl<'a> Patience<'a> {
+    /// That of a save.
+    pub(crate) fn of(save: &'a dyn Failures, within: Duration) -> Patience<'a> {
+        Patience { within, save: Some(save) }
+    }
+
+    /// For so long at most.
+    pub(crate) fn at_most(self, most: Duration) -> Patience<'a> {
+        Patience { within: self.within.min(most), ..self }
+    }
+}
+
+impl From<Duration> for Patience<'_> {
+    fn from(within: Duration) -> Self {
+        Patience { within, save: None }
+    }
+}
+
 /// The tries of one operation.
 pub(crate) struct Tries {
     began: Instant,
@@ -141,30 +179,40 @@ impl Tries {
         Tries { began: Instant::now(), failed: 0 }
     }
 
-    /// The pause before the next try after this error.
+    /// When the next try after this error begins. The save takes note of the error.
     ///
     /// # Errors
-    /// The error itself if it will not pass, or if no try is left or fits into `within` since the first one; then its
-    /// message says how often it was tried.
-    pub(crate) fn again(&mut self, error: Error, within: Duration) -> Result<Instant> {
+    /// The error itself if it will not pass, or if no try is left or fits into the patience since the first one; then
+    /// its message says how often it was tried, and what else failed in the save.
+    pub(crate) fn again(&mut self, error: Error, patience: Patience<'_>) -> Result<Instant> {
         self.failed += 1;
-        if error.kind != Kind::Unavailable || error.is_final {
-            return Err(error);
-        }
         let (now, tried) = (Instant::now(), self.began.elapsed());
+        let (before, last) = patience.save.map(|save| save.before()).unwrap_or_default();
+        let may_pass = error.kind == Kind::Unavailable && !error.is_final;
         let pause = match error.wait {
+            _ if !may_pass || before + 1 >= FAILURES_MAX => None,
             None => PAUSES_MS.get(self.failed - 1).map(|&ms| Duration::from_millis(ms)),
             Some(_) if self.failed > LONG_TRIES_MAX => None,
             Some(wait) => Some(wait.max(jittered(LONG_PAUSES_MS[(self.failed - 1).min(LONG_PAUSES_MS.len() - 1)]))),
         };
-        match pause.filter(|&pause| tried.saturating_add(pause) <= within) {
-            Some(pause) => Ok(now + pause),
-            None if self.failed == 1 => Err(error),
-            None => {
-                let message = format!("{}; tried {} times in {tried:.1?}", error.message, self.failed);
-                Err(Error { message, ..error })
-            }
+        let pause = pause.filter(|&pause| tried.saturating_add(pause) <= patience.within);
+        if let Some(save) = patience.save {
+            save.failed(&error, self.failed, pause);
         }
+        if let Some(pause) = pause {
+            return Ok(now + pause);
+        }
+        let mut message = error.message;
+        if may_pass && self.failed > 1 {
+            message += &format!("; tried {} times in {tried:.1?}", self.failed);
+        }
+        if may_pass && before + 1 >= FAILURES_MAX {
+            message += &format!("; nothing is tried again after {FAILURES_MAX} failures of the storage in one save");
+        }
+        if let Some(last) = last.filter(|_| may_pass && before >= self.failed as u64) {
+            message += &format!("; the storage failed {before} times before in this save, at last: {last}");
+        }
+        Err(Error { message, ..error })
     }
 }
 
@@ -186,16 +234,16 @@ pub(crate) fn retry<T>(act: impl FnMut() -> Result<T>) -> Result<T> {
 ///
 /// # Errors
 /// The last error, with the number of tries; or why it was cancelled.
-pub(crate) fn retry_within<T>(
-    within: Duration,
+pub(crate) fn retry_within<'a, T>(
+    patience: impl Into<Patience<'a>>,
     given_up: impl Fn() -> Option<Error>,
     mut act: impl FnMut() -> Result<T>,
 ) -> Result<T> {
-    let mut tries = Tries::begin();
+    let (patience, mut tries) = (patience.into(), Tries::begin());
     loop {
         let due = match act() {
             Ok(done) => return Ok(done),
-            Err(error) => tries.again(error, within)?,
+            Err(error) => tries.again(error, patience)?,
         };
         while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
             given_up().map_or(Ok(()), Err)?;
@@ -287,12 +335,13 @@ impl From<shardfast_coord::Error> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::progress::Progress;
 
     fn pauses(wait: Option<Duration>, within: Duration) -> (Vec<Duration>, Error) {
         let (mut tries, mut pauses) = (Tries::begin(), Vec::new());
         loop {
             let now = Instant::now();
-            match tries.again(Error { wait, ..Error::new(Kind::Unavailable, "away") }, within) {
+            match tries.again(Error { wait, ..Error::new(Kind::Unavailable, "away") }, within.into()) {
                 Ok(due) => pauses.push(due - now),
                 Err(error) => return (pauses, error),
             }
@@ -311,6 +360,23 @@ mod tests {
         let (asked, _) = pauses(Some(Duration::from_secs(7)), Duration::MAX);
         assert!(asked.iter().all(|pause| pause.as_millis() >= 6_900), "{asked:?}");
         assert_ne!(long, pauses(Some(Duration::ZERO), Duration::MAX).0, "with jitter");
+    }
+
+    #[test]
+    fn a_save_takes_note_of_each_failure_and_ends_after_a_thousand() {
+        let save = Progress::detached();
+        let patience = Patience::of(&save, Duration::MAX);
+        let away = |what: &str| Error { wait: Some(Duration::ZERO), ..Error::new(Kind::Unavailable, what) };
+        Tries::begin().again(away("write a: part 3: away"), patience).unwrap();
+        let report = save.shared.lock().report.clone();
+        assert!(report.failures[0].contains(" ms: write a: part 3: away; try 1, again in "), "{report:?}");
+        let refused = Tries::begin().again(Error::new(Kind::Invalid, "write b: denied"), patience).unwrap_err();
+        assert_eq!(refused.message, "write b: denied");
+        let ended = (2..FAILURES_MAX).find_map(|_| Tries::begin().again(away("write c: away"), patience).err());
+        let (ended, count) = (ended.unwrap().message, save.before().0);
+        assert!(ended.starts_with("write c: away; nothing is tried again after 1000 failures"), "{ended}");
+        assert!(ended.contains("failed 999 times before in this save, at last: "), "{ended}");
+        assert_eq!(count, FAILURES_MAX);
     }
 
     #[test]

@@ -23,7 +23,7 @@ impl Pending {
         save: impl FnOnce(&Progress) -> Result<()> + Send + 'static,
     ) -> Pending {
         let shared = Arc::new(Shared::new(captured));
-        let progress = Progress { shared: Arc::clone(&shared) };
+        let progress = Progress::new(Arc::clone(&shared));
         let body = move || {
             let outcome =
                 catch_unwind(AssertUnwindSafe(|| save(&progress))).unwrap_or_else(|panic| Err(panicked(&*panic)));

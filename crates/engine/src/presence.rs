@@ -8,11 +8,10 @@
 use std::collections::{HashMap, hash_map};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use shardfast_store::Store;
 
-use crate::error::{Error, Kind, Result, retry, retry_within};
+use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
 
 /// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
 /// an order.
@@ -28,7 +27,8 @@ const NAMES_MAX: usize = 3;
 ///
 /// # Errors
 /// `Corrupt`, naming files that are missing or have another size; the store's error if it lasts for `within`.
-pub(crate) fn expect(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<()> {
+pub(crate) fn expect<'a>(store: &dyn Store, files: &[(String, u64)], within: impl Into<Patience<'a>>) -> Result<()> {
+    let within = within.into();
     let flaws = match store.needs().lists_are_current {
         true => flaws_in_lists(store, files, within)?,
         false => flaws_one_by_one(store, files, within)?,
@@ -60,7 +60,7 @@ pub(crate) fn is_there(store: &dyn Store, name: &str) -> Result<bool> {
 
 /// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for
 /// by its name: a bit of the list may have turned on the way.
-fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<Vec<String>> {
+fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<String>> {
     let parts =
         |name: &str| name.rsplit_once('/').map_or((String::new(), name.to_owned()), |(d, n)| (d.into(), n.into()));
     let mut lists: HashMap<String, HashMap<String, u64>> = HashMap::new();
@@ -95,7 +95,7 @@ fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Duration) 
 }
 
 /// How files differ from what was written, each asked for by its name.
-fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Duration) -> Result<Vec<String>> {
+fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<String>> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let look = || {
         loop {
@@ -143,7 +143,7 @@ mod tests {
         for (name, bytes) in &files {
             store.put(name, &vec![1; *bytes as usize]).unwrap();
         }
-        let check = || expect(&*store, &files, Duration::ZERO);
+        let check = || expect(&*store, &files, std::time::Duration::ZERO);
         assert_eq!(check(), Ok(()));
         for (name, bytes) in files.iter().step_by(10) {
             let path = dir.path().join(name);

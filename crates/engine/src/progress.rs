@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use shardfast_store::Requests;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Failures, Kind, Result};
 use crate::receipt::FileShape;
 use crate::staging::Staging;
 
@@ -27,8 +27,8 @@ pub struct Report {
     pub page_lock_failure: Option<String>,
     /// Requests that this rank made, by kind; empty where the storage takes none.
     pub requests: BTreeMap<&'static str, u64>,
-    /// Failures of the storage while data files were written, each with the time since the request; all but the first
-    /// 64 are only counted.
+    /// Failures of the storage, each with the time since the request, the operation, its object and part, the cause,
+    /// and when it was tried again; all but the first 64 are only counted.
     pub failures: Vec<String>,
     /// Failures beyond those.
     pub failures_left_out: u64,
@@ -56,6 +56,8 @@ pub(crate) struct State {
 /// The running save's end of it.
 pub(crate) struct Progress {
     pub(crate) shared: Arc<Shared>,
+    /// Whose report takes note of failures.
+    reported_in: Arc<Shared>,
 }
 
 impl Shared {
@@ -91,9 +93,18 @@ impl Shared {
 }
 
 impl Progress {
+    pub(crate) fn new(shared: Arc<Shared>) -> Progress {
+        Progress { reported_in: Arc::clone(&shared), shared }
+    }
+
     /// For work without a caller that waits for `captured` or `staged`.
     pub(crate) fn detached() -> Progress {
-        Progress { shared: Arc::new(Shared::new(true)) }
+        Progress::new(Arc::new(Shared::new(true)))
+    }
+
+    /// For a part of this save whose caller waits for neither; its failures are this save's.
+    pub(crate) fn beside(&self) -> Progress {
+        Progress { reported_in: Arc::clone(&self.reported_in), ..Progress::detached() }
     }
 
     /// Sets that all that is captured eagerly is copied.
@@ -151,16 +162,6 @@ impl Progress {
         self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
     }
 
-    /// Notes a failure of the storage, which may be retried.
-    pub(crate) fn failed(&self, error: &Error) {
-        let ms = self.shared.requested.elapsed().as_millis();
-        let mut state = self.shared.lock();
-        match state.report.failures.len() < FAILURES_MAX {
-            true => state.report.failures.push(format!("{ms} ms: {}", error.message)),
-            false => state.report.failures_left_out += 1,
-        }
-    }
-
     /// Counts data files that this rank wrote.
     pub(crate) fn wrote(&self, files: &[FileShape]) {
         let mut state = self.shared.lock();
@@ -188,6 +189,31 @@ impl Progress {
             _ => "planned, not yet captured",
         };
         Error { message: format!("{} (its part was {stage})", error.message), ..error }
+    }
+}
+
+impl Failures for Progress {
+    fn failed(&self, error: &Error, tried: usize, pause: Option<Duration>) {
+        // An answer that something is there, or is not, is no failure of the storage.
+        if matches!(error.kind, Kind::Conflict | Kind::NotFound) {
+            return;
+        }
+        let ms = self.reported_in.requested.elapsed().as_millis();
+        let next = match pause {
+            Some(pause) => format!("again in {} ms", pause.as_millis()),
+            None => "not again".to_owned(),
+        };
+        let mut state = self.reported_in.lock();
+        match state.report.failures.len() < FAILURES_MAX {
+            true => state.report.failures.push(format!("{ms} ms: {}; try {tried}, {next}", error.message)),
+            false => state.report.failures_left_out += 1,
+        }
+    }
+
+    fn before(&self) -> (u64, Option<String>) {
+        let report = &self.reported_in.lock().report;
+        let count = report.failures.len() as u64 + report.failures_left_out;
+        (count, report.failures.last().cloned())
     }
 }
 

@@ -19,7 +19,7 @@ use crate::capture::Captures;
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, Result, retry_within};
+use crate::error::{Error, Patience, Result, retry_within};
 use crate::operation::Operation;
 use crate::pending::Pending;
 use crate::planning::{self, Planning, RankPlan, ValuePlan};
@@ -50,7 +50,9 @@ pub fn save_deferred(
 ) -> Pending {
     let (devices, url) = (Arc::clone(&engine.storage), destination.url.clone());
     // Opened in the background: on remote storage even that can take long.
-    let open = move || retry_within(deadline, || None, || Ok(shardfast_store::open_on(&url, &devices)?));
+    let open = move |progress: &Progress| {
+        retry_within(Patience::of(progress, deadline), || None, || Ok(shardfast_store::open_on(&url, &devices)?))
+    };
     begin(engine, open, destination, captures, state, deadline)
 }
 
@@ -62,12 +64,12 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    begin(engine, move || store, destination, state.captures(), || state, deadline)
+    begin(engine, move |_| store, destination, state.captures(), || state, deadline)
 }
 
 fn begin(
     engine: &Arc<Engine>,
-    open: impl FnOnce() -> Result<Arc<dyn Store>> + Send + 'static,
+    open: impl FnOnce(&Progress) -> Result<Arc<dyn Store>> + Send + 'static,
     destination: Destination,
     captures: Captures,
     state: impl FnOnce() -> State + Send + 'static,
@@ -88,7 +90,8 @@ fn begin(
         if goes_on {
             background::take_less();
         }
-        let save = Save { operation: &operation, store: open(), destination: &destination, state: state(), progress };
+        let save =
+            Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
         let outcome = save.run();
         progress.asked(save.store().map(|store| store.requests()).unwrap_or_default());
         outcome
@@ -134,6 +137,11 @@ impl Save<'_> {
         self.store.as_deref().map_err(Error::clone)
     }
 
+    /// How long requests are tried again.
+    fn patience(&self) -> Patience<'_> {
+        Patience::of(self.progress, self.operation.deadline())
+    }
+
     /// The multiple at which the data of files begin there.
     fn data_at(&self) -> Result<u64> {
         Ok(writer::data_at(self.store()?.needs().pieces))
@@ -142,15 +150,15 @@ impl Save<'_> {
     /// Checks that this rank can take part and the storage publish, before anything is written.
     fn check(&self) -> Result<()> {
         let store = self.store()?;
-        contents::refuse_foreign(store, &self.destination.url, 0, self.operation.deadline())?;
+        contents::refuse_foreign(store, &self.destination.url, 0, self.patience())?;
         self.state.check()?;
-        retry_within(self.operation.deadline(), || None, || Ok(store.can_publish()?))
+        retry_within(self.patience(), || None, || Ok(store.can_publish()?))
     }
 
     /// Rank 0's last check of the place before ranks agree.
     fn admit(&self) -> Result<()> {
         let store = self.store()?;
-        retry_within(self.operation.deadline(), || None, || commit::admit(store, self.destination))
+        retry_within(self.patience(), || None, || commit::admit(store, self.destination))
     }
 
     /// Captures and writes this rank's parts, and reads what else is compared.
@@ -192,7 +200,7 @@ impl Save<'_> {
         let mine: Vec<Write> = mine.map(|&leaf| Write::whole(leaf, 0)).collect();
         let data_at = writer::data_at(store.needs().pieces);
         let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes, data_at);
-        let written = batch.write(self.operation, store, &Progress::detached(), self.destination.blocking);
+        let written = batch.write(self.operation, store, &self.progress.beside(), self.destination.blocking);
         self.progress.mark("durable");
         written
     }
@@ -209,9 +217,10 @@ impl Save<'_> {
         self.progress.wrote(&tensors.shapes);
         self.progress.wrote(&written.shapes);
         let paths = [tensors.paths.as_slice(), written.paths.as_slice()].concat();
-        let receipt = batch::receipt(self.operation, store, &self.state, plan, values, tensors, written);
+        let patience = self.patience();
+        let receipt = batch::receipt(self.operation, store, &self.state, plan, values, [tensors, written], patience);
         let receipt = receipt.map_err(|error| self.progress.with_stage(error));
-        commit::commit(self.operation, store, self.destination, plan, values, receipt).map_err(|failed| {
+        commit::commit(self.operation, store, self.destination, plan, values, receipt, patience).map_err(|failed| {
             if failed.nothing_published {
                 self.discard(&paths);
             }

@@ -28,7 +28,7 @@ use shardfast_store::{Buffer, Kind as StoreKind, Next, ObjectWriter, Pieces, Sto
 use smallvec::SmallVec;
 
 use crate::capture::Capture;
-use crate::error::{Error, FirstFailure, GLANCE, Result, Tries, retry_within};
+use crate::error::{Error, FirstFailure, GLANCE, Patience, Result, Tries, retry_within};
 use crate::progress::{Countdown, Progress};
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
@@ -135,9 +135,8 @@ struct Again<'a> {
 }
 
 impl Again<'_> {
-    fn retry<T>(&self, mut act: impl FnMut() -> Result<T>) -> Result<T> {
-        let act = || act().inspect_err(|error| self.progress.failed(error));
-        retry_within(self.patience, || self.progress.cancelled(), act)
+    fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
+        retry_within(Patience::of(self.progress, self.patience), || self.progress.cancelled(), act)
     }
 }
 
@@ -423,10 +422,9 @@ impl<'a> Writes<'a> for Filled<'a> {
     }
 
     fn failed(&self, write: Write<'a>, error: shardfast_store::Error) -> shardfast_store::Result<()> {
-        self.again.progress.failed(&error.clone().into());
         let mut failed = self.lock();
         let tries = failed.tries.entry(write.number).or_insert_with(Tries::begin);
-        match tries.again(error.clone().into(), self.again.patience) {
+        match tries.again(error.clone().into(), Patience::of(self.again.progress, self.again.patience)) {
             Ok(due) => failed.writes.push((due, write)),
             Err(last) => {
                 self.run.failure.set(last);

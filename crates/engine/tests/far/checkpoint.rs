@@ -5,8 +5,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use shardfast_engine::{
-    Destination, Engine, Prove, Provider, Result, Sink, State, ValueRef, Want, checkpoint, row_major_strides, save_to,
-    verify_in,
+    Destination, Engine, Pending, Prove, Provider, Result, Sink, State, ValueRef, Want, checkpoint, row_major_strides,
+    save_to, verify_in,
 };
 use shardfast_format::object::encode;
 use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafKind, LeafName, Region, Value};
@@ -79,6 +79,11 @@ pub(crate) fn direct(url: &str) -> Arc<dyn Store> {
 
 /// Saves the leaves.
 pub(crate) fn save(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
+    begin(store, deadline).committed(None)
+}
+
+/// Begins to save the leaves.
+pub(crate) fn begin(store: &Arc<dyn Store>, deadline: Duration) -> Pending {
     let leaf = |(name, body, _): &Held| Leaf { name: name.clone(), body: body.clone(), layout: String::new() };
     let provider = |(_, _, bytes): &Held| vec![Arc::new(Common(Arc::clone(bytes))) as Arc<dyn Provider>];
     let state = State {
@@ -89,7 +94,7 @@ pub(crate) fn save(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
     };
     let url = store.url().to_owned();
     let destination = Destination { url, step: None, user: BTreeMap::new(), prove: Prove::default(), blocking: true };
-    save_to(&engine(), Ok(Arc::clone(store)), destination, state, deadline).committed(None)
+    save_to(&engine(), Ok(Arc::clone(store)), destination, state, deadline)
 }
 
 /// Loads all leaves, and compares them with what was saved.

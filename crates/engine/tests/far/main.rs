@@ -6,6 +6,7 @@ mod crashes;
 mod keys;
 mod late;
 mod proxy;
+mod reports;
 mod space;
 mod sweep;
 
@@ -60,4 +61,9 @@ fn late_reads_are_asked_for_again() {
 #[test]
 fn debris_is_swept() {
     Server::with("versitygw", "debris_is_swept", sweep::debris);
+}
+
+#[test]
+fn a_report_lists_each_failure() {
+    Server::with("minio", "a_report_lists_each_failure", reports::list_each_failure);
 }

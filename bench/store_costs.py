@@ -1,4 +1,4 @@
-"""What saves to S3 cost the process that saves: memory beside the state, and the time that the training waits."""
+"""What saves to S3 cost the process that saves: processor time, memory, and the time that the training waits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,107 @@ from typing import Any
 
 import shardfast as sf
 import torch.distributed as dist
-from figures import OURS, Figures, median, spread, summary, table
+from figures import OURS, Figures, median, ratio, spread, summary, table
 from footprint import CONSTANT_BYTES, MIB, extra_memory
-from ranks import Settings, attempt, of_all, on_rank_0, remove, run, turned
+from ranks import (
+    ROUNDS_MAX,
+    Cost,
+    Costs,
+    Settings,
+    attempt,
+    made,
+    of_all,
+    on_rank_0,
+    remove,
+    run,
+    timed,
+    turned,
+)
 from shardfast import session
 from stall import KIB, WARM_UPS, Case
 from states import State, bytes_of, counted, expect_equal, sharded, zero
-from store_rivals import StoreSystem, delete, store_systems
-from store_server import Server
+from store_rivals import Crt, Obstore, StoreSystem, delete, store_systems
+from store_server import Server, discarding
 
 TIMES_BUDGET = 20
+PART_BYTES, DEPTH, TARGET_GBPS = 8 * MIB, 8, 10.0
+CHECKSUM = "CRC64NVME"
 LOCAL, FAR = "local disk", "S3"
 CASES = (Case(1000, 4 * KIB, saves=50), Case(1000, 256 * KIB, saves=10))
 QUICK = (Case(100, 4 * KIB, saves=2),)
 
 
 def measure(settings: Settings, server: Server) -> Figures:
-    return {"memory": _memory(settings, server), "stall": _stall(settings, server)}
+    with discarding() as discard:
+        thrift = _thrift(settings, discard)
+    return {"processor": thrift, "memory": _memory(settings, server), "stall": _stall(settings, server)}
+
+
+def _thrift(settings: Settings, server: Server) -> Figures:
+    """Processor time of uploads to a server that discards them."""
+    few = replace(settings, rounds=min(settings.rounds, ROUNDS_MAX), gigabytes=settings.gigabytes / 2)
+    found: dict[str, Any] = run(_thrift_worker, few, server, environment=server.environment)
+    costs: dict[str, Costs] = found["costs"]
+    gigabytes = found["bytes"] / 1e9
+    bare = min(found["bare"], key=lambda name: median([one.cpu_s for one in costs[name].all]))
+    cpu = {name: [one.cpu_s / gigabytes for one in of.all] for name, of in costs.items()}
+    rows: list[list[object]] = []
+    for name, of in costs.items():
+        rates = [gigabytes / one for one in of.seconds()]
+        of_bare = ratio(cpu[name], cpu[bare])
+        row: list[object] = [name, median(rates), spread(rates), f"{median(cpu[name]):.3f}", spread(cpu[name], 3)]
+        rows.append([*row, median(of_bare), spread(of_bare)])
+    columns = ("GB/s", "(min .. max)", "client's CPU s/GB", "(min .. max)", "of the thriftiest bare", "(min .. max)")
+    table(f"uploads to a server that discards them, {gigabytes:.2f} GB", ("", *columns), rows)
+    for name, reason in found["failed"].items():
+        print(f"  not in the table: {name}: {reason}")
+    return {
+        "bytes": found["bytes"],
+        "bare": bare,
+        "cpu_s_per_gb": {name: summary(of) for name, of in cpu.items()},
+        "gb_s": {name: summary([gigabytes / one for one in of.seconds()]) for name, of in costs.items()},
+        "of_bare": summary(ratio(cpu[OURS], cpu[bare])),
+        "of_rival": {name: summary(ratio(cpu[OURS], of)) for name, of in cpu.items() if name in found["rivals"]},
+        "failed": found["failed"],
+    }
+
+
+def _thrift_worker(settings: Settings, server: Server) -> dict[str, Any]:
+    state = sharded(settings.total_bytes, seed=1)
+    share = bytes_of(state) // dist.get_world_size()
+    data = os.urandom(share)
+    systems, failed = store_systems(server)
+    bare, missing = made({
+        "obstore": lambda: Obstore(server, PART_BYTES, DEPTH),
+        "obstore, checksums": lambda: Obstore(server, PART_BYTES, DEPTH, CHECKSUM),
+        "AWS CRT": lambda: Crt(server, PART_BYTES, TARGET_GBPS),
+    })  # fmt: skip
+    failed |= missing
+    uploads: dict[str, Callable[[str], object]] = {
+        one.name: lambda prefix, one=one: one.save(prefix, state) for one in systems
+    }
+    uploads |= {one.name: lambda prefix, one=one: one.put(f"{prefix}-{dist.get_rank()}", data) for one in bare}
+    costs: dict[str, Costs] = {name: Costs() for name in uploads}
+    for number in range(settings.warm_ups + settings.rounds):
+        for at, name in enumerate(turned(list(uploads), number)):
+            found: list[Cost] = []
+            reason = attempt(_upload, uploads[name], f"thrift-{number}-{at}", found)
+            if reason is not None:
+                failed[name] = reason
+                del costs[name], uploads[name]
+            elif number >= settings.warm_ups:
+                costs[name].add(found[0])
+    return {
+        "bytes": bytes_of(state),
+        "costs": costs,
+        "bare": [one.name for one in bare if one.name in costs],
+        "rivals": [one.name for one in systems if one.name in costs and one.name != OURS],
+        "failed": failed,
+    }
+
+
+def _upload(upload: Callable[[str], object], prefix: str, found: list[Cost]) -> None:
+    found.append(timed(lambda: upload(prefix)))
 
 
 def _memory(settings: Settings, server: Server) -> Figures:

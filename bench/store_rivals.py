@@ -155,15 +155,11 @@ NOT_MEASURED = {
 """What is not in the tables, and why."""
 
 
-def store_systems(server: Server, *, with_slowest: bool = True) -> tuple[list[StoreSystem], dict[str, str]]:
-    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it.
-
-    Without ``with_slowest`` DCP with fsspec takes part with 8 threads only, which is faster.
-    """
-    makers: dict[str, Callable[[], StoreSystem]] = {OURS: lambda: Ours(server)}
-    if with_slowest:
-        makers["DCP with fsspec, 1 thread"] = lambda: DcpFsspec(server, 1)
-    makers |= {
+def store_systems(server: Server) -> tuple[list[StoreSystem], dict[str, str]]:
+    """Ours first, then the rivals; and those that cannot be made here, with the reason. Every rank calls it."""
+    makers: dict[str, Callable[[], StoreSystem]] = {
+        OURS: lambda: Ours(server),
+        "DCP with fsspec, 1 thread": lambda: DcpFsspec(server, 1),
         "DCP with fsspec, 8 threads": lambda: DcpFsspec(server, 8),
         S3Connector.name: lambda: S3Connector(server),
         MultiStorage.name: lambda: MultiStorage(server),
@@ -181,12 +177,12 @@ class Bare(Protocol):
 
 
 class Obstore:
-    """The library object_store as it is, from Python; no checksums, nothing placed."""
+    """The library object_store as it is, from Python; nothing is placed, and no checksum is sent but ``checksum``."""
 
-    def __init__(self, server: Server, part_bytes: int, depth: int) -> None:
-        self.name = f"obstore, {part_bytes // MIB} MiB × {depth}"
+    def __init__(self, server: Server, part_bytes: int, depth: int, checksum: str | None = None) -> None:
+        self.name = f"obstore, {part_bytes // MIB} MiB × {depth}{f', {checksum}' if checksum else ''}"
         self.part_bytes, self.depth = part_bytes, depth
-        self.store = open_store(server)
+        self.store = open_store(server, checksum)
 
     def put(self, key: str, data: bytes) -> None:
         import obstore
@@ -249,10 +245,11 @@ def bare_clients(server: Server, depths: tuple[int, ...]) -> tuple[list[Bare], d
     return made(makers)
 
 
-def open_store(server: Server) -> Any:
+def open_store(server: Server, checksum: str | None = None) -> Any:
     """The bucket for obstore. The payload is not signed: that is the fastest that it knows."""
     from obstore.store import S3Store
 
+    options = {"checksum_algorithm": checksum} if checksum else {}
     return S3Store(
         server.bucket,
         endpoint=server.endpoint,
@@ -262,6 +259,7 @@ def open_store(server: Server) -> Any:
         unsigned_payload=True,
         virtual_hosted_style_request=False,
         client_options={"allow_http": True, "timeout": "300s"},
+        **options,
     )
 
 

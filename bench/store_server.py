@@ -18,6 +18,7 @@ from ranks import TICKS_PER_SECOND
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "servers.sh"
 PROXY = Path(__file__).parent / "store_proxy.py"
+DISCARD = Path(__file__).parent / "store_discard.py"
 REGION = "us-east-1"
 NAME = "minio"
 SLOW = {"rate": 20e6, "delay": 0.03}
@@ -107,3 +108,17 @@ def behind(server: Server, **options: float) -> Iterator[Server]:
     finally:
         proxy.kill()
         proxy.wait()
+
+
+@contextmanager
+def discarding() -> Iterator[Server]:
+    """A server that discards what it is sent; it ends with this process at the latest."""
+    command = [sys.executable, str(DISCARD), "--with", str(os.getpid())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        yield Server(f"http://127.0.0.1:{port}", "discarded", "key", "secret", process.pid)
+    finally:
+        process.kill()
+        process.wait()

@@ -31,17 +31,19 @@ class Way:
 
     Attributes:
         depths: Requests in flight of the bare clients in the sweep.
+        sweep_share: The sweep moves so much of the bytes; more parts than the largest depth.
         rival_rounds: So many of the rounds measure the rivals, too: they take minutes.
-        with_slowest: Whether the slowest configurations of rivals take part, and rivals in the warm-up.
+        warms_rivals: Whether the warm-up does.
     """
 
     depths: tuple[int, ...]
+    sweep_share: float
     rival_rounds: int
-    with_slowest: bool
+    warms_rivals: bool
 
 
-FAST = Way((4, 8, 16), rival_rounds=3, with_slowest=True)
-FAR = Way((8, 16, 32), rival_rounds=1, with_slowest=False)
+FAST = Way((4, 8, 16), sweep_share=0.25, rival_rounds=3, warms_rivals=True)
+FAR = Way((8, 16, 32), sweep_share=1, rival_rounds=1, warms_rivals=False)
 
 
 @dataclass
@@ -80,16 +82,16 @@ def _worker(settings: Settings, server: Server, way: Way) -> Found:
     state = sharded(settings.total_bytes, seed=1)
     other = sharded(settings.total_bytes, seed=1000)
     found = Found(bytes_of(state))
-    ceiling = _Ceiling(settings, server, found, way.depths)
-    order, missing = store_systems(server, with_slowest=way.with_slowest)
-    found.failed |= missing
+    ceiling = _Ceiling(settings, server, found, way)
+    order, absent = store_systems(server)
+    found.failed |= absent
     found.notes = {system.name: system.note for system in order}
     ours = next(system for system in order if isinstance(system, Ours))
     for number in range(settings.warm_ups + settings.rounds):
         is_measured = number >= settings.warm_ups
         if is_measured:
             ceiling.round()
-        with_rivals = number < settings.warm_ups + way.rival_rounds if is_measured else way.with_slowest
+        with_rivals = number < settings.warm_ups + way.rival_rounds if is_measured else way.warms_rivals
         for system in turned(order, number):
             if system is not ours and not with_rivals:
                 continue
@@ -128,26 +130,26 @@ def _timed(server: Server, action: Callable[[], object]) -> tuple[Cost, float]:
 
 
 class _Ceiling:
-    """What bare clients reach: a sweep over all of them with a quarter of the bytes, then the best ones each round."""
+    """What bare clients reach: a sweep over all of them, then the best ones each round."""
 
-    def __init__(self, settings: Settings, server: Server, found: Found, depths: tuple[int, ...]) -> None:
+    def __init__(self, settings: Settings, server: Server, found: Found, way: Way) -> None:
         self.server, self.found = server, found
         generator = torch.Generator().manual_seed(dist.get_rank())
         share = found.bytes // dist.get_world_size()
         self.data = torch.randint(0, 256, (share,), dtype=torch.uint8, generator=generator).numpy().tobytes()
-        clients, self.failed = bare_clients(server, depths[-1:] if settings.quick else depths)
+        clients, self.failed = bare_clients(server, way.depths[-1:] if settings.quick else way.depths)
         self.key = f"bare-{dist.get_rank()}"
-        quarter = self.data[: max(1, share // 4)]
+        swept = self.data[: int(share * way.sweep_share)]
         rates: dict[str, list[tuple[float, Bare]]] = {part: [] for part in PARTS}
         for client in clients:
             costs: list[Cost] = []
-            reason = attempt(lambda client=client, costs=costs: costs.extend(self._both(client, quarter)))
+            reason = attempt(lambda client=client, costs=costs: costs.extend(self._both(client, swept)))
             if reason is not None:
                 self.failed[client.name] = reason
                 continue
             for part, cost in zip(PARTS, costs, strict=True):
                 # Ranks measure slightly different times; they must choose the same.
-                rate = on_rank_0(lambda cost=cost: len(quarter) * dist.get_world_size() / cost.seconds / 1e9)
+                rate = on_rank_0(lambda cost=cost: len(swept) * dist.get_world_size() / cost.seconds / 1e9)
                 found.sweep_gb_s[part][client.name] = rate
                 rates[part].append((rate, client))
         found.failed |= self.failed
@@ -182,7 +184,7 @@ def show(settings: Settings, found: Found, where: str) -> Figures:
     print(f"\n{where}: {found.bytes / 1e9:.2f} GB on {settings.processes} processes, {settings.rounds} rounds")
     for part, rates in found.sweep_gb_s.items():
         text = ", ".join(f"{name}: {rate:.2f}" for name, rate in sorted(rates.items(), key=lambda item: -item[1]))
-        print(f"  sweep, {part}, GB/s of a quarter of the bytes: {text}")
+        print(f"  sweep, {part}, GB/s: {text}")
     figures: dict[str, Any] = {"bytes": found.bytes, "sweep_gb_s": found.sweep_gb_s, "failed": found.failed}
     for part in PARTS:
         figures[part] = _show_part(part, found)
@@ -233,6 +235,4 @@ def _show_part(part: str, found: Found) -> dict[str, Any]:
         figures["times_rival"] = {
             name: summary(_ratio(cost.seconds(), costs[OURS].seconds())) for name, cost in rivals.items()
         }
-        figures["cpu_of_bare"] = summary(_ratio(client_s[OURS], client_s[top]))
-        figures["cpu_of_rival"] = {name: summary(_ratio(client_s[OURS], client_s[name])) for name in rivals}
     return figures

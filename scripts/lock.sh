@@ -15,11 +15,11 @@ lock() {
 }
 
 lock dev "$@"
-others=$(mktemp)
-trap 'rm -f "$others"' EXIT
-# multi-storage-client takes neither of these as new as dev.txt does, and no other package here needs them.
-grep -vE '^(python-dateutil|tzdata)==' requirements/dev.txt >"$others"
-lock bench --constraint "$others" "$@"
+others=$(mktemp) ours=$(mktemp)
+trap 'rm -f "$others" "$ours"' EXIT
+# Rivals ask for older ones of these two, and run with those of dev.txt.
+grep -E '^(python-dateutil|tzdata)==' requirements/dev.txt >"$ours"
+lock bench --constraint requirements/dev.txt --override "$ours" "$@"
 lock wheel --constraint requirements/dev.txt "$@"
 lock frameworks --constraint requirements/dev.txt --excludes requirements/frameworks.excludes "$@"
 # What comes with torch is of the version that this torch asks for.

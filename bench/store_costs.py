@@ -29,12 +29,14 @@ from ranks import (
 from shardfast import session
 from stall import KIB, WARM_UPS, Case
 from states import State, bytes_of, counted, expect_equal, sharded, zero
-from store_rivals import Crt, Obstore, StoreSystem, delete, store_systems
+from store_rivals import CHECKSUM, Crt, Obstore, StoreSystem, delete, store_systems
 from store_server import Server, discarding
 
 TIMES_BUDGET = 20
 PART_BYTES, DEPTH, TARGET_GBPS = 8 * MIB, 8, 10.0
-CHECKSUM = "CRC64NVME"
+WARM_SAVES = 6
+"""After so many saves all staging memory that they use has been touched."""
+
 LOCAL, FAR = "local disk", "S3"
 CASES = (Case(1000, 4 * KIB, saves=50), Case(1000, 256 * KIB, saves=10))
 QUICK = (Case(100, 4 * KIB, saves=2),)
@@ -91,6 +93,8 @@ def _thrift_worker(settings: Settings, server: Server) -> dict[str, Any]:
     }
     uploads |= {one.name: lambda prefix, one=one: one.put(f"{prefix}-{dist.get_rank()}", data) for one in bare}
     costs: dict[str, Costs] = {name: Costs() for name in uploads}
+    for number in range(WARM_SAVES):
+        uploads[OURS](f"warm-{number}")
     for number in range(settings.warm_ups + settings.rounds):
         for at, name in enumerate(turned(list(uploads), number)):
             found: list[Cost] = []

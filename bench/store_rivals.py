@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 MIB = 1 << 20
+CHECKSUM = "CRC64NVME"
+"""What Shardfast sends with each part, by the name that obstore gives it."""
 
 
 class StoreSystem(Protocol):

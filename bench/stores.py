@@ -17,7 +17,17 @@ from ceiling import best
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table, timeline
 from ranks import ROUNDS_MAX, Cost, Costs, Settings, attempt, drop_page_cache, of_all, on_rank_0, run, timed, turned
 from states import State, bytes_of, expect_equal, sharded, zero
-from store_rivals import NOT_MEASURED, Bare, Ours, StoreSystem, bare_clients, delete, store_systems
+from store_rivals import (
+    CHECKSUM,
+    NOT_MEASURED,
+    Bare,
+    Obstore,
+    Ours,
+    StoreSystem,
+    bare_clients,
+    delete,
+    store_systems,
+)
 from store_server import SLOW, Server, behind, missing, running
 
 PARTS = ("durable save", "cold load")
@@ -156,6 +166,10 @@ class _Ceiling:
         self.best = {
             part: [client for _, client in sorted(of, key=lambda pair: -pair[0])[:BEST]] for part, of in rates.items()
         }
+        # A save has S3 verify a checksum of each part; the fastest client that does the same stands beside the others.
+        fastest = next((client for client in self.best[PARTS[0]] if isinstance(client, Obstore)), None)
+        if fastest is not None:
+            self.best[PARTS[0]].append(Obstore(server, fastest.part_bytes, fastest.depth, CHECKSUM))
         self.number = 0
 
     def _both(self, client: Bare, data: bytes) -> list[Cost]:

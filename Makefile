@@ -38,7 +38,7 @@ servers:
 wheel: setup
 	@scripts/wheel.sh
 
-# Every measure beside other systems and beside the machine's own rates: below 20 minutes, on a machine left alone.
+# Every measure beside other systems and beside the machine's own rates: below 40 minutes, on a machine left alone.
 bench: setup
 	@scripts/bench.sh
 

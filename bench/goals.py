@@ -24,6 +24,7 @@ def show(results: dict[str, Any]) -> None:
         "resharding": _resharding,
         "small": _small,
         "footprint": _footprint,
+        "stores": _stores,
         "planning": _planning,
     }
     rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
@@ -152,6 +153,70 @@ def _footprint(found: dict[str, Any]) -> list[Row]:
         for name, value in found.items()
         if name.startswith(prefix)
     ]
+
+
+def _stores(found: dict[str, Any]) -> list[Row]:
+    if "not measured" in found:
+        return []
+    rows: list[Row] = []
+    for link, name, goal in (("plain", "S3", 0.95), ("slow", "S3, slow connections", 0.9)):
+        for part in ("durable save", "cold load"):
+            of_part = found[link][part]
+            if OURS not in of_part["of_ceiling"]:
+                continue
+            own = of_part["of_ceiling"][OURS]["median"]
+            rows.append((f"{part}, {name}", f"{goal} of the ceiling", f"{own:.2f}", own >= goal))
+            times = {rival: of["median"] for rival, of in of_part["times_rival"].items()}
+            if link == "plain":
+                fastest = min(times, key=lambda rival: times[rival], default=None)
+                if fastest:
+                    text = f"{times[fastest]:.2f} × {fastest}"
+                    rows.append((f"{part}, {name}", "ahead of every rival", text, times[fastest] > 1))
+            else:
+                for rival in (rival for rival in times if rival.startswith("DCP with fsspec")):
+                    text = f"{times[rival]:.1f} ×"
+                    rows.append((f"{part}, {name}", f"10 × as fast as {rival}", text, times[rival] >= 10))
+    return rows + _store_requests(found["requests"]) + _store_costs(found["costs"])
+
+
+def _store_requests(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    if OURS in found["loads"]:
+        puts, expected = found["saves"][OURS]["puts"], found["puts expected"]
+        goal = "2 + indexes + 1 a file of one part, parts + 2 a longer one"
+        rows.append(("requests of a save that write", f"{goal}: {expected}", f"{puts}", puts == expected))
+        data, most = found["loads"][OURS]["data"], found["data requests most"]
+        goal = "2 a file and 1 for 8 MiB"
+        rows.append(("requests of a load for data", f"{goal}: {most:.1f}", f"{data}", data <= most))
+        read = found["resharded bytes of needed"]
+        rows.append(("bytes read, resharded, S3", "1.1 of those needed", f"{read:.3f}", read <= 1.1))
+    before = len(found["before first data"])
+    rows.append((f"requests before data, {found['steps']:,} steps", "4", f"{before}", before <= 4))
+    for part, of_part in found["late"].items():
+        times, requests = of_part["times"]["median"], of_part["requests"]["median"]
+        text = f"{times:.2f} × the time, {(requests - 1) * 100:.1f} %"
+        is_reached = times <= 1.15 and requests <= 1.05
+        rows.append((f"{part}, one answer in 100 is 2 s late", "1.15 × the time, 5 % more requests", text, is_reached))
+    return rows
+
+
+def _store_costs(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    thrift = found["processor"]
+    title = "client's processor time, uploads that are discarded"
+    of_bare, of_rivals = thrift["of_bare"]["median"], {name: of["median"] for name, of in thrift["of_rival"].items()}
+    rows.append((title, f"1.15 × that of {thrift['bare']}", f"{of_bare:.2f} ×", of_bare <= 1.15))
+    if of_rivals:
+        thriftiest = max(of_rivals, key=lambda rival: of_rivals[rival])
+        text = f"{of_rivals[thriftiest]:.2f} × that of {thriftiest}"
+        rows.append((title, "below every rival's", text, of_rivals[thriftiest] < 1))
+    is_within = bool(found["memory"]["within"])
+    rows.append(("memory, 20 times the budget, S3", "budget + 64 MiB", "within" if is_within else "beyond", is_within))
+    for case, places in found["stall"].items():
+        near, far = (places[place]["call_ms"]["median"] for place in ("local disk", "S3"))
+        text = f"{far:.2f} ms, {far / near:.2f} ×"
+        rows.append((f"stall, {case}, S3", f"1.1 × a local save's, {near:.2f} ms", text, far <= 1.1 * near))
+    return rows
 
 
 def _planning(found: dict[str, Any]) -> list[Row]:

@@ -12,7 +12,18 @@ from pathlib import Path
 from ranks import machine_cpu_s, may_drop_page_cache, stolen_s
 
 QUIET = 0.05
-PACKAGES = ("shardfast", "torch", "torch_checkpointing", "torchsnapshot", "safetensors", "numpy")
+PACKAGES = (
+    "shardfast",
+    "torch",
+    "torch_checkpointing",
+    "torchsnapshot",
+    "safetensors",
+    "numpy",
+    "s3fs",
+    "s3torchconnector",
+    "multi-storage-client",
+    "obstore",
+)
 
 
 def describe(where: Path) -> dict[str, object]:

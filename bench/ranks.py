@@ -219,7 +219,7 @@ def made(makers: dict[str, Callable[[], S]]) -> tuple[list[S], dict[str, str]]:
     return systems, missing
 
 
-def turned(order: list[S], number: int) -> list[S]:
+def turned(order: list[T], number: int) -> list[T]:
     """The systems in the order of this round: another one begins each time."""
     start = number % len(order)
     return order[start:] + order[:start]

@@ -27,6 +27,7 @@ import restart
 import sharing
 import small
 import stall
+import stores
 import training
 import transfer
 from ceiling import expect_fio
@@ -43,6 +44,7 @@ MEASURES = {
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),
+    "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }
 RESULTS = Path(__file__).parent / "results"

@@ -15,11 +15,13 @@ lock() {
 }
 
 lock dev "$@"
-lock bench --constraint requirements/dev.txt "$@"
+others=$(mktemp) ours=$(mktemp)
+trap 'rm -f "$others" "$ours"' EXIT
+# Rivals ask for older ones of these two, and run with those of dev.txt.
+grep -E '^(python-dateutil|tzdata)==' requirements/dev.txt >"$ours"
+lock bench --constraint requirements/dev.txt --override "$ours" "$@"
 lock wheel --constraint requirements/dev.txt "$@"
 lock frameworks --constraint requirements/dev.txt --excludes requirements/frameworks.excludes "$@"
 # What comes with torch is of the version that this torch asks for.
-others=$(mktemp)
-trap 'rm -f "$others"' EXIT
 grep -vE '^(torch|triton)==' requirements/dev.txt >"$others"
 lock oldest --constraint "$others" "$@"

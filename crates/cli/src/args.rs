@@ -56,6 +56,9 @@ pub(crate) enum Command {
         /// Every committed step of the run, not only the newest
         #[arg(long)]
         all: bool,
+        /// Read no data: compare the checksums that S3 keeps of the files
+        #[arg(long)]
+        stored: bool,
     },
     /// Compare two checkpoints leaf by leaf, whatever layouts they were saved under
     #[command(after_help = EXIT_CODES)]
@@ -86,6 +89,9 @@ pub(crate) enum Command {
         from: String,
         /// Where the copy goes: a place of its own
         to: String,
+        /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
+        #[arg(long, value_parser = size)]
+        limit: Option<u64>,
     },
     /// Copy every committed step of a run that another run does not have
     #[command(after_help = EXIT_CODES)]
@@ -94,6 +100,9 @@ pub(crate) enum Command {
         from: String,
         /// The run that gets its steps; what else it has stays
         to: String,
+        /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
+        #[arg(long, value_parser = size)]
+        limit: Option<u64>,
     },
     /// Keep a checkpoint, whatever keep= says; `shardfast ls` shows the pin
     #[command(after_help = EXIT_CODES)]

@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Copied, Diff, Engine, Exported, Located, Result, Summary, Swept, Synced, VerifyReport, copy, diff,
-    examine, export, history, locate, locate_all, open, pin, summary, sweep, sync, unpin, verify,
+    Checkpoint, Copied, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, VerifyReport, copy,
+    diff, examine, export, history, locate, locate_all, open, pin, summary, sweep, sync, unpin, verify, verify_stored,
 };
 
 use crate::args::Command;
@@ -39,7 +39,7 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let text = describe::located(&located) + &describe::summary(&summary);
             Ok(outcome(text, &Inspected { run: &located.run, passed_over: &located.passed_over, summary }, FINE))
         }
-        Command::Verify { url, all } => verify_command(&url, all),
+        Command::Verify { url, all, stored } => verify_command(&url, all, stored),
         Command::Diff { a, b } => {
             let ((located_a, a), (located_b, b)) = (opened(&a)?, opened(&b)?);
             let progress = Progress::new("compared");
@@ -55,16 +55,20 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let text = describe::located(&located) + &describe::exported(&exported);
             Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
         }
-        Command::Copy { from, to } => {
+        Command::Copy { from, to, limit } => {
             let located = locate(&from)?;
             let progress = Progress::new("copied");
-            let copied: Copied = copy(&Engine::solo(), &located.url, &to, &|done, total| progress.show(done, total))?;
+            let limit = Limit::new(limit);
+            let show = |done, total| progress.show(done, total);
+            let copied: Copied = copy(&Engine::solo(), &located.url, &to, limit, &show)?;
             drop(progress);
             Ok(outcome(describe::located(&located) + &describe::copied(&copied), &copied, FINE))
         }
-        Command::Sync { from, to } => {
+        Command::Sync { from, to, limit } => {
             let progress = Progress::new("copied");
-            let synced: Synced = sync(&Engine::solo(), &from, &to, &|done, total| progress.show(done, total))?;
+            let limit = Limit::new(limit);
+            let show = |done, total| progress.show(done, total);
+            let synced: Synced = sync(&Engine::solo(), &from, &to, limit, &show)?;
             drop(progress);
             Ok(outcome(describe::synced(&synced), &synced, FINE))
         }
@@ -96,7 +100,8 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
     }
 }
 
-fn verify_command(url: &str, all: bool) -> Result<Outcome> {
+fn verify_command(url: &str, all: bool, stored: bool) -> Result<Outcome> {
+    let verify = if stored { verify_stored } else { verify };
     let (mut text, urls) = if all {
         (String::new(), locate_all(url)?)
     } else {

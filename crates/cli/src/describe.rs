@@ -156,7 +156,8 @@ pub(crate) fn report(report: &VerifyReport) -> String {
         let (leaves, files) = (leaves(report.leaves), count(report.files, "file", "files"));
         let (blocks, values) = (count(report.blocks, "block", "blocks"), count(report.values, "value", "values"));
         let bytes = size(report.bytes);
-        return format!("{}: sound: {leaves}, {files}, {bytes} in {blocks}, {values}\n", plain(&report.url));
+        let what = if report.is_stored { "by the checksums that the storage keeps".to_owned() } else { values };
+        return format!("{}: sound: {leaves}, {files}, {bytes} in {blocks}, {what}\n", plain(&report.url));
     }
     let mut out = format!(
         "{}: damaged: {}\n",

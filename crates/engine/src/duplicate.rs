@@ -14,8 +14,8 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -36,6 +36,34 @@ const RENEWED_AFTER: Duration = Duration::from_secs(600);
 
 /// Pieces in flight.
 const THREADS_MAX: usize = 16;
+
+/// How many bytes a second are read from the source, on average.
+#[derive(Debug)]
+pub struct Limit {
+    bytes_a_second: Option<f64>,
+    /// When the next piece may begin.
+    next: Mutex<Instant>,
+}
+
+impl Limit {
+    /// `None` for no limit.
+    pub fn new(bytes_a_second: Option<u64>) -> Limit {
+        Limit { bytes_a_second: bytes_a_second.map(|bytes| bytes.max(1) as f64), next: Mutex::new(Instant::now()) }
+    }
+
+    /// Waits until so many bytes may be read.
+    fn wait(&self, bytes: u64) {
+        let Some(rate) = self.bytes_a_second else { return };
+        let now = Instant::now();
+        let begin = {
+            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            let begin = now.max(*next);
+            *next = begin + Duration::from_secs_f64(bytes as f64 / rate);
+            begin
+        };
+        std::thread::sleep(begin - now);
+    }
+}
 
 /// A checkpoint that was copied.
 #[derive(Debug, Clone, Serialize)]
@@ -63,14 +91,21 @@ pub struct Synced {
     pub incomplete: Vec<u64>,
 }
 
-/// Copies the checkpoint at `from` to `to`. `progress` gets the bytes copied so far and in all.
+/// Copies the checkpoint at `from` to `to`, as fast as `limit` allows. `progress` gets the bytes copied so far and in
+/// all.
 ///
 /// # Errors
 /// `NotFound` when there is none; `Conflict` when another checkpoint is committed at the target; `Invalid` when the
 /// target holds foreign files; `Corrupt` when the source is damaged, and the target then has no `COMMIT`; the stores'
 /// errors.
-pub fn copy(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Copied> {
-    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), progress)
+pub fn copy(
+    engine: &Arc<Engine>,
+    from: &str,
+    to: &str,
+    limit: Limit,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Copied> {
+    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), &limit, progress)
 }
 
 /// [`copy`] between stores that are already open at their places.
@@ -81,6 +116,7 @@ pub fn copy_between(
     engine: &Arc<Engine>,
     (source, from): (Arc<dyn Store>, &str),
     (target, to): (Arc<dyn Store>, &str),
+    limit: &Limit,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
     let bytes = checkpoint::read(&*source, from, Duration::MAX)?;
@@ -111,14 +147,14 @@ pub fn copy_between(
         };
         // A file on a disk may have its length and not its bytes.
         if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes) && found.open(number).is_ok() {
-            let proven = each_piece(&found, number, file, engine, SLOT_BYTES as u64, |_, _| Ok(()));
+            let proven = each_piece(&found, number, file, engine, SLOT_BYTES as u64, limit, |_, _| Ok(()));
             if proven.is_ok() {
                 copied.files_found += 1;
                 advance(file.bytes);
                 continue;
             }
         }
-        copy_file(&opened.files, number, file, &*target, engine, &advance)?;
+        copy_file(&opened.files, number, file, &*target, engine, limit, &advance)?;
         copied.bytes += file.bytes;
     }
     let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
@@ -134,7 +170,13 @@ pub fn copy_between(
 ///
 /// # Errors
 /// As [`copy`]; steps before the failed one are complete.
-pub fn sync(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Synced> {
+pub fn sync(
+    engine: &Arc<Engine>,
+    from: &str,
+    to: &str,
+    limit: Limit,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Synced> {
     let mut synced = Synced { checkpoints: Vec::new(), incomplete: Vec::new() };
     let steps = runs::list_in(&*engine.store(from)?, from)?.0;
     if steps.is_empty() {
@@ -145,7 +187,9 @@ pub fn sync(engine: &Arc<Engine>, from: &str, to: &str, progress: &(dyn Fn(u64, 
             None => synced.incomplete.push(step.step),
             Some(_) => {
                 let target = runs::step_url(to, step.step);
-                synced.checkpoints.push(copy(engine, &step.url, &target, progress)?);
+                let (source, place) = (engine.store(&step.url)?, engine.store(&target)?);
+                let copied = copy_between(engine, (source, &step.url), (place, &target), &limit, progress)?;
+                synced.checkpoints.push(copied);
             }
         }
     }
@@ -194,6 +238,7 @@ fn copy_file(
     file: &FileEntry,
     target: &dyn Store,
     engine: &Arc<Engine>,
+    limit: &Limit,
     advance: &(dyn Fn(u64) + Sync),
 ) -> Result<()> {
     let piece_bytes = match target.needs().pieces {
@@ -208,7 +253,7 @@ fn copy_file(
         }
         created => Ok(created?),
     })?;
-    each_piece(source, number, file, engine, piece_bytes, |offset, piece| {
+    each_piece(source, number, file, engine, piece_bytes, limit, |offset, piece| {
         let padded = piece.bytes.next_multiple_of(object.alignment());
         retry(|| Ok(object.write_at(offset, &piece.memory[piece.start..piece.start + padded])?))?;
         advance(piece.bytes as u64);
@@ -231,6 +276,7 @@ fn each_piece(
     file: &FileEntry,
     engine: &Arc<Engine>,
     piece_bytes: u64,
+    limit: &Limit,
     take: impl Fn(u64, &Piece) -> Result<()> + Sync,
 ) -> Result<()> {
     let (next, failure) = (AtomicU64::new(0), FirstFailure::default());
@@ -245,6 +291,7 @@ fn each_piece(
                         return;
                     }
                     let range = offset..file.bytes.min(offset + piece_bytes);
+                    limit.wait(range.end - range.start);
                     if let Err(error) = proven(files, number, file, range).and_then(|piece| take(offset, &piece)) {
                         failure.set(error);
                     }

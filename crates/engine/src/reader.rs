@@ -121,8 +121,8 @@ impl Files {
         })
     }
 
-    /// Reads ranges of whole blocks of a file's data in one request, each into a slot, and returns the blocks that are not
-    /// what was saved, even after a second read. The ranges ascend and lie near each other; offsets are absolute.
+    /// Reads ranges of whole blocks of a file's data in one request, each into a slot, and returns the blocks that are
+    /// not what was saved, even after a second read. The ranges ascend and lie near each other; offsets are absolute.
     pub(crate) fn read_blocks(&self, file: u32, ranges: &[Range<u64>], slots: &mut [Slot]) -> Result<Vec<Damage>> {
         let open = self.read_together(file, ranges, slots)?;
         let mut damaged = Vec::new();

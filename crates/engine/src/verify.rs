@@ -17,7 +17,9 @@ use std::time::Duration;
 use serde::Serialize;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
-use shardfast_format::{LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
+use shardfast_format::{
+    BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, crc64_joined, hugging_face_index,
+};
 use shardfast_store::{Fetch, Store, Upcoming};
 
 pub use findings::{Block, Finding, Hit, Problem};
@@ -25,7 +27,7 @@ pub use findings::{Block, Finding, Hit, Problem};
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, FirstFailure, Kind, Result, retry};
 use crate::inspect::load_each;
 use crate::reader::{self, Files};
 use crate::reads::ValueRef;
@@ -52,7 +54,9 @@ pub struct VerifyReport {
     pub leaves: u64,
     /// Number of data files.
     pub files: u64,
-    /// Bytes of data that were read, and blocks that were compared with their checksums.
+    /// Whether files were compared with checksums that the storage keeps of them, instead of being read.
+    pub is_stored: bool,
+    /// Bytes of data, and blocks that were compared with their checksums.
     pub bytes: u64,
     /// Number of these blocks.
     pub blocks: u64,
@@ -82,6 +86,16 @@ pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sy
     verify_in(engine, engine.store(url)?, url, progress)
 }
 
+/// [`verify`] without reading data: each file's checksum that the storage keeps since it took the file is compared
+/// with the one that follows from the header, in two requests a file. It proves what the storage took and says that it
+/// keeps, not what it would return.
+///
+/// # Errors
+/// As [`verify`]; `Unsupported` where the storage keeps no such checksums.
+pub fn verify_stored(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
+    run(engine, engine.store(url)?, url, true, progress)
+}
+
 /// [`verify`] in a store that is already open at the checkpoint's place.
 ///
 /// # Errors
@@ -92,8 +106,18 @@ pub fn verify_in(
     url: &str,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<VerifyReport> {
+    run(engine, store, url, false, progress)
+}
+
+fn run(
+    engine: &Arc<Engine>,
+    store: Arc<dyn Store>,
+    url: &str,
+    is_stored: bool,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<VerifyReport> {
     let top = |problem, error: Error| match error.kind {
-        Kind::Corrupt => Ok(of_broken_top(url, problem, error)),
+        Kind::Corrupt => Ok(VerifyReport { is_stored, ..of_broken_top(url, problem, error) }),
         _ => Err(error),
     };
     if let Err(error) = retry(|| commit::read_commit(&*store, ""))
@@ -122,6 +146,8 @@ pub fn verify_in(
         blocks: AtomicU64::new(0),
         values: AtomicU64::new(0),
         manifest: &manifest,
+        is_stored,
+        failure: FirstFailure::default(),
     };
     let files: Vec<u32> = (0..manifest.files().len() as u32).collect();
     for group in files.chunks(FILES_OPEN) {
@@ -133,16 +159,20 @@ pub fn verify_in(
             url: url.to_owned(),
             manifest_bytes: manifest_bytes as u64,
         };
-        run.read_files(&checkpoint, group);
-        run.read_values(&checkpoint, group);
+        run.read_files(&*store, &checkpoint, group);
+        if !is_stored {
+            run.read_values(&checkpoint, group);
+        }
     }
-    let Run { findings, bytes, blocks, values, .. } = run;
+    let Run { findings, bytes, blocks, values, failure, .. } = run;
+    failure.into_result()?;
     let (findings, findings_left_out, leaves_damaged) = findings.into_parts();
     Ok(VerifyReport {
         url: url.to_owned(),
         step: manifest.info.step,
         leaves: manifest.len() as u64,
         files: manifest.files().len() as u64,
+        is_stored,
         bytes: bytes.into_inner(),
         blocks: blocks.into_inner(),
         values: values.into_inner(),
@@ -159,6 +189,7 @@ fn of_broken_top(url: &str, problem: Problem, error: Error) -> VerifyReport {
         step: None,
         leaves: 0,
         files: 0,
+        is_stored: false,
         bytes: 0,
         blocks: 0,
         values: 0,
@@ -214,19 +245,24 @@ struct Run<'a> {
     bytes: AtomicU64,
     blocks: AtomicU64,
     values: AtomicU64,
+    is_stored: bool,
+    /// Why nothing can be said of files.
+    failure: FirstFailure,
 }
 
 enum Task {
     Header(u32),
     Blocks(u32, Range<u64>),
+    /// The whole file, by what the storage keeps of it.
+    Kept(u32),
 }
 
 impl Run<'_> {
     /// Verifies the headers and all blocks of the files, several at a time.
-    fn read_files(&self, checkpoint: &Checkpoint, group: &[u32]) {
+    fn read_files(&self, store: &dyn Store, checkpoint: &Checkpoint, group: &[u32]) {
         let files = &checkpoint.files;
         let announce = |task: &Task| match task {
-            Task::Header(_) => true,
+            Task::Header(_) | Task::Kept(_) => true,
             // The header's check reports a file that cannot be opened.
             Task::Blocks(file, range) => {
                 files.prefetch(*file, range.clone(), &Upcoming::default()).is_ok_and(Fetch::is_ahead)
@@ -235,12 +271,16 @@ impl Run<'_> {
         let work = |task| match task {
             Task::Header(file) => self.check_header(files, file),
             Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
+            Task::Kept(file) => self.check_kept(store, files, file),
         };
         let needs = files.needs();
         let slots_max = (checkpoint.engine.staging.slots() / 2).max(1);
         let slots = (needs.request_bytes as usize / SLOT_BYTES).clamp(1, slots_max);
-        let tasks = group.iter().flat_map(|&file| self.tasks(file, (slots * SLOT_BYTES) as u64));
-        reader::each_ahead(tasks, needs.in_flight, announce, work);
+        let kept = |&file: &u32| [Task::Header(file), Task::Kept(file)];
+        let tasks = group.iter().filter(|_| !self.is_stored);
+        let tasks = tasks.flat_map(|&file| self.tasks(file, (slots * SLOT_BYTES) as u64));
+        let kept = group.iter().filter(|_| self.is_stored).flat_map(kept);
+        reader::each_ahead(tasks.chain(kept), needs.in_flight, announce, work);
     }
 
     /// Verifies the header first, then the blocks, so many bytes at a time, while the file as a whole is sound: the
@@ -285,6 +325,36 @@ impl Run<'_> {
         for name in foreign {
             self.findings.of_file(Problem::Entry, path, format!("the entry {name:?} belongs to no leaf"));
         }
+    }
+
+    /// Compares the checksum of the whole file that the storage keeps with that of header and blocks.
+    fn check_kept(&self, store: &dyn Store, files: &Files, file: u32) {
+        if self.failure.is_set() {
+            return;
+        }
+        // Another thread may check the header at the same time; then it reports what is wrong.
+        let Ok(open) = files.open(file) else { return };
+        let entry = &self.manifest.files()[file as usize];
+        let kept = match retry(|| Ok(store.kept_crc64(&entry.path)?)) {
+            Ok(Some(kept)) => kept,
+            Ok(None) => {
+                let message = format!("{}: the storage keeps no CRC-64 of {}: read it", files.place(), entry.path);
+                return self.failure.set(Error::new(Kind::Unsupported, message));
+            }
+            Err(error) => return self.failure.set(error.within(files.place())),
+        };
+        let data = entry.bytes - entry.data_start;
+        let lengths = (0..data).step_by(BLOCK_BYTES as usize).map(|start| BLOCK_BYTES.min(data - start));
+        let blocks = open.header.block_crcs.iter().zip(lengths);
+        let expected = blocks.fold(entry.header_crc, |crc, (&block, bytes)| crc64_joined(crc, block, bytes));
+        if kept != expected {
+            let all = self.spans.of(file).iter().map(|span| (span, None));
+            let message = format!("expected CRC-64 {expected:016x}, the storage keeps {kept:016x}");
+            self.findings.of_spans(Problem::File, &entry.path, None, all, message);
+        }
+        self.blocks.fetch_add(data.div_ceil(BLOCK_BYTES), Ordering::Relaxed);
+        let done = self.bytes.fetch_add(data, Ordering::Relaxed) + data;
+        (self.progress)(done, self.total);
     }
 
     /// Checks the checksums of the blocks in the range. If the range cannot be read, it tries its parts one by one.

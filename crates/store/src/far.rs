@@ -57,7 +57,7 @@ const MIB: u64 = 1 << 20;
 /// What suits the services: parts and requests long enough that their latency does not matter.
 const NEEDS: Needs = Needs {
     pieces: Pieces::Parts(PARTS),
-    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 8 * MIB, in_flight: 16 },
+    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight: 16 },
     refuses_taken_names: false,
     lists_are_current: true,
 };
@@ -81,6 +81,9 @@ impl<T: ObjectStore + MultipartStore> Client for T {}
 pub(crate) trait Beyond: Send + Sync {
     /// Uploads of objects whose paths have this prefix that were begun and not completed: path, id, when.
     async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>>;
+
+    /// The CRC-64/NVME of a whole object that the service keeps.
+    async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>>;
 }
 
 /// A bucket at a service.
@@ -447,6 +450,15 @@ impl Store for FarStore {
 
     fn size(&self, name: &str) -> Result<u64> {
         Ok(self.place.head("open", name)?.meta.size)
+    }
+
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        let (place, op) = (&self.place, "checksum");
+        let path = place.path(op, name)?;
+        match &place.bucket.beyond {
+            Some(beyond) => place.call_twice(op, name, || beyond.kept_crc64(&path)),
+            None => Err(place.fail(Kind::Unsupported, op, name, crate::NO_KEPT_CRC)),
+        }
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {

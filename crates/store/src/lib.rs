@@ -137,6 +137,13 @@ pub trait Store: Send + Sync {
     /// As [`open_head`](Store::open_head).
     fn size(&self, name: &str) -> Result<u64>;
 
+    /// The CRC-64/NVME of all of the object `name` that the service computed when it took the object, and keeps; `None`
+    /// if it keeps none. No byte of the object is read.
+    ///
+    /// # Errors
+    /// As [`open_head`](Store::open_head); [`Kind::Unsupported`] for storage that keeps none of any object.
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>>;
+
     /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
     /// name and contents, when it returns.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
@@ -185,6 +192,9 @@ pub trait Store: Send + Sync {
     /// Ends an upload, and drops what was sent of it. One that is gone is no error.
     fn abort_upload(&self, upload: &Upload) -> Result<()>;
 }
+
+/// What a storage says that keeps no checksums.
+const NO_KEPT_CRC: &str = "this storage keeps no checksums of whole objects";
 
 /// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;

@@ -423,6 +423,10 @@ impl<D: Disk> Store for LocalStore<D> {
         Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
     }
 
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        Err(failed(Kind::Unsupported, "checksum", &self.path("checksum", name)?, crate::NO_KEPT_CRC))
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let target = self.path("put", name)?;
         let mut file = self.prepare(name, &target, bytes)?;

@@ -122,6 +122,10 @@ impl Store for MemoryStore {
         Ok(self.open_head(name, 0)?.0.bytes())
     }
 
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        self.fail(Kind::Unsupported, "checksum", name, crate::NO_KEPT_CRC)
+    }
+
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let key = self.key("put", name)?;
         self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));

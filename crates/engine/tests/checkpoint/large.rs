@@ -236,6 +236,10 @@ impl Store for Zeroless {
         Ok(())
     }
 
+    fn kept_crc64(&self, _: &str) -> shardfast_store::Result<Option<u64>> {
+        Ok(None)
+    }
+
     fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
         Ok(Vec::new())
     }

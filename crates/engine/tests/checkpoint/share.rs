@@ -359,6 +359,10 @@ impl Store for Other {
         self.store.delete_tree(dir)
     }
 
+    fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> {
+        self.store.kept_crc64(name)
+    }
+
     fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
         self.store.uploads()
     }

@@ -3,6 +3,7 @@
 mod campaign;
 mod checkpoint;
 mod crashes;
+mod kept;
 mod keys;
 mod late;
 mod proxy;
@@ -66,4 +67,10 @@ fn debris_is_swept() {
 #[test]
 fn a_report_lists_each_failure() {
     Server::with("minio", "a_report_lists_each_failure", reports::list_each_failure);
+}
+
+#[test]
+fn checkpoints_are_verified_by_what_the_storage_keeps() {
+    let test = "checkpoints_are_verified_by_what_the_storage_keeps";
+    Server::with("minio", test, kept::verifies);
 }

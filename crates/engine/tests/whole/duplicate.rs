@@ -4,8 +4,9 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
-use shardfast_engine::{Engine, Kind, copy, copy_between, sync, verify};
+use shardfast_engine::{Engine, Kind, Limit, copy, copy_between, sync, verify};
 use shardfast_store::{
     Entry, Error, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes, open,
 };
@@ -85,6 +86,7 @@ impl Store for Dying {
     fn delete(&self, name: &str) -> Result<()> { alive(&self.left)?; self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
@@ -108,25 +110,39 @@ fn objects(url: &str) -> BTreeMap<String, Vec<u8>> {
 fn silent(_: u64, _: u64) {}
 
 #[test]
+fn a_copy_is_not_faster_than_its_limit() {
+    let from = save_ranks("memory://duplicate/limited", Some(7), two_ranks());
+    let files = objects(&from).into_iter().filter(|(name, _)| name.ends_with(".safetensors"));
+    let bytes: Vec<u64> = files.map(|(_, bytes)| bytes.len() as u64).collect();
+    let (total, largest) = (bytes.iter().sum::<u64>(), bytes.iter().max().unwrap());
+    let begun = Instant::now();
+    let limit = Limit::new(Some(4 * total));
+    assert_eq!(copy(&Engine::solo(), &from, "memory://duplicate/slowly", limit, &silent).unwrap().bytes, total);
+    // Each file waits until those before it have had their time.
+    let least = Duration::from_secs_f64((total - largest) as f64 / (4 * total) as f64);
+    assert!(begun.elapsed() >= least && !least.is_zero(), "{least:?}");
+}
+
+#[test]
 fn a_copy_is_the_same_checkpoint_byte_for_byte() {
     let engine = Engine::solo();
     let from = save_ranks("memory://duplicate/whole", Some(7), two_ranks());
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("a/copy").to_str().unwrap().to_owned();
-    let copied = copy(&engine, &from, &place, &silent).unwrap();
+    let copied = copy(&engine, &from, &place, Limit::new(None), &silent).unwrap();
     assert!(!copied.was_there && copied.files_found == 0 && copied.bytes > 0);
     assert!(objects(&from) == objects(&place));
     assert!(verify(&engine, &place, &silent).unwrap().is_sound());
-    assert!(copy(&engine, &from, &place, &silent).unwrap().was_there);
+    assert!(copy(&engine, &from, &place, Limit::new(None), &silent).unwrap().was_there);
     // And back, in parts.
     let (target, left) = (open("memory://duplicate/back").unwrap(), Arc::new(AtomicUsize::new(usize::MAX)));
     let parted = Dying { store: target, left, in_parts: true };
     let source = open(&place).unwrap();
-    copy_between(&engine, (source, &place), (Arc::new(parted), "back"), &silent).unwrap();
+    copy_between(&engine, (source, &place), (Arc::new(parted), "back"), &Limit::new(None), &silent).unwrap();
     assert!(objects(&from) == objects("memory://duplicate/back"));
 
     let other = save_ranks("memory://duplicate/other", Some(7), two_ranks());
-    let error = copy(&engine, &other, &place, &silent).unwrap_err();
+    let error = copy(&engine, &other, &place, Limit::new(None), &silent).unwrap_err();
     assert!(error.kind == Kind::Conflict && error.message.contains("another checkpoint"), "{error}");
     assert!(objects(&from) == objects(&place), "nothing of the other one is there");
 }
@@ -144,12 +160,12 @@ fn a_copy_that_is_killed_at_any_operation_goes_on() {
             let left = Arc::new(AtomicUsize::new(operations));
             let dying = Dying { store: open(&place).unwrap(), left, in_parts };
             let source = open(&from).unwrap();
-            match copy_between(&engine, (source, &from), (Arc::new(dying), &place), &silent) {
+            match copy_between(&engine, (source, &from), (Arc::new(dying), &place), &Limit::new(None), &silent) {
                 Ok(_) => break,
                 Err(error) => assert!(error.message.contains("the process was killed"), "{error}"),
             }
             assert!(!dir.path().join("copy/COMMIT").exists(), "after {operations} operations");
-            let again = copy(&engine, &from, &place, &silent).unwrap();
+            let again = copy(&engine, &from, &place, Limit::new(None), &silent).unwrap();
             found += again.files_found;
             assert!(objects(&place) == expected, "after {operations} operations");
         }
@@ -170,7 +186,7 @@ fn damage_on_the_way_fails_the_copy_by_name() {
             bytes[at] ^= 1;
             store.put(name, &bytes).unwrap();
             let to = format!("memory://duplicate/to/{round}/{at}");
-            let error = copy(&engine, &from, &to, &silent).unwrap_err();
+            let error = copy(&engine, &from, &to, Limit::new(None), &silent).unwrap_err();
             assert!(error.kind == Kind::Corrupt && error.message.contains(name.as_str()), "{error}");
             assert!(!objects(&to).contains_key("COMMIT"));
         }
@@ -186,15 +202,18 @@ fn a_run_is_brought_up_to_date() {
         save_ranks(&format!("{from}/step-{step:08}"), Some(step), two_ranks());
     }
     open(from).unwrap().put("step-00000003/model/00000-0123456789abcdef.safetensors", b"begun").unwrap();
-    let synced = sync(&engine, from, to, &silent).unwrap();
+    let synced = sync(&engine, from, to, Limit::new(None), &silent).unwrap();
     assert_eq!((synced.checkpoints.len(), synced.incomplete.as_slice()), (2, [3].as_slice()));
     save_ranks(&format!("{from}/step-00000004"), Some(4), two_ranks());
-    let synced = sync(&engine, from, to, &silent).unwrap();
+    let synced = sync(&engine, from, to, Limit::new(None), &silent).unwrap();
     let was_there: Vec<bool> = synced.checkpoints.iter().map(|copied| copied.was_there).collect();
     assert_eq!(was_there, [true, true, false]);
     for step in [1, 2, 4] {
         let of = |run: &str| objects(&format!("{run}/step-{step:08}"));
         assert!(of(from) == of(to));
     }
-    assert_eq!(sync(&engine, "memory://duplicate/nothing", to, &silent).unwrap_err().kind, Kind::NotFound);
+    assert_eq!(
+        sync(&engine, "memory://duplicate/nothing", to, Limit::new(None), &silent).unwrap_err().kind,
+        Kind::NotFound
+    );
 }

@@ -120,6 +120,10 @@ impl Store for Faulty {
         self.store.delete_tree(dir)
     }
 
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        self.store.kept_crc64(name)
+    }
+
     fn uploads(&self) -> Result<Vec<Upload>> {
         self.store.uploads()
     }

@@ -5,8 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use chrono::DateTime;
-use http::{HeaderMap, Method};
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use object_store::Error as ClientError;
 use object_store::aws::AmazonS3;
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody, HttpResponse};
@@ -107,5 +109,16 @@ impl Beyond for BeyondClient {
             }
             markers = next;
         }
+    }
+
+    async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>> {
+        let mode = (HeaderName::from_static("x-amz-checksum-mode"), HeaderValue::from_static("ENABLED"));
+        let answer = self.ask(Method::HEAD, path, &[], HeaderMap::from_iter([mode])).await?;
+        let said = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
+        // This algorithm is of whole objects always, in parts or not.
+        let Some(crc) = said("x-amz-checksum-crc64nvme") else { return Ok(None) };
+        let bytes = BASE64_STANDARD.decode(crc).map_err(other)?;
+        let bytes = bytes.try_into().map_err(|_| other(format!("expected a CRC-64 of eight bytes, found {crc:?}")))?;
+        Ok(Some(u64::from_be_bytes(bytes)))
     }
 }

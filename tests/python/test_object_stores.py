@@ -237,3 +237,21 @@ def test_a_fork_in_the_middle_of_an_upload_harms_neither(minio):
     pending.committed()
     for name in ("parent", "child"):
         assert "sound" in command("verify", minio.s3(f"fork/{name}"))
+
+
+def test_the_command_pins_sweeps_and_verifies_without_reading(minio, tmp_path):
+    run = minio.s3("kept")
+    for step in (1, 2):
+        with sf.Checkpointer(run, keep=sf.last(1)) as ckpt:
+            ckpt.save(step, {"model": torch.nn.Linear(600, 600)})
+            ckpt.wait()
+            command("pin", run, "--note", f"the {step}.")
+    listed = command("ls", run)
+    assert [listed.count(word) for word in ("pinned: the 1.", "pinned: the 2.", "leaving")] == [1, 1, 0]
+    said = command("verify", "--stored", "--all", run)
+    assert said.count("by the checksums that the storage keeps") == 2
+    assert "removed 0 files" in command("sweep", run)
+    command("sweep", run, "--older-than", "5h", code=2)
+    command("copy", run, tmp_path / "copy", "--limit", "100MB")
+    command("verify", "--stored", tmp_path / "copy", code=4)
+    assert "sound" in command("verify", tmp_path / "copy")

@@ -269,7 +269,12 @@ pub(crate) fn copied(copied: &Copied) -> String {
         0 => String::new(),
         found => format!("; {} there already", count(found, "file was", "files were")),
     };
-    format!("copied {from} to {to}: {}, {}{found}\n", count(copied.files, "file", "files"), size(copied.bytes))
+    let within = match copied.bytes_within {
+        0 => String::new(),
+        bytes => format!(", {} of them by the service itself", size(bytes)),
+    };
+    let files = count(copied.files, "file", "files");
+    format!("copied {from} to {to}: {files}, {}{within}{found}\n", size(copied.bytes))
 }
 
 pub(crate) fn synced(synced: &Synced) -> String {

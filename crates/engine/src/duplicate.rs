@@ -3,7 +3,8 @@
 //! # Protocol
 //! 1. The source is opened: its `COMMIT` proves its manifest.
 //! 2. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
-//!    header by the manifest; a file becomes durable before the next step.
+//!    header by the manifest; a file becomes durable before the next step. Inside one service the service copies, and
+//!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'.
 //! 3. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on, and is the
 //!    same attempt.
 //!
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use shardfast_format::{BLOCK_BYTES, COPYING, Commit, FileEntry, crc64};
-use shardfast_store::{Kind as Stored, ObjectWriter, Pieces, Store};
+use shardfast_store::{Kind as Stored, Location, ObjectWriter, Pieces, Store};
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
@@ -78,6 +79,8 @@ pub struct Copied {
     pub files_found: u64,
     /// Bytes of data files that were copied.
     pub bytes: u64,
+    /// Those of them that the storage copied by itself.
+    pub bytes_within: u64,
     /// Whether the whole checkpoint was there already.
     pub was_there: bool,
 }
@@ -121,6 +124,8 @@ pub fn copy_between(
 ) -> Result<Copied> {
     let bytes = checkpoint::read(&*source, from, Duration::MAX)?;
     let record = retry(|| commit::read_commit(&*source, ""))?;
+    let (there, here) = (source.location(), target.location());
+    let there = there.filter(|there| here.is_some_and(|here| here.service == there.service));
     let opened = Checkpoint::new(engine, from, source, &bytes)?;
     let files = opened.manifest().files();
     let mut copied = Copied {
@@ -129,6 +134,7 @@ pub fn copy_between(
         files: files.len() as u64,
         files_found: 0,
         bytes: 0,
+        bytes_within: 0,
         was_there: is_there(&*target, to, &record)?,
     };
     if copied.was_there {
@@ -145,14 +151,20 @@ pub fn copy_between(
             mark.renew();
             progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
         };
-        // A file on a disk may have its length and not its bytes.
-        if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes) && found.open(number).is_ok() {
-            let proven = each_piece(&found, number, file, engine, SLOT_BYTES as u64, limit, |_, _| Ok(()));
-            if proven.is_ok() {
-                copied.files_found += 1;
-                advance(file.bytes);
-                continue;
-            }
+        if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes)
+            && is_whole(&*target, &found, number, file, engine, limit)
+        {
+            copied.files_found += 1;
+            advance(file.bytes);
+            continue;
+        }
+        if let Some(there) = &there
+            && copied_within(&opened.files, number, file, there, &*target)?
+        {
+            copied.bytes_within += file.bytes;
+            copied.bytes += file.bytes;
+            advance(file.bytes);
+            continue;
         }
         copy_file(&opened.files, number, file, &*target, engine, limit, &advance)?;
         copied.bytes += file.bytes;
@@ -229,6 +241,38 @@ fn is_there(target: &dyn Store, to: &str, record: &Commit) -> Result<bool> {
             format!("{to}: another checkpoint is committed there: copy to another place, or delete it first"),
         )),
         Err(error) => Err(error),
+    }
+}
+
+/// Whether a file of the right length is what the manifest says: by the checksum that the storage keeps of it, or read
+/// and proven where it keeps none. A file on a disk may have its length and not its bytes.
+fn is_whole(
+    target: &dyn Store,
+    found: &Files,
+    number: u32,
+    file: &FileEntry,
+    engine: &Arc<Engine>,
+    limit: &Limit,
+) -> bool {
+    let Ok(open) = found.open(number) else { return false };
+    match target.kept_crc64(&file.path) {
+        Ok(Some(kept)) if kept == open.crc64(file) => true,
+        _ => each_piece(found, number, file, engine, SLOT_BYTES as u64, limit, |_, _| Ok(())).is_ok(),
+    }
+}
+
+/// Has the storage copy a file by itself, and compares the checksum that it keeps of the copy with that of the blocks.
+/// Returns whether the copy is there and proven.
+fn copied_within(source: &Files, number: u32, file: &FileEntry, there: &Location, target: &dyn Store) -> Result<bool> {
+    let expected = source.open(number)?.crc64(file);
+    let copied = retry(|| Ok(target.copy_within(there, &file.path, file.bytes)?));
+    let kept = copied.and_then(|()| retry(|| Ok(target.kept_crc64(&file.path)?)));
+    match kept {
+        Ok(Some(kept)) if kept == expected => Ok(true),
+        // The service may be away for the other way as well.
+        Err(error) if error.kind == Kind::Unavailable => Err(error),
+        // It may not read there, does not copy, keeps no checksum, or has damaged bytes: the other way says which.
+        _ => retry(|| Ok(target.delete(&file.path)?)).map(|()| false),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64};
+use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64, crc64_joined};
 use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
@@ -280,6 +280,14 @@ impl Files {
 }
 
 impl OpenFile {
+    /// The checksum of the whole file that follows from its header, which the manifest proves.
+    pub(crate) fn crc64(&self, entry: &FileEntry) -> u64 {
+        let data = entry.bytes - entry.data_start;
+        let lengths = (0..data).step_by(BLOCK_BYTES as usize).map(|start| BLOCK_BYTES.min(data - start));
+        let blocks = self.header.block_crcs.iter().zip(lengths);
+        blocks.fold(entry.header_crc, |crc, (&block, bytes)| crc64_joined(crc, block, bytes))
+    }
+
     /// Places pieces of whole blocks that lie at `offset` of the file.
     fn place<'p>(
         &self,

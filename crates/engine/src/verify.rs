@@ -17,9 +17,7 @@ use std::time::Duration;
 use serde::Serialize;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
-use shardfast_format::{
-    BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, crc64_joined, hugging_face_index,
-};
+use shardfast_format::{BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
 use shardfast_store::{Fetch, Store, Upcoming};
 
 pub use findings::{Block, Finding, Hit, Problem};
@@ -343,10 +341,7 @@ impl Run<'_> {
             }
             Err(error) => return self.failure.set(error.within(files.place())),
         };
-        let data = entry.bytes - entry.data_start;
-        let lengths = (0..data).step_by(BLOCK_BYTES as usize).map(|start| BLOCK_BYTES.min(data - start));
-        let blocks = open.header.block_crcs.iter().zip(lengths);
-        let expected = blocks.fold(entry.header_crc, |crc, (&block, bytes)| crc64_joined(crc, block, bytes));
+        let (data, expected) = (entry.bytes - entry.data_start, open.crc64(entry));
         if kept != expected {
             let all = self.spans.of(file).iter().map(|span| (span, None));
             let message = format!("expected CRC-64 {expected:016x}, the storage keeps {kept:016x}");

@@ -23,6 +23,7 @@ mod upload;
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -31,7 +32,7 @@ use bytes::Bytes;
 use futures_util::stream::{self, BoxStream};
 use futures_util::{StreamExt, TryStreamExt};
 use http::StatusCode;
-use object_store::multipart::MultipartStore;
+use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
     Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectMeta,
@@ -41,8 +42,8 @@ use object_store::{
 use crate::place::join;
 use crate::write::Writes;
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Shared, Store,
-    Upload, name,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result,
+    Shared, Store, Upload, name,
 };
 
 use flow::Flow;
@@ -65,6 +66,12 @@ const NEEDS: Needs = Needs {
 /// All services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
 
+/// Bytes that the service copies in one request: few enough that it answers soon.
+const COPIED_BYTES: u64 = 256 * MIB;
+
+/// Requests to copy that are in flight.
+const COPIES_AT_A_TIME: usize = 8;
+
 /// Pauses between looks at a name whose publisher is in doubt.
 const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
 
@@ -84,6 +91,22 @@ pub(crate) trait Beyond: Send + Sync {
 
     /// The CRC-64/NVME of a whole object that the service keeps.
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>>;
+
+    /// The service, equal for buckets between which it copies, and the bucket.
+    fn place(&self) -> (String, String);
+
+    /// Copies an object, `bucket/path`, inside the service.
+    async fn copy(&self, source: &str, path: &Path, attributes: &Attributes) -> object_store::Result<()>;
+
+    /// Copies a range of an object, `bucket/path`, into a part of an upload.
+    async fn copy_part(
+        &self,
+        source: &str,
+        path: &Path,
+        upload: &str,
+        number: usize,
+        range: Range<u64>,
+    ) -> object_store::Result<PartId>;
 }
 
 /// A bucket at a service.
@@ -501,6 +524,37 @@ impl Store for FarStore {
             Err(absent) if absent.kind == Kind::NotFound => unsure(error.message.clone()),
             Err(unseen) => unsure(format!("{}, and it cannot be looked for: {}", error.message, unseen.message)),
         }
+    }
+
+    fn location(&self) -> Option<Location> {
+        let (service, bucket) = self.place.bucket.beyond.as_ref()?.place();
+        Some(Location { service, bucket, prefix: self.place.prefix.clone() })
+    }
+
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+        let (place, op) = (&self.place, "copy");
+        let path = place.path(op, name)?;
+        let is_near = self.location().is_some_and(|here| here.service == from.service);
+        let Some(beyond) = place.bucket.beyond.as_ref().filter(|_| is_near) else {
+            return Err(place.fail(Kind::Unsupported, op, name, crate::NO_COPY));
+        };
+        let source = format!("{}/{}{name}", from.bucket, from.prefix);
+        let attributes = place.bucket.attributes.clone();
+        if bytes <= COPIED_BYTES {
+            return place.call(op, name, beyond.copy(&source, &path, &attributes));
+        }
+        let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
+        let upload = place.call(op, name, place.client().create_multipart_opts(&path, options))?;
+        let parts = (0..bytes).step_by(COPIED_BYTES as usize).map(|start| start..bytes.min(start + COPIED_BYTES));
+        let copies = (0..).zip(parts).map(|(number, range)| beyond.copy_part(&source, &path, &upload, number, range));
+        let copies = stream::iter(copies).buffered(COPIES_AT_A_TIME).try_collect::<Vec<PartId>>();
+        let complete = |parts| place.call(op, name, place.client().complete_multipart(&path, &upload, parts));
+        let done = place.call(op, name, copies).and_then(complete);
+        if done.is_err() {
+            // What stays of it goes with the next sweep.
+            let _ = place.call("abort", name, place.client().abort_multipart(&path, &upload));
+        }
+        done.map(|_| ())
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

@@ -155,6 +155,16 @@ pub trait Store: Send + Sync {
     /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is unknown.
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
+    /// Where its objects are at a service that can copy them by itself; `None` where there is no such service.
+    fn location(&self) -> Option<Location>;
+
+    /// Copies the object `name` of `bytes` bytes from a place of the same service to the same name here, without moving
+    /// its bytes through this process. The name must be free.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] where there is no such service; [`Kind::NotFound`] if there is no such object.
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()>;
+
     /// Makes the writes that `writes` yields until there are no more, as many at a time and in the way that suits the
     /// storage, into objects of this store. Buffers are dropped as soon as they are written; a failed write is
     /// [returned](Writes::failed) whole.
@@ -195,6 +205,9 @@ pub trait Store: Send + Sync {
 
 /// What a storage says that keeps no checksums.
 const NO_KEPT_CRC: &str = "this storage keeps no checksums of whole objects";
+
+/// What a storage says that copies nothing by itself.
+const NO_COPY: &str = "this storage does not copy objects by itself";
 
 /// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;
@@ -375,6 +388,17 @@ pub struct Upload {
     pub id: String,
     /// When it was begun, by the store's own clock.
     pub begun: SystemTime,
+}
+
+/// A place at a service that copies objects by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The service: equal for places between which it copies.
+    pub service: String,
+    /// The bucket.
+    pub bucket: String,
+    /// What the names of objects begin with: empty, or ending in `/`.
+    pub prefix: String,
 }
 
 /// What the stores that one program uses share: measurements of this machine's storage, and the client of far storage,

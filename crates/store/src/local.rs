@@ -50,7 +50,8 @@ use crate::map::Lending;
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, Upload, WRITE_THREADS, name,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, Upload,
+    WRITE_THREADS, name,
 };
 
 /// How often a directory is made again that was made and is gone: others remove empty directories.
@@ -446,6 +447,14 @@ impl<D: Disk> Store for LocalStore<D> {
         self.claim(&file, &target)?;
         let dir = target.parent().unwrap_or(&self.root);
         uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+    }
+
+    fn location(&self) -> Option<Location> {
+        None
+    }
+
+    fn copy_within(&self, _: &Location, name: &str, _: u64) -> Result<()> {
+        Err(failed(Kind::Unsupported, "copy", &self.path("copy", name)?, crate::NO_COPY))
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

@@ -12,8 +12,8 @@ use std::time::SystemTime;
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Shared,
-    Store, Upcoming, Upload, WRITE_THREADS, name, one_by_one,
+    Entry, Error, Fetch, Kind, Lent, Location, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result,
+    Shared, Store, Upcoming, Upload, WRITE_THREADS, name, one_by_one,
 };
 
 /// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
@@ -140,6 +140,14 @@ impl Store for MemoryStore {
         }
         slots.insert(key, Slot::of(bytes.to_vec()));
         Ok(())
+    }
+
+    fn location(&self) -> Option<Location> {
+        None
+    }
+
+    fn copy_within(&self, _: &Location, name: &str, _: u64) -> Result<()> {
+        self.fail(Kind::Unsupported, "copy", name, crate::NO_COPY)
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

@@ -70,6 +70,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let is_plain = endpoint.as_deref().is_some_and(|endpoint| endpoint.starts_with("http:"));
     let other = endpoint.filter(|endpoint| !is_amazon(endpoint));
     let untrusted = other.map(|endpoint| format!("{endpoint} {bucket}"));
+    let service = service_of(endpoint_of(&builder));
     let builder = builder
         .with_allow_http(is_plain)
         // The checksum of each part is signed; another pass over its bytes would say nothing more.
@@ -89,7 +90,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             }));
         }
         let client = Arc::new(builder.build().map_err(|error| invalid(error.to_string()))?);
-        let beyond: Arc<dyn Beyond> = Arc::new(BeyondClient::new(Arc::clone(&client), http));
+        let beyond: Arc<dyn Beyond> =
+            Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
         Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted, renew })
     })
@@ -98,6 +100,11 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
 fn endpoint_of(builder: &AmazonS3Builder) -> Option<String> {
     let keys = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
     keys.iter().find_map(|key| builder.get_config_value(key))
+}
+
+/// What is equal for buckets between which a service copies: Amazon's across its regions, another one's by endpoint.
+fn service_of(endpoint: Option<String>) -> String {
+    endpoint.filter(|endpoint| !is_amazon(endpoint)).unwrap_or_else(|| "amazon".to_owned())
 }
 
 /// Whether an endpoint is Amazon's own.

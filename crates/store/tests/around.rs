@@ -10,7 +10,8 @@ use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 use shardfast_store::{
-    Entry, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Upload, Writes, conformance, open,
+    Entry, Location, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Upload, Writes,
+    conformance, open,
 };
 
 struct Around {
@@ -68,6 +69,10 @@ impl Store for Around {
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn location(&self) -> Option<Location> { self.store.location() }
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }

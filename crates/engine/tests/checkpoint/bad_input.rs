@@ -208,6 +208,14 @@ impl Store for Hesitant {
         self.store.delete_all(objects, dirs)
     }
     fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> { self.store.delete_tree(dir) }
+    fn location(&self) -> Option<shardfast_store::Location> {
+        self.store.location()
+    }
+
+    fn copy_within(&self, from: &shardfast_store::Location, name: &str, bytes: u64) -> shardfast_store::Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
+
     fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> shardfast_store::Result<Vec<shardfast_store::Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &shardfast_store::Upload) -> shardfast_store::Result<()> {

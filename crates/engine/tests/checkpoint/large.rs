@@ -236,6 +236,14 @@ impl Store for Zeroless {
         Ok(())
     }
 
+    fn location(&self) -> Option<shardfast_store::Location> {
+        None
+    }
+
+    fn copy_within(&self, _: &shardfast_store::Location, _: &str, _: u64) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+
     fn kept_crc64(&self, _: &str) -> shardfast_store::Result<Option<u64>> {
         Ok(None)
     }

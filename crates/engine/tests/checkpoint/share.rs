@@ -359,6 +359,14 @@ impl Store for Other {
         self.store.delete_tree(dir)
     }
 
+    fn location(&self) -> Option<shardfast_store::Location> {
+        self.store.location()
+    }
+
+    fn copy_within(&self, from: &shardfast_store::Location, name: &str, bytes: u64) -> shardfast_store::Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
+
     fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> {
         self.store.kept_crc64(name)
     }

@@ -10,6 +10,7 @@ mod proxy;
 mod reports;
 mod space;
 mod sweep;
+mod within;
 
 use shardfast_store::servers::Server;
 
@@ -73,4 +74,9 @@ fn a_report_lists_each_failure() {
 fn checkpoints_are_verified_by_what_the_storage_keeps() {
     let test = "checkpoints_are_verified_by_what_the_storage_keeps";
     Server::with("minio", test, kept::verifies);
+}
+
+#[test]
+fn one_service_copies_by_itself() {
+    Server::with("minio", "one_service_copies_by_itself", within::one_service_copies_by_itself);
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use shardfast_engine::{Engine, Kind, Limit, copy, copy_between, sync, verify};
 use shardfast_store::{
-    Entry, Error, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes, open,
+    Entry, Error, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes,
+    open,
 };
 
 use crate::checkpoints::{save_ranks, two_ranks};
@@ -86,6 +87,10 @@ impl Store for Dying {
     fn delete(&self, name: &str) -> Result<()> { alive(&self.left)?; self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn location(&self) -> Option<Location> { self.store.location() }
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }

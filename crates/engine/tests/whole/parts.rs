@@ -11,8 +11,8 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, Dims, Leaf, LeafBody, LeafKind, LeafName, Region};
 use shardfast_store::{
-    Entry, Error, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store, Upload,
-    Writes, by_threads, one_by_one,
+    Entry, Error, Location, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store,
+    Upload, Writes, by_threads, one_by_one,
 };
 
 use crate::checkpoints::{DEADLINE, Tensor, int, object};
@@ -152,6 +152,10 @@ impl Store for InParts {
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn location(&self) -> Option<Location> { self.store.location() }
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }

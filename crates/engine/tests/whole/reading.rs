@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{Entry, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one};
+use shardfast_store::{
+    Entry, Location, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one,
+};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -118,6 +120,10 @@ impl Store for Troubled {
     fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
+    fn location(&self) -> Option<Location> { self.store.location() }
+    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }

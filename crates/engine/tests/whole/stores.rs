@@ -120,6 +120,14 @@ impl Store for Faulty {
         self.store.delete_tree(dir)
     }
 
+    fn location(&self) -> Option<shardfast_store::Location> {
+        self.store.location()
+    }
+
+    fn copy_within(&self, from: &shardfast_store::Location, name: &str, bytes: u64) -> shardfast_store::Result<()> {
+        self.store.copy_within(from, name, bytes)
+    }
+
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
         self.store.kept_crc64(name)
     }

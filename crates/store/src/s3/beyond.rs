@@ -2,6 +2,7 @@
 //!
 //! The client library signs such a request: its URL, its query and its headers. Here it is sent, and its answer read.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -9,12 +10,13 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use chrono::DateTime;
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
-use object_store::Error as ClientError;
 use object_store::aws::AmazonS3;
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody, HttpResponse};
+use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::signer::{SignedUrlOptions, Signer};
-use serde::Deserialize;
+use object_store::{Attribute, Attributes, Error as ClientError};
+use serde::{Deserialize, Serialize};
 
 use crate::far::Beyond;
 
@@ -24,11 +26,13 @@ const VALID: Duration = Duration::from_secs(15 * 60);
 pub(super) struct BeyondClient {
     client: Arc<AmazonS3>,
     http: HttpClient,
+    /// The service and the bucket.
+    place: (String, String),
 }
 
 impl BeyondClient {
-    pub(super) fn new(client: Arc<AmazonS3>, http: HttpClient) -> BeyondClient {
-        BeyondClient { client, http }
+    pub(super) fn new(client: Arc<AmazonS3>, http: HttpClient, service: String, bucket: String) -> BeyondClient {
+        BeyondClient { client, http, place: (service, bucket) }
     }
 
     /// Makes a request for an object, or for the bucket where the path is empty. An answer without success is an error
@@ -62,6 +66,36 @@ async fn text(response: HttpResponse) -> object_store::Result<String> {
 
 fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ClientError {
     ClientError::Generic { store: "S3", source: source.into() }
+}
+
+/// The header that names what is copied, `bucket/path`, each byte but a few percent-encoded.
+fn copied(source: &str) -> object_store::Result<(HeaderName, HeaderValue)> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
+    let encoded: String = source.bytes().fold(String::new(), |mut out, byte| {
+        match is_plain(byte) {
+            true => out.push(byte.into()),
+            false => out += &format!("%{byte:02X}"),
+        }
+        out
+    });
+    Ok((HeaderName::from_static("x-amz-copy-source"), HeaderValue::from_str(&encoded).map_err(other)?))
+}
+
+/// What a service says of a copy that it has made. It may send an error behind the status of success.
+#[derive(Deserialize)]
+struct Made {
+    #[serde(rename = "ETag")]
+    e_tag: String,
+    #[serde(rename = "ChecksumCRC64NVME")]
+    crc64nvme: Option<String>,
+}
+
+/// What the client library takes for a part's id where parts have checksums, in its pinned version.
+#[derive(Serialize)]
+struct PartMetadata {
+    e_tag: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    checksum_crc64nvme: Option<String>,
 }
 
 /// An answer to ListMultipartUploads.
@@ -120,5 +154,39 @@ impl Beyond for BeyondClient {
         let bytes = BASE64_STANDARD.decode(crc).map_err(other)?;
         let bytes = bytes.try_into().map_err(|_| other(format!("expected a CRC-64 of eight bytes, found {crc:?}")))?;
         Ok(Some(u64::from_be_bytes(bytes)))
+    }
+
+    fn place(&self) -> (String, String) {
+        self.place.clone()
+    }
+
+    async fn copy(&self, source: &str, path: &Path, attributes: &Attributes) -> object_store::Result<()> {
+        let algorithm = (HeaderName::from_static("x-amz-checksum-algorithm"), HeaderValue::from_static("CRC64NVME"));
+        let mut headers = HeaderMap::from_iter([copied(source)?, algorithm]);
+        if let Some(class) = attributes.get(&Attribute::StorageClass) {
+            let class = HeaderValue::from_str(class).map_err(other)?;
+            headers.insert(HeaderName::from_static("x-amz-storage-class"), class);
+        }
+        let answer = text(self.ask(Method::PUT, path, &[], headers).await?).await?;
+        quick_xml::de::from_str::<Made>(&answer).map(|_| ()).map_err(|_| other(answer))
+    }
+
+    async fn copy_part(
+        &self,
+        source: &str,
+        path: &Path,
+        upload: &str,
+        number: usize,
+        range: Range<u64>,
+    ) -> object_store::Result<PartId> {
+        let range = HeaderValue::from_str(&format!("bytes={}-{}", range.start, range.end - 1)).map_err(other)?;
+        let range = (HeaderName::from_static("x-amz-copy-source-range"), range);
+        let number = (number + 1).to_string();
+        let query = [("partNumber", &*number), ("uploadId", upload)];
+        let headers = HeaderMap::from_iter([copied(source)?, range]);
+        let answer = text(self.ask(Method::PUT, path, &query, headers).await?).await?;
+        let made = quick_xml::de::from_str::<Made>(&answer).map_err(|_| other(answer))?;
+        let part = PartMetadata { e_tag: made.e_tag, checksum_crc64nvme: made.crc64nvme };
+        Ok(PartId { content_id: quick_xml::se::to_string(&part).map_err(other)? })
     }
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +238,45 @@ def test_a_fork_in_the_middle_of_an_upload_harms_neither(minio):
     pending.committed()
     for name in ("parent", "child"):
         assert "sound" in command("verify", minio.s3(f"fork/{name}"))
+
+
+ENDS = """
+import os, signal, sys
+import shardfast as sf, torch
+
+url, end = sys.argv[1:]
+state = {"model": {"w": torch.full((8_000_000,), 2.0)}}
+ckpt = sf.Checkpointer(url)
+assert ckpt.restore({"model": {"w": torch.zeros(8_000_000)}}) == 1
+ckpt.save(2, state)
+print("begun", flush=True)
+if end == "raise":
+    raise RuntimeError("the program failed")
+if end == "signal":
+    os.kill(os.getpid(), signal.SIGTERM)
+if end == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("return", 0), ("raise", 1), ("interrupt", -signal.SIGINT), ("signal", -signal.SIGTERM)]
+)
+def test_an_end_in_the_middle_of_an_upload_is_as_on_disk(minio, end, code):
+    url = minio.s3(f"ends/{end}")
+    with sf.Checkpointer(url) as ckpt:
+        ckpt.save(1, {"model": {"w": torch.ones(8_000_000)}})
+    done = subprocess.run([sys.executable, "-c", ENDS, url, end], capture_output=True, text=True, timeout=100)
+    assert "begun" in done.stdout, done.stderr
+    assert done.returncode == code, done.stderr
+    loaded = {"model": {"w": torch.zeros(8_000_000)}}
+    step = sf.Checkpointer(url).restore(loaded)
+    # A process that ends by itself waits for its saves; one that a signal kills leaves the earlier checkpoint.
+    assert step == (1 if end == "signal" else 2)
+    assert torch.equal(loaded["model"]["w"], torch.full((8_000_000,), float(step)))
+    with sf.Checkpointer(url) as ckpt:
+        ckpt.save(3, loaded)
+    assert command("verify", "--all", url).count("sound") == (2 if end == "signal" else 3)
 
 
 def test_the_command_pins_sweeps_and_verifies_without_reading(minio, tmp_path):

@@ -47,6 +47,8 @@ mod s3;
 pub mod servers;
 #[cfg(feature = "testing")]
 pub mod simdisk;
+#[cfg(all(feature = "testing", feature = "s3"))]
+pub mod sims3;
 mod sys;
 pub mod uring;
 mod write;
@@ -416,6 +418,12 @@ impl Shared {
     #[cfg(feature = "far")]
     pub fn impatient(still_max: std::time::Duration) -> Shared {
         Shared { far: far::Pool::impatient(still_max), ..Shared::default() }
+    }
+
+    /// What stores share in a test whose requests all go to a simulated service.
+    #[cfg(feature = "s3")]
+    pub fn simulated(service: sims3::SimS3) -> Shared {
+        Shared { far: far::Pool::simulated(Arc::new(service)), ..Shared::default() }
     }
 
     /// How many stores and objects of this machine's storage use its measurements.

@@ -7,13 +7,24 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use shardfast_store::servers::Server;
-use shardfast_store::{Kind, conformance, open};
+use shardfast_store::sims3::SimS3;
+use shardfast_store::{Kind, Shared, conformance, open, open_on};
 
 #[test]
 fn minio() {
     Server::with("minio", "minio", |server| {
         conformance::check(|name| open(&server.s3(&format!("c/{}/{name}", std::process::id()))).unwrap())
     });
+}
+
+#[test]
+fn a_simulated_service() {
+    let service = SimS3::default();
+    conformance::check(|name| {
+        let shared = Arc::new(Shared::simulated(service.clone()));
+        open_on(&format!("s3://simulated/{name}?endpoint=http://simulated"), &shared).unwrap()
+    });
+    assert_eq!(service.uploads(), 0);
 }
 
 #[test]

@@ -136,7 +136,12 @@ pub(crate) fn load(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
 /// # Errors
 /// What is wrong with it.
 pub(crate) fn is_whole(url: &str) -> std::result::Result<bool, String> {
-    match verify_in(&engine(), direct(url), url, &|_, _| ()) {
+    is_whole_in(&direct(url))
+}
+
+/// [`is_whole`] in a store that is open.
+pub(crate) fn is_whole_in(store: &Arc<dyn Store>) -> std::result::Result<bool, String> {
+    match verify_in(&engine(), Arc::clone(store), store.url(), &|_, _| ()) {
         Ok(report) if report.is_sound() => Ok(true),
         Ok(report) => Err(format!("it is visible and not sound: {:?}", report.findings)),
         Err(error) if error.kind == shardfast_engine::Kind::NotFound => Ok(false),

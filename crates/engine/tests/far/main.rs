@@ -8,6 +8,7 @@ mod keys;
 mod late;
 mod proxy;
 mod reports;
+mod simulated;
 mod space;
 mod sweep;
 mod within;

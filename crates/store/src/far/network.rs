@@ -50,11 +50,20 @@ pub(crate) struct Pool {
     pub(super) trusted: Mutex<HashSet<String>>,
     /// [`STILL_MAX`]; tests lower it.
     still_max: Duration,
+    /// What answers instead of a connection.
+    #[cfg(feature = "testing")]
+    simulated: Option<Arc<dyn HttpService>>,
 }
 
 impl Default for Pool {
     fn default() -> Pool {
-        Pool { network: OnceLock::new(), trusted: Mutex::default(), still_max: STILL_MAX }
+        Pool {
+            network: OnceLock::new(),
+            trusted: Mutex::default(),
+            still_max: STILL_MAX,
+            #[cfg(feature = "testing")]
+            simulated: None,
+        }
     }
 }
 
@@ -65,9 +74,15 @@ impl Pool {
         Pool { still_max, ..Pool::default() }
     }
 
+    /// A pool whose requests all go to a simulated service.
+    #[cfg(all(feature = "testing", feature = "s3"))]
+    pub(crate) fn simulated(service: Arc<dyn HttpService>) -> Pool {
+        Pool { simulated: Some(service), ..Pool::default() }
+    }
+
     /// The network, made if it is the first call.
     pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
-        let made = self.network.get_or_init(|| Network::new(self.still_max).map(Arc::new));
+        let made = self.network.get_or_init(|| Network::new(self).map(Arc::new));
         made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
     }
 }
@@ -133,7 +148,7 @@ impl Held {
 }
 
 impl Network {
-    fn new(still_max: Duration) -> std::result::Result<Network, String> {
+    fn new(pool: &Pool) -> std::result::Result<Network, String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("shardfast-net")
@@ -151,7 +166,12 @@ impl Network {
             .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
             .build()
             .map_err(|error| error.to_string())?;
-        let http = HttpClient::new(Connections { client, still_max });
+        let http = HttpClient::new(Connections {
+            client,
+            still_max: pool.still_max,
+            #[cfg(feature = "testing")]
+            simulated: pool.simulated.clone(),
+        });
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -229,6 +249,8 @@ impl HttpConnector for Connector {
 struct Connections {
     client: reqwest::Client,
     still_max: Duration,
+    #[cfg(feature = "testing")]
+    simulated: Option<Arc<dyn HttpService>>,
 }
 
 impl fmt::Debug for Connections {
@@ -246,6 +268,12 @@ impl HttpService for Connections {
             count(&mut requests, &parts.method, parts.uri.query().unwrap_or_default());
             *answer = Answer { host: parts.uri.host().unwrap_or_default().to_owned(), requests, ..Answer::default() };
         });
+        #[cfg(feature = "testing")]
+        if let Some(service) = &self.simulated {
+            let response = service.call(HttpRequest::from_parts(parts, body)).await?;
+            note(|answer| answer.status = Some(response.status()));
+            return Ok(response);
+        }
         let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;

@@ -157,7 +157,9 @@ def test_a_run_goes_on_in_other_worlds(ranks, tmp_path):
         # Each world ends on a step or one behind its last checkpoint, which the next one repeats.
         committed, losses = ranks(world)(train, run, steps)[0]
     assert committed == 18
-    assert sorted(os.listdir(run)) == [f"step-{step:08d}" for step in (6, 12, 16, 18)]
+    # The files of step 14 are deleted with the next save.
+    committed = [name for name in sorted(os.listdir(run)) if os.path.exists(f"{run}/{name}/COMMIT")]
+    assert committed == [f"step-{step:08d}" for step in (6, 12, 16, 18)]
     _, whole = ranks(1)(train, str(tmp_path / "whole"), 18)[0]
     assert losses == pytest.approx(whole, rel=1e-5)
 

@@ -1,6 +1,7 @@
 """Saves and loads over S3: rates beside bare clients and rivals, at full speed and over slow connections.
 
-Server and clients share the machine; the processor time of each is told apart.
+The server and the clients run on one machine. The processor time of the server and that of the clients are reported
+separately.
 """
 
 from __future__ import annotations

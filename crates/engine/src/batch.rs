@@ -147,7 +147,7 @@ pub(crate) fn receipt(
     if let Some(error) = tensors.failure.or(values.failure) {
         return Err(error);
     }
-    operation.expect_young()?;
+    operation.expect_young(std::time::Duration::ZERO)?;
     if !store.needs().lists_are_current {
         commit::still_there(store, &files, patience)?;
     }

@@ -35,7 +35,7 @@ use crate::state::Destination;
 /// Longer than any `COMMIT` of this format.
 const COMMIT_BYTES_MAX: u64 = 4096;
 
-/// How long a publish is tried, far below what a sweep takes for old.
+/// How long a publish is tried; it counts as a part of how long the save lasts.
 const PUBLISH_MAX: Duration = Duration::from_secs(1800);
 
 /// How a commit failed.
@@ -69,7 +69,7 @@ pub(crate) fn commit(
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
         let files = files(&manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
         let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
-        let prepared = prepared.and_then(|()| operation.expect_young());
+        let prepared = prepared.and_then(|()| operation.expect_young(PUBLISH_MAX));
         published = prepared.is_ok();
         let outcome = prepared.and_then(|()| publish(store, &commit, patience.at_most(PUBLISH_MAX)));
         let outcome = outcome.and_then(|()| take_back_if_hollow(store, &files, patience));

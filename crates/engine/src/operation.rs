@@ -70,10 +70,11 @@ impl Operation {
         self.deadline
     }
 
-    /// Checks that a save has not lasted so long that a [sweep](mod@crate::sweep) may take its files for debris.
-    pub(crate) fn expect_young(&self) -> Result<()> {
+    /// Checks that a save will not have lasted so long that a [sweep](mod@crate::sweep) may take its files for debris,
+    /// when what comes next has taken its time.
+    pub(crate) fn expect_young(&self, next: Duration) -> Result<()> {
         let (most, lasted) = (self.engine.save_max, since_start().saturating_sub(self.begun));
-        if lasted < most {
+        if lasted.saturating_add(next) < most {
             return Ok(());
         }
         let (most, lasted) = (most.as_secs(), lasted.as_secs());

@@ -11,7 +11,7 @@
 //!    existing before any of its data are deleted.
 //! 5. If it was pinned meanwhile, its `COMMIT` is published again.
 //!
-//! The second round, before the next save: the files of that attempt are deleted, `.leaving` last. So a round that was
+//! The second round, with the next save: the files of that attempt are deleted, `.leaving` last. So a round that was
 //! interrupted is made again, and what a new save of the same step writes is not touched.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};

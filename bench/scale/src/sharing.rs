@@ -23,7 +23,7 @@ pub(crate) fn measure(job: Job, manifest: &Manifest) -> Shared {
     let common = matching.expect("wants of the checkpoint").expect("no bound on others' wants").common;
     let told = common.iter().map(|common| common.others.len()).max().unwrap_or(0);
     let (chunks, plan_ms) = timed(|| {
-        let sharing = Sharing::new(manifest, 0, &wants[0], &common[0], CHUNK_BLOCKS_MAX);
+        let sharing = Sharing::new(manifest, 0, &wants[0], &common[0], CHUNK_BLOCKS_MAX, 0);
         sharing.map(|sharing| sharing.chunks().count())
     });
     chunks.expect("what is common fits");

@@ -56,7 +56,7 @@ pub(crate) fn agree_route(
     (wants, values): (&[Want], &[ValueRef]),
     rounds: Option<Handoff>,
 ) -> Result<Route> {
-    let (engine, manifest) = (&checkpoint.engine, &checkpoint.manifest);
+    let (engine, manifest, needs) = (&checkpoint.engine, &checkpoint.manifest, checkpoint.files.needs());
     let is_alone = engine.world() == 1 || peer_reads == PeerReads::Never;
     let is_little = peer_reads == PeerReads::Auto && data_bytes(manifest) < terms::REPEATED_BYTES_MIN;
     let wanted = if is_alone || is_little { Vec::new() } else { terms::wanted(wants, values) };
@@ -67,7 +67,7 @@ pub(crate) fn agree_route(
         exchange_bytes: engine.staging_bytes() / terms::EXCHANGE_PART,
         links_max: terms::links_max(),
     });
-    let opened = operation.agree("open", opening, |ranks| terms::decide(manifest, ranks, peer_reads))?;
+    let opened = operation.agree("open", opening, |ranks| terms::decide(manifest, needs, ranks, peer_reads))?;
     Ok(Route { shared_on_host: opened.shared_on_host, terms: opened.sharing, wanted, rounds })
 }
 
@@ -157,8 +157,9 @@ impl SharedLoad<'_> {
         let (names, places): (Vec<Wanted>, Vec<Vec<usize>>) = wanted.into_iter().unzip();
         let has_peers = !terms.common.sets.is_empty();
         let rank = checkpoint.engine.rank();
+        let Terms { common, chunk_blocks, run_bytes, .. } = &*terms;
         let sharing =
-            has_peers.then(|| Sharing::new(&checkpoint.manifest, rank, &names, &terms.common, terms.chunk_blocks));
+            has_peers.then(|| Sharing::new(&checkpoint.manifest, rank, &names, common, *chunk_blocks, *run_bytes));
         let sharing = sharing.transpose().map_err(Error::from);
         let Some((carrier, neighbours)) = self.connect(&plan, &sharing, terms, rounds)? else {
             return Ok((Ended::Done, checkpoint.read(plan, wants, self.shared_on_host)?));
@@ -208,7 +209,8 @@ impl SharedLoad<'_> {
             let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
             (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))
         });
-        let Some(connected) = terms::connect(self.operation, known, terms.message_bytes_max)? else {
+        let needs = self.checkpoint.files.needs();
+        let Some(connected) = terms::connect(self.operation, known, needs, terms.message_bytes_max)? else {
             terms.is_measured = false;
             return Ok(None);
         };

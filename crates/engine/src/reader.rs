@@ -20,6 +20,8 @@ use crate::staging::{SLOT_BYTES, Slot, Staging};
 
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 
+pub(crate) use batches::Span;
+
 mod batches;
 
 /// Reads that are announced ahead: what a disk can fetch while the cores process what has arrived.
@@ -447,7 +449,7 @@ pub(crate) fn each_ahead<T: Send>(
 
 /// Makes the reads of a batch; returns how many bytes were read.
 fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
-    let Batch { file, range, planned, fetch, is_host, .. } = batch;
+    let Batch { span: Span { file, range, .. }, planned, fetch, is_host } = batch;
     if is_host {
         let open = files.open(file)?;
         let cache = open.object.page_cache();

@@ -12,21 +12,22 @@
 //! rounds never deadlocks.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
-use std::slice;
+use std::iter::Peekable;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{BLOCK_BYTES, Manifest};
-use shardfast_plan::{Chunk, Chunks, Piece, Sharing};
+use shardfast_plan::{Chunk, Piece, Sharing};
 use shardfast_store::Upcoming;
 
 use crate::error::{Error, Kind, Result};
 use crate::host::{pack, row_major_strides};
 use crate::peers::carrier::{Carrier, Message};
 use crate::provider::Fences;
-use crate::reader::Files;
+use crate::reader::{Files, Span};
 use crate::reads::Traffic;
 use crate::sink::Sink;
 use crate::staging::window::{View, Window, WindowSlot};
@@ -34,11 +35,14 @@ use crate::staging::{SLOT_BYTES, Staging};
 
 mod message;
 mod pool;
+mod requests;
 mod swap;
 mod trial;
 
 use message::{Body, GAVE_UP, LAST, Segment, carried, head, parse, shown};
 use pool::{Pool, Queue};
+pub(crate) use requests::slots_in_request;
+use requests::{Request, Task, cores};
 use swap::Swap;
 pub(crate) use trial::Trial;
 use trial::{Spent, timed};
@@ -55,7 +59,7 @@ pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 /// Rounds that are read while another one is swapped.
 const ROUNDS_AHEAD: usize = 2;
 
-/// Chunks that are announced before they are read, when there are no rounds.
+/// Requests that are announced before they are made, when there are no rounds.
 const ANNOUNCED: usize = 32;
 
 /// Where the pieces of one segment begin in a slot: at a cache line.
@@ -121,23 +125,15 @@ struct Counters {
     spent: Spent,
 }
 
-/// A chunk to read, and what others take of it.
-struct Task {
-    chunk: Chunk,
-    others: Vec<(Vec<u32>, Vec<Piece>)>,
-    /// Where the bytes for neighbours are packed.
-    slot: Option<WindowSlot>,
-}
-
 enum Work {
     /// For a round, by its number.
-    Read(u64, Task),
+    Read(u64, Request),
     /// Of what came in a round.
     Place(u64, Segment),
 }
 
 enum Worked {
-    Read { round: u64, segments: Vec<Packed>, lent: Option<Lent> },
+    Read { round: u64, segments: Vec<Packed>, lent: Vec<Lent> },
     Placed { round: u64, returned: Option<(u32, u32)> },
 }
 
@@ -151,7 +147,7 @@ type Packed = (Vec<u32>, Arc<Vec<u8>>);
 #[derive(Default)]
 struct Outgoing {
     messages: BTreeMap<u32, Message>,
-    /// Chunks that are not read yet.
+    /// Requests that are not answered yet.
     missing: usize,
     is_last: bool,
 }
@@ -170,7 +166,7 @@ impl Shared<'_> {
         let counters = Counters::default();
         let queue = Queue::default();
         let work = |work: Work| match work {
-            Work::Read(round, task) => self.read(round, task, &counters),
+            Work::Read(round, request) => self.read(round, request, &counters),
             Work::Place(round, segment) => self.place(round, &segment, &counters),
         };
         let went_on = std::thread::scope(|scope| {
@@ -199,39 +195,43 @@ impl Shared<'_> {
         Ok((if went_on.is_some() { Ended::Done } else { Ended::Stopped }, traffic))
     }
 
-    /// Announces the read of a chunk; returns on how many threads to read.
-    fn announce(&self, chunk: &Chunk, shared_on_host: bool) -> Result<usize> {
-        let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-        let upcoming = Upcoming { shared_on_host, ..Upcoming::default() };
-        let fetch = self.files.prefetch(chunk.file, range, &upcoming).map_err(|error| {
-            let leaves = self.files.leaves_in(chunk.file, &chunk.range);
-            error.within(format_args!("{leaves} cannot be read"))
-        })?;
-        // Neighbours read from the same storage and keep it busy together.
-        let in_flight = self.files.needs().in_flight;
-        let readers = (2 * in_flight / (1 + self.neighbours.viewers.len())).clamp(2, in_flight);
-        Ok(if fetch.is_ahead() { cores().min(in_flight) } else { readers })
-    }
-
-    /// Reads a chunk, verifies it, takes this rank's pieces and packs the others'.
-    fn read(&self, round: u64, task: Task, counters: &Counters) -> Result<Worked> {
-        let Task { chunk, others, slot } = task;
-        let range = self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end);
-        let (memory, damaged) = timed(&counters.spent.reading, || -> Result<_> {
-            let mut memory = self.staging.acquire()?;
-            let damaged = self.files.read_blocks(chunk.file, slice::from_ref(&range), slice::from_mut(&mut memory))?;
-            Ok((memory, damaged))
+    /// Makes a request, verifies what came, takes this rank's pieces and packs the others'.
+    fn read(&self, round: u64, request: Request, counters: &Counters) -> Result<Worked> {
+        let Request { span: Span { file, .. }, tasks } = request;
+        let ranges: Vec<Range<u64>> = tasks.iter().map(|task| self.range(&task.chunk)).collect();
+        let (slots, damaged) = timed(&counters.spent.reading, || -> Result<_> {
+            let mut slots = self.staging.acquire_many(tasks.len())?;
+            let damaged = self.files.read_blocks(file, &ranges, &mut slots)?;
+            Ok((slots, damaged))
         })?;
         if let Some(damage) = damaged.first() {
-            let leaves = self.files.leaves_in(chunk.file, &damage.span);
+            let leaves = self.files.leaves_in(file, &damage.span);
             return Err(Error::corrupt(format!("{}: {leaves}: {damage}", self.files.place())));
         }
-        counters.read.fetch_add(range.end - range.start, Ordering::Relaxed);
+        let (mut segments, mut lent) = (Vec::new(), Vec::new());
+        for ((task, range), memory) in tasks.into_iter().zip(ranges).zip(slots) {
+            counters.read.fetch_add(range.end - range.start, Ordering::Relaxed);
+            let (packed, taken) = self.hand_on(task, range.start, &memory, counters)?;
+            segments.extend(packed);
+            lent.extend(taken);
+        }
+        Ok(Worked::Read { round, segments, lent })
+    }
+
+    /// Takes this rank's pieces of a chunk and packs the others' from `memory`, which holds the file from `start` on.
+    fn hand_on(
+        &self,
+        task: Task,
+        start: u64,
+        memory: &[u8],
+        counters: &Counters,
+    ) -> Result<(Vec<Packed>, Option<Lent>)> {
+        let Task { chunk, others, slot } = task;
         let source = |piece: &Piece| {
-            let at = (piece.src - range.start) as usize;
+            let at = (piece.src - start) as usize;
             &memory[at..at + piece.span_bytes as usize]
         };
-        // Waits before the slot is returned, also after an error.
+        // Waits before the memory is used again, also after an error.
         let mut fences = Fences::default();
         timed(&counters.spent.placing, || -> Result<()> {
             for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
@@ -242,9 +242,9 @@ impl Shared<'_> {
             }
             Ok(())
         })?;
-        let (segments, lent) = timed(&counters.spent.passing_on, || self.packed(&chunk, others, slot, source));
+        let packed = timed(&counters.spent.passing_on, || self.packed(&chunk, others, slot, source));
         fences.wait()?;
-        Ok(Worked::Read { round, segments, lent })
+        Ok(packed)
     }
 
     /// Packs what others take of a chunk: into the slot if they map it and there is room, else into their messages.
@@ -343,7 +343,7 @@ impl Shared<'_> {
             let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
             let began = Instant::now();
             self.files.prefetch(file, range.clone(), &Upcoming { shared_on_host: true, ..Upcoming::default() })?;
-            self.files.read_blocks(file, slice::from_ref(&range), slice::from_mut(&mut memory))?;
+            self.files.read_blocks(file, std::slice::from_ref(&range), std::slice::from_mut(&mut memory))?;
             let bytes = range.end - range.start;
             let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;
             if a_byte_s < fastest {
@@ -371,7 +371,8 @@ struct Course<'s, 'scope, 'env> {
     shared: &'s Shared<'s>,
     pool: Pool<'scope, 'env, Work, Worked>,
     counters: &'s Counters,
-    chunks: Chunks<'s>,
+    /// What this rank reads for others.
+    chunks: Peekable<Box<dyn Iterator<Item = Chunk> + 's>>,
     /// Rounds that were swapped.
     round: u64,
     /// The next rounds that are being prepared.
@@ -401,11 +402,14 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         counters: &'s Counters,
         is_trial: bool,
     ) -> Self {
+        let sharing = shared.sharing;
+        let is_own = move |chunk: &Chunk| chunk.wanters.len() > 1 && chunk.reader == sharing.rank();
+        let chunks: Box<dyn Iterator<Item = Chunk> + 's> = Box::new(sharing.chunks().filter(is_own));
         Course {
             shared,
             pool,
             counters,
-            chunks: shared.sharing.chunks(),
+            chunks: chunks.peekable(),
             round: 0,
             ahead: VecDeque::new(),
             is_planned: false,
@@ -477,36 +481,37 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 return Ok(());
             }
             let round = self.round + self.ahead.len() as u64 + 1;
-            let (tasks, is_last) = self.next_tasks();
+            let (requests, is_last) = self.next_requests();
             self.is_planned = is_last;
-            self.ahead.push_back(Outgoing { missing: tasks.len(), is_last, ..Outgoing::default() });
-            for task in tasks {
-                let threads = self.shared.announce(&task.chunk, self.trial.is_some())?;
-                self.pool.submit(Work::Read(round, task), false, threads);
+            self.ahead.push_back(Outgoing { missing: requests.len(), is_last, ..Outgoing::default() });
+            for request in requests {
+                let threads = self.shared.announce(&request, self.trial.is_some())?;
+                self.pool.submit(Work::Read(round, request), false, threads);
             }
         }
         Ok(())
     }
 
-    /// Slots that one round takes at most: a window has enough for four.
+    /// Slots that one round takes at most: a window has enough for four rounds.
     fn round_slots(&self) -> usize {
-        self.shared
-            .neighbours
-            .window
-            .as_ref()
-            .map_or(0, |window| (window.slots() / 4).min(self.shared.files.needs().in_flight))
+        let needs = self.shared.files.needs();
+        let window = self.shared.neighbours.window.as_ref().map_or(0, |window| window.slots() / 4);
+        window.min(needs.in_flight * slots_in_request(needs))
     }
 
-    /// The chunks that this rank reads in the next round, and whether they are the last ones.
-    fn next_tasks(&mut self) -> (Vec<Task>, bool) {
-        let Shared { sharing, link_bytes, neighbours, .. } = self.shared;
+    /// What this rank reads in the next round, and whether it is the last of it.
+    fn next_requests(&mut self) -> (Vec<Request>, bool) {
+        let shared = self.shared;
+        let Shared { sharing, link_bytes, neighbours, .. } = shared;
         let link_bytes = if self.trial.is_some() { link_bytes / TRIAL_PART } else { *link_bytes };
-        let (mut tasks, mut slots, slots_max) = (Vec::new(), 0, self.round_slots());
+        let (mut requests, mut slots, slots_max) = (Vec::new(), 0, self.round_slots());
         let mut bytes_to: BTreeMap<u32, u64> = BTreeMap::new();
-        for chunk in self.chunks.by_ref() {
-            if chunk.wanters.len() == 1 || chunk.reader != sharing.rank() {
-                continue;
-            }
+        // A request that does not fit as a whole waits for the next round.
+        let last_begin = slots_max.saturating_sub(slots_in_request(shared.files.needs()));
+        let fits = |chunk: &Chunk, slots: usize, requests: &[Request]| {
+            slots <= last_begin || slots < slots_max && shared.continued(requests, chunk).is_some()
+        };
+        while let Some(chunk) = self.chunks.next_if(|chunk| fits(chunk, slots, &requests)) {
             let others = sharing.pieces_of_others(&chunk);
             let is_shown = |rank: &u32| neighbours.viewers.contains(rank);
             let mut is_full = false;
@@ -522,14 +527,13 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             let is_near = others.iter().any(|(ranks, _)| ranks.iter().any(is_shown));
             let slot = neighbours.window.as_ref().filter(|_| is_near).and_then(Window::take);
             slots += usize::from(slot.is_some());
-            is_full |= slot.is_some() && slots >= slots_max;
             self.done.iter_mut().for_each(|done| _ = done.insert((chunk.file, chunk.range.start)));
-            tasks.push(Task { chunk, others, slot });
+            shared.request(Task { chunk, others, slot }, &mut requests);
             if is_full {
-                return (tasks, false);
+                break;
             }
         }
-        (tasks, true)
+        (requests, self.chunks.peek().is_none())
     }
 
     /// The messages of a round, with their heads.
@@ -625,7 +629,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                         }
                     }
                 }
-                if let Some((slot, takers)) = lent {
+                for (slot, takers) in lent {
                     self.counters.sent.fetch_add(takers.values().sum(), Ordering::Relaxed);
                     self.lent.insert(slot.number(), (slot, takers.into_keys().collect()));
                 }
@@ -655,24 +659,31 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
     /// Reads what no other rank has read for this one, after the rounds.
     fn rest(&mut self, went_on: bool) -> Result<()> {
         let done = self.done.take();
+        let mut requests = Vec::new();
         for chunk in self.shared.sharing.chunks() {
             let is_there = match &done {
                 Some(done) if !went_on => done.contains(&(chunk.file, chunk.range.start)),
                 _ => chunk.wanters.len() > 1,
             };
-            if is_there {
-                continue;
+            if !is_there {
+                self.shared.request(Task { chunk, others: Vec::new(), slot: None }, &mut requests);
             }
-            while self.pool.unfinished() >= ANNOUNCED {
-                self.settle()?;
+            // The last one may grow.
+            if requests.len() > 1 {
+                self.read_alone(requests.remove(0), went_on)?;
             }
-            let threads = self.shared.announce(&chunk, !went_on)?;
-            self.pool.submit(Work::Read(0, Task { chunk, others: Vec::new(), slot: None }), false, threads);
         }
+        requests.into_iter().try_for_each(|request| self.read_alone(request, went_on))?;
         self.finish()
     }
-}
 
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    /// Begins to read what no round carries.
+    fn read_alone(&mut self, request: Request, went_on: bool) -> Result<()> {
+        while self.pool.unfinished() >= ANNOUNCED {
+            self.settle()?;
+        }
+        let threads = self.shared.announce(&request, !went_on)?;
+        self.pool.submit(Work::Read(0, request), false, threads);
+        Ok(())
+    }
 }

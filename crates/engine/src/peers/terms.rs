@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 use shardfast_coord::peers::{Joining, Peers};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
+use shardfast_store::ReadNeeds;
 
 use super::PeerReads;
-use super::exchange::{AGAIN_BYTES, Neighbours, Trouble};
+use super::exchange::{AGAIN_BYTES, Neighbours, Trouble, slots_in_request};
 use crate::error::{Error, Kind, Result};
 use crate::operation::Operation;
 use crate::reads::{ValueRef, data_bytes};
@@ -71,8 +72,9 @@ pub(crate) struct Opened {
 pub(crate) struct Terms {
     /// What this rank has in common with others.
     pub(crate) common: Common,
-    /// As for [`shardfast_plan::Sharing::new`].
+    /// This and the next one as for [`shardfast_plan::Sharing::new`].
     pub(crate) chunk_blocks: u32,
+    pub(crate) run_bytes: u64,
     /// The most bytes that one rank sends another one in a round.
     pub(crate) link_bytes: u64,
     /// Longer than every message.
@@ -103,7 +105,12 @@ pub(crate) fn links_max() -> u64 {
 }
 
 /// Decides for all ranks, given the message of each.
-pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerReads) -> Result<Vec<Opened>> {
+pub(crate) fn decide(
+    manifest: &Manifest,
+    needs: ReadNeeds,
+    ranks: Vec<Opening>,
+    peer_reads: PeerReads,
+) -> Result<Vec<Opened>> {
     // More than all bytes of the checkpoint: several ranks want some of them.
     let there = data_bytes(manifest);
     let shared_on_host = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
@@ -131,11 +138,14 @@ pub(crate) fn decide(manifest: &Manifest, ranks: Vec<Opening>, peer_reads: PeerR
     if chunk_blocks == 0 {
         return plain();
     }
+    let chunk_bytes = u64::from(chunk_blocks) * BLOCK_BYTES;
+    // What a round has room for in a window.
+    let run_bytes = needs.request_bytes.min(exchange_bytes / 2) / chunk_bytes * chunk_bytes;
     let sharing = matching.common.into_iter().map(|common| {
         let is_measured = peer_reads == PeerReads::Auto;
         // A rank may want an element by several wants that overlap.
         let message_bytes_max = there.saturating_mul(4).saturating_add(1 << 20);
-        Terms { common, chunk_blocks, link_bytes, message_bytes_max, by_rounds, is_measured }
+        Terms { common, chunk_blocks, run_bytes, link_bytes, message_bytes_max, by_rounds, is_measured }
     });
     Ok(sharing.map(|terms| Opened { shared_on_host, sharing: Some(terms) }).collect())
 }
@@ -171,9 +181,11 @@ struct Meeting {
 pub(crate) fn connect(
     operation: &Operation,
     known: Result<(Vec<u32>, bool)>,
+    needs: ReadNeeds,
     message_bytes_max: u64,
 ) -> std::result::Result<Option<Connected>, Trouble> {
-    let window = Window::new(operation.engine.staging_bytes());
+    let round_slots = needs.in_flight * slots_in_request(needs);
+    let window = Window::new(operation.engine.staging_bytes(), 4 * round_slots as u64);
     let offered = window.as_ref().map(|window| window.descriptor());
     let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(Error::from);
     let opening = known.and_then(|(peers, is_cached)| {

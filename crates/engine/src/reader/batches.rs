@@ -72,44 +72,55 @@ pub(super) struct Announced {
     pub(super) is_host: bool,
 }
 
-/// Reads of one thread: several only if they may be lent as one, without a gap, or read in one request.
-pub(super) struct Batch {
-    pub(super) file: u32,
-    pub(super) range: Range<u64>,
-    pub(super) planned: Vec<Planned>,
-    pub(super) fetch: Fetch,
-    pub(super) is_host: bool,
-    /// Bytes between its reads that no read asks for.
+/// What is read of a file at once.
+pub(crate) struct Span {
+    pub(crate) file: u32,
+    pub(crate) range: Range<u64>,
+    /// Bytes in it that no read asks for.
     gaps: u64,
 }
 
-/// Bytes that are lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
-const BATCH_BYTES: u64 = 4 << 20;
+impl Span {
+    pub(crate) fn new(file: u32, range: Range<u64>) -> Span {
+        Span { file, range, gaps: 0 }
+    }
+
+    /// The span that holds `range`, too, if storage with these needs reads both in one request. Ranges ascend.
+    pub(crate) fn with(&self, file: u32, range: &Range<u64>, needs: ReadNeeds) -> Option<Span> {
+        let gap = range.start.saturating_sub(self.range.end);
+        let whole = self.range.start..range.end.max(self.range.end);
+        let gaps = self.gaps + gap;
+        let is_behind = file == self.file && self.range.start <= range.start;
+        (is_behind && needs.joins(whole.clone(), gap, gaps)).then_some(Span { file, range: whole, gaps })
+    }
+}
+
+/// Reads of one thread: several only if they may be lent as one, without a gap, or read in one request.
+pub(super) struct Batch {
+    pub(super) span: Span,
+    pub(super) planned: Vec<Planned>,
+    pub(super) fetch: Fetch,
+    pub(super) is_host: bool,
+}
+
+/// What is lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
+const LENT: ReadNeeds = ReadNeeds { gap_bytes: 0, request_bytes: 4 << 20, in_flight: 1 };
 
 impl Batch {
     pub(super) fn new(Announced { planned, fetch, is_host }: Announced) -> Batch {
-        Batch { file: planned.read.file, range: planned.range.clone(), planned: vec![planned], fetch, is_host, gaps: 0 }
+        let span = Span::new(planned.read.file, planned.range.clone());
+        Batch { span, planned: vec![planned], fetch, is_host }
     }
 
     /// Takes a read that continues the batch in the same way; returns any other.
     fn take(&mut self, next: Announced, needs: ReadNeeds, slots_max: usize) -> Option<Announced> {
-        let range = &next.planned.range;
-        let gap = range.start.saturating_sub(self.range.end);
-        let bytes = range.end.max(self.range.end) - self.range.start;
-        let fits = if self.is_host && self.fetch.is_to_be_lent() {
-            gap == 0 && bytes <= BATCH_BYTES
-        } else {
-            self.fetch == Fetch::WhenRead
-                && needs.joins(self.range.start..self.range.start + bytes, gap, self.gaps + gap)
-                && self.planned.len() < slots_max
-        };
-        let is_behind = next.planned.read.file == self.file && self.range.start <= range.start;
+        let is_lent = self.is_host && self.fetch.is_to_be_lent();
         let is_alike = (next.fetch, next.is_host) == (self.fetch, self.is_host);
-        if !(fits && is_behind && is_alike) {
-            return Some(next);
-        }
-        self.gaps += gap;
-        self.range.end = self.range.end.max(range.end);
+        let has_room = is_lent || self.fetch == Fetch::WhenRead && self.planned.len() < slots_max;
+        let needs = if is_lent { LENT } else { needs };
+        let span = self.span.with(next.planned.read.file, &next.planned.range, needs);
+        let Some(span) = span.filter(|_| is_alike && has_room) else { return Some(next) };
+        self.span = span;
         self.planned.push(next.planned);
         None
     }
@@ -192,15 +203,15 @@ mod tests {
             // As long as a batch may be, two of them overlapping.
             (0, 0, MIB, Fetch::Cached, true),
             (0, MIB - 65_536, 2 * MIB, Fetch::Cached, true),
-            (0, 2 * MIB, BATCH_BYTES, Fetch::Cached, true),
-            (0, BATCH_BYTES, BATCH_BYTES + 1, Fetch::Cached, true),
+            (0, 2 * MIB, LENT.request_bytes, Fetch::Cached, true),
+            (0, LENT.request_bytes, LENT.request_bytes + 1, Fetch::Cached, true),
             // In another way, behind a gap, in another file.
-            (0, BATCH_BYTES + 1, BATCH_BYTES + 2, Fetch::WhenLent, true),
-            (0, BATCH_BYTES + 3, BATCH_BYTES + 4, Fetch::WhenLent, true),
-            (1, BATCH_BYTES + 4, BATCH_BYTES + 5, Fetch::WhenLent, true),
+            (0, LENT.request_bytes + 1, LENT.request_bytes + 2, Fetch::WhenLent, true),
+            (0, LENT.request_bytes + 3, LENT.request_bytes + 4, Fetch::WhenLent, true),
+            (1, LENT.request_bytes + 4, LENT.request_bytes + 5, Fetch::WhenLent, true),
             // To a device, or not to be lent at all.
-            (1, BATCH_BYTES + 5, BATCH_BYTES + 6, Fetch::WhenLent, false),
-            (1, BATCH_BYTES + 6, BATCH_BYTES + 7, Fetch::WhenLent, false),
+            (1, LENT.request_bytes + 5, LENT.request_bytes + 6, Fetch::WhenLent, false),
+            (1, LENT.request_bytes + 6, LENT.request_bytes + 7, Fetch::WhenLent, false),
             (2, 0, 1, Fetch::Begun, true),
             (2, 1, 2, Fetch::Begun, true),
             (2, 2, 3, Fetch::WhenRead, true),
@@ -209,11 +220,11 @@ mod tests {
         let batches: Vec<Batch> = Batches::new(reads.iter().map(announced), Needs::LOCAL.reads, 8).collect();
         let counts: Vec<usize> = batches.iter().map(|batch| batch.planned.len()).collect();
         assert_eq!(counts, [3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
-        assert_eq!(batches[0].range, 0..BATCH_BYTES);
+        assert_eq!(batches[0].span.range, 0..LENT.request_bytes);
         let found = batches.iter().flat_map(|batch| {
             let fields = |planned: &Planned| {
                 let range = &planned.range;
-                assert!(batch.file == planned.read.file && batch.range.start <= range.start);
+                assert!(batch.span.file == planned.read.file && batch.span.range.start <= range.start);
                 (planned.read.file, range.start, range.end, batch.fetch, batch.is_host)
             };
             batch.planned.iter().map(fields).collect::<Vec<_>>()

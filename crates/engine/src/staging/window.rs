@@ -19,8 +19,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::SLOT_BYTES;
 
-/// Enough that ranks need not wait for each other between rounds.
-const SLOTS_MAX: u64 = 48;
+/// Enough that ranks need not wait for each other between rounds where each read fills one slot.
+const SLOTS_ENOUGH: u64 = 48;
 
 /// With fewer slots there would be fewer than one for each round under way.
 const SLOTS_MIN: u64 = 4;
@@ -42,9 +42,10 @@ pub(crate) struct Window {
 pub(crate) struct View(Mapping);
 
 impl Window {
-    /// A window of a rank that stages in `budget_bytes`. `None` if that is too little, or the system refuses.
-    pub(crate) fn new(budget_bytes: u64) -> Option<Arc<Window>> {
-        let slots = (budget_bytes / BUDGET_PART / SLOT_BYTES as u64).min(SLOTS_MAX);
+    /// A window of a rank that stages in `budget_bytes`, of `slots_wanted` slots if they are in the budget. `None` if
+    /// that is too little, or the system refuses.
+    pub(crate) fn new(budget_bytes: u64, slots_wanted: u64) -> Option<Arc<Window>> {
+        let slots = (budget_bytes / BUDGET_PART / SLOT_BYTES as u64).min(slots_wanted.max(SLOTS_ENOUGH));
         if slots < SLOTS_MIN {
             return None;
         }
@@ -177,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_is_packed_is_seen_through_the_descriptor() {
-        let window = Window::new(64 << 20).unwrap();
+        let window = Window::new(64 << 20, 0).unwrap();
         assert_eq!(window.slots(), 8);
         let view = View::of(&window.descriptor()).unwrap();
         let mut slots: Vec<WindowSlot> = std::iter::from_fn(|| window.take()).collect();
@@ -197,7 +198,7 @@ mod tests {
 
     #[test]
     fn nobody_can_cut_a_window_short_or_write_into_it() {
-        let window = Window::new(1 << 30).unwrap();
+        let window = Window::new(1 << 30, 0).unwrap();
         let descriptor = window.descriptor();
         assert_eq!(rustix::fs::ftruncate(&*descriptor, 0), Err(Errno::PERM));
         assert_eq!(rustix::io::pwrite(&*descriptor, b"x", 0), Err(Errno::PERM));
@@ -212,7 +213,9 @@ mod tests {
 
     #[test]
     fn a_budget_with_no_room_for_a_window_has_none() {
-        assert!(Window::new(31 << 20).is_none());
-        assert_eq!(Window::new(u64::MAX).unwrap().slots(), 48);
+        assert!(Window::new(31 << 20, 0).is_none());
+        for (budget, wanted, slots) in [(u64::MAX, 0, 48), (u64::MAX, 576, 576), (1 << 30, 576, 128)] {
+            assert_eq!(Window::new(budget, wanted).unwrap().slots(), slots);
+        }
     }
 }

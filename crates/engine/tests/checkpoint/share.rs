@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use shardfast_engine::carrier::{Round, Rounds, handoff};
-use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
+use shardfast_engine::{Engine, Error, Kind, Limit, PeerReads, Result, Traffic, checkpoint, copy_between};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
+use shardfast_store::sims3::SimS3;
 use shardfast_store::{
     Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Upload, Writes,
     one_by_one,
@@ -425,6 +426,45 @@ fn what_is_slower_is_left() {
         let (flaw, traffic) = loaded.unwrap();
         assert!(flaw.is_none() && !traffic.is_shared && traffic.bytes_received > 0, "{traffic:?}");
         assert!((unique * 3 / 4..unique).contains(&traffic.bytes_read), "{traffic:?}");
+    }
+}
+
+/// Storage that takes requests: what several ranks want is read once, in requests of about 8 MiB.
+#[test]
+fn requests_are_few() {
+    let (place, truth) = (scratch(), matrix(24 << 10));
+    let url = saved(place.path(), &truth);
+    let unique = (24 << 10) * 4096;
+    let service = SimS3::default();
+    let far = || {
+        let shared = Arc::new(shardfast_store::Shared::simulated(service.clone()));
+        shardfast_store::open_on("s3://simulated/run?endpoint=http://simulated", &shared).unwrap()
+    };
+    let from = shardfast_store::open(&url).unwrap();
+    copy_between(&Engine::solo(), (from, &url), (far(), "s3"), &Limit::new(None), &|_, _| ()).unwrap();
+    for (layout, staging, by_request) in [
+        (Layout::columns(2), 1 << 30, 8 << 20),
+        (Layout::replicas(4), 1 << 30, 8 << 20),
+        // Messages carry it, of 4 MiB to each other rank.
+        (Layout::replicas(2), MESSAGES_BYTES, 15 << 16),
+    ] {
+        let job = Job::staged(layout.clone(), staging);
+        let stores: Vec<Arc<dyn Store>> = (0..layout.world()).map(|_| far()).collect();
+        // The first request asks for keys before.
+        stores.iter().for_each(|store| _ = store.list("").unwrap());
+        let asked: Vec<u64> = stores.iter().map(|store| store.requests().gets).collect();
+        let open = |engine: &Arc<Engine>| {
+            let store = Arc::clone(&stores[engine.rank() as usize]);
+            checkpoint::open_from(engine, Ok(store), &url, LONG)
+        };
+        let (flaw, traffic) = job.compare_by(PeerReads::Always, open, &truth, &mut Dice(3)).unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
+        let read = total(&traffic, |traffic| traffic.bytes_read);
+        assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
+        let gets = stores.iter().zip(asked).map(|(store, asked)| store.requests().gets - asked).sum::<u64>();
+        // Each rank opens two files, and rank 0 reads commit and manifest.
+        let most = 2 * (unique / 2).div_ceil(by_request) + 2 * layout.world() as u64 + 2;
+        assert!(gets <= most, "{layout:?}: {gets} requests, expected at most {most}");
     }
 }
 

@@ -27,6 +27,7 @@ pub struct Sharing {
     own: Vec<u32>,
     sets: Sets,
     chunk_bytes: u64,
+    run_bytes: u64,
     /// Of each file: where its data begin and end.
     files: Vec<Range<u64>>,
 }
@@ -54,8 +55,10 @@ pub struct Chunk {
 }
 
 impl Sharing {
-    /// Plans for `rank`, which wants `wants` and has `common` with others, by [`share`](super::share). All ranks that
-    /// have something in common must give the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`].
+    /// Plans for `rank`, which wants `wants` and has `common` with others, by [`share`](super::share). A file's data are
+    /// cut into runs of `run_bytes`, and one rank reads all chunks of a run that the same ranks want: storage that takes
+    /// requests reads a run in one. A run is at least as long as a chunk. All ranks that have something in common must
+    /// give the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`], and the same `run_bytes`.
     ///
     /// # Errors
     /// [`Error::Invalid`] when a want is no part of the checkpoint, or what is common does not fit the wants.
@@ -65,6 +68,7 @@ impl Sharing {
         wants: &[Wanted],
         common: &Common,
         chunk_blocks: u32,
+        run_bytes: u64,
     ) -> Result<Sharing, Error> {
         let mut sets = Sets::default();
         let ids: Vec<u32> = common.sets.iter().map(|set| sets.of(set.iter().cloned().flatten().collect())).collect();
@@ -94,7 +98,8 @@ impl Sharing {
         let own = own.map(|(i, _)| i).collect();
         let files = manifest.files().iter().map(|file| file.data_start..file.bytes).collect();
         let chunk_bytes = u64::from(chunk_blocks) * BLOCK_BYTES;
-        Ok(Sharing { rank, items, parts, reach, own, sets, chunk_bytes, files })
+        let run_bytes = run_bytes.max(chunk_bytes);
+        Ok(Sharing { rank, items, parts, reach, own, sets, chunk_bytes, run_bytes, files })
     }
 
     /// The rank whose plan this is.
@@ -185,6 +190,7 @@ impl Sharing {
         }
         end
     }
+
     fn cell(&self, file: u32, at: u64) -> u64 {
         at.saturating_sub(self.files[file as usize].start) / self.chunk_bytes
     }
@@ -195,14 +201,22 @@ impl Sharing {
 pub struct Chunks<'a> {
     sharing: &'a Sharing,
     sets: Sets,
-    /// For each set of ranks, the bytes that each of them reads.
-    dealt: HashMap<u32, Vec<u64>>,
+    dealt: HashMap<u32, Dealt>,
     next_own: usize,
     /// The file and the cell that come next. Cells are the places of chunks: as long as the longest of them.
     place: (u32, u64),
     /// The cell behind the last one that this rank's parts up to `next_own` reach.
     reach: u64,
     ready: VecDeque<Chunk>,
+}
+
+/// What the ranks of a set read for each other so far.
+#[derive(Debug, Default)]
+struct Dealt {
+    /// The bytes that each of them reads.
+    bytes: Vec<u64>,
+    /// The file and the run of the last chunk, and the number of its reader among them.
+    last: Option<((u32, u64), usize)>,
 }
 
 impl Iterator for Chunks<'_> {
@@ -278,26 +292,30 @@ impl Chunks<'_> {
                 block += 1;
             }
             let chunk = start + first * BLOCK_BYTES..(start + block * BLOCK_BYTES).min(range.end);
-            let bytes = chunk.end - chunk.start;
-            let reader = self.deal(set, bytes);
+            let run = (file, (chunk.start - data.start) / sharing.run_bytes);
+            let reader = self.deal(set, run, chunk.end - chunk.start);
             let end = sharing.end(file, &chunk);
             let wanters = Arc::clone(self.sets.ranks(set));
             self.ready.push_back(Chunk { file, range: chunk, end, wanters, reader });
         }
     }
 
-    /// The rank that reads the next bytes that a set of ranks wants: the one that has read the least of these so far.
-    fn deal(&mut self, set: u32, bytes: u64) -> u32 {
+    /// The rank that reads the next bytes that a set of ranks wants: the one that reads the other ones of their run,
+    /// else the one that has read the least of what the set wants so far.
+    fn deal(&mut self, set: u32, run: (u32, u64), bytes: u64) -> u32 {
         let ranks = self.sets.ranks(set);
-        let dealt = self.dealt.entry(set).or_insert_with(|| vec![0; ranks.len()]);
+        let dealt = self.dealt.entry(set).or_default();
+        dealt.bytes.resize(ranks.len(), 0);
         // Many sets may have one chunk each: not all of them begin with their lowest rank.
         let first = ranks
             .iter()
             .fold(0u64, |hash, &rank| (hash ^ u64::from(rank)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
         let first = (first % ranks.len() as u64) as usize;
         let turn = |i: usize| (i + ranks.len() - first) % ranks.len();
-        let (i, _) = dealt.iter().enumerate().min_by_key(|&(i, &bytes)| (bytes, turn(i))).expect("a set has ranks");
-        dealt[i] += bytes;
+        let least = || (0..ranks.len()).min_by_key(|&i| (dealt.bytes[i], turn(i))).expect("a set has ranks");
+        let i = dealt.last.filter(|(last, _)| *last == run).map_or_else(least, |(_, i)| i);
+        dealt.bytes[i] += bytes;
+        dealt.last = Some((run, i));
         ranks[i]
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -88,12 +89,14 @@ fn taken(take: &Take, shape: &[u64]) -> Vec<Region> {
     }
 }
 
-fn plan(manifest: &Manifest, wants: &[Vec<Wanted>], chunk_blocks: u32) -> (Matching, Vec<Sharing>) {
+/// Chunks of at most so many blocks, in runs of so many chunks.
+fn plan(manifest: &Manifest, wants: &[Vec<Wanted>], (chunk_blocks, run): (u32, u64)) -> (Matching, Vec<Sharing>) {
     let matching = share(manifest, wants, usize::MAX).unwrap().unwrap();
     let sharing = (0u32..).zip(wants.iter().zip(&matching.common)).map(|(rank, (wants, common))| {
         let alone = Common { sets: vec![vec![rank..rank + 1]], own: vec![0; wants.len()], others: Vec::new() };
         let common = if common.sets.is_empty() { &alone } else { common };
-        Sharing::new(manifest, rank, wants, common, chunk_blocks).unwrap()
+        let run_bytes = run * u64::from(chunk_blocks) * BLOCK_BYTES;
+        Sharing::new(manifest, rank, wants, common, chunk_blocks, run_bytes).unwrap()
     });
     let sharing = sharing.collect();
     (matching, sharing)
@@ -178,9 +181,12 @@ fn given(manifest: &Manifest, wants: &[Wanted], sharing: &Sharing) -> Vec<Vec<Op
     given
 }
 
-/// Everybody gets everything once; wanters of a chunk agree on it and on what its reader sends; no block is read twice.
-fn check(manifest: &Manifest, wants: &[Vec<Wanted>], chunk_blocks: u32) -> Result<(), TestCaseError> {
-    let (_, sharing) = plan(manifest, wants, chunk_blocks);
+/// Each rank gets everything once; wanters of a chunk agree on it and on what its reader sends; no block is read twice,
+/// and what the same ranks want of a run has one reader.
+fn check(manifest: &Manifest, wants: &[Vec<Wanted>], (chunk_blocks, run): (u32, u64)) -> Result<(), TestCaseError> {
+    let (_, sharing) = plan(manifest, wants, (chunk_blocks, run));
+    let run_bytes = run.max(1) * u64::from(chunk_blocks) * BLOCK_BYTES;
+    let mut readers: HashMap<(u32, u64, Arc<[u32]>), u32> = HashMap::new();
     let mut seen: HashMap<(u32, u64), (Chunk, usize)> = HashMap::new();
     let mut read: HashMap<(u32, u64), u32> = HashMap::new();
     let all = &sharing;
@@ -191,6 +197,8 @@ fn check(manifest: &Manifest, wants: &[Vec<Wanted>], chunk_blocks: u32) -> Resul
             let known = seen.entry((chunk.file, chunk.range.start)).or_insert_with(|| (chunk.clone(), 0));
             prop_assert_eq!(&known.0, &chunk);
             known.1 += 1;
+            let run = (chunk.file, (chunk.range.start - DATA_START) / run_bytes, Arc::clone(&chunk.wanters));
+            prop_assert_eq!(*readers.entry(run).or_insert(chunk.reader), chunk.reader, "one run, two readers");
             if chunk.reader == rank {
                 for block in
                     (chunk.range.start - DATA_START) / BLOCK_BYTES..(chunk.range.end - DATA_START).div_ceil(BLOCK_BYTES)
@@ -252,13 +260,13 @@ fn tensor() -> impl Strategy<Value = Tensor> {
     })
 }
 
-type Case = (Vec<Tensor>, Vec<u64>, Vec<Vec<Take>>, Vec<Vec<bool>>, u32);
+type Case = (Vec<Tensor>, Vec<u64>, Vec<Vec<Take>>, Vec<Vec<bool>>, (u32, u64));
 
 fn case() -> impl Strategy<Value = Case> {
     (vec(tensor(), 1..5), vec(0..70_000u64, 0..3), 1..6usize).prop_flat_map(|(tensors, values, world)| {
         let takes = vec(vec(take(), tensors.len()), world);
         let valued = vec(vec(any::<bool>(), values.len()), world);
-        (Just(tensors), Just(values), takes, valued, 1..=CHUNK_BLOCKS_MAX)
+        (Just(tensors), Just(values), takes, valued, (1..=CHUNK_BLOCKS_MAX, 0..5u64))
     })
 }
 
@@ -266,7 +274,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn everybody_gets_everything_and_no_block_is_read_twice((tensors, values, takes, valued, chunk_blocks) in case()) {
+    fn everybody_gets_everything_and_no_block_is_read_twice((tensors, values, takes, valued, cut) in case()) {
         let manifest = saved(&tensors, &values);
         let wants = takes.iter().zip(&valued).map(|(takes, valued)| {
             let mut wants = Vec::new();
@@ -279,7 +287,7 @@ proptest! {
             wants.dedup();
             wants
         });
-        check(&manifest, &wants.collect::<Vec<_>>(), chunk_blocks)?;
+        check(&manifest, &wants.collect::<Vec<_>>(), cut)?;
     }
 }
 
@@ -301,14 +309,14 @@ fn columns_of_rows_and_replicas_are_read_once_by_turns() {
     let by_columns = [wanted(half(0)), wanted(half(1))];
     let replicas = vec![wanted(Region::whole(&[rows, columns])); 5];
     let both = [wanted(half(0)), wanted(half(1)), wanted(half(0)), wanted(half(1))];
-    for wants in [&by_columns[..], &replicas, &both] {
-        let (matching, sharing) = plan(&manifest, wants, CHUNK_BLOCKS_MAX);
+    for (wants, run) in [&by_columns[..], &replicas, &both].into_iter().flat_map(|wants| [(wants, 1), (wants, 9)]) {
+        let (matching, sharing) = plan(&manifest, wants, (CHUNK_BLOCKS_MAX, run));
         let (shares, bytes) = (shares(&sharing), rows * columns * 4);
         assert_eq!(shares.iter().sum::<u64>(), bytes);
         assert_eq!((matching.bytes_for_each, matching.bytes_for_all), (bytes * wants.len() as u64, bytes));
         assert_eq!(matching.peers_max as usize, wants.len() - 1);
         let (least, most) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
-        assert!(most - least <= 2 * u64::from(CHUNK_BLOCKS_MAX) * BLOCK_BYTES, "{shares:?}");
+        assert!(most - least <= 2 * run * u64::from(CHUNK_BLOCKS_MAX) * BLOCK_BYTES, "{shares:?}");
     }
 }
 

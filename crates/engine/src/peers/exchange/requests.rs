@@ -1,0 +1,75 @@
+//! The requests of a shared load: chunks that storage reads best together are read in one.
+
+use std::ops::Range;
+
+use shardfast_plan::{Chunk, Piece};
+use shardfast_store::{ReadNeeds, Upcoming};
+
+use super::Shared;
+use crate::error::Result;
+use crate::reader::Span;
+use crate::staging::SLOT_BYTES;
+use crate::staging::window::WindowSlot;
+
+/// Chunks of a file that are read in one request.
+pub(super) struct Request {
+    pub(super) span: Span,
+    pub(super) tasks: Vec<Task>,
+}
+
+/// A chunk to read, and what others take of it.
+pub(super) struct Task {
+    pub(super) chunk: Chunk,
+    pub(super) others: Vec<(Vec<u32>, Vec<Piece>)>,
+    /// Where the bytes for neighbours are packed.
+    pub(super) slot: Option<WindowSlot>,
+}
+
+impl Shared<'_> {
+    /// What the last of these requests reads with a chunk, if that is how storage is read best.
+    pub(super) fn continued(&self, requests: &[Request], chunk: &Chunk) -> Option<Span> {
+        let last = requests.last().filter(|last| last.tasks.len() < self.staging.slots() / 2)?;
+        last.span.with(chunk.file, &self.range(chunk), self.files.needs())
+    }
+
+    /// Adds a chunk to the requests that read it and others.
+    pub(super) fn request(&self, task: Task, requests: &mut Vec<Request>) {
+        match (self.continued(requests, &task.chunk), requests.last_mut()) {
+            (Some(span), Some(last)) => {
+                last.span = span;
+                last.tasks.push(task);
+            }
+            _ => {
+                requests.push(Request { span: Span::new(task.chunk.file, self.range(&task.chunk)), tasks: vec![task] })
+            }
+        }
+    }
+
+    /// What is read for a chunk.
+    pub(super) fn range(&self, chunk: &Chunk) -> Range<u64> {
+        self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end)
+    }
+
+    /// Announces a request; returns on how many threads to read.
+    pub(super) fn announce(&self, request: &Request, shared_on_host: bool) -> Result<usize> {
+        let Span { file, range, .. } = &request.span;
+        let upcoming = Upcoming { shared_on_host, ..Upcoming::default() };
+        let fetch = self.files.prefetch(*file, range.clone(), &upcoming).map_err(|error| {
+            let leaves = self.files.leaves_in(*file, range);
+            error.within(format_args!("{leaves} cannot be read"))
+        })?;
+        // Neighbours read from the same storage and keep it busy together.
+        let in_flight = self.files.needs().in_flight;
+        let readers = (2 * in_flight / (1 + self.neighbours.viewers.len())).clamp(2, in_flight);
+        Ok(if fetch.is_ahead() { cores().min(in_flight) } else { readers })
+    }
+}
+
+/// Slots that one request fills.
+pub(crate) fn slots_in_request(needs: ReadNeeds) -> usize {
+    (needs.request_bytes / SLOT_BYTES as u64).max(1) as usize
+}
+
+pub(super) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

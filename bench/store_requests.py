@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,7 @@ def _counting_worker(settings: Settings, server: Server) -> dict[str, Any]:
         expect_equal(other, state, system.name)
         if system.name == OURS:
             found["objects"] = on_rank_0(lambda: _objects(server, prefix))
+            found["verified"] = on_rank_0(lambda: _verified(server, prefix))
             zero(columns)
             system.load(prefix, columns)
             found["resharded"] = counted()
@@ -114,6 +118,16 @@ def _objects(server: Server, prefix: str) -> dict[str, int]:
     import obstore
 
     return {one["path"]: one["size"] for page in obstore.list(open_store(server), prefix=prefix) for one in page}
+
+
+def _verified(server: Server, prefix: str) -> dict[str, int]:
+    """What ``shardfast verify --stored`` asks for of data files: the most requests for one, bytes received of all."""
+    server.exchanges()
+    command = [str(Path(sys.executable).with_name("shardfast")), "verify", "--stored", server.url(prefix)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    exchanges = [one for one in server.exchanges() if urlsplit(one["target"]).path.endswith(DATA_FILE)]
+    requests = Counter(urlsplit(one["target"]).path for one in exchanges)
+    return {"requests": max(requests.values()), "bytes": sum(one["received"] for one in exchanges)}
 
 
 def part_bytes(size: int) -> int:
@@ -147,10 +161,14 @@ def _show_counted(found: dict[str, Any]) -> dict[str, Any]:
     objects = found["objects"]
     files = [path for path in objects if path.endswith(DATA_FILE)]
     print(f"  shardfast wrote {len(objects)} objects: {puts_expected(objects)} writes expected")
+    verified = found["verified"]
+    stored = sum(objects[path] for path in files)
+    print(f"  verify --stored: {verified['requests']} requests a file, {verified['bytes'] / stored:.4%} of the bytes")
     for name, reason in found["failed"].items():
         print(f"  not in the table: {name}: {reason}")
     return {
         "bytes": found["bytes"],
+        "verified": {"requests": verified["requests"], "of_bytes": verified["bytes"] / stored},
         "saves": {name: asdict(one) for name, one in saves.items()},
         "loads": {name: asdict(one) for name, one in loads.items()},
         "resharded": asdict(resharded),

@@ -58,10 +58,13 @@ const MIB: u64 = 1 << 20;
 /// What suits the services: parts and requests long enough that their latency does not matter.
 const NEEDS: Needs = Needs {
     pieces: Pieces::Parts(PARTS),
-    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight: 16 },
+    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight: READS_MAX },
     refuses_taken_names: false,
     lists_are_current: true,
 };
+
+/// Reads that are made at a time at most, each on a thread: as many as a slow connection has use for.
+const READS_MAX: usize = 32;
 
 /// All services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
@@ -164,7 +167,8 @@ struct Place {
     /// Whether the service has taken the credentials of a request.
     is_admitted: AtomicBool,
     pace: Pace,
-    flow: Flow,
+    sending: Flow,
+    reading: Flow,
 }
 
 impl FarStore {
@@ -183,7 +187,8 @@ impl FarStore {
             requests,
             is_admitted,
             pace: Pace::default(),
-            flow: Flow::default(),
+            sending: Flow::default(),
+            reading: Flow::default(),
         });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
@@ -558,7 +563,7 @@ impl Store for FarStore {
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        self.place.flow.write_all(writes, &|write| match write.object.storage().downcast_ref::<FarWriter>() {
+        self.place.sending.write_all(writes, &|write| match write.object.storage().downcast_ref::<FarWriter>() {
             Some(object) => object.send(write),
             None => write.make().map_err(|error| Box::new((write, error))),
         })

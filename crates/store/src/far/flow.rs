@@ -1,7 +1,7 @@
-//! How many objects and parts are sent at a time: more as long as that makes it faster, half of it when the service
-//! asks for fewer.
+//! How many parts are sent at a time, and how many ranges are read: more as long as that makes it faster, half of it
+//! when the service asks for fewer.
 //!
-//! A round is as many sent parts as may be sent at a time. At first each round doubles that, until one is not faster
+//! A round is as many parts as may be in flight; it begins anew after a time in which none was. At first each round doubles that, until one is not faster
 //! than the one before: then the earlier number was enough, and is kept. When the service throttles, the number is
 //! halved; after that each round adds one, as in the congestion control of TCP.
 
@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 use std::time::Instant;
+
+use http::StatusCode;
 
 use crate::Result;
 use crate::write::{Failure, Making, Write, Writes};
@@ -25,7 +27,7 @@ const MOST: usize = 64;
 /// A round is faster if it is so many times as fast.
 const FASTER: f64 = 1.1;
 
-/// The number of parts in flight of a store.
+/// The number of parts in flight of a store, in one direction.
 pub(super) struct Flow {
     state: Mutex<State>,
     freed: Condvar,
@@ -43,7 +45,7 @@ struct State {
     halved: Option<Instant>,
 }
 
-/// What was sent since it began.
+/// What was moved since it began.
 struct Round {
     began: Instant,
     parts: usize,
@@ -65,8 +67,16 @@ impl Default for Flow {
 }
 
 impl State {
-    /// A part was sent.
-    fn sent(&mut self, bytes: u64, now: Instant) {
+    /// A part begins to move.
+    fn begins(&mut self, now: Instant) {
+        if self.in_flight == 0 {
+            self.round = Round::begin(now);
+        }
+        self.in_flight += 1;
+    }
+
+    /// A part was moved.
+    fn moved(&mut self, bytes: u64, now: Instant) {
         self.round.parts += 1;
         self.round.bytes += bytes;
         if self.round.parts < self.allowed {
@@ -103,21 +113,23 @@ impl Flow {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of a part that was sent.
-    pub(super) fn sent(&self, bytes: u64) {
-        self.lock().sent(bytes, Instant::now());
+    /// Takes note of a part that was moved.
+    pub(super) fn moved(&self, bytes: u64) {
+        self.lock().moved(bytes, Instant::now());
         self.freed.notify_all();
     }
 
-    /// Takes note that the service asked for fewer requests, by its answer to one that began then.
-    pub(super) fn throttled(&self, began: Instant) {
-        self.lock().throttled(began, Instant::now());
+    /// Takes note of an answer to a request that began then, if it asks for fewer requests.
+    pub(super) fn refused(&self, status: Option<StatusCode>, began: Instant) {
+        if matches!(status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)) {
+            self.lock().throttled(began, Instant::now());
+        }
     }
 
-    /// Waits until one more part may be sent.
-    fn enter(&self) -> Permit<'_> {
+    /// Waits until one more part may be in flight.
+    pub(super) fn enter(&self) -> Permit<'_> {
         let state = self.freed.wait_while(self.lock(), |state| state.in_flight >= state.allowed);
-        state.unwrap_or_else(PoisonError::into_inner).in_flight += 1;
+        state.unwrap_or_else(PoisonError::into_inner).begins(Instant::now());
         Permit(self)
     }
 
@@ -139,7 +151,7 @@ impl Flow {
 }
 
 /// Given back when it is dropped.
-struct Permit<'a>(&'a Flow);
+pub(super) struct Permit<'a>(&'a Flow);
 
 impl Drop for Permit<'_> {
     fn drop(&mut self) {
@@ -185,7 +197,7 @@ mod tests {
         let round = |_| {
             let (allowed, began) = (state.allowed, *now);
             *now = began + Duration::from_secs_f64(allowed as f64 / rate(allowed));
-            (0..allowed).for_each(|_| state.sent(8 << 20, *now));
+            (0..allowed).for_each(|_| state.moved(8 << 20, *now));
             state.allowed
         };
         (0..count).map(round).collect()
@@ -204,6 +216,15 @@ mod tests {
         assert_eq!(rounds(4, &mut full, &mut now, |_| 10.0), [32, 16, 16, 16]);
         let (mut between, mut now) = state();
         assert_eq!(rounds(4, &mut between, &mut now, |allowed| allowed.min(30) as f64), [32, 64, 32, 32]);
+    }
+
+    #[test]
+    fn a_time_without_parts_is_no_slow_round() {
+        let (mut state, mut now) = state();
+        assert_eq!(rounds(1, &mut state, &mut now, |allowed| allowed as f64), [32]);
+        now += Duration::from_secs(3600);
+        state.begins(now);
+        assert_eq!(rounds(1, &mut state, &mut now, |allowed| allowed as f64), [64]);
     }
 
     #[test]

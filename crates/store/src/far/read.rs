@@ -66,9 +66,14 @@ impl ObjectReader for FarReader {
                 filled = end;
             }
         };
+        let _turn = self.place.reading.enter();
+        let began = Instant::now();
         let read = self.place.fetch("read", &self.name, &self.path, first..end, options, take)?;
         match read.map(|found| found.at) {
-            Ok(at) if at == end => Ok(()),
+            Ok(at) if at == end => {
+                self.place.reading.moved(end - first);
+                Ok(())
+            }
             Ok(at) => {
                 let message = format!("expected bytes {first}..{end}, found them up to {at}");
                 Err(self.place.fail(Kind::Unavailable, "read", &self.name, message))
@@ -81,7 +86,10 @@ impl ObjectReader for FarReader {
                 let message = format!("the object was removed while it was read ({})", error.message);
                 Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
             }
-            Err((error, _)) => Err(error),
+            Err((error, answer)) => {
+                self.place.reading.refused(answer.status, began);
+                Err(error)
+            }
         }
     }
 

@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bytes::Bytes;
-use http::StatusCode;
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutOptions, PutPayload};
@@ -63,13 +62,11 @@ impl FarWriter {
         match sent {
             Ok(sent) => {
                 self.parts()[part] = Some(sent);
-                place.flow.sent(bytes);
+                place.sending.moved(bytes);
                 Ok(())
             }
             Err((error, answer)) => {
-                if matches!(answer.status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)) {
-                    place.flow.throttled(began);
-                }
+                place.sending.refused(answer.status, began);
                 Err(error)
             }
         }

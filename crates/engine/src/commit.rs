@@ -31,6 +31,7 @@ use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
 use crate::receipt::Receipt;
 use crate::state::Destination;
+use crate::together;
 
 /// Longer than any `COMMIT` of this format.
 const COMMIT_BYTES_MAX: u64 = 4096;
@@ -256,8 +257,9 @@ fn prepare(
     manifest: &Manifest,
     bytes: &[u8],
 ) -> Result<()> {
-    store.put(&commit.manifest, bytes)?;
-    refuse_taken(store, destination)?;
+    let steps: [&(dyn Fn() -> Result<()> + Sync); 2] =
+        [&|| Ok(store.put(&commit.manifest, bytes)?), &|| refuse_taken(store, destination)];
+    together::each(store, &steps, |step| step()).into_iter().collect::<Result<()>>()?;
     // All of them, each time: one that is visible after a failure may not be durable.
     put_indexes(store, indexes(manifest))
 }
@@ -285,8 +287,9 @@ fn publish(store: &dyn Store, commit: &Commit, patience: Patience<'_>) -> Result
         || None,
         || {
             outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
-            match (&outcome, store.open(COMMIT)) {
-                (Err(error), Err(found)) if found.kind == shardfast_store::Kind::NotFound => Err(error.clone()),
+            let is_absent = || store.open(COMMIT).is_err_and(|error| error.kind == shardfast_store::Kind::NotFound);
+            match &outcome {
+                Err(error) if is_absent() => Err(error.clone()),
                 _ => Ok(()),
             }
         },
@@ -303,23 +306,25 @@ fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>
 
 /// Puts indexes, and removes one that another attempt left under a key without an index: all attempts share its name.
 fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<Vec<u8>>)>) -> Result<()> {
-    for (name, index) in indexes {
+    let put = |(name, index): &(String, Option<Vec<u8>>)| {
         match index {
-            Some(index) => store.put(&name, &index)?,
-            None if store.open(&name).is_ok() => store.delete(&name)?,
+            Some(index) => store.put(name, index)?,
+            None if store.open(name).is_ok() => store.delete(name)?,
             None => {}
         }
-    }
-    Ok(())
+        Ok(())
+    };
+    together::each(store, &indexes.collect::<Vec<_>>(), put).into_iter().collect()
 }
 
 /// Puts the indexes of a committed checkpoint where others are visible.
 fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     let is_there =
         |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
-    let differs =
-        |(name, index): &(String, Option<Vec<u8>>)| !index.as_ref().is_some_and(|index| is_there(name, index));
-    put_indexes(store, indexes(manifest).filter(differs))
+    let all: Vec<_> = indexes(manifest).collect();
+    let are_there =
+        together::each(store, &all, |(name, index)| index.as_ref().is_some_and(|index| is_there(name, index)));
+    put_indexes(store, all.into_iter().zip(are_there).filter(|(_, is_there)| !is_there).map(|(index, _)| index))
 }
 
 /// Undoes step 3 of an attempt that was not published. A rival's checkpoint, if that is why, gets its indexes back.

@@ -51,6 +51,7 @@ pub mod state;
 mod stream;
 mod sums;
 pub mod sweep;
+mod together;
 pub mod verify;
 mod writer;
 

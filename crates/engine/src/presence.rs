@@ -5,13 +5,14 @@
 //! removed file succeed, and so does its flush. So each rank checks its files before it reports them, and rank 0 checks
 //! all of them before it publishes. Where lists are current, rank 0 alone looks, at lists.
 
-use std::collections::{HashMap, hash_map};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use shardfast_store::Store;
 
 use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
+use crate::together;
 
 /// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
 /// an order.
@@ -61,28 +62,24 @@ pub(crate) fn is_there(store: &dyn Store, name: &str) -> Result<bool> {
 /// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for
 /// by its name: a bit of the list may have turned on the way.
 fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<String>> {
-    let parts =
-        |name: &str| name.rsplit_once('/').map_or((String::new(), name.to_owned()), |(d, n)| (d.into(), n.into()));
-    let mut lists: HashMap<String, HashMap<String, u64>> = HashMap::new();
-    let mut denied = Vec::new();
-    for (name, bytes) in files {
-        let (dir, file) = parts(name);
-        let list = match lists.entry(dir) {
-            hash_map::Entry::Occupied(known) => known.into_mut(),
-            hash_map::Entry::Vacant(place) => {
-                let list = || match store.list(place.key()) {
-                    Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(Vec::new()),
-                    entries => Ok(entries?),
-                };
-                let entries = retry_within(within, || None, list)?;
-                let objects = entries.into_iter().filter(|entry| !entry.is_dir);
-                place.insert(objects.map(|entry| (entry.name, entry.bytes)).collect())
-            }
-        };
-        if list.get(&file) != Some(bytes) {
-            denied.push((name.clone(), *bytes));
-        }
+    fn parts(name: &str) -> (&str, &str) {
+        name.rsplit_once('/').unwrap_or(("", name))
     }
+    let dirs: Vec<&str> = files.iter().map(|(name, _)| parts(name).0).collect::<BTreeSet<_>>().into_iter().collect();
+    let listed = together::each(store, &dirs, |dir| -> Result<HashMap<String, u64>> {
+        let list = || match store.list(dir) {
+            Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(Vec::new()),
+            entries => Ok(entries?),
+        };
+        let objects = retry_within(within, || None, list)?.into_iter().filter(|entry| !entry.is_dir);
+        Ok(objects.map(|entry| (entry.name, entry.bytes)).collect())
+    });
+    let lists: HashMap<&str, _> = dirs.into_iter().zip(listed.into_iter().collect::<Result<Vec<_>>>()?).collect();
+    let is_denied = |(name, bytes): &&(String, u64)| {
+        let (dir, file) = parts(name);
+        lists.get(dir).and_then(|list| list.get(file)) != Some(bytes)
+    };
+    let denied: Vec<(String, u64)> = files.iter().filter(is_denied).cloned().collect();
     let mut flaws = Vec::new();
     for some in denied.chunks(FILES_PER_THREAD) {
         match flaws.is_empty() {

@@ -20,6 +20,8 @@ mod network;
 mod pace;
 mod read;
 mod upload;
+#[cfg(any(feature = "gcs", feature = "s3"))]
+mod xml;
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -47,11 +49,13 @@ use crate::{
 };
 
 use flow::Flow;
-pub(crate) use network::Pool;
-use network::{Answer, Connector, Held, Network};
+use network::{Answer, Held, Network};
+pub(crate) use network::{Connector, Pool};
 use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
+#[cfg(any(feature = "gcs", feature = "s3"))]
+pub(crate) use xml::percent_encoded;
 
 const MIB: u64 = 1 << 20;
 
@@ -139,7 +143,8 @@ pub(crate) fn plain(endpoint: Option<&str>) -> ClientOptions {
 
 /// Whether it is the URL of a host.
 pub(crate) fn is_http(endpoint: &str) -> bool {
-    ["http://", "https://"].iter().any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
+    let is_one = |scheme: &&str| endpoint.strip_prefix(*scheme).is_some_and(|host| !host.is_empty());
+    ["http://", "https://"].iter().any(is_one) && network::is_url(endpoint)
 }
 
 /// How a service's file builds its client; the connector is the HTTP client to use.

@@ -18,7 +18,7 @@ use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Attribute, Attributes, Error as ClientError};
 use serde::{Deserialize, Serialize};
 
-use crate::far::Beyond;
+use crate::far::{Beyond, percent_encoded};
 
 /// How long a signature is valid: as long as a request may last.
 const VALID: Duration = Duration::from_secs(15 * 60);
@@ -70,15 +70,8 @@ fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ClientE
 
 /// The header that names what is copied, `bucket/path`, each byte but a few percent-encoded.
 fn copied(source: &str) -> object_store::Result<(HeaderName, HeaderValue)> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
-    let encoded: String = source.bytes().fold(String::new(), |mut out, byte| {
-        match is_plain(byte) {
-            true => out.push(byte.into()),
-            false => out += &format!("%{byte:02X}"),
-        }
-        out
-    });
-    Ok((HeaderName::from_static("x-amz-copy-source"), HeaderValue::from_str(&encoded).map_err(other)?))
+    let encoded = HeaderValue::from_str(&percent_encoded(source)).map_err(other)?;
+    Ok((HeaderName::from_static("x-amz-copy-source"), encoded))
 }
 
 /// What a service says of a copy that it has made. It may send an error behind the status of success.

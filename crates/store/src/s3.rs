@@ -17,7 +17,7 @@ use http::HeaderValue;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::far::{Beyond, Bucket, FarStore, Renew, is_http, once};
+use crate::far::{Bucket, FarStore, ListUploads, Renew, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -110,10 +110,10 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         }
         let client =
             Arc::new(builder.with_http_connector(connector).build().map_err(|error| invalid(error.to_string()))?);
-        let beyond: Arc<dyn Beyond> =
-            Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
+        let beyond = Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
+        let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted, renew })
+        Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, untrusted, renew })
     })
 }
 

@@ -4,15 +4,16 @@
 //! and that its condition holds under a race as MinIO's does.
 
 mod http;
+mod uploads;
 
 use std::collections::HashMap;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use shardfast_store::servers::Server;
-use shardfast_store::{conformance, open};
+use shardfast_store::{Kind, conformance, open};
 
-use http::{Message, pass_on, serve};
+use crate::http::{Message, answer, pass_on, serve};
 
 /// The ETag of each generation that was told.
 type Generations = Arc<Mutex<HashMap<u64, String>>>;
@@ -115,5 +116,53 @@ fn minio_behind_a_translator() {
         make_public(server);
         let endpoint = translator(server);
         conformance::check(|name| open(&format!("gs://{}/gcs/{name}?endpoint={endpoint}", server.bucket())).unwrap());
+    });
+}
+
+/// The metadata of an instance, which gives its account's tokens; a profile leaves the test no other way to any.
+fn prepare(server: &mut Server) {
+    let config = server.dir().join("config");
+    server.has_profile_in(&config);
+    let token = r#"{"access_token": "of-the-account", "expires_in": 3600, "token_type": "Bearer"}"#;
+    let metadata = serve(move |_| Some(answer("200 OK", token)));
+    server.has_variable("GCE_METADATA_HOST", metadata.strip_prefix("http://").unwrap());
+    let home = server.dir().display().to_string();
+    server.has_variable("HOME", &home);
+}
+
+/// It lists uploads as Google's interface is documented to, by an interface that Google has taken over.
+#[test]
+fn uploads_that_were_not_completed_on_moto_behind_a_translator() {
+    let test = "uploads_that_were_not_completed_on_moto_behind_a_translator";
+    Server::prepared("moto", test, prepare, |server| {
+        let (service, generations) = (server.endpoint().to_owned(), Generations::default());
+        let endpoint = serve(move |request| match request.header("authorization") {
+            Some("Bearer of-the-account") => translate(request, &service, &generations),
+            _ => Some(answer("401 Unauthorized", "<Error><Code>AuthenticationRequired</Code></Error>")),
+        });
+        let at = |prefix: &str| open(&format!("gs://{}/{prefix}?endpoint={endpoint}", server.bucket())).unwrap();
+        uploads::are_listed_and_aborted(at);
+        let store = at("counted");
+        store.uploads().unwrap();
+        assert_eq!((store.requests().lists, store.requests().gets), (1, 1), "of the bucket, and of the token");
+    });
+}
+
+#[test]
+fn lists_of_uploads_that_are_refused_say_why() {
+    let given = Server::given("url=http://127.0.0.1:9 bucket=b key=k secret=s");
+    given.again("lists_of_uploads_that_are_refused_say_why", |server| {
+        let refusal = "<Error><Code>AccessDenied</Code><Message>no storage.multipartUploads.list</Message></Error>";
+        for (status, body, kind, message) in [
+            ("403 Forbidden", refusal, Kind::Invalid, "AccessDenied: no storage.multipartUploads.list"),
+            ("503 Service Unavailable", "", Kind::Unavailable, "503 Service Unavailable"),
+            ("200 OK", "<html>Sign in", Kind::Invalid, "no answer of such a service"),
+        ] {
+            let endpoint = serve(move |_| Some(answer(status, body)));
+            let store = open(&format!("gs://{}/run?endpoint={endpoint}", server.bucket())).unwrap();
+            let error = store.uploads().unwrap_err();
+            assert_eq!(error.kind, kind, "{error}");
+            assert!(error.message.contains(message), "{message} in {error}");
+        }
     });
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use shardfast_store::servers::Server;
 use shardfast_store::{Error, Kind, Store, conformance, open};
 
-use http::{Message, pass_on, serve};
+use crate::http::{Message, answer, pass_on, serve};
 
 const ROLE: &str = "role_arn = arn:aws:iam::123456789012:role/saver\n";
 
@@ -71,10 +71,6 @@ impl Watch {
     fn take(&self) -> (Vec<Seen>, Vec<Seen>) {
         std::mem::take(&mut *self.seen.lock().unwrap()).into_iter().partition(|seen| seen.form.is_some())
     }
-}
-
-fn answer(status: &str, body: &str) -> Message {
-    Message { first: format!("HTTP/1.1 {status}"), headers: vec![], body: body.as_bytes().to_vec() }
 }
 
 /// Gives the tests with this server a profile, in a file that they write.

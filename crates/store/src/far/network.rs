@@ -238,7 +238,7 @@ pub(crate) struct Connector(HttpClient);
 
 impl Connector {
     /// The HTTP client itself.
-    #[cfg(feature = "s3")]
+    #[cfg(any(feature = "gcs", feature = "s3"))]
     pub(crate) fn client(&self) -> HttpClient {
         self.0.clone()
     }

@@ -19,7 +19,8 @@ use object_store::client::{HttpRequest, HttpRequestBody};
 use serde::Deserialize;
 
 use super::profile::{Files, Lasting, NEVER_SAID, NOT_PRINTABLE, NOWHERE, Profile, can_sign, lasts_until, variable};
-use crate::far::{Connector, once, percent_encoded};
+use crate::far::xml::percent_encoded;
+use crate::far::{Connector, once};
 use crate::{Error, Kind, Result};
 
 /// The settings that say what proves that the role may be taken.

@@ -76,6 +76,11 @@ pub(crate) fn serve(answer: impl Fn(Message) -> Option<Message> + Send + Sync + 
     endpoint
 }
 
+/// An answer with this status, such as `200 OK`.
+pub(crate) fn answer(status: &str, body: &str) -> Message {
+    Message { first: format!("HTTP/1.1 {status}"), headers: vec![], body: body.as_bytes().to_vec() }
+}
+
 /// What the server at `http://HOST:PORT` answers.
 pub(crate) fn pass_on(mut request: Message, endpoint: &str) -> Option<Message> {
     request.headers.retain(|(name, _)| name != "connection");

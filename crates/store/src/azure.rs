@@ -35,6 +35,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let client = client.map_err(|error| invalid(error.to_string()))?;
         Ok(Bucket {
             client: Arc::new(client),
+            uploads: None,
             beyond: None,
             attributes: Attributes::new(),
             untrusted: untrusted.clone(),

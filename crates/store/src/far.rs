@@ -20,6 +20,8 @@ mod network;
 mod pace;
 mod read;
 mod upload;
+#[cfg(any(feature = "gcs", feature = "s3"))]
+pub(crate) mod xml;
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -35,8 +37,8 @@ use http::StatusCode;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, ClientOptions, Error as ClientError, GetOptions, GetRange, GetResult, ObjectMeta,
-    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
+    Attribute, Attributes, Error as ClientError, GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
 use crate::place::join;
@@ -47,8 +49,8 @@ use crate::{
 };
 
 use flow::Flow;
-pub(crate) use network::Pool;
-use network::{Answer, Connector, Held, Network};
+use network::{Answer, Held, Network};
+pub(crate) use network::{Connector, Pool};
 use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
@@ -86,12 +88,16 @@ pub(crate) trait Client: ObjectStore + MultipartStore {}
 
 impl<T: ObjectStore + MultipartStore> Client for T {}
 
-/// What a service can do that the client library does not offer.
+/// Lists uploads that were begun and not completed, which the client library does not offer.
+#[async_trait::async_trait]
+pub(crate) trait ListUploads: Send + Sync {
+    /// Those of objects whose paths have this prefix: path, id, when they were begun.
+    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>>;
+}
+
+/// What else a service can do that the client library does not offer.
 #[async_trait::async_trait]
 pub(crate) trait Beyond: Send + Sync {
-    /// Uploads of objects whose paths have this prefix that were begun and not completed: path, id, when.
-    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>>;
-
     /// The CRC-64/NVME of a whole object that the service keeps.
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>>;
 
@@ -116,6 +122,7 @@ pub(crate) trait Beyond: Send + Sync {
 pub(crate) struct Bucket {
     /// Made by the service's own file.
     pub(crate) client: Arc<dyn Client>,
+    pub(crate) uploads: Option<Arc<dyn ListUploads>>,
     pub(crate) beyond: Option<Arc<dyn Beyond>>,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
@@ -136,13 +143,14 @@ pub(crate) fn once() -> RetryConfig {
 
 /// The client library's options for an endpoint: an `http:` endpoint is used without TLS.
 #[cfg(any(feature = "azure", feature = "gcs"))]
-pub(crate) fn plain(endpoint: Option<&str>) -> ClientOptions {
-    ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
+pub(crate) fn plain(endpoint: Option<&str>) -> object_store::ClientOptions {
+    object_store::ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
 }
 
 /// Whether it is the URL of a host.
 pub(crate) fn is_http(endpoint: &str) -> bool {
-    ["http://", "https://"].iter().any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
+    let is_one = |scheme: &&str| endpoint.strip_prefix(*scheme).is_some_and(|host| !host.is_empty());
+    ["http://", "https://"].iter().any(is_one) && network::is_url(endpoint)
 }
 
 /// How a service's file builds its client; the connector is the HTTP client to use.
@@ -619,12 +627,12 @@ impl Store for FarStore {
 
     fn uploads(&self) -> Result<Vec<Upload>> {
         let place = &self.place;
-        let Some(beyond) = &place.bucket.beyond else {
+        let Some(list) = &place.bucket.uploads else {
             let message = "uploads that were not completed cannot be listed here: give the bucket a lifecycle rule \
                            that aborts them, unless the service does it by itself";
             return Err(place.fail(Kind::Unsupported, "uploads", "", message));
         };
-        let found = place.call_twice("uploads", "", || beyond.uploads(&place.prefix))?;
+        let found = place.call_twice("uploads", "", || list.uploads(&place.prefix))?;
         let own = |(path, id, begun): (String, String, SystemTime)| {
             let name = path.strip_prefix(&place.prefix).filter(|name| name::flaw(name).is_none())?.to_owned();
             Some(Upload { name, id, begun })

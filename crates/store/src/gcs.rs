@@ -4,6 +4,8 @@
 //! `GOOGLE_APPLICATION_CREDENTIALS`, `GOOGLE_SERVICE_ACCOUNT` and so on, the file that `gcloud auth
 //! application-default login` leaves, and the machine's own account.
 
+mod uploads;
+
 use std::sync::Arc;
 
 use object_store::Attributes;
@@ -13,8 +15,13 @@ use crate::far::{Bucket, FarStore, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
+use uploads::Uploads;
+
 /// The options of such a URL.
 pub(crate) const OPTIONS: &[&str] = &["endpoint"];
+
+/// Where Google's own service is.
+const GOOGLE: &str = "https://storage.googleapis.com";
 
 /// Opens `gs://bucket/prefix?option=value`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
@@ -28,14 +35,20 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
         return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
     }
+    let skips = builder.get_config_value(&GoogleConfigKey::SkipSignature);
+    let is_signed = skips.is_none_or(|skips| ["false", "0", "off", "no", "n", "f"].contains(&&*skips.to_lowercase()));
     let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
-    let untrusted = endpoint.filter(|endpoint| endpoint != "https://storage.googleapis.com");
+    let base = endpoint.clone().unwrap_or_else(|| GOOGLE.to_owned());
+    let untrusted = endpoint.filter(|endpoint| endpoint != GOOGLE);
     let untrusted = untrusted.map(|endpoint| format!("{endpoint} {bucket}"));
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
+        let http = connector.client();
         let client = builder.clone().with_http_connector(connector).build();
-        let client = client.map_err(|error| invalid(error.to_string()))?;
+        let client = Arc::new(client.map_err(|error| invalid(error.to_string()))?);
+        let uploads = Uploads::new(Arc::clone(&client), http, &base, &bucket, is_signed);
         Ok(Bucket {
-            client: Arc::new(client),
+            client,
+            uploads: Some(Arc::new(uploads)),
             beyond: None,
             attributes: Attributes::new(),
             untrusted: untrusted.clone(),

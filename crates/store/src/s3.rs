@@ -4,22 +4,27 @@
 //! `addressing`: `path` (`https://endpoint/bucket/name`, the default with an endpoint) or `virtual`
 //! (`https://bucket.endpoint/name`). What is not given there comes from where the tools of AWS keep it: the environment
 //! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that `AWS_PROFILE`
-//! names, and the roles of containers and instances, in this order.
+//! names, with the role that it takes, and the roles of containers and instances, in this order.
 
 mod beyond;
+mod credentials;
 mod profile;
+mod role;
 
 use std::sync::Arc;
 
+use http::HeaderValue;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::far::{Beyond, Bucket, FarStore, Renew, is_http, once};
+use crate::far::{Bucket, FarStore, ListUploads, Renew, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
 use beyond::BeyondClient;
-use profile::{Profile, ProfileCredentials};
+use credentials::ProfileCredentials;
+use profile::{Files, Profile, variable};
+use role::{Plan, Sts};
 
 /// The options of such a URL.
 pub(crate) const OPTIONS: &[&str] = &["addressing", "endpoint", "region", "storage_class"];
@@ -51,7 +56,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             return Err(invalid(format!("expected addressing=path or addressing=virtual, found {other:?}")));
         }
     };
-    let profile = Profile::current()?;
+    let files = Files::read();
+    let profile = Profile::current(&files)?;
     let setting = |name: &str| profile.as_ref().and_then(|profile| profile.get(name));
     if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
         builder = builder.with_region(setting("region").unwrap_or(REGION));
@@ -60,7 +66,19 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         builder = builder.with_endpoint(endpoint);
     }
     let is_given = ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"].iter().any(|name| std::env::var(name).is_ok());
-    let of_profile = !is_given && profile.as_ref().is_some_and(Profile::has_credentials);
+    let plan = profile.as_ref().map_or(Ok(None), |profile| Plan::of(profile, &files));
+    let of_profile = match is_given {
+        false => plan?.is_some(),
+        // Keys of the environment count more, unless the profile that is asked for takes its role with them.
+        true => Profile::named().is_some() && matches!(plan, Ok(Some(plan)) if plan.needs_environment()),
+    };
+    let region = builder.get_config_value(&AmazonS3ConfigKey::Region).unwrap_or_else(|| REGION.to_owned());
+    can_sign(&builder).map_err(invalid)?;
+    let sts = ["AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL"].into_iter().find_map(variable);
+    let sts = sts.or_else(|| setting("endpoint_url").map(str::to_owned)).unwrap_or_else(|| role::endpoint_in(&region));
+    if let Some(found) = Some(&sts).filter(|endpoint| of_profile && !is_http(endpoint)) {
+        return Err(invalid(format!("expected an endpoint of STS such as https://host:port, found {found:?}")));
+    }
     let is_fixed = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
     let endpoint = endpoint_of(&builder);
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
@@ -79,22 +97,38 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         .with_retry(once());
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let http = connector.client();
-        let mut builder = builder.clone().with_http_connector(connector);
+        let mut builder = builder.clone();
         let mut renew = is_fixed.then(|| Arc::new(|_| false) as Renew);
         if of_profile {
-            let credentials = Arc::new(ProfileCredentials::default());
+            let sts = Sts { connector: connector.clone(), endpoint: sts.clone(), region: region.clone() };
+            let credentials = Arc::new(ProfileCredentials::new(sts));
             builder = builder.with_credentials(Arc::clone(&credentials) as AwsCredentialProvider);
             renew = Some(Arc::new(move |before| {
                 credentials.forget(before);
                 true
             }));
         }
-        let client = Arc::new(builder.build().map_err(|error| invalid(error.to_string()))?);
-        let beyond: Arc<dyn Beyond> =
-            Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
+        let client =
+            Arc::new(builder.with_http_connector(connector).build().map_err(|error| invalid(error.to_string()))?);
+        let beyond = Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
+        let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client, beyond: Some(beyond), attributes, untrusted, renew })
+        Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, untrusted, renew })
     })
+}
+
+/// Refuses what the client library panics over when it signs a request: a header cannot hold it.
+fn can_sign(builder: &AmazonS3Builder) -> std::result::Result<(), String> {
+    for (key, what) in [
+        (AmazonS3ConfigKey::Region, "a region"),
+        (AmazonS3ConfigKey::AccessKeyId, "AWS_ACCESS_KEY_ID"),
+        (AmazonS3ConfigKey::Token, "AWS_SESSION_TOKEN"),
+    ] {
+        if builder.get_config_value(&key).is_some_and(|value| HeaderValue::from_str(&value).is_err()) {
+            return Err(format!("expected {what} of printable characters, found others"));
+        }
+    }
+    Ok(())
 }
 
 fn endpoint_of(builder: &AmazonS3Builder) -> Option<String> {

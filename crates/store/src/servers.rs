@@ -13,6 +13,9 @@ pub struct Server {
 /// Set for a test that runs with a server's credentials: where it is.
 const GIVEN: &str = "SHARDFAST_TEST_SERVER";
 
+/// What begins the keys of variables of the test's environment.
+const VARIABLE: &str = "variable:";
+
 fn run(arguments: &[&str]) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/servers.sh");
     let done = Command::new(script).args(arguments).stderr(Stdio::inherit()).output();
@@ -92,6 +95,7 @@ impl Server {
             .args([test, "--exact", "--nocapture"])
             .env(GIVEN, line.join(" "))
             .envs(self.environment())
+            .envs(self.values.iter().filter_map(|(key, value)| Some((key.strip_prefix(VARIABLE)?, value))))
             .status()
             .expect("this test runs");
         assert!(done.success(), "{test} failed with the server {:?}: its output stands above", self.values);
@@ -116,6 +120,11 @@ impl Server {
     /// Lets the test have its credentials from the default profile of this file of AWS's tools.
     pub fn has_profile_in(&mut self, config: &Path) {
         self.values.insert("config".to_owned(), config.display().to_string());
+    }
+
+    /// Lets the test have this variable in its environment, whose value has no blanks.
+    pub fn has_variable(&mut self, name: &str, value: &str) {
+        self.values.insert(format!("{VARIABLE}{name}"), value.to_owned());
     }
 
     fn value(&self, key: &str) -> &str {

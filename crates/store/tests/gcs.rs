@@ -3,43 +3,20 @@
 //! Amazon's, and drops the credentials. What it does not show: Google's own answers to overload, its authentication,
 //! and that its condition holds under a race as MinIO's does.
 
+mod http;
+mod uploads;
+
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use shardfast_store::servers::Server;
-use shardfast_store::{conformance, open};
+use shardfast_store::{Kind, conformance, open};
+
+use crate::http::{Message, answer, pass_on, serve};
 
 /// The ETag of each generation that was told.
 type Generations = Arc<Mutex<HashMap<u64, String>>>;
-
-struct Message {
-    first: String,
-    headers: Vec<(String, String)>,
-    body: Vec<u8>,
-}
-
-impl Message {
-    fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(header, _)| header == name).map(|(_, value)| value.as_str())
-    }
-}
-
-fn head(reader: &mut impl BufRead) -> Option<Message> {
-    let (mut first, mut headers) = (String::new(), Vec::new());
-    reader.read_line(&mut first).ok().filter(|&bytes| bytes > 0)?;
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).ok()?;
-        match line.trim_end().split_once(':') {
-            None => break,
-            Some((name, value)) => headers.push((name.to_ascii_lowercase(), value.trim().to_owned())),
-        }
-    }
-    Some(Message { first: first.trim_end().to_owned(), headers, body: Vec::new() })
-}
 
 /// The request as Amazon's interface has it, and the generation that it asks for.
 fn request_of(mut request: Message, server: &str, generations: &Generations) -> (Message, Option<u64>) {
@@ -59,7 +36,7 @@ fn request_of(mut request: Message, server: &str, generations: &Generations) -> 
         });
     // MinIO knows a bucket by its name only, Google by what is encoded, too.
     request.first = before.replace("%2D", "-") + &after;
-    request.headers.retain(|(name, _)| !["authorization", "host", "connection", "if-match"].contains(&name.as_str()));
+    request.headers.retain(|(name, _)| !["authorization", "host", "if-match"].contains(&name.as_str()));
     for (name, value) in &mut request.headers {
         if name == "x-goog-if-generation-match" {
             assert_eq!(value, "0");
@@ -73,62 +50,29 @@ fn request_of(mut request: Message, server: &str, generations: &Generations) -> 
         request.headers.push(("if-match".to_owned(), etag));
     }
     request.headers.push(("host".to_owned(), server.to_owned()));
-    request.headers.push(("connection".to_owned(), "close".to_owned()));
     (request, generation)
 }
 
-/// One connection of the client's; ends when the client ends it.
-fn translate(client: &TcpStream, server: &str, generations: &Generations) -> Option<()> {
-    let mut reader = BufReader::new(client);
-    loop {
-        let mut request = head(&mut reader)?;
-        let length = request.header("content-length").map_or(0, |length| length.parse().unwrap());
-        request.body = vec![0; length];
-        reader.read_exact(&mut request.body).ok()?;
-        let is_head = request.first.starts_with("HEAD");
-        let (request, generation) = request_of(request, server, generations);
-
-        let mut service = TcpStream::connect(server).ok()?;
-        service.write_all(&encoded(&request)).ok()?;
-        let mut answers = BufReader::new(service);
-        let mut answer = head(&mut answers)?;
-        if !is_head {
-            match answer.header("content-length") {
-                Some(length) => {
-                    answer.body = vec![0; length.parse().unwrap()];
-                    answers.read_exact(&mut answer.body).ok()?;
-                }
-                None => _ = answers.read_to_end(&mut answer.body).ok()?,
-            }
-        }
-        if generation.is_some() && answer.first.contains(" 412 ") {
-            "HTTP/1.1 404 Not Found".clone_into(&mut answer.first);
-        }
-        if let Some(etag) = answer.header("etag").map(str::to_owned) {
-            let digits: String = etag.chars().filter(char::is_ascii_hexdigit).take(15).collect();
-            let number = u64::from_str_radix(&digits, 16).unwrap();
-            generations.lock().unwrap().insert(number, etag);
-            answer.headers.push(("x-goog-generation".to_owned(), number.to_string()));
-        }
-        for (name, _) in &mut answer.headers {
-            if let Some(key) = name.strip_prefix("x-amz-meta-") {
-                *name = format!("x-goog-meta-{key}");
-            }
-        }
-        let length = answer.body.len().to_string();
-        answer.headers.retain(|(name, _)| name != "connection" && name != "transfer-encoding");
-        if !is_head {
-            answer.headers.retain(|(name, _)| name != "content-length");
-            answer.headers.push(("content-length".to_owned(), length));
-        }
-        let mut writer = client;
-        writer.write_all(&encoded(&answer)).ok()?;
+/// What the server at this endpoint answers to a request of Google's interface.
+fn translate(request: Message, endpoint: &str, generations: &Generations) -> Option<Message> {
+    let server = endpoint.strip_prefix("http://")?;
+    let (request, generation) = request_of(request, server, generations);
+    let mut answer = pass_on(request, endpoint)?;
+    if generation.is_some() && answer.first.contains(" 412 ") {
+        "HTTP/1.1 404 Not Found".clone_into(&mut answer.first);
     }
-}
-
-fn encoded(message: &Message) -> Vec<u8> {
-    let headers: String = message.headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
-    [format!("{}\r\n{headers}\r\n", message.first).into_bytes(), message.body.clone()].concat()
+    if let Some(etag) = answer.header("etag").map(str::to_owned) {
+        let digits: String = etag.chars().filter(char::is_ascii_hexdigit).take(15).collect();
+        let number = u64::from_str_radix(&digits, 16).unwrap();
+        generations.lock().unwrap().insert(number, etag);
+        answer.headers.push(("x-goog-generation".to_owned(), number.to_string()));
+    }
+    for (name, _) in &mut answer.headers {
+        if let Some(key) = name.strip_prefix("x-amz-meta-") {
+            *name = format!("x-goog-meta-{key}");
+        }
+    }
+    Some(answer)
 }
 
 /// Lets everybody use the bucket: the translator has no keys.
@@ -160,20 +104,65 @@ fn make_public(server: &Server) {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
 }
 
+/// A server that speaks Google's interface in front of this one.
+fn translator(server: &Server) -> String {
+    let (service, generations) = (server.endpoint().to_owned(), Generations::default());
+    serve(move |request| translate(request, &service, &generations))
+}
+
 #[test]
 fn minio_behind_a_translator() {
     Server::with("minio", "minio_behind_a_translator", |server| {
         make_public(server);
-        let service = server.endpoint().strip_prefix("http://").unwrap().to_owned();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        let generations = Generations::default();
-        std::thread::spawn(move || {
-            for client in listener.incoming().flatten() {
-                let (service, generations) = (service.clone(), Arc::clone(&generations));
-                std::thread::spawn(move || translate(&client, &service, &generations));
-            }
-        });
+        let endpoint = translator(server);
         conformance::check(|name| open(&format!("gs://{}/gcs/{name}?endpoint={endpoint}", server.bucket())).unwrap());
+    });
+}
+
+/// The metadata of an instance, which gives its account's tokens; a profile leaves the test no other way to any.
+fn prepare(server: &mut Server) {
+    let config = server.dir().join("config");
+    server.has_profile_in(&config);
+    let token = r#"{"access_token": "of-the-account", "expires_in": 3600, "token_type": "Bearer"}"#;
+    let metadata = serve(move |_| Some(answer("200 OK", token)));
+    server.has_variable("GCE_METADATA_HOST", metadata.strip_prefix("http://").unwrap());
+    let home = server.dir().display().to_string();
+    server.has_variable("HOME", &home);
+}
+
+/// It lists uploads as Google's interface is documented to, by an interface that Google has taken over.
+#[test]
+fn uploads_that_were_not_completed_on_moto_behind_a_translator() {
+    let test = "uploads_that_were_not_completed_on_moto_behind_a_translator";
+    Server::prepared("moto", test, prepare, |server| {
+        let (service, generations) = (server.endpoint().to_owned(), Generations::default());
+        let endpoint = serve(move |request| match request.header("authorization") {
+            Some("Bearer of-the-account") => translate(request, &service, &generations),
+            _ => Some(answer("401 Unauthorized", "<Error><Code>AuthenticationRequired</Code></Error>")),
+        });
+        let at = |prefix: &str| open(&format!("gs://{}/{prefix}?endpoint={endpoint}", server.bucket())).unwrap();
+        uploads::are_listed_and_aborted(at);
+        let store = at("counted");
+        store.uploads().unwrap();
+        assert_eq!((store.requests().lists, store.requests().gets), (1, 1), "of the bucket, and of the token");
+    });
+}
+
+#[test]
+fn lists_of_uploads_that_are_refused_say_why() {
+    let given = Server::given("url=http://127.0.0.1:9 bucket=b key=k secret=s");
+    given.again("lists_of_uploads_that_are_refused_say_why", |server| {
+        let refusal = "<Error><Code>AccessDenied</Code><Message>no storage.multipartUploads.list</Message></Error>";
+        for (status, body, kind, message) in [
+            ("403 Forbidden", refusal, Kind::Invalid, "AccessDenied: no storage.multipartUploads.list"),
+            ("503 Service Unavailable", "", Kind::Unavailable, "503 Service Unavailable"),
+            ("200 OK", "<html>Sign in", Kind::Invalid, "no answer of such a service"),
+        ] {
+            let endpoint = serve(move |_| Some(answer(status, body)));
+            let store = open(&format!("gs://{}/run?endpoint={endpoint}", server.bucket())).unwrap();
+            let error = store.uploads().unwrap_err();
+            assert_eq!(error.kind, kind, "{error}");
+            assert!(error.message.contains(message), "{message} in {error}");
+        }
     });
 }

@@ -4,6 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 
 use proptest::prelude::*;
+use shardfast_store::servers::Server;
 use shardfast_store::{Entry, Kind, absolute, is_temporary, open};
 
 fn refusal(url: &str) -> (Kind, String) {
@@ -161,4 +162,28 @@ fn an_object_that_shrank_is_corrupt() {
     let error = object.read_at(500, &mut [0; 200]).unwrap_err();
     assert_eq!(error.kind, Kind::Corrupt);
     assert_eq!(error.message, "expected 200 bytes at 500, found an object of 600 bytes");
+}
+
+/// The client library signs a request with them, or panics.
+#[test]
+fn places_that_no_request_can_be_signed_for_are_refused() {
+    for (options, message) in [
+        ("endpoint=http://127.0.0.1:99999", "expected an endpoint such as https://host:port"),
+        ("endpoint=http://[::g]", "expected an endpoint such as https://host:port"),
+        ("region=a%0Ab", "expected a region of printable characters"),
+    ] {
+        let error = open(&format!("s3://b/p?{options}")).err().expect(options);
+        assert_eq!(error.kind, Kind::Invalid, "{error}");
+        assert!(error.message.contains(message), "{error}");
+    }
+}
+
+#[test]
+fn a_key_that_no_header_holds_is_refused() {
+    let given = Server::given("url=http://127.0.0.1:9 bucket=b key=hunter2\u{1} secret=s");
+    given.again("a_key_that_no_header_holds_is_refused", |server| {
+        let error = open(&server.s3("p")).err().expect("a key that no header holds");
+        assert!(error.message.contains("expected AWS_ACCESS_KEY_ID of printable characters"), "{error}");
+        assert!(!error.to_string().contains("hunter2"), "{error}");
+    });
 }

@@ -14,6 +14,10 @@ const METADATA_HOSTS: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata
 
 /// The error of a call that the client library failed, by what the service answered.
 pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
+    // Of credentials that cannot be had: the service was not asked.
+    if let Some(own) = causes(error).find_map(|cause| cause.downcast_ref::<Error>()) {
+        return Error { wait: own.wait, ..Error::new(own.kind, op, place, own.to_string()) };
+    }
     let text = error.to_string();
     let (code, said) = (tag(&text, "Code"), tag(&text, "Message"));
     let is_full = NO_SPACE.iter().any(|full| said.contains(full));

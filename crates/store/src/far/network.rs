@@ -227,13 +227,18 @@ fn trust() -> std::result::Result<rustls::ClientConfig, String> {
     Ok(config.with_root_certificates(roots).with_no_client_auth())
 }
 
+/// Whether the HTTP library can ask this URL.
+pub(super) fn is_url(text: &str) -> bool {
+    reqwest::Url::parse(text).is_ok()
+}
+
 /// Gives the client library this HTTP client.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Connector(HttpClient);
 
 impl Connector {
     /// The HTTP client itself.
-    #[cfg(feature = "s3")]
+    #[cfg(any(feature = "gcs", feature = "s3"))]
     pub(crate) fn client(&self) -> HttpClient {
         self.0.clone()
     }

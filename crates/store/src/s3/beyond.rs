@@ -8,7 +8,6 @@ use std::time::{Duration, SystemTime};
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use chrono::DateTime;
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use object_store::aws::AmazonS3;
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody, HttpResponse};
@@ -18,7 +17,11 @@ use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Attribute, Attributes, Error as ClientError};
 use serde::{Deserialize, Serialize};
 
-use crate::far::Beyond;
+use crate::far::xml::{self, UploadList, percent_encoded};
+use crate::far::{Beyond, ListUploads};
+
+/// What the client library calls this service in its errors.
+const SERVICE: &str = "S3";
 
 /// How long a signature is valid: as long as a request may last.
 const VALID: Duration = Duration::from_secs(15 * 60);
@@ -51,34 +54,22 @@ impl BeyondClient {
         *request.method_mut() = method;
         *request.uri_mut() = url.as_str().parse().map_err(other)?;
         *request.headers_mut() = headers;
-        let response = self.http.execute(request).await.map_err(other)?;
-        if response.status().is_success() {
-            return Ok(response);
-        }
-        Err(other(text(response).await?))
+        xml::answer(&self.http, SERVICE, request).await
     }
 }
 
 async fn text(response: HttpResponse) -> object_store::Result<String> {
-    let bytes = response.into_body().bytes().await.map_err(other)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    xml::text(SERVICE, response).await
 }
 
 fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ClientError {
-    ClientError::Generic { store: "S3", source: source.into() }
+    xml::other(SERVICE, source)
 }
 
 /// The header that names what is copied, `bucket/path`, each byte but a few percent-encoded.
 fn copied(source: &str) -> object_store::Result<(HeaderName, HeaderValue)> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
-    let encoded: String = source.bytes().fold(String::new(), |mut out, byte| {
-        match is_plain(byte) {
-            true => out.push(byte.into()),
-            false => out += &format!("%{byte:02X}"),
-        }
-        out
-    });
-    Ok((HeaderName::from_static("x-amz-copy-source"), HeaderValue::from_str(&encoded).map_err(other)?))
+    let encoded = HeaderValue::from_str(&percent_encoded(source)).map_err(other)?;
+    Ok((HeaderName::from_static("x-amz-copy-source"), encoded))
 }
 
 /// What a service says of a copy that it has made. It may send an error behind the status of success.
@@ -98,53 +89,21 @@ struct PartMetadata {
     checksum_crc64nvme: Option<String>,
 }
 
-/// An answer to ListMultipartUploads.
-/// <https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListMultipartUploads.html>
-#[derive(Deserialize)]
-#[serde(rename_all = "PascalCase")]
-struct Page {
-    #[serde(default)]
-    is_truncated: bool,
-    next_key_marker: Option<String>,
-    next_upload_id_marker: Option<String>,
-    #[serde(default, rename = "Upload")]
-    uploads: Vec<Listed>,
-}
-
-#[derive(Deserialize)]
-struct Listed {
-    #[serde(rename = "Key")]
-    key: String,
-    #[serde(rename = "UploadId")]
-    id: String,
-    #[serde(rename = "Initiated")]
-    begun: String,
+#[async_trait::async_trait]
+impl ListUploads for BeyondClient {
+    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>> {
+        let mut list = UploadList::new(SERVICE, prefix);
+        loop {
+            let answer = self.ask(Method::GET, &Path::default(), &list.query(), HeaderMap::new()).await?;
+            if !list.take(&text(answer).await?)? {
+                return Ok(list.found);
+            }
+        }
+    }
 }
 
 #[async_trait::async_trait]
 impl Beyond for BeyondClient {
-    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>> {
-        let (mut found, mut markers) = (Vec::new(), (String::new(), String::new()));
-        loop {
-            let mut query = vec![("uploads", ""), ("prefix", prefix)];
-            if !markers.0.is_empty() {
-                query.extend([("key-marker", &*markers.0), ("upload-id-marker", &*markers.1)]);
-            }
-            let response = self.ask(Method::GET, &Path::default(), &query, HeaderMap::new()).await?;
-            let page: Page = quick_xml::de::from_str(&text(response).await?).map_err(other)?;
-            for Listed { key, id, begun } in page.uploads {
-                let begun = DateTime::parse_from_rfc3339(&begun).map_err(other)?;
-                found.push((key, id, begun.into()));
-            }
-            let next = (page.next_key_marker.unwrap_or_default(), page.next_upload_id_marker.unwrap_or_default());
-            // A server that repeats a page would keep this going for ever.
-            if !page.is_truncated || next == markers {
-                return Ok(found);
-            }
-            markers = next;
-        }
-    }
-
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>> {
         let mode = (HeaderName::from_static("x-amz-checksum-mode"), HeaderValue::from_static("ENABLED"));
         let answer = self.ask(Method::HEAD, path, &[], HeaderMap::from_iter([mode])).await?;

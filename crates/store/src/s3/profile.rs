@@ -1,15 +1,14 @@
 //! Credentials and settings from the files of AWS's tools: `~/.aws/credentials` and `~/.aws/config`.
 //!
 //! A profile may hold keys, or a command that says them (`credential_process`, whose output is specified in AWS's
-//! "Sourcing credentials with an external process"). Both are asked again when they may have changed.
+//! "Sourcing credentials with an external process"). The role that it may take is [`role`](super::role)'s.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use object_store::CredentialProvider;
+use http::HeaderValue;
 use object_store::aws::AwsCredential;
 use serde::Deserialize;
 
@@ -18,21 +17,51 @@ use crate::{Error, Kind, Result};
 /// How long keys of a file are taken to last. It is read again after half of that: other programs may renew them.
 const OF_A_FILE: Duration = Duration::from_secs(120);
 
-/// How long before they expire keys are renewed, but for such as last so short that they are used for half of it.
-const RENEW_BEFORE: Duration = Duration::from_secs(300);
+/// How long keys are used that come without an expiration.
+pub(super) const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
 
-/// How long keys that have not expired are used on after their renewal failed.
-const USE_ON: Duration = Duration::from_secs(10);
+/// Why there is no such profile.
+pub(super) const NOWHERE: &str = "neither ~/.aws/config nor ~/.aws/credentials has it";
 
-/// How long keys are used of which nobody says when they expire.
-const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
+/// Keys, and how long they last.
+pub(super) type Lasting = (AwsCredential, Duration);
 
-/// How long a command may take.
-const COMMAND_MAX: Duration = Duration::from_secs(60);
+/// Both files, as they are now; empty if they are absent.
+pub(super) struct Files {
+    pub(super) config: String,
+    pub(super) credentials: String,
+}
 
-/// Ways to credentials that other tools know and this one does not.
-const UNKNOWN_WAYS: [&str; 5] =
-    ["role_arn", "sso_session", "sso_start_url", "credential_source", "web_identity_token_file"];
+impl Files {
+    /// Reads them from where the environment says, or from `~/.aws`.
+    pub(super) fn read() -> Files {
+        let read = |name: &str, file: &str| {
+            let home = || Some(PathBuf::from(variable("HOME")?).join(".aws").join(file));
+            let path = variable(name).map(PathBuf::from).or_else(home);
+            path.and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default()
+        };
+        Files {
+            config: read("AWS_CONFIG_FILE", "config"),
+            credentials: read("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+        }
+    }
+
+    /// The profile of this name; `None` if neither has it.
+    pub(super) fn profile(&self, name: &str) -> Option<Profile> {
+        let mut found: Option<BTreeMap<String, String>> = None;
+        // Keys in the file of credentials count more than those beside the settings.
+        for (text, section) in [
+            (&self.config, format!("profile {name}")),
+            (&self.config, name.to_owned()),
+            (&self.credentials, name.to_owned()),
+        ] {
+            if let Some(settings) = section_of(text, &section) {
+                found.get_or_insert_default().extend(settings);
+            }
+        }
+        Some(Profile { name: name.to_owned(), settings: found? })
+    }
+}
 
 /// A profile, as both files together describe it.
 #[derive(Clone, Debug)]
@@ -45,57 +74,34 @@ impl Profile {
     /// The profile that `AWS_PROFILE` names, or `default`; `None` where no file has the latter.
     ///
     /// # Errors
-    /// [`Kind::Invalid`] if the named one is nowhere, or has credentials in a way that is not known here.
-    pub(super) fn current() -> Result<Option<Profile>> {
-        let named = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].into_iter().find_map(variable);
-        let name = named.clone().unwrap_or_else(|| "default".to_owned());
-        let read = |name: &str, file: &str| {
-            let home = || Some(PathBuf::from(variable("HOME")?).join(".aws").join(file));
-            std::fs::read_to_string(variable(name).map(PathBuf::from).or_else(home)?).ok()
-        };
-        let mut settings = BTreeMap::new();
-        let mut is_there = false;
-        let config = read("AWS_CONFIG_FILE", "config").unwrap_or_default();
-        let credentials = read("AWS_SHARED_CREDENTIALS_FILE", "credentials").unwrap_or_default();
-        // Keys in the file of credentials count more than those beside the settings.
-        for (text, section) in
-            [(&config, format!("profile {name}")), (&config, name.clone()), (&credentials, name.clone())]
-        {
-            if let Some(found) = section_of(text, &section) {
-                is_there = true;
-                settings.extend(found);
-            }
-        }
-        let profile = Profile { name, settings };
-        match (named, is_there) {
-            (Some(_), false) => Err(profile.fail("neither ~/.aws/config nor ~/.aws/credentials has it")),
-            (None, false) => Ok(None),
-            _ => profile.checked().map(Some),
-        }
+    /// [`Kind::Invalid`] if the named one is nowhere.
+    pub(super) fn current(files: &Files) -> Result<Option<Profile>> {
+        let Some(name) = Profile::named() else { return Ok(files.profile("default")) };
+        let nowhere = || Profile { name: name.clone(), settings: BTreeMap::new() }.fail(NOWHERE);
+        files.profile(&name).map(Some).ok_or_else(nowhere)
     }
 
-    fn checked(self) -> Result<Profile> {
-        let unknown = UNKNOWN_WAYS.iter().find(|way| self.settings.contains_key(**way));
-        match unknown.filter(|_| !self.has_credentials()) {
-            Some(way) => Err(self.fail(&format!(
-                "it says {way}, which is not understood here: let `credential_process` or the environment say the keys \
-                 (`aws configure export-credentials` prints them)"
-            ))),
-            None => Ok(self),
-        }
+    /// The name of the profile that the environment asks for.
+    pub(super) fn named() -> Option<String> {
+        ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].into_iter().find_map(variable)
     }
 
-    fn fail(&self, why: &str) -> Error {
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// An error of this profile.
+    pub(super) fn fail(&self, why: &str) -> Error {
         Error::new(Kind::Invalid, "open", format!("AWS profile {:?}", self.name), why)
     }
 
     /// The value of a setting, such as `region`.
     pub(super) fn get(&self, setting: &str) -> Option<&str> {
-        self.settings.get(setting).map(String::as_str)
+        self.settings.get(setting).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// Whether it says how to get keys.
-    pub(super) fn has_credentials(&self) -> bool {
+    /// Whether it has keys, or says a command that prints them.
+    pub(super) fn has_keys(&self) -> bool {
         self.get("credential_process").is_some() || self.get("aws_access_key_id").is_some()
     }
 
@@ -108,7 +114,8 @@ impl Profile {
     }
 }
 
-fn variable(name: &str) -> Option<String> {
+/// The value of a variable of the environment that is not empty.
+pub(super) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -129,83 +136,6 @@ fn section_of(text: &str, section: &str) -> Option<BTreeMap<String, String>> {
     found
 }
 
-/// Says the keys of the current profile, renewed when they may have changed.
-#[derive(Debug, Default)]
-pub(super) struct ProfileCredentials {
-    known: Mutex<Option<Known>>,
-    /// Held by the request that asks; the others wait for what it finds.
-    asking: tokio::sync::Mutex<()>,
-}
-
-#[derive(Clone)]
-struct Known {
-    credential: Arc<AwsCredential>,
-    asked: Instant,
-    /// When to ask again.
-    until: Instant,
-    expires: Instant,
-}
-
-impl std::fmt::Debug for Known {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Known")
-    }
-}
-
-impl ProfileCredentials {
-    fn known(&self) -> MutexGuard<'_, Option<Known>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn current(&self) -> Option<Arc<AwsCredential>> {
-        self.known().as_ref().filter(|known| Instant::now() < known.until).map(|known| Arc::clone(&known.credential))
-    }
-
-    /// Forgets keys that are known since before this time: the service does not take them.
-    pub(super) fn forget(&self, before: Instant) {
-        self.known().take_if(|known| known.asked <= before);
-    }
-}
-
-#[async_trait::async_trait]
-impl CredentialProvider for ProfileCredentials {
-    type Credential = AwsCredential;
-
-    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        if let Some(credential) = self.current() {
-            return Ok(credential);
-        }
-        let _asking = self.asking.lock().await;
-        if let Some(credential) = self.current() {
-            return Ok(credential);
-        }
-        let now = Instant::now();
-        let asked = tokio::time::timeout(COMMAND_MAX, tokio::task::spawn_blocking(ask)).await;
-        let failed =
-            |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic { store: "S3", source };
-        let asked = match asked {
-            Err(_) => Err(failed(format!("credential_process took longer than {COMMAND_MAX:?}").into())),
-            Ok(Err(error)) => Err(failed(error.into())),
-            Ok(Ok(asked)) => asked.map_err(|error| failed(Box::new(error))),
-        };
-        let mut known = self.known();
-        match (asked, &mut *known) {
-            (Ok((credential, lasts)), known) => {
-                let until = now + lasts.saturating_sub(RENEW_BEFORE).max(lasts / 2);
-                let credential = Arc::new(credential);
-                *known = Some(Known { credential: Arc::clone(&credential), asked: now, until, expires: now + lasts });
-                Ok(credential)
-            }
-            // What it says now may be different in a moment; these are still good.
-            (Err(_), Some(known)) if now < known.expires => {
-                known.until = now + USE_ON;
-                Ok(Arc::clone(&known.credential))
-            }
-            (Err(error), _) => Err(error),
-        }
-    }
-}
-
 /// What such a command prints.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
@@ -217,37 +147,49 @@ struct Printed {
     expiration: Option<String>,
 }
 
-/// The keys, and how long they last.
-fn ask() -> Result<(AwsCredential, Duration)> {
-    let gone = || Error::new(Kind::Invalid, "open", "AWS profile", "its keys have been removed");
-    let profile = Profile::current()?.ok_or_else(gone)?;
-    let Some(command) = profile.get("credential_process") else {
-        return Ok((profile.keys().ok_or_else(|| profile.fail("it has a key without a secret"))?, OF_A_FILE));
-    };
-    let fail = |why: String| profile.fail(&format!("credential_process {command:?}: {why}"));
-    let done =
-        Command::new("sh").arg("-c").arg(command).stdin(Stdio::null()).output().map_err(|e| fail(e.to_string()))?;
-    if !done.status.success() {
-        let said = String::from_utf8_lossy(&done.stderr);
-        return Err(fail(format!("{}: {}", done.status, said.trim().lines().last().unwrap_or_default())));
-    }
-    // The output holds secrets: no error repeats it.
-    let printed: Printed = serde_json::from_slice(&done.stdout)
-        .map_err(|_| fail("expected JSON with Version, AccessKeyId and SecretAccessKey".to_owned()))?;
-    if printed.version != 1 {
-        return Err(fail(format!("expected Version 1, found {}", printed.version)));
-    }
-    let lasts = match &printed.expiration {
-        None => NEVER_SAID,
-        Some(text) => {
-            let at = chrono::DateTime::parse_from_rfc3339(text)
-                .map_err(|_| fail(format!("expected Expiration as in RFC 3339, found {text:?}")))?;
-            let left = SystemTime::from(at).duration_since(SystemTime::now());
-            left.map_err(|_| fail(format!("its keys expired at {text}")))?
+/// Why keys cannot be used.
+pub(super) const NOT_PRINTABLE: &str = "expected a key and a token of printable characters, found others";
+
+/// Whether a request can be signed with these keys: the client library panics where a header cannot hold them.
+pub(super) fn can_sign(keys: &AwsCredential) -> bool {
+    let mut sent = std::iter::once(&keys.key_id).chain(&keys.token);
+    sent.all(|sent| HeaderValue::from_str(sent).is_ok())
+}
+
+impl Profile {
+    /// Its keys, or those that its command prints, and how long they last.
+    ///
+    /// # Errors
+    /// [`Kind::Invalid`] if a key has no secret, or the command fails or prints something else.
+    pub(super) fn ask(&self) -> Result<Lasting> {
+        let Some(command) = self.get("credential_process") else {
+            return Ok((self.keys().ok_or_else(|| self.fail("it has a key without a secret"))?, OF_A_FILE));
+        };
+        let fail = |why: String| self.fail(&format!("credential_process {command:?}: {why}"));
+        let done =
+            Command::new("sh").arg("-c").arg(command).stdin(Stdio::null()).output().map_err(|e| fail(e.to_string()))?;
+        if !done.status.success() {
+            let said = String::from_utf8_lossy(&done.stderr);
+            return Err(fail(format!("{}: {}", done.status, said.trim().lines().last().unwrap_or_default())));
         }
-    };
-    let Printed { access_key_id, secret_access_key, session_token, .. } = printed;
-    Ok((AwsCredential { key_id: access_key_id, secret_key: secret_access_key, token: session_token }, lasts))
+        // The output holds secrets: no error repeats it.
+        let printed: Printed = serde_json::from_slice(&done.stdout)
+            .map_err(|_| fail("expected JSON with Version, AccessKeyId and SecretAccessKey".to_owned()))?;
+        if printed.version != 1 {
+            return Err(fail(format!("expected Version 1, found {}", printed.version)));
+        }
+        let lasts = printed.expiration.as_deref().map_or(Ok(NEVER_SAID), lasts_until).map_err(fail)?;
+        let Printed { access_key_id, secret_access_key, session_token, .. } = printed;
+        Ok((AwsCredential { key_id: access_key_id, secret_key: secret_access_key, token: session_token }, lasts))
+    }
+}
+
+/// How long keys last that expire then, a time as in RFC 3339; else what is wrong with it.
+pub(super) fn lasts_until(expiration: &str) -> std::result::Result<Duration, String> {
+    let at = chrono::DateTime::parse_from_rfc3339(expiration)
+        .map_err(|_| format!("expected Expiration as in RFC 3339, found {expiration:?}"))?;
+    let left = SystemTime::from(at).duration_since(SystemTime::now());
+    left.map_err(|_| format!("its keys expired at {expiration}"))
 }
 
 #[cfg(test)]

@@ -1,0 +1,70 @@
+//! Uploads that were begun and not completed, which the client library does not list.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use http::header::AUTHORIZATION;
+use http::{HeaderValue, Method};
+use object_store::client::{HttpClient, HttpRequest, HttpRequestBody};
+use object_store::gcp::GoogleCloudStorage;
+
+use crate::far::ListUploads;
+use crate::far::xml::{self, UploadList, percent_encoded};
+
+/// What the client library calls this service in its errors.
+const SERVICE: &str = "GCS";
+
+/// The lists of a bucket.
+pub(super) struct Uploads {
+    client: Arc<GoogleCloudStorage>,
+    http: HttpClient,
+    /// The bucket's.
+    url: String,
+    /// Whether requests carry credentials.
+    is_signed: bool,
+}
+
+impl Uploads {
+    /// Those of a bucket of the service at `base`, with the credentials of this client.
+    pub(super) fn new(
+        client: Arc<GoogleCloudStorage>,
+        http: HttpClient,
+        base: &str,
+        bucket: &str,
+        is_signed: bool,
+    ) -> Uploads {
+        let url = format!("{}/{}", base.trim_end_matches('/'), percent_encoded(bucket));
+        Uploads { client, http, url, is_signed }
+    }
+
+    /// The text of what the service answers to this query of the bucket.
+    async fn ask(&self, query: &[(&str, &str)]) -> object_store::Result<String> {
+        let query: Vec<_> = query.iter().map(|(name, value)| format!("{name}={}", percent_encoded(value))).collect();
+        let mut request = HttpRequest::new(HttpRequestBody::empty());
+        *request.method_mut() = Method::GET;
+        let url = format!("{}?{}", self.url, query.join("&"));
+        *request.uri_mut() = url.parse().map_err(|error: http::uri::InvalidUri| xml::other(SERVICE, error))?;
+        if self.is_signed {
+            let credential = self.client.credentials().get_credential().await?;
+            // Of an account that asks nobody for a token.
+            if !credential.bearer.is_empty() {
+                let bearer = HeaderValue::from_str(&format!("Bearer {}", credential.bearer));
+                request.headers_mut().insert(AUTHORIZATION, bearer.map_err(|error| xml::other(SERVICE, error))?);
+            }
+        }
+        xml::text(SERVICE, xml::answer(&self.http, SERVICE, request).await?).await
+    }
+}
+
+#[async_trait::async_trait]
+impl ListUploads for Uploads {
+    async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>> {
+        let mut list = UploadList::new(SERVICE, prefix);
+        loop {
+            let answer = self.ask(&list.query()).await?;
+            if !list.take(&answer)? {
+                return Ok(list.found);
+            }
+        }
+    }
+}

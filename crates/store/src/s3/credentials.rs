@@ -1,0 +1,118 @@
+//! The keys of the current profile, renewed when they may have changed: one request asks, the others wait for it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use object_store::CredentialProvider;
+use object_store::aws::AwsCredential;
+
+use super::profile::{Files, Lasting, NOT_PRINTABLE, Profile, can_sign};
+use super::role::{Plan, Sts, blocking};
+use crate::{Error, Kind, Result};
+
+/// How long before they expire keys are renewed, but for such as last so short that they are used for half of it.
+const RENEW_BEFORE: Duration = Duration::from_secs(300);
+
+/// How long keys that have not expired are used on after their renewal failed.
+const USE_ON: Duration = Duration::from_secs(10);
+
+/// How long a command may take, and all requests for the keys of a role.
+const ASKING_MAX: Duration = Duration::from_secs(60);
+
+/// Says the keys of the current profile, renewed when they may have changed.
+#[derive(Debug)]
+pub(super) struct ProfileCredentials {
+    known: Mutex<Option<Known>>,
+    /// Held by the request that asks; the others wait for what it finds.
+    asking: tokio::sync::Mutex<()>,
+    /// Where the keys of roles are asked for.
+    sts: Arc<Sts>,
+}
+
+#[derive(Clone)]
+struct Known {
+    credential: Arc<AwsCredential>,
+    asked: Instant,
+    /// When to ask again.
+    until: Instant,
+    expires: Instant,
+}
+
+impl std::fmt::Debug for Known {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Known")
+    }
+}
+
+impl ProfileCredentials {
+    pub(super) fn new(sts: Sts) -> ProfileCredentials {
+        ProfileCredentials { known: Mutex::default(), asking: tokio::sync::Mutex::default(), sts: Arc::new(sts) }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Option<Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn current(&self) -> Option<Arc<AwsCredential>> {
+        self.known().as_ref().filter(|known| Instant::now() < known.until).map(|known| Arc::clone(&known.credential))
+    }
+
+    /// Forgets keys that are known since before this time: the service does not take them.
+    pub(super) fn forget(&self, before: Instant) {
+        self.known().take_if(|known| known.asked <= before);
+    }
+}
+
+#[async_trait::async_trait]
+impl CredentialProvider for ProfileCredentials {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        if let Some(credential) = self.current() {
+            return Ok(credential);
+        }
+        let _asking = self.asking.lock().await;
+        if let Some(credential) = self.current() {
+            return Ok(credential);
+        }
+        let now = Instant::now();
+        // In a task of its own: what STS answers is not what the service of the objects answers.
+        let asked = tokio::time::timeout(ASKING_MAX, tokio::spawn(ask(Arc::clone(&self.sts)))).await;
+        let failed =
+            |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic { store: "S3", source };
+        let asked = match asked {
+            Err(_) => Err(failed(format!("asking for the profile's keys took longer than {ASKING_MAX:?}").into())),
+            Ok(Err(error)) => Err(failed(error.into())),
+            Ok(Ok(asked)) => asked.map_err(|error| failed(Box::new(error))),
+        };
+        let mut known = self.known();
+        match (asked, &mut *known) {
+            (Ok((credential, lasts)), known) => {
+                let until = now + lasts.saturating_sub(RENEW_BEFORE).max(lasts / 2);
+                let credential = Arc::new(credential);
+                *known = Some(Known { credential: Arc::clone(&credential), asked: now, until, expires: now + lasts });
+                Ok(credential)
+            }
+            // What it says now may be different in a moment; these are still good.
+            (Err(_), Some(known)) if now < known.expires => {
+                known.until = now + USE_ON;
+                Ok(Arc::clone(&known.credential))
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+}
+
+/// The keys of the current profile, as the files are now.
+async fn ask(sts: Arc<Sts>) -> Result<Lasting> {
+    let (profile, plan) = blocking(|| {
+        let files = Files::read();
+        let gone = || Error::new(Kind::Invalid, "open", "AWS profile", "its keys have been removed");
+        let profile = Profile::current(&files)?.ok_or_else(gone)?;
+        let plan = Plan::of(&profile, &files)?.ok_or_else(gone)?;
+        Ok((profile, plan))
+    })
+    .await?;
+    let found = plan.ask(&sts).await?;
+    if can_sign(&found.0) { Ok(found) } else { Err(profile.fail(NOT_PRINTABLE)) }
+}

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use shardfast_format::{Catalog, LeafBody};
 use shardfast_plan::Write;
-use shardfast_store::Store;
+use shardfast_store::{Pieces, Store};
 
 use crate::commit;
-use crate::error::{Error, Patience, Result, panicked};
+use crate::error::{Error, Patience, Result, panicked, spread};
 use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan, ValuePlan};
@@ -73,6 +73,9 @@ impl Batch {
         let written = jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
+                if !jobs.is_empty() && matches!(store.needs().pieces, Pieces::Parts(_)) {
+                    std::thread::sleep(spread(operation.engine.world()));
+                }
                 let staging = &operation.engine.staging;
                 let written = writer::run(store, &jobs, &summed, staging, progress, blocking, operation.deadline())?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();

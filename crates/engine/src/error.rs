@@ -119,6 +119,9 @@ impl Error {
 /// Pauses before the retries of what passes in a moment or not at all, such as a fault of a disk: a second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
 
+/// The longest [`spread`].
+const SPREAD_MAX_MS: u64 = 1000;
+
 /// Pauses before the retries of what may last, such as a service that is overloaded or away: they grow to the last one,
 /// which is repeated.
 const LONG_PAUSES_MS: [u64; 6] = [100, 400, 1_500, 5_000, 10_000, 20_000];
@@ -218,8 +221,19 @@ impl Tries {
 
 /// A pause between a half and all of these milliseconds: many ranks that failed together do not come back together.
 fn jittered(ms: u64) -> Duration {
+    Duration::from_millis(ms / 2) + random_below(ms / 2 + 1)
+}
+
+/// A random time of less than so many milliseconds.
+fn random_below(ms: u64) -> Duration {
     let random = RandomState::new().build_hasher().finish();
-    Duration::from_millis(ms / 2 + random % (ms / 2 + 1))
+    Duration::from_millis(random % ms.max(1))
+}
+
+/// A random pause before the first request of each rank: services refuse many that begin at one moment. At most a
+/// millisecond for each of `world` ranks, and [`SPREAD_MAX_MS`].
+pub(crate) fn spread(world: u32) -> Duration {
+    random_below(u64::from(world).min(SPREAD_MAX_MS))
 }
 
 /// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass.
@@ -377,6 +391,15 @@ mod tests {
         assert!(ended.starts_with("write c: away; nothing is tried again after 1000 failures"), "{ended}");
         assert!(ended.contains("failed 999 times before in this save, at last: "), "{ended}");
         assert_eq!(count, FAILURES_MAX);
+    }
+
+    #[test]
+    fn ranks_begin_at_different_moments() {
+        assert_eq!(spread(1), Duration::ZERO);
+        let spreads = |world| (0..64).map(|_| spread(world)).collect::<std::collections::BTreeSet<_>>();
+        let (few, many) = (spreads(64), spreads(u32::MAX));
+        assert!(few.len() > 20 && few.last() < Some(&Duration::from_millis(64)), "{few:?}");
+        assert!(many.len() > 40 && many.last() < Some(&Duration::from_secs(1)), "{many:?}");
     }
 
     #[test]

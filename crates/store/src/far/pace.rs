@@ -4,11 +4,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Reads of like length whose times are compared: the last so many, and at least so many.
+/// Reads whose times are compared: the last so many, and at least so many.
 const PEERS_MAX: usize = 64;
 const PEERS_MIN: usize = 8;
 
-/// A read is late when it has taken so many times as long as the median of its peers.
+/// A read is late when its answer has not begun, or has not come, after so many times the median of its peers.
 const TIMES: u32 = 4;
 
 /// No read is late before; below, the median says more of this machine than of the service.
@@ -24,10 +24,23 @@ pub(super) struct Pace(Mutex<Times>);
 
 #[derive(Default)]
 struct Times {
-    /// By the length of the read, in steps of a factor of four.
+    /// Until the answer began.
+    beginnings: VecDeque<Duration>,
+    /// In all, by the length of the read, in steps of a factor of four.
     of: HashMap<u32, VecDeque<Duration>>,
     asked: u64,
     asked_again: u64,
+}
+
+fn note(times: &mut VecDeque<Duration>, time: Duration) {
+    times.truncate(PEERS_MAX - 1);
+    times.push_front(time);
+}
+
+fn median(times: &VecDeque<Duration>) -> Option<Duration> {
+    let mut times: Vec<Duration> = times.iter().copied().collect();
+    let middle = times.len() / 2;
+    (times.len() >= PEERS_MIN).then(|| *times.select_nth_unstable(middle).1)
 }
 
 fn length(bytes: u64) -> u32 {
@@ -44,22 +57,22 @@ impl Pace {
         self.lock().asked += 1;
     }
 
-    /// Notes how long a read took.
-    pub(super) fn took(&self, bytes: u64, time: Duration) {
-        let mut times = self.lock();
-        let peers = times.of.entry(length(bytes)).or_default();
-        peers.truncate(PEERS_MAX - 1);
-        peers.push_front(time);
+    /// Notes how long the answer to a read took to begin.
+    pub(super) fn answered(&self, time: Duration) {
+        note(&mut self.lock().beginnings, time);
     }
 
-    /// After how long a read of that length is late; `None` as long as too few peers are known.
-    pub(super) fn late_after(&self, bytes: u64) -> Option<Duration> {
+    /// Notes how long a read took.
+    pub(super) fn took(&self, bytes: u64, time: Duration) {
+        note(self.lock().of.entry(length(bytes)).or_default(), time);
+    }
+
+    /// After how long a read of that length is late, whose answer has begun or not; `None` as long as too few peers are
+    /// known.
+    pub(super) fn late_after(&self, bytes: u64, has_begun: bool) -> Option<Duration> {
         let times = self.lock();
-        let peers = times.of.get(&length(bytes)).filter(|peers| peers.len() >= PEERS_MIN)?;
-        let mut peers: Vec<Duration> = peers.iter().copied().collect();
-        let middle = peers.len() / 2;
-        let (_, median, _) = peers.select_nth_unstable(middle);
-        Some((*median * TIMES).max(SOONEST))
+        let peers = if has_begun { times.of.get(&length(bytes))? } else { &times.beginnings };
+        Some((median(peers)? * TIMES).max(SOONEST))
     }
 
     /// Whether one more read may be asked for a second time, which is counted.
@@ -81,13 +94,16 @@ mod tests {
         for i in 0..7 {
             pace.took(8 << 20, ms(100 + i));
         }
-        assert_eq!(pace.late_after(8 << 20), None, "too few");
+        assert_eq!(pace.late_after(8 << 20, true), None, "too few");
         pace.took(7 << 20, ms(60_000));
-        let late = pace.late_after(8 << 20).unwrap();
+        let late = pace.late_after(8 << 20, true).unwrap();
         assert!((ms(412)..=ms(424)).contains(&late), "by the median: {late:?}");
-        assert_eq!(pace.late_after(64 << 10), None, "other lengths");
+        assert_eq!(pace.late_after(64 << 10, true), None, "other lengths");
         (0..64).for_each(|_| pace.took(8 << 20, ms(10)));
-        assert_eq!(pace.late_after(8 << 20), Some(SOONEST), "the last ones count");
+        assert_eq!(pace.late_after(8 << 20, true), Some(SOONEST), "the last ones count");
+        assert_eq!(pace.late_after(8 << 20, false), None, "no answer is known to have begun");
+        (0..8).for_each(|_| pace.answered(ms(100)));
+        assert_eq!(pace.late_after(8 << 20, false), Some(ms(400)));
     }
 
     #[test]

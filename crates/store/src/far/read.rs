@@ -151,7 +151,7 @@ impl Place {
                     _ => Ok(coming.next().await),
                 };
                 let Ok(next) = next else {
-                    look = match self.pace.late_after(bytes) {
+                    look = match self.pace.late_after(bytes, answers[0].meta.is_some()) {
                         Some(late) if began.elapsed() < late => began + late,
                         Some(_) if self.pace.asks_again() => {
                             answers.push(ask(1, &mut coming));
@@ -164,7 +164,10 @@ impl Place {
                 let Some((number, piece)) = next else { return answers };
                 let of = &mut answers[number];
                 match piece {
-                    Ok(Piece::Beginning(meta)) => of.meta = Some(meta),
+                    Ok(Piece::Beginning(meta)) => {
+                        self.pace.answered(of.began.elapsed());
+                        of.meta = Some(meta);
+                    }
                     Ok(Piece::Bytes(piece)) => {
                         take(number, of.at, &piece);
                         of.at += piece.len() as u64;

@@ -133,48 +133,127 @@ def adam_row(group: dict, step: int) -> Row:
     return [group["lr"], beta1, beta2, group["eps"], group["weight_decay"], *flags, *corrections]
 
 
-def adam_case(kind: type, dtype: torch.dtype = torch.float32, **flags: object) -> Case:
-    moments = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if flags.get("amsgrad") else []))
-    return Case(lambda parameters: kind(parameters, fused=True, **flags), adam_row, moments, dtype)
+def sgd_row(group: dict, step: int) -> Row:
+    flags = [group["nesterov"], group["maximize"], step == 1]
+    return [group["lr"], group["momentum"], group["dampening"], group["weight_decay"], *flags]
 
 
+def adagrad_row(group: dict, step: int) -> Row:
+    corrected = group["lr"] / (1.0 + (step - 1.0) * group["lr_decay"])
+    return [corrected, group["eps"], group["weight_decay"], group["maximize"]]
+
+
+def lion_row(group: dict, step: int) -> Row:
+    return [group["lr"], *group["betas"], group["weight_decay"]]
+
+
+class Lion(torch.optim.Optimizer):
+    """PyTorch has no Lion. Both published references, as its elementwise operations do them."""
+
+    def __init__(self, parameters: Tensors, added: bool) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
+        self.added = added
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (group,) = self.param_groups
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        for parameter in group["params"]:
+            moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            parameter.mul_(1 - lr * group["weight_decay"])
+            if self.added:
+                update = moment.clone().mul_(beta1).add(parameter.grad, alpha=1 - beta1)
+            else:
+                update = moment * beta1 + parameter.grad * (1 - beta1)
+            parameter.add_(update.sign_(), alpha=-lr)
+            moment.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
+
+
+def case_of(kind: str, dtype: str, flags: dict, **options: int) -> Case:
+    """A run of the fused optimizer called ``kind``."""
+    make = getattr(torch.optim, kind)
+    row, moments = {
+        "AdamW": (adam_row, ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if flags.get("amsgrad") else [])]),
+        "SGD": (sgd_row, ["momentum_buffer"] if flags.get("momentum") else []),
+        "Adagrad": (adagrad_row, ["sum"]),
+    }["AdamW" if kind == "Adam" else kind]
+    fused = {"fused": True, "lr": 1e-3, **flags}
+    return Case(lambda parameters: make(parameters, **fused), row, tuple(moments), DTYPES[dtype], **options)
+
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 ADAM_FLAGS = [
-    {},
-    {"weight_decay": 0.1},
+    {"weight_decay": 0.0},
     {"weight_decay": 0.1, "amsgrad": True},
     {"weight_decay": 0.1, "maximize": True},
-    {"weight_decay": 0.0, "amsgrad": True, "maximize": True},
-    {"betas": (0.3, 0.6)},
-    {"betas": (0.95, 0.98), "eps": 1e-6, "weight_decay": 0.3},
+    {"betas": (0.3, 0.6), "eps": 1e-6, "weight_decay": 0.3},
+]
+FUSED = [
+    *(("AdamW", flags) for flags in ADAM_FLAGS),
+    *(("Adam", flags) for flags in ADAM_FLAGS[1:]),
+    ("SGD", {}),
+    ("SGD", {"weight_decay": 0.1, "maximize": True}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("Adagrad", {}),
+    ("Adagrad", {"lr_decay": 0.01, "weight_decay": 0.1, "maximize": True}),
 ]
 
 
-@pytest.mark.parametrize("flags", ADAM_FLAGS, ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_fused_adam(replay, kind, flags):
-    case = adam_case(kind, **flags)
-    assert not any(case.differing(replay, "adam.fused.cpu.avx2"))
+def variant_of(kind: str, capability: str, dtype: str) -> str:
+    return f"{kind.lower().removesuffix('w')}.fused.{capability}.{dtype}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "flags"), FUSED, ids=str)
+def test_fused_steps(replay, kind, flags, dtype):
+    case = case_of(kind, dtype, flags)
+    assert not any(case.differing(replay, variant_of(kind, "cpu", dtype)))
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_lion(replay, added):
+    case = Case(lambda parameters: Lion(parameters, added), lion_row, ("exp_avg",))
+    assert not any(case.differing(replay, f"lion.{'added' if added else 'multiplied'}.cpu.f32"))
 
 
 CHILD = """
 import pickle, sys
 sys.path.insert(0, sys.argv[1])
 import torch, test_replay
+torch.set_num_threads(1)
 assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-sys.stdout.buffer.write(pickle.dumps(test_replay.adam_case(torch.optim.AdamW, weight_decay=0.1)))
+cases = []
+for kind, flags in test_replay.FUSED:
+    for dtype in test_replay.DTYPES:
+        cases.append((kind, dtype, test_replay.case_of(kind, dtype, flags)))
+sys.stdout.buffer.write(pickle.dumps(cases))
 """
 
 
-def test_fused_adam_without_fma(replay):
+def test_fused_steps_without_fma(replay):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
     command = [sys.executable, "-c", CHILD, str(Path(__file__).parent)]
-    case = pickle.loads(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
-    assert not any(case.differing(replay, "adam.fused.cpu.default"))
-    assert any(case.differing(replay, "adam.fused.cpu.avx2"))
+    cases = pickle.loads(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
+    for kind, dtype, case in cases:
+        assert not any(case.differing(replay, variant_of(kind, "cpu-default", dtype))), (kind, dtype)
+    assert any(cases[0][2].differing(replay, variant_of("AdamW", "cpu", "f32")))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_threads_of_the_training(replay, threads):
+    """Where its threads meet has no tail of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        case = case_of("AdamW", "f32", {"weight_decay": 0.1}, numels=[100_003, 70_000, 65], steps=9)
+    finally:
+        torch.set_num_threads(before)
+    assert not any(case.differing(replay, "adam.fused.cpu.f32"))
 
 
 @pytest.mark.parametrize("block", [1, 13, 64, 65])
 def test_blocks_are_cut_anywhere(replay, block):
-    case = Case(lambda parameters: torch.optim.AdamW(parameters, fused=True), adam_row, ("exp_avg", "exp_avg_sq"),
-                steps=30)  # fmt: skip
-    assert not any(case.differing(replay, "adam.fused.cpu.avx2", block=block))
+    case = case_of("AdamW", "f32", {"weight_decay": 0.1}, steps=30)
+    assert not any(case.differing(replay, "adam.fused.cpu.f32", block=block))

@@ -29,6 +29,9 @@ struct Arguments {
 /// A tensor's parameter and moments.
 type Arrays = Vec<Vec<u8>>;
 
+/// The place, the parameter and the moments of a block.
+type Cut<'a> = (usize, &'a mut [u8], Vec<&'a mut [u8]>);
+
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments = arguments()?;
     let mut input = Vec::new();
@@ -141,7 +144,7 @@ fn step_tensor(
         blocks.push((number * arguments.block, parameter, moments));
     }
     let behind = blocks.split_off(blocks.len() / 2);
-    let step_all = |blocks: Vec<(usize, &mut [u8], Vec<&mut [u8]>)>| {
+    let step_all = |blocks: Vec<Cut<'_>>| {
         for (offset, parameter, mut moments) in blocks {
             let elements = parameter.len() / dtypes.parameter.bytes();
             let size = arguments.gradient.bytes();

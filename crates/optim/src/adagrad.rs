@@ -1,12 +1,15 @@
 //! Adagrad, one step of a piece.
 
+use crate::block::Dtype;
 use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, mul_add, narrowed};
 use crate::replay::{Moments, Optimizer};
 use crate::scalars::{AdagradScalars, Scalars};
-use crate::sequence::{AdagradSequence, AdagradUpdate, MulAdd, Narrowing, Scale};
+use crate::sequence::{AdagradSequence, AdagradUpdate, MulAdd};
 
 /// The scalars of one step as the sequence uses them.
 pub(crate) struct Coefficients {
+    /// Whether the result of every operation is narrowed.
+    narrows: bool,
     /// What of the parameter is added to the gradient; `None` without decay.
     decay: Option<f32>,
     negated: bool,
@@ -32,16 +35,13 @@ impl Optimizer for AdagradSequence {
         None
     }
 
-    fn coefficients(&self, scalars: &AdagradScalars) -> Coefficients {
-        let scaled = |x: f64| match self.scale {
-            Scale::Single => x as f32,
-            Scale::AsArrays => narrowed(x as f32),
-        };
+    fn coefficients(&self, scalars: &AdagradScalars, arrays: Dtype) -> Coefficients {
         Coefficients {
-            decay: (scalars.weight_decay != 0.0).then_some(scaled(scalars.weight_decay)),
+            narrows: self.narrowing.is_after_every_operation(arrays),
+            decay: (scalars.weight_decay != 0.0).then_some(scalars.weight_decay as f32),
             negated: scalars.maximize,
-            eps: scaled(scalars.eps),
-            step: -scaled(scalars.corrected_lr),
+            eps: scalars.eps as f32,
+            step: -(scalars.corrected_lr as f32),
             exact: *scalars,
         }
     }
@@ -50,7 +50,7 @@ impl Optimizer for AdagradSequence {
     fn step<F: Fma>(&self, c: &Coefficients, p: &mut Piece, moments: &mut Moments, g: &mut Piece) {
         let sum = &mut moments[0];
         let (step, eps, exact) = (c.step, c.eps, &c.exact);
-        let narrows = self.narrowing == Narrowing::EveryOperation;
+        let narrows = c.narrows;
         let narrow = |x: f32| if narrows { narrowed(x) } else { x };
         if c.negated {
             each(g, |g| -g);

@@ -1,14 +1,15 @@
 //! Adam and AdamW, one step of a piece.
 
+use crate::block::Dtype;
 use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, narrowed};
 use crate::replay::{Moments, Optimizer};
 use crate::scalars::{AdamScalars, Bias, Scalars};
-use crate::sequence::{
-    AdamSequence, AdamUpdate, Decay, FirstMoment, Largest, MulAdd, Narrowing, SecondMoment, TwoProducts,
-};
+use crate::sequence::{AdamSequence, AdamUpdate, Decay, FirstMoment, Largest, MulAdd, SecondMoment, TwoProducts};
 
 /// The scalars of one step as the sequence uses them.
 pub(crate) struct Coefficients {
+    /// Whether the result of every operation is narrowed.
+    narrows: bool,
     /// What the parameter is multiplied by, or what is subtracted of it; `None` without decoupled decay.
     decay: Option<f32>,
     /// What of the parameter is added to the gradient; `None` without L2 decay.
@@ -45,7 +46,7 @@ impl Optimizer for AdamSequence {
         }
     }
 
-    fn coefficients(&self, scalars: &AdamScalars) -> Coefficients {
+    fn coefficients(&self, scalars: &AdamScalars, arrays: Dtype) -> Coefficients {
         let decays = scalars.weight_decay != 0.0;
         let decay = match self.decay {
             Decay::Factor => (1.0 - scalars.lr * scalars.weight_decay) as f32,
@@ -53,6 +54,7 @@ impl Optimizer for AdamSequence {
         };
         let (root, eps, step) = self.denominator(scalars);
         Coefficients {
+            narrows: self.narrowing.is_after_every_operation(arrays),
             decay: (decays && scalars.decoupled).then_some(decay),
             l2: (decays && !scalars.decoupled).then_some(scalars.weight_decay as f32),
             negated: scalars.maximize,
@@ -70,7 +72,7 @@ impl Optimizer for AdamSequence {
     #[inline(always)]
     fn step<F: Fma>(&self, c: &Coefficients, p: &mut Piece, moments: &mut Moments, g: &mut Piece) {
         let [m, v, largest] = moments;
-        let narrows = self.narrowing == Narrowing::EveryOperation;
+        let narrows = c.narrows;
         if c.negated {
             each(g, |g| -g);
         }
@@ -92,9 +94,9 @@ impl Optimizer for AdamSequence {
         narrow_if(narrows, v);
         if c.amsgrad {
             match self.largest {
-                Largest::SecondIfEqual => each_with(largest, v, |a, b| second_if_equal(a, b)),
+                Largest::SecondIfEqual => each_with(largest, v, second_if_equal),
                 Largest::FirstIfEqual => each_with(largest, v, |a, b| if a < b { b } else { a }),
-                Largest::PositiveZero => each_with(largest, v, |a, b| positive_zero(a, b)),
+                Largest::PositiveZero => each_with(largest, v, positive_zero),
             }
         }
         update::<F>(self.update, c, p, m, if c.amsgrad { largest } else { v }, narrows);

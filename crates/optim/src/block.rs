@@ -102,7 +102,7 @@ impl Block<'_> {
         for moment in self.moments.iter() {
             expect_length("a moment", elements, self.dtypes.moments, moment)?;
         }
-        let end = self.offset.checked_add(elements as u64).unwrap_or(u64::MAX);
+        let end = self.offset.saturating_add(elements as u64);
         if end > self.numel {
             return Err(Error::Place { offset: self.offset, end, numel: self.numel });
         }

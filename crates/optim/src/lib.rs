@@ -20,6 +20,6 @@ pub use replay::replay;
 pub use scalars::{AdagradScalars, AdamScalars, Bias, LionScalars, Scalars, SgdScalars};
 pub use sequence::{
     AdagradSequence, AdagradUpdate, AdamSequence, AdamUpdate, Complement, Decay, FirstMoment, Largest, LionSequence,
-    MulAdd, Narrowing, Scale, SecondMoment, SgdSequence, TwoProducts,
+    MulAdd, Narrowing, SecondMoment, SgdSequence, TwoProducts,
 };
 pub use variant::{Device, Kind, Parts, Sequences, Variant};

@@ -1,12 +1,15 @@
 //! Lion, one step of a piece.
 
+use crate::block::Dtype;
 use crate::piece::{Fma, Piece, each, each_with, narrowed, weighted};
 use crate::replay::{Moments, Optimizer};
 use crate::scalars::{LionScalars, Scalars};
-use crate::sequence::{LionSequence, Narrowing};
+use crate::sequence::LionSequence;
 
 /// The scalars of one step as the sequence uses them.
 pub(crate) struct Coefficients {
+    /// Whether the result of every operation is narrowed.
+    narrows: bool,
     decay: f32,
     beta1: f32,
     weight1: f32,
@@ -31,8 +34,9 @@ impl Optimizer for LionSequence {
         None
     }
 
-    fn coefficients(&self, scalars: &LionScalars) -> Coefficients {
+    fn coefficients(&self, scalars: &LionScalars, arrays: Dtype) -> Coefficients {
         Coefficients {
+            narrows: self.narrowing.is_after_every_operation(arrays),
             decay: (1.0 - scalars.lr * scalars.weight_decay) as f32,
             beta1: scalars.beta1 as f32,
             weight1: (1.0 - scalars.beta1) as f32,
@@ -46,7 +50,7 @@ impl Optimizer for LionSequence {
     fn step<F: Fma>(&self, c: &Coefficients, p: &mut Piece, moments: &mut Moments, g: &mut Piece) {
         let m = &mut moments[0];
         let (decay, step) = (c.decay, c.step);
-        let narrows = self.narrowing == Narrowing::EveryOperation;
+        let narrows = c.narrows;
         let narrow = |x: f32| if narrows { narrowed(x) } else { x };
         each(p, |p| narrow(p * decay));
         let mut u = *m;

@@ -24,7 +24,7 @@ pub(crate) trait Optimizer {
     fn missing_bias(&self, scalars: &Self::Scalars) -> Option<&'static str>;
 
     /// What the implementation derives from the scalars before it looks at an element.
-    fn coefficients(&self, scalars: &Self::Scalars) -> Self::Coefficients;
+    fn coefficients(&self, scalars: &Self::Scalars, arrays: Dtype) -> Self::Coefficients;
 
     /// One step of a piece; `g` is spent.
     fn step<F: Fma>(&self, c: &Self::Coefficients, p: &mut Piece, moments: &mut Moments, g: &mut Piece);
@@ -59,13 +59,14 @@ fn replay_with<O: Optimizer>(
         let Step::Taken { gradient, scalars } = step else { continue };
         expect_arrays(variant, block, elements, number, gradient, scalars)?;
         let Some(own) = O::own(scalars) else {
-            let (expected, found) = (variant.kind, scalars.kind());
+            let (expected, found) = (variant.kind(), scalars.kind());
             return Err(Error::Scalars { variant: variant.name, step: number, expected, found });
         };
         if let Some(expected) = parts.body.missing_bias(own) {
             return Err(Error::Bias { variant: variant.name, step: number, expected });
         }
-        let (body, tail) = (parts.body.coefficients(own), parts.tail.coefficients(own));
+        let arrays = block.dtypes.parameter;
+        let (body, tail) = (parts.body.coefficients(own, arrays), parts.tail.coefficients(own, arrays));
         taken.push(Taken { gradient: *gradient, body, tail });
     }
     // The body of a tensor is what whole vectors of the implementation cover.
@@ -85,8 +86,8 @@ fn expect_arrays(
 ) -> Result<(), Error> {
     expect_length("a gradient", elements, gradient.dtype, gradient.values)?;
     let (expected, found) = (scalars.moments(), block.moments.len());
-    if scalars.kind() == variant.kind && expected != found {
-        return Err(Error::Moments { step, kind: variant.kind, expected, found });
+    if scalars.kind() == variant.kind() && expected != found {
+        return Err(Error::Moments { step, kind: variant.kind(), expected, found });
     }
     let Dtypes { parameter, moments } = block.dtypes;
     if parameter != variant.dtypes.parameter

@@ -3,6 +3,8 @@
 //! In the formulas `p` is the parameter, `g` the gradient, `m` and `v` the moments; `f(x)` rounds to `f32`, and every
 //! operation rounds to `f32` unless the choice says otherwise.
 
+use crate::block::Dtype;
+
 /// How `a * b + c` is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MulAdd {
@@ -32,13 +34,11 @@ pub enum Narrowing {
     EveryOperation,
 }
 
-/// In what precision scalars meet the arrays.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scale {
-    /// `f(x)`.
-    Single,
-    /// Rounded to the arrays' dtype.
-    AsArrays,
+impl Narrowing {
+    /// Whether results of operations on arrays of this dtype are narrowed one by one.
+    pub(crate) fn is_after_every_operation(self, arrays: Dtype) -> bool {
+        self == Narrowing::EveryOperation && arrays != Dtype::F32
+    }
 }
 
 /// Adam and AdamW. `w1 = f(1 - beta1)`, `w2 = f(1 - beta2)`, `ss = lr / correction1`.
@@ -139,8 +139,6 @@ pub struct SgdSequence {
     pub nesterov: MulAdd,
     /// `p + f(-lr) * g`.
     pub update: MulAdd,
-    /// Weight decay and momentum of arrays narrower than `f32`.
-    pub scale: Scale,
     /// When results are narrowed.
     pub narrowing: Narrowing,
 }
@@ -163,8 +161,6 @@ pub struct AdagradSequence {
     pub square: MulAdd,
     /// How the parameter moves.
     pub update: AdagradUpdate,
-    /// Scalars of arrays narrower than `f32`.
-    pub scale: Scale,
     /// When results are narrowed.
     pub narrowing: Narrowing,
 }

@@ -1,12 +1,15 @@
 //! Stochastic gradient descent, one step of a piece.
 
+use crate::block::Dtype;
 use crate::piece::{Fma, Piece, add_scaled, each, narrowed, weighted};
 use crate::replay::{Moments, Optimizer};
 use crate::scalars::{Scalars, SgdScalars};
-use crate::sequence::{Complement, Narrowing, Scale, SgdSequence};
+use crate::sequence::{Complement, SgdSequence};
 
 /// The scalars of one step as the sequence uses them.
 pub(crate) struct Coefficients {
+    /// Whether the result of every operation is narrowed.
+    narrows: bool,
     /// What of the parameter is added to the gradient; `None` without decay.
     decay: Option<f32>,
     negated: bool,
@@ -36,19 +39,16 @@ impl Optimizer for SgdSequence {
         None
     }
 
-    fn coefficients(&self, scalars: &SgdScalars) -> Coefficients {
-        let scaled = |x: f64| match self.scale {
-            Scale::Single => x as f32,
-            Scale::AsArrays => narrowed(x as f32),
-        };
+    fn coefficients(&self, scalars: &SgdScalars, arrays: Dtype) -> Coefficients {
         Coefficients {
-            decay: (scalars.weight_decay != 0.0).then_some(scaled(scalars.weight_decay)),
+            narrows: self.narrowing.is_after_every_operation(arrays),
+            decay: (scalars.weight_decay != 0.0).then_some(scalars.weight_decay as f32),
             negated: scalars.maximize,
-            momentum: (scalars.momentum != 0.0).then_some(scaled(scalars.momentum)),
+            momentum: (scalars.momentum != 0.0).then_some(scalars.momentum as f32),
             first: scalars.first,
             weight: match self.dampening {
-                Complement::Double => scaled(1.0 - scalars.dampening),
-                Complement::Single => 1.0 - scaled(scalars.dampening),
+                Complement::Double => (1.0 - scalars.dampening) as f32,
+                Complement::Single => 1.0 - scalars.dampening as f32,
             },
             nesterov: scalars.nesterov,
             step: -(scalars.lr as f32),
@@ -58,7 +58,7 @@ impl Optimizer for SgdSequence {
     #[inline(always)]
     fn step<F: Fma>(&self, c: &Coefficients, p: &mut Piece, moments: &mut Moments, g: &mut Piece) {
         let buffer = &mut moments[0];
-        let narrows = self.narrowing == Narrowing::EveryOperation;
+        let narrows = c.narrows;
         let narrow = |x: f32| if narrows { narrowed(x) } else { x };
         if c.negated {
             each(g, |g| -g);

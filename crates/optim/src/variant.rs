@@ -9,8 +9,8 @@ use std::fmt;
 
 use crate::block::Dtypes;
 use crate::sequence::{
-    AdagradSequence, AdamSequence, AdamUpdate, Decay, FirstMoment, Largest, LionSequence, MulAdd, Narrowing,
-    SecondMoment, SgdSequence, TwoProducts,
+    AdagradSequence, AdagradUpdate, AdamSequence, AdamUpdate, Complement, Decay, FirstMoment, Largest, LionSequence,
+    MulAdd, Narrowing, SecondMoment, SgdSequence, TwoProducts,
 };
 
 /// An optimizer.
@@ -50,7 +50,6 @@ pub enum Device {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variant {
     pub(crate) name: &'static str,
-    pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) dtypes: Dtypes,
     /// Elements of the implementation's vectors: the last `numel % lanes` elements of a tensor are its tail.
@@ -65,12 +64,6 @@ pub struct Parts<S> {
     pub body: S,
     /// To the tail.
     pub tail: S,
-}
-
-impl<S: Copy> Parts<S> {
-    const fn same(sequence: S) -> Parts<S> {
-        Parts { body: sequence, tail: sequence }
-    }
 }
 
 /// The sequences of one optimizer.
@@ -94,7 +87,17 @@ impl Variant {
 
     /// The optimizer.
     pub fn kind(&self) -> Kind {
-        self.kind
+        match self.sequences {
+            Sequences::Adam(_) => Kind::Adam,
+            Sequences::Sgd(_) => Kind::Sgd,
+            Sequences::Adagrad(_) => Kind::Adagrad,
+            Sequences::Lion(_) => Kind::Lion,
+        }
+    }
+
+    /// Whether Adam's bias corrections must come from the device.
+    pub fn takes_bias_of_device(&self) -> bool {
+        matches!(&self.sequences, Sequences::Adam(parts) if parts.body.update.is_of_device())
     }
 
     /// Where the implementation runs.
@@ -125,12 +128,12 @@ impl Variant {
     /// The variants that a rehearsal tries for an optimizer, likely ones first: one that agrees with the training's own
     /// steps in every bit is taken; if none does, this optimizer cannot be replayed.
     pub fn candidates(kind: Kind, dtypes: Dtypes, device: Device) -> impl Iterator<Item = &'static Variant> {
-        let fits = move |variant: &&Variant| (variant.kind, variant.dtypes, variant.device) == (kind, dtypes, device);
+        let fits = move |variant: &&Variant| (variant.kind(), variant.dtypes, variant.device) == (kind, dtypes, device);
         VARIANTS.iter().filter(fits)
     }
 }
 
-const FUSED_CPU: AdamSequence = AdamSequence {
+const ADAM_FUSED_CPU: AdamSequence = AdamSequence {
     decay: Decay::Factor,
     l2: MulAdd::Once,
     first: FirstMoment::Lerp(MulAdd::Once),
@@ -140,37 +143,190 @@ const FUSED_CPU: AdamSequence = AdamSequence {
     narrowing: Narrowing::AtStore,
 };
 
-const FUSED_CPU_TAIL: AdamSequence = AdamSequence {
-    second: SecondMoment::ScaledGradient(TwoProducts::FirstInSum),
-    largest: Largest::FirstIfEqual,
-    ..FUSED_CPU
-};
+const ADAM_FUSED_CPU_PARTS: Sequences = Sequences::Adam(Parts {
+    body: ADAM_FUSED_CPU,
+    tail: AdamSequence {
+        second: SecondMoment::ScaledGradient(TwoProducts::FirstInSum),
+        largest: Largest::FirstIfEqual,
+        ..ADAM_FUSED_CPU
+    },
+});
 
-const FUSED_CPU_WITHOUT_FMA: AdamSequence = AdamSequence {
+const ADAM_FUSED_CPU_DEFAULT: AdamSequence = AdamSequence {
     l2: MulAdd::Twice,
     first: FirstMoment::Lerp(MulAdd::Twice),
     second: SecondMoment::ScaledGradient(TwoProducts::Separate),
-    ..FUSED_CPU
+    ..ADAM_FUSED_CPU
 };
 
-const FUSED_CPU_WITHOUT_FMA_TAIL: AdamSequence =
-    AdamSequence { largest: Largest::FirstIfEqual, ..FUSED_CPU_WITHOUT_FMA };
+const ADAM_FUSED_CPU_DEFAULT_PARTS: Sequences = Sequences::Adam(Parts {
+    body: ADAM_FUSED_CPU_DEFAULT,
+    tail: AdamSequence { largest: Largest::FirstIfEqual, ..ADAM_FUSED_CPU_DEFAULT },
+});
 
-static VARIANTS: [Variant; 2] = [
-    Variant {
-        name: "adam.fused.cpu.avx2",
-        kind: Kind::Adam,
-        device: Device::Cpu,
-        dtypes: Dtypes::F32,
-        lanes: 8,
-        sequences: Sequences::Adam(Parts { body: FUSED_CPU, tail: FUSED_CPU_TAIL }),
-    },
-    Variant {
-        name: "adam.fused.cpu.default",
-        kind: Kind::Adam,
-        device: Device::Cpu,
-        dtypes: Dtypes::F32,
-        lanes: 8,
-        sequences: Sequences::Adam(Parts { body: FUSED_CPU_WITHOUT_FMA, tail: FUSED_CPU_WITHOUT_FMA_TAIL }),
-    },
+const ADAM_FOREACH: AdamSequence = AdamSequence {
+    second: SecondMoment::ScaledSquare,
+    update: AdamUpdate::Quotient,
+    narrowing: Narrowing::EveryOperation,
+    ..ADAM_FUSED_CPU
+};
+
+const ADAM_FOR_LOOP: AdamSequence =
+    AdamSequence { largest: Largest::PositiveZero, update: AdamUpdate::QuotientOfReciprocal, ..ADAM_FOREACH };
+
+const ADAM_CAPTURABLE_FOREACH: AdamSequence = AdamSequence { update: AdamUpdate::StepInDenominator, ..ADAM_FOREACH };
+
+const ADAM_CAPTURABLE_FOR_LOOP: AdamSequence = AdamSequence { update: AdamUpdate::StepInParts, ..ADAM_FOR_LOOP };
+
+const ADAM_FUSED_CUDA: AdamSequence = AdamSequence {
+    decay: Decay::Subtracted(MulAdd::Once),
+    l2: MulAdd::Once,
+    first: FirstMoment::Nested,
+    second: SecondMoment::Nested,
+    largest: Largest::FirstIfEqual,
+    update: AdamUpdate::ScaledMomentOfDevice,
+    narrowing: Narrowing::AtStore,
+};
+
+const ADAM_FUSED_CUDA_SEPARATE: AdamSequence =
+    AdamSequence { decay: Decay::Subtracted(MulAdd::Twice), l2: MulAdd::Twice, ..ADAM_FUSED_CUDA };
+
+const SGD_FUSED_CPU: SgdSequence = SgdSequence {
+    decay: MulAdd::Once,
+    buffer: TwoProducts::SecondInSum,
+    dampening: Complement::Double,
+    nesterov: MulAdd::Once,
+    update: MulAdd::Once,
+    narrowing: Narrowing::AtStore,
+};
+
+const SGD_FUSED_CPU_PARTS: Sequences = Sequences::Sgd(Parts {
+    body: SGD_FUSED_CPU,
+    tail: SgdSequence { buffer: TwoProducts::FirstInSum, ..SGD_FUSED_CPU },
+});
+
+const SGD_FUSED_CPU_DEFAULT: SgdSequence = SgdSequence {
+    decay: MulAdd::Twice,
+    buffer: TwoProducts::Separate,
+    nesterov: MulAdd::Twice,
+    update: MulAdd::Twice,
+    ..SGD_FUSED_CPU
+};
+
+const SGD_FOREACH: SgdSequence = SgdSequence { narrowing: Narrowing::EveryOperation, ..SGD_FUSED_CPU };
+
+const fn sgd_fused_cuda(buffer: TwoProducts) -> Sequences {
+    sgd(SgdSequence { buffer, dampening: Complement::Single, ..SGD_FUSED_CPU })
+}
+
+const ADAGRAD_FUSED_CPU: AdagradSequence = AdagradSequence {
+    decay: MulAdd::Once,
+    square: MulAdd::Once,
+    update: AdagradUpdate::ScaledGradient,
+    narrowing: Narrowing::AtStore,
+};
+
+const ADAGRAD_FUSED_CPU_DEFAULT: AdagradSequence =
+    AdagradSequence { decay: MulAdd::Twice, square: MulAdd::Twice, ..ADAGRAD_FUSED_CPU };
+
+const ADAGRAD_FOREACH: AdagradSequence = AdagradSequence { narrowing: Narrowing::EveryOperation, ..ADAGRAD_FUSED_CPU };
+
+const ADAGRAD_FOR_LOOP: AdagradSequence = AdagradSequence { update: AdagradUpdate::Quotient, ..ADAGRAD_FOREACH };
+
+const ADAGRAD_FUSED_CUDA: AdagradSequence = AdagradSequence { update: AdagradUpdate::Double, ..ADAGRAD_FUSED_CPU };
+
+const ADAGRAD_FUSED_CUDA_SEPARATE: AdagradSequence =
+    AdagradSequence { decay: MulAdd::Twice, square: MulAdd::Twice, ..ADAGRAD_FUSED_CUDA };
+
+/// `m.mul(b1).add(g, alpha=1 - b1)`.
+const LION_ADDED: LionSequence = LionSequence {
+    update: TwoProducts::SecondInSum,
+    moment: TwoProducts::SecondInSum,
+    narrowing: Narrowing::EveryOperation,
+};
+
+/// `m * b1 + g * (1 - b1)`.
+const LION_MULTIPLIED: LionSequence = LionSequence { update: TwoProducts::Separate, ..LION_ADDED };
+
+const LION_DEFAULT: LionSequence = LionSequence { moment: TwoProducts::Separate, ..LION_MULTIPLIED };
+
+const fn adam(sequence: AdamSequence) -> Sequences {
+    Sequences::Adam(Parts { body: sequence, tail: sequence })
+}
+
+const fn sgd(sequence: SgdSequence) -> Sequences {
+    Sequences::Sgd(Parts { body: sequence, tail: sequence })
+}
+
+const fn adagrad(sequence: AdagradSequence) -> Sequences {
+    Sequences::Adagrad(Parts { body: sequence, tail: sequence })
+}
+
+const fn lion(sequence: LionSequence) -> Sequences {
+    Sequences::Lion(Parts { body: sequence, tail: sequence })
+}
+
+/// An implementation for processors, whose vectors have 32 bytes.
+const fn cpu(name: &'static str, dtypes: Dtypes, sequences: Sequences) -> Variant {
+    let lanes = 32 / dtypes.parameter.bytes() as u64;
+    Variant { name, device: Device::Cpu, dtypes, lanes, sequences }
+}
+
+/// An implementation for CUDA devices, which do the same to every element.
+const fn cuda(name: &'static str, dtypes: Dtypes, sequences: Sequences) -> Variant {
+    Variant { name, device: Device::Cuda, dtypes, lanes: 1, sequences }
+}
+
+const F32: Dtypes = Dtypes::F32;
+const BF16: Dtypes = Dtypes::BF16;
+const MIXED: Dtypes = Dtypes::MIXED;
+
+static VARIANTS: [Variant; 47] = [
+    cpu("adam.fused.cpu.f32", F32, ADAM_FUSED_CPU_PARTS),
+    cpu("adam.fused.cpu.bf16", BF16, ADAM_FUSED_CPU_PARTS),
+    cpu("adam.fused.cpu-default.f32", F32, ADAM_FUSED_CPU_DEFAULT_PARTS),
+    cpu("adam.fused.cpu-default.bf16", BF16, ADAM_FUSED_CPU_DEFAULT_PARTS),
+    cuda("adam.foreach.cuda.f32", F32, adam(ADAM_FOREACH)),
+    cuda("adam.foreach.cuda.bf16", BF16, adam(ADAM_FOREACH)),
+    cuda("adam.fused.cuda.f32", F32, adam(ADAM_FUSED_CUDA)),
+    cuda("adam.fused.cuda.bf16", BF16, adam(ADAM_FUSED_CUDA)),
+    cuda("adam.fused.cuda.mixed", MIXED, adam(ADAM_FUSED_CUDA)),
+    cuda("adam.fused-separate.cuda.f32", F32, adam(ADAM_FUSED_CUDA_SEPARATE)),
+    cuda("adam.fused-separate.cuda.bf16", BF16, adam(ADAM_FUSED_CUDA_SEPARATE)),
+    cuda("adam.fused-separate.cuda.mixed", MIXED, adam(ADAM_FUSED_CUDA_SEPARATE)),
+    cuda("adam.for-loop.cuda.f32", F32, adam(ADAM_FOR_LOOP)),
+    cuda("adam.for-loop.cuda.bf16", BF16, adam(ADAM_FOR_LOOP)),
+    cuda("adam.capturable-foreach.cuda.f32", F32, adam(ADAM_CAPTURABLE_FOREACH)),
+    cuda("adam.capturable-for-loop.cuda.f32", F32, adam(ADAM_CAPTURABLE_FOR_LOOP)),
+    cpu("sgd.fused.cpu.f32", F32, SGD_FUSED_CPU_PARTS),
+    cpu("sgd.fused.cpu.bf16", BF16, SGD_FUSED_CPU_PARTS),
+    cpu("sgd.fused.cpu-default.f32", F32, sgd(SGD_FUSED_CPU_DEFAULT)),
+    cpu("sgd.fused.cpu-default.bf16", BF16, sgd(SGD_FUSED_CPU_DEFAULT)),
+    cuda("sgd.foreach.cuda.f32", F32, sgd(SGD_FOREACH)),
+    cuda("sgd.foreach.cuda.bf16", BF16, sgd(SGD_FOREACH)),
+    cuda("sgd.fused.cuda.f32", F32, sgd_fused_cuda(TwoProducts::FirstInSum)),
+    cuda("sgd.fused.cuda.bf16", BF16, sgd_fused_cuda(TwoProducts::FirstInSum)),
+    cuda("sgd.fused-second.cuda.f32", F32, sgd_fused_cuda(TwoProducts::SecondInSum)),
+    cuda("sgd.fused-second.cuda.bf16", BF16, sgd_fused_cuda(TwoProducts::SecondInSum)),
+    cuda("sgd.fused-separate.cuda.f32", F32, sgd_fused_cuda(TwoProducts::Separate)),
+    cuda("sgd.fused-separate.cuda.bf16", BF16, sgd_fused_cuda(TwoProducts::Separate)),
+    cpu("adagrad.fused.cpu.f32", F32, adagrad(ADAGRAD_FUSED_CPU)),
+    cpu("adagrad.fused.cpu.bf16", BF16, adagrad(ADAGRAD_FUSED_CPU)),
+    cpu("adagrad.fused.cpu-default.f32", F32, adagrad(ADAGRAD_FUSED_CPU_DEFAULT)),
+    cpu("adagrad.fused.cpu-default.bf16", BF16, adagrad(ADAGRAD_FUSED_CPU_DEFAULT)),
+    cuda("adagrad.foreach.cuda.f32", F32, adagrad(ADAGRAD_FOREACH)),
+    cuda("adagrad.foreach.cuda.bf16", BF16, adagrad(ADAGRAD_FOREACH)),
+    cuda("adagrad.for-loop.cuda.f32", F32, adagrad(ADAGRAD_FOR_LOOP)),
+    cuda("adagrad.for-loop.cuda.bf16", BF16, adagrad(ADAGRAD_FOR_LOOP)),
+    cuda("adagrad.fused.cuda.f32", F32, adagrad(ADAGRAD_FUSED_CUDA)),
+    cuda("adagrad.fused.cuda.bf16", BF16, adagrad(ADAGRAD_FUSED_CUDA)),
+    cuda("adagrad.fused-separate.cuda.f32", F32, adagrad(ADAGRAD_FUSED_CUDA_SEPARATE)),
+    cuda("adagrad.fused-separate.cuda.bf16", BF16, adagrad(ADAGRAD_FUSED_CUDA_SEPARATE)),
+    cpu("lion.added.cpu.f32", F32, lion(LION_ADDED)),
+    cpu("lion.multiplied.cpu.f32", F32, lion(LION_MULTIPLIED)),
+    cpu("lion.separate.cpu-default.f32", F32, lion(LION_DEFAULT)),
+    cuda("lion.added.cuda.f32", F32, lion(LION_ADDED)),
+    cuda("lion.added.cuda.bf16", BF16, lion(LION_ADDED)),
+    cuda("lion.multiplied.cuda.f32", F32, lion(LION_MULTIPLIED)),
+    cuda("lion.multiplied.cuda.bf16", BF16, lion(LION_MULTIPLIED)),
 ];

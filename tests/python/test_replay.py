@@ -187,6 +187,7 @@ ADAM_FLAGS = [
     {"weight_decay": 0.1, "amsgrad": True},
     {"weight_decay": 0.1, "maximize": True},
     {"betas": (0.3, 0.6), "eps": 1e-6, "weight_decay": 0.3},
+    {"betas": (0.0, 0.9), "weight_decay": 0.0},
 ]
 FUSED = [
     *(("AdamW", flags) for flags in ADAM_FLAGS),
@@ -227,7 +228,7 @@ assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
 cases = []
 for kind, flags in test_replay.FUSED:
     for dtype in test_replay.DTYPES:
-        cases.append((kind, dtype, test_replay.case_of(kind, dtype, flags)))
+        cases.append((kind, dtype, test_replay.case_of(kind, dtype, flags, numels=[1, 7, 17, 200])))
 sys.stdout.buffer.write(pickle.dumps(cases))
 """
 

@@ -1,7 +1,7 @@
 //! Adam and AdamW, one step of a piece.
 
 use crate::block::Dtype;
-use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, narrowed};
+use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, mul_add, narrowed};
 use crate::replay::{Moments, Optimizer};
 use crate::scalars::{AdamScalars, Bias, Scalars};
 use crate::sequence::{AdamSequence, AdamUpdate, Decay, FirstMoment, Largest, MulAdd, SecondMoment, TwoProducts};
@@ -135,12 +135,16 @@ fn narrow_if(narrows: bool, x: &mut Piece) {
 #[inline(always)]
 fn first_moment<F: Fma>(how: FirstMoment, c: &Coefficients, m: &mut Piece, g: &Piece) {
     let (weight, rest, beta1) = (c.weight1, 1.0 - c.weight1, c.beta1);
-    match (how, weight < 0.5) {
-        (FirstMoment::Lerp(MulAdd::Once), true) => each_with(m, g, |m, g| F::fma(weight, g - m, m)),
-        (FirstMoment::Lerp(MulAdd::Once), false) => each_with(m, g, |m, g| F::fma(-rest, g - m, g)),
-        (FirstMoment::Lerp(MulAdd::Twice), true) => each_with(m, g, |m, g| m + weight * (g - m)),
-        (FirstMoment::Lerp(MulAdd::Twice), false) => each_with(m, g, |m, g| g - (g - m) * rest),
-        (FirstMoment::Nested, _) => each_with(m, g, |m, g| F::fma(beta1, m, F::fma(-beta1, g, g))),
+    let (FirstMoment::Lerp(rounding) | FirstMoment::LerpOfVectors(rounding)) = how else {
+        return each_with(m, g, |m, g| F::fma(beta1, m, F::fma(-beta1, g, g)));
+    };
+    if weight < 0.5 {
+        return each_with(m, g, |m, g| mul_add::<F>(rounding, weight, g - m, m));
+    }
+    if matches!(how, FirstMoment::LerpOfVectors(_)) {
+        each_with(m, g, |m, g| mul_add::<F>(rounding, weight - 1.0, g - m, g));
+    } else {
+        each_with(m, g, |m, g| mul_add::<F>(rounding, -(g - m), rest, g));
     }
 }
 

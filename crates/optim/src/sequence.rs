@@ -72,8 +72,10 @@ pub enum Decay {
 /// The first moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FirstMoment {
-    /// `m + w1 * (g - m)` where `w1 < 0.5`, else `g - (1 - w1) * (g - m)`.
+    /// `m + w1 * (g - m)` where `w1 < 0.5`, else `g - (g - m) * (1 - w1)`.
     Lerp(MulAdd),
+    /// The same, else `(w1 - 1) * (g - m) + g`: another sign of zero where `w1` is 1.
+    LerpOfVectors(MulAdd),
     /// `fma(b1, m, fma(-b1, g, g))`.
     Nested,
 }

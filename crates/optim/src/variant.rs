@@ -136,7 +136,7 @@ impl Variant {
 const ADAM_FUSED_CPU: AdamSequence = AdamSequence {
     decay: Decay::Factor,
     l2: MulAdd::Once,
-    first: FirstMoment::Lerp(MulAdd::Once),
+    first: FirstMoment::LerpOfVectors(MulAdd::Once),
     second: SecondMoment::ScaledGradient(TwoProducts::SecondInSum),
     largest: Largest::SecondIfEqual,
     update: AdamUpdate::ScaledMoment,
@@ -146,6 +146,7 @@ const ADAM_FUSED_CPU: AdamSequence = AdamSequence {
 const ADAM_FUSED_CPU_PARTS: Sequences = Sequences::Adam(Parts {
     body: ADAM_FUSED_CPU,
     tail: AdamSequence {
+        first: FirstMoment::Lerp(MulAdd::Once),
         second: SecondMoment::ScaledGradient(TwoProducts::FirstInSum),
         largest: Largest::FirstIfEqual,
         ..ADAM_FUSED_CPU
@@ -154,17 +155,22 @@ const ADAM_FUSED_CPU_PARTS: Sequences = Sequences::Adam(Parts {
 
 const ADAM_FUSED_CPU_DEFAULT: AdamSequence = AdamSequence {
     l2: MulAdd::Twice,
-    first: FirstMoment::Lerp(MulAdd::Twice),
+    first: FirstMoment::LerpOfVectors(MulAdd::Twice),
     second: SecondMoment::ScaledGradient(TwoProducts::Separate),
     ..ADAM_FUSED_CPU
 };
 
 const ADAM_FUSED_CPU_DEFAULT_PARTS: Sequences = Sequences::Adam(Parts {
     body: ADAM_FUSED_CPU_DEFAULT,
-    tail: AdamSequence { largest: Largest::FirstIfEqual, ..ADAM_FUSED_CPU_DEFAULT },
+    tail: AdamSequence {
+        first: FirstMoment::Lerp(MulAdd::Twice),
+        largest: Largest::FirstIfEqual,
+        ..ADAM_FUSED_CPU_DEFAULT
+    },
 });
 
 const ADAM_FOREACH: AdamSequence = AdamSequence {
+    first: FirstMoment::Lerp(MulAdd::Once),
     second: SecondMoment::ScaledSquare,
     update: AdamUpdate::Quotient,
     narrowing: Narrowing::EveryOperation,

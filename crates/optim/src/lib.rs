@@ -1,4 +1,5 @@
 //! Steps optimizers on host memory, bit for bit as the training did.
+#![doc = include_str!("../README.md")]
 
 mod adagrad;
 mod adam;

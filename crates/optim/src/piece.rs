@@ -2,9 +2,10 @@
 
 use crate::sequence::{MulAdd, TwoProducts};
 
-/// Elements of a piece. With 64, branches on a sequence's choices cost nothing and the processor still loads the next
-/// piece while it divides.
-pub(crate) const PIECE: usize = 64;
+/// Elements of a piece: so many that branches on a sequence's choices cost nothing and that all arrays of a piece, with
+/// the pieces that are fetched meanwhile, fit into the cache. Below 128 compilers take loops apart instead of making
+/// vectors of them.
+pub(crate) const PIECE: usize = 256;
 
 /// Elements of one array.
 pub(crate) type Piece = [f32; PIECE];
@@ -123,4 +124,50 @@ pub(crate) fn from_bf16(x: u16) -> f32 {
 #[inline(always)]
 pub(crate) fn narrowed(x: f32) -> f32 {
     from_bf16(to_bf16(x))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A generator of bits, of all exponents alike (Marsaglia's xorshift).
+    fn bits(state: &mut u64) -> u32 {
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        (*state >> 16) as u32
+    }
+
+    fn expect_exact(a: f32, b: f32, c: f32) {
+        let (ours, exact) = (Emulated::fma(a, b, c), a.mul_add(b, c));
+        let is_same = ours.to_bits() == exact.to_bits() || (ours.is_nan() && exact.is_nan());
+        assert!(is_same, "{a:e} * {b:e} + {c:e} is {exact:e}, not {ours:e}");
+    }
+
+    #[test]
+    fn the_emulated_fma_is_the_exact_one() {
+        let mut state = 17;
+        for _ in 0..1_000_000 {
+            let (a, b) = (f32::from_bits(bits(&mut state)), f32::from_bits(bits(&mut state)));
+            let near = -(a * b);
+            expect_exact(a, b, f32::from_bits(bits(&mut state)));
+            // Sums that cancel, wholly or but for some bits.
+            expect_exact(a, b, f32::from_bits(near.to_bits() ^ (bits(&mut state) & 0xff)));
+            expect_exact(a, b, near * f32::from_bits(0x3300_0000 + (bits(&mut state) & 0x01ff_ffff)));
+        }
+    }
+
+    #[test]
+    fn a_sum_just_beside_the_middle_is_not_rounded_twice() {
+        // 2^24 + 1 is in the middle of two values; `f64` forgets what is below 2^-29 of it.
+        let (a, b) = (97.0, 172_961.0);
+        for power in 20..140 {
+            let c = f32::exp2(-power as f32);
+            for (a, c) in [(a, c), (a, -c), (-a, c), (-a, -c)] {
+                expect_exact(a, b, c);
+            }
+        }
+        assert_eq!((f64::from(a) * f64::from(b) + f64::exp2(-40.0)) as f32, 16_777_216.0, "rounded twice");
+        assert_eq!(Emulated::fma(a, b, f32::exp2(-40.0)), 16_777_218.0);
+    }
 }

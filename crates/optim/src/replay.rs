@@ -2,10 +2,13 @@
 
 use crate::block::{Block, Dtype, Dtypes, Gradient, Step, expect_length};
 use crate::error::Error;
-use crate::instructions::Instructions;
+use crate::instructions::{Instructions, prefetch};
 use crate::piece::{Fma, PIECE, Piece, each, from_bf16, narrowed, to_bf16};
 use crate::scalars::Scalars;
 use crate::variant::{Parts, Sequences, Variant};
+
+/// How many pieces ahead the processor fetches.
+const AHEAD: usize = 2;
 
 /// The moments of a piece; what an optimizer does not have stays untouched.
 pub(crate) type Moments = [Piece; 3];
@@ -125,14 +128,13 @@ impl<O: Optimizer> Task<'_, '_, O> {
     #[inline(always)]
     pub(crate) fn run<F: Fma>(self) {
         let Dtypes { parameter, moments } = self.block.dtypes;
+        // Behind the last element of a block they keep what was there: nothing reads it.
+        let (mut p, mut state, mut g) = ([0.0; PIECE], [[0.0; PIECE]; 3], [0.0; PIECE]);
         for is_tail in [false, true] {
             let (start, end) = if is_tail { (self.split, self.elements) } else { (0, self.split) };
             let sequence = if is_tail { &self.parts.tail } else { &self.parts.body };
             for at in (start..end).step_by(PIECE) {
                 let count = PIECE.min(end - at);
-                let mut p = [0.0; PIECE];
-                let mut state = [[0.0; PIECE]; 3];
-                let mut g = [0.0; PIECE];
                 load(parameter, self.block.parameter, at, count, &mut p);
                 for (piece, moment) in state.iter_mut().zip(&*self.block.moments) {
                     load(moments, moment, at, count, piece);
@@ -162,6 +164,10 @@ impl<O: Optimizer> Task<'_, '_, O> {
 /// Reads `count` elements of `bytes` from the element `at` on.
 #[inline(always)]
 fn load(dtype: Dtype, bytes: &[u8], at: usize, count: usize, into: &mut Piece) {
+    let later = (at + AHEAD * PIECE) * dtype.bytes();
+    if let Some(later) = bytes.get(later..later + PIECE * dtype.bytes()) {
+        prefetch(later);
+    }
     let bytes = &bytes[at * dtype.bytes()..(at + count) * dtype.bytes()];
     match dtype {
         Dtype::F32 => {

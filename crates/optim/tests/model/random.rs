@@ -3,25 +3,25 @@
 use shardfast_optim::{AdagradScalars, AdamScalars, Bias, Kind, LionScalars, Scalars, SgdScalars, Variant};
 
 /// SplitMix64.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ (mixed >> 31)
     }
 
-    pub fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
-    pub fn flag(&mut self) -> bool {
+    pub(crate) fn flag(&mut self) -> bool {
         self.below(2) == 1
     }
 
-    pub fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
+    pub(crate) fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
 
@@ -31,7 +31,7 @@ impl Random {
     }
 
     /// Ordinary ones, denormals, zeros, huge ones, and now and then any bits at all.
-    pub fn value(&mut self) -> f32 {
+    pub(crate) fn value(&mut self) -> f32 {
         match self.below(16) {
             0 => self.one_of(&[0.0, -0.0]),
             1 => f32::from_bits(self.next() as u32 & 0x807f_ffff),
@@ -45,7 +45,7 @@ impl Random {
     }
 
     /// Scalars of a step of `variant`, with the same flags for the same `flags`.
-    pub fn scalars(&mut self, variant: &Variant, flags: u64) -> Scalars {
+    pub(crate) fn scalars(&mut self, variant: &Variant, flags: u64) -> Scalars {
         let flag = |bit: u32| (flags >> bit) & 1 == 1;
         let lr = f64::from(self.unit().abs()) * 0.1 + 1e-6;
         let weight_decay = if flag(0) { 0.1 } else { 0.0 };

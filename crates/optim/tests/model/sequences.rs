@@ -6,10 +6,10 @@ use shardfast_optim::{AdagradScalars, AdamScalars, Bias, LionScalars, Scalars, S
 
 /// One element's parameter, moments and gradient.
 #[derive(Debug, Clone, Copy)]
-pub struct Element {
-    pub p: f32,
-    pub state: [f32; 3],
-    pub g: f32,
+pub(crate) struct Element {
+    pub(crate) p: f32,
+    pub(crate) state: [f32; 3],
+    pub(crate) g: f32,
 }
 
 fn add(a: f32, b: f32) -> f32 {
@@ -37,7 +37,7 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// The nearest value of 16 bits: of both neighbours the nearer one, of equally near ones the even one.
-pub fn bf16(x: f32) -> f32 {
+pub(crate) fn bf16(x: f32) -> f32 {
     if !x.is_finite() {
         return if x.is_nan() { f32::NAN } else { x };
     }
@@ -57,7 +57,7 @@ fn same(x: f32) -> f32 {
 }
 
 /// Does one step of the variant called `name` to `e`; `is_tail` is the element's place in its tensor.
-pub fn step(name: &str, scalars: &Scalars, is_tail: bool, e: &mut Element) {
+pub(crate) fn step(name: &str, scalars: &Scalars, is_tail: bool, e: &mut Element) {
     let (implementation, dtype) = name.rsplit_once('.').expect("names end in a dtype");
     let narrow: fn(f32) -> f32 = if dtype == "bf16" { bf16 } else { same };
     match (scalars, implementation) {
@@ -202,7 +202,7 @@ fn adam_by_operations(s: &AdamScalars, e: &mut Element, implementation: &str, na
         "adam.foreach.cuda" => {
             let (correction1, correction2_sqrt) = host(s);
             let d = narrow(add(narrow(div(root, correction2_sqrt as f32)), eps));
-            fma(((s.lr / correction1) * -1.0) as f32, div(*m, d), e.p)
+            fma(-((s.lr / correction1) as f32), div(*m, d), e.p)
         }
         "adam.for-loop.cuda" => {
             let (correction1, correction2_sqrt) = host(s);

@@ -24,8 +24,8 @@ Tensors = list[torch.Tensor]
 @pytest.fixture(scope="session")
 def replay() -> Callable:
     """``replay(variant, rows, tensors, gradients, ...)``: arrays of each tensor after each pass."""
-    command = ["cargo", "build", "--quiet", "--release", "--locked", "--package", "shardfast-optim", "--example", "replay"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    command = ["cargo", "build", "--quiet", "--release", "--locked", "--package", "shardfast-optim"]
+    subprocess.run([*command, "--example", "replay"], cwd=ROOT, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 
     def call(variant: str, rows: list[Row], arrays: list[Tensors], gradients: list[Tensors], *, of_pass: int,

@@ -1,8 +1,8 @@
 //! Adagrad, one step of a piece.
 
-use crate::block::Dtype;
+use crate::dtype::Dtype;
+use crate::optimizer::{Moments, Optimizer};
 use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, mul_add, narrowed};
-use crate::replay::{Moments, Optimizer};
 use crate::scalars::{AdagradScalars, Scalars};
 use crate::sequence::{AdagradSequence, AdagradUpdate, MulAdd};
 

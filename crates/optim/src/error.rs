@@ -1,6 +1,7 @@
 //! What can be wrong with a call.
 
-use crate::{Dtype, Kind};
+use crate::dtype::Dtype;
+use crate::kind::Kind;
 
 /// A block, a gradient or scalars that do not fit together. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -28,9 +29,7 @@ pub enum Error {
         dtype: Dtype,
     },
     /// The block reaches beyond its tensor.
-    #[error(
-        "replay: the block has elements {offset} to {end}, its tensor has {numel}; pass the offset and numel in elements"
-    )]
+    #[error("replay: the block has elements {offset} to {end}, its tensor has {numel}; pass both in elements")]
     Place {
         /// First element of the block in its flattened tensor.
         offset: u64,
@@ -88,7 +87,7 @@ pub enum Error {
     },
     /// The bias corrections come from the wrong place.
     #[error(
-        "replay: {variant} takes bias corrections from the {expected}, step {step} has those of the other; copy them"
+        "replay: {variant} takes bias corrections from the {expected}, step {step} has those of the other; pass them"
     )]
     Bias {
         /// The variant's name.

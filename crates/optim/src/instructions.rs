@@ -1,7 +1,8 @@
 //! Which of the processor's vector instructions do the work; found when the program runs.
 
+use crate::optimizer::Optimizer;
 use crate::piece::{Emulated, Fma, Instruction};
-use crate::replay::{Optimizer, Task};
+use crate::task::Task;
 
 /// Instructions that this processor has. The result is the same with each of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,18 +75,4 @@ fn avx2<O: Optimizer>(task: Task<'_, '_, O>) {
 #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
 fn avx512<O: Optimizer>(task: Task<'_, '_, O>) {
     task.run::<Instruction>();
-}
-
-/// Asks the processor to fetch `bytes` into its first-level cache while it computes.
-#[inline(always)]
-#[allow(unsafe_code)] // there is no safe call for it
-pub(crate) fn prefetch(bytes: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in bytes.chunks(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: SSE is part of every x86-64; fetching into a cache changes nothing that a program can see.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
 }

@@ -1,8 +1,8 @@
 //! Lion, one step of a piece.
 
-use crate::block::Dtype;
+use crate::dtype::Dtype;
+use crate::optimizer::{Moments, Optimizer};
 use crate::piece::{Fma, Piece, each, each_with, narrowed, weighted};
-use crate::replay::{Moments, Optimizer};
 use crate::scalars::{LionScalars, Scalars};
 use crate::sequence::LionSequence;
 

@@ -4,7 +4,7 @@
 //! between libraries by an ulp. What a variant does with a scalar beyond that (round it to `f32`, subtract it from one,
 //! divide by it) is one IEEE operation each, and part of the sequence.
 
-use crate::Kind;
+use crate::kind::Kind;
 
 /// The scalars of one step.
 #[derive(Debug, Clone, Copy, PartialEq)]

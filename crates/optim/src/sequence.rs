@@ -3,7 +3,7 @@
 //! In the formulas `p` is the parameter, `g` the gradient, `m` and `v` the moments; `f(x)` rounds to `f32`, and every
 //! operation rounds to `f32` unless the choice says otherwise.
 
-use crate::block::Dtype;
+use crate::dtype::Dtype;
 
 /// How `a * b + c` is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

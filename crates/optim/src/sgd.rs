@@ -1,8 +1,8 @@
 //! Stochastic gradient descent, one step of a piece.
 
-use crate::block::Dtype;
+use crate::dtype::Dtype;
+use crate::optimizer::{Moments, Optimizer};
 use crate::piece::{Fma, Piece, add_scaled, each, narrowed, weighted};
-use crate::replay::{Moments, Optimizer};
 use crate::scalars::{Scalars, SgdScalars};
 use crate::sequence::{Complement, SgdSequence};
 

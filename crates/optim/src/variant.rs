@@ -5,46 +5,12 @@
 //! `FusedSgdKernel.cu`, `aten/src/ATen/native/Lerp.h`, `torch/optim/{adam,sgd,adagrad}.py`. Where compilers contract
 //! `a * b + c` was found by experiment for CPUs; for CUDA it follows the compiler's rule that it always does.
 
-use std::fmt;
-
-use crate::block::Dtypes;
+use crate::dtype::Dtypes;
+use crate::kind::{Device, Kind};
 use crate::sequence::{
     AdagradSequence, AdagradUpdate, AdamSequence, AdamUpdate, Complement, Decay, FirstMoment, Largest, LionSequence,
     MulAdd, Narrowing, SecondMoment, SgdSequence, TwoProducts,
 };
-
-/// An optimizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// Adam and AdamW.
-    Adam,
-    /// Stochastic gradient descent.
-    Sgd,
-    /// Adagrad.
-    Adagrad,
-    /// Lion.
-    Lion,
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Kind::Adam => "Adam",
-            Kind::Sgd => "SGD",
-            Kind::Adagrad => "Adagrad",
-            Kind::Lion => "Lion",
-        })
-    }
-}
-
-/// Where the training steps its optimizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Device {
-    /// On a processor like this one.
-    Cpu,
-    /// On a CUDA device.
-    Cuda,
-}
 
 /// How one implementation of an optimizer rounds.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -4,7 +4,9 @@ mod random;
 mod refusals;
 mod sequences;
 
-use shardfast_optim::{Block, Dtype, Gradient, Instructions, Scalars, Step, Variant, replay};
+use shardfast_optim::{
+    AdagradScalars, Block, Device, Dtype, Dtypes, Gradient, Instructions, Kind, Scalars, Step, Variant, replay,
+};
 
 use random::Random;
 use sequences::{Element, bf16};
@@ -184,4 +186,30 @@ fn names_are_unique_and_found() {
         assert!(candidates.any(|candidate| candidate == variant), "{}", variant.name());
     }
     assert_eq!(Variant::named("adam"), None);
+}
+
+#[test]
+fn what_cancels_shows_every_bit_of_the_step() {
+    let mut random = Random(3);
+    for variant in Variant::candidates(Kind::Adagrad, Dtypes::F32, Device::Cuda) {
+        for _ in 0..200 {
+            let lr = 0.01 + random.below(1000) as f64 * 1e-6;
+            // Of a sum that was 0, the step is about `lr`; the parameter is what `f32` keeps of it.
+            let (p, g) = (lr as f32, 0.5 + random.below(1000) as f32 * 1e-3);
+            let scalars =
+                Scalars::Adagrad(AdagradScalars { corrected_lr: lr, eps: 1e-10, weight_decay: 0.0, maximize: false });
+            let mut expected = Element { p, state: [0.0; 3], g };
+            sequences::step(variant.name(), &scalars, false, &mut expected);
+            let gradient = GradientOwned { dtype: Dtype::F32, values: g.to_le_bytes().to_vec(), factor: None };
+            let case = Case {
+                variant,
+                numel: 1,
+                parameter: p.to_le_bytes().to_vec(),
+                moments: vec![vec![0; 4]],
+                steps: vec![Some((gradient, scalars))],
+                expected: vec![expected],
+            };
+            case.check(&case.replayed(Instructions::best(), &[0], 1), "a step that cancels the parameter");
+        }
+    }
 }

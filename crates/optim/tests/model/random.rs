@@ -68,7 +68,7 @@ impl Random {
             Kind::Sgd => Scalars::Sgd(SgdScalars {
                 lr,
                 momentum: if flag(1) { 0.9 } else { 0.0 },
-                dampening: if flag(2) { 0.3 } else { 0.0 },
+                dampening: if flag(2) { self.one_of(&[0.3, 0.9, 0.123]) } else { 0.0 },
                 weight_decay,
                 nesterov: flag(3),
                 maximize: flag(4),

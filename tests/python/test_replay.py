@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from older import IS_OLDER
+
+pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels")
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 1000
@@ -211,6 +214,13 @@ def variant_of(kind: str, capability: str, dtype: str) -> str:
 def test_fused_steps(replay, kind, flags, dtype):
     case = case_of(kind, dtype, flags)
     assert not any(case.differing(replay, variant_of(kind, "cpu", dtype)))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("flags", [flags for kind, flags in FUSED if kind == "SGD"], ids=str)
+def test_sgd_by_operations(replay, flags, foreach):
+    case = case_of("SGD", "f32", {**flags, "fused": False, "foreach": foreach})
+    assert not any(case.differing(replay, "sgd.for-loop.cpu.f32"))
 
 
 @pytest.mark.parametrize("added", [True, False])

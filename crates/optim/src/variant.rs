@@ -253,7 +253,7 @@ const F32: Dtypes = Dtypes::F32;
 const BF16: Dtypes = Dtypes::BF16;
 const MIXED: Dtypes = Dtypes::MIXED;
 
-static VARIANTS: [Variant; 47] = [
+static VARIANTS: [Variant; 48] = [
     cpu("adam.fused.cpu.f32", F32, ADAM_FUSED_CPU_PARTS),
     cpu("adam.fused.cpu.bf16", BF16, ADAM_FUSED_CPU_PARTS),
     cpu("adam.fused.cpu-default.f32", F32, ADAM_FUSED_CPU_DEFAULT_PARTS),
@@ -274,6 +274,7 @@ static VARIANTS: [Variant; 47] = [
     cpu("sgd.fused.cpu.bf16", BF16, SGD_FUSED_CPU_PARTS),
     cpu("sgd.fused.cpu-default.f32", F32, sgd(SGD_FUSED_CPU_DEFAULT)),
     cpu("sgd.fused.cpu-default.bf16", BF16, sgd(SGD_FUSED_CPU_DEFAULT)),
+    cpu("sgd.for-loop.cpu.f32", F32, sgd(SGD_FOREACH)),
     cuda("sgd.foreach.cuda.f32", F32, sgd(SGD_FOREACH)),
     cuda("sgd.foreach.cuda.bf16", BF16, sgd(SGD_FOREACH)),
     cuda("sgd.fused.cuda.f32", F32, sgd_fused_cuda(TwoProducts::FirstInSum)),

@@ -251,7 +251,7 @@ fn device_max(a: f32, b: f32) -> f32 {
 
 /// `FusedSGDKernel.cpp`, `FusedSgdKernel.cu` and `sgd.py`.
 fn sgd(s: &SgdScalars, e: &mut Element, implementation: &str, is_tail: bool, narrow: fn(f32) -> f32) {
-    let of_operations = implementation == "sgd.foreach.cuda";
+    let of_operations = !implementation.starts_with("sgd.fused");
     let narrow = if of_operations { narrow } else { same };
     let fused = !implementation.ends_with("cpu-default");
     let mul_add = |a, b, c| if fused { fma(a, b, c) } else { add(mul(a, b), c) };
@@ -269,7 +269,9 @@ fn sgd(s: &SgdScalars, e: &mut Element, implementation: &str, is_tail: bool, nar
             _ if s.first => g,
             "sgd.fused.cpu" if is_tail => fma(buffer, momentum, added),
             "sgd.fused.cuda" => fma(momentum, buffer, added),
-            "sgd.fused.cpu" | "sgd.foreach.cuda" | "sgd.fused-second.cuda" => narrow(fma(weight, g, kept)),
+            "sgd.fused.cpu" | "sgd.foreach.cuda" | "sgd.for-loop.cpu" | "sgd.fused-second.cuda" => {
+                narrow(fma(weight, g, kept))
+            }
             "sgd.fused.cpu-default" | "sgd.fused-separate.cuda" => add(kept, added),
             other => panic!("no model of {other}"),
         };

@@ -30,6 +30,7 @@ impl Instructions {
 
     /// All sets, the slowest first.
     pub fn all() -> Vec<Instructions> {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut sets = vec![Instructions(Set::Compiled)];
         #[cfg(target_arch = "x86_64")]
         {

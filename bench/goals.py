@@ -25,6 +25,7 @@ def show(results: dict[str, Any]) -> None:
         "small": _small,
         "footprint": _footprint,
         "stores": _stores,
+        "replay": _replay,
         "planning": _planning,
     }
     rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
@@ -219,6 +220,14 @@ def _store_costs(found: dict[str, Any]) -> list[Row]:
         near, far = (places[place]["call_ms"]["median"] for place in ("local disk", "S3"))
         text = f"{far:.2f} ms, {far / near:.2f} ×"
         rows.append((f"stall, {case}, S3", f"1.1 × a local save's, {near:.2f} ms", text, far <= 1.1 * near))
+    return rows
+
+
+def _replay(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for other, goal in (("of loads and stores", 0.8), ("of PyTorch", 1.0)):
+        median_ratio = found[other]["median"]
+        rows.append((f"replay, two threads, {other}", f"{goal}", f"{median_ratio:.2f}", median_ratio >= goal))
     return rows
 
 

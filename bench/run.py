@@ -21,6 +21,7 @@ import fsdp
 import goals
 import machine
 import planning
+import replay
 import replicas
 import resharding
 import restart
@@ -45,6 +46,7 @@ MEASURES = {
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "footprint": (footprint.measure, "memory beside the state"),
     "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
+    "replay": (replay.measure, "replayed steps of AdamW beside loads and stores alone, and beside PyTorch's"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }
 RESULTS = Path(__file__).parent / "results"

@@ -27,6 +27,7 @@ CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|
 FORBIDDEN = {
     "format": CLOCKS_AND_DEVICES,
     "plan": CLOCKS_AND_DEVICES,
+    "optim": CLOCKS_AND_DEVICES,
     "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b",
     "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b",
     "cli": r"\bpyo3\b",

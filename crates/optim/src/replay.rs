@@ -1,0 +1,83 @@
+//! Gradients applied to a block, if everything fits together.
+
+use crate::block::{Block, Gradient, Step, expect_length};
+use crate::dtype::{Dtype, Dtypes};
+use crate::error::Error;
+use crate::instructions::Instructions;
+use crate::optimizer::Optimizer;
+use crate::scalars::Scalars;
+use crate::task::{Taken, Task};
+use crate::variant::{Parts, Sequences, Variant};
+
+/// Applies `steps`, oldest first, to `block` as `variant` rounds, with the instructions that `on` names.
+///
+/// The result depends neither on `on` nor on how a tensor is cut into blocks. Threads may work on blocks side by side.
+///
+/// # Errors
+///
+/// Arrays, dtypes or scalars that do not fit together. The block is then as it was.
+pub fn replay(on: Instructions, variant: &Variant, block: &mut Block<'_>, steps: &[Step<'_>]) -> Result<(), Error> {
+    match &variant.sequences {
+        Sequences::Adam(parts) => replay_with(on, variant, parts, block, steps),
+        Sequences::Sgd(parts) => replay_with(on, variant, parts, block, steps),
+        Sequences::Adagrad(parts) => replay_with(on, variant, parts, block, steps),
+        Sequences::Lion(parts) => replay_with(on, variant, parts, block, steps),
+    }
+}
+
+fn replay_with<O: Optimizer>(
+    on: Instructions,
+    variant: &Variant,
+    parts: &Parts<O>,
+    block: &mut Block<'_>,
+    steps: &[Step<'_>],
+) -> Result<(), Error> {
+    let elements = block.elements()?;
+    let mut taken = Vec::with_capacity(steps.len());
+    for (number, step) in steps.iter().enumerate() {
+        let Step::Taken { gradient, scalars } = step else { continue };
+        expect_arrays(variant, block, elements, number, gradient, scalars)?;
+        let Some(own) = O::own(scalars) else {
+            let (expected, found) = (variant.kind(), scalars.kind());
+            return Err(Error::Scalars { variant: variant.name, step: number, expected, found });
+        };
+        if let Some(expected) = parts.body.missing_bias(own) {
+            return Err(Error::Bias { variant: variant.name, step: number, expected });
+        }
+        let arrays = block.dtypes.parameter;
+        let (body, tail) = (parts.body.coefficients(own, arrays), parts.tail.coefficients(own, arrays));
+        taken.push(Taken { gradient: *gradient, body, tail });
+    }
+    // The body of a tensor is what whole vectors of the implementation cover.
+    let body = block.numel - block.numel % variant.lanes;
+    let split = usize::try_from(body.saturating_sub(block.offset)).unwrap_or(usize::MAX).min(elements);
+    on.run(Task { parts, block, split, elements, taken: &taken });
+    Ok(())
+}
+
+fn expect_arrays(
+    variant: &Variant,
+    block: &Block<'_>,
+    elements: usize,
+    step: usize,
+    gradient: &Gradient<'_>,
+    scalars: &Scalars,
+) -> Result<(), Error> {
+    expect_length("a gradient", elements, gradient.dtype, gradient.values)?;
+    let (expected, found) = (scalars.moments(), block.moments.len());
+    if scalars.kind() == variant.kind() && expected != found {
+        return Err(Error::Moments { step, kind: variant.kind(), expected, found });
+    }
+    let Dtypes { parameter, moments } = block.dtypes;
+    if parameter != variant.dtypes.parameter
+        || (found > 0 && moments != variant.dtypes.moments)
+        || (parameter == Dtype::Bf16 && gradient.dtype != Dtype::Bf16)
+    {
+        let gradient = gradient.dtype;
+        return Err(Error::Dtypes { variant: variant.name, parameter, moments, gradient });
+    }
+    if parameter == Dtype::Bf16 && gradient.factor.is_some() {
+        return Err(Error::Factor { variant: variant.name, step });
+    }
+    Ok(())
+}

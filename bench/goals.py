@@ -193,7 +193,9 @@ def _store_requests(found: dict[str, Any]) -> list[Row]:
         rows.append(("bytes read, resharded, S3", "1.1 of those needed", f"{read:.3f}", read <= 1.1))
         requests, share = found["verified"]["requests"], found["verified"]["of_bytes"]
         text = f"{requests}, {share:.4%}"
-        rows.append(("verify --stored, a file", "2 requests, 0.05 % of the bytes", text, requests <= 2 and share <= 5e-4))
+        rows.append(
+            ("verify --stored, a file", "2 requests, 0.05 % of the bytes", text, requests <= 2 and share <= 5e-4)
+        )
     before = len(found["before first data"])
     rows.append((f"requests before data, {found['steps']:,} steps", "4", f"{before}", before <= 4))
     for part, of_part in found["late"].items():

@@ -6,8 +6,8 @@ use std::thread;
 
 use shardfast_store::Store;
 
-/// Acts on each item and returns the results in their order. Where storage takes requests, many are made at a time: each
-/// waits for the service. Elsewhere they are made one after the other: threads would cost more than they gain.
+/// Acts on each item and returns the results in their order. Where storage takes requests, many are made at a time:
+/// each waits for the service. Elsewhere they are made one after the other: threads would cost more than they gain.
 pub(crate) fn each<T: Sync, R: Send>(store: &dyn Store, items: &[T], act: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let needs = store.needs().reads;
     let threads = if needs.request_bytes == 0 { 1 } else { needs.in_flight.min(items.len()) };

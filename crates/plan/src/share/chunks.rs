@@ -55,10 +55,10 @@ pub struct Chunk {
 }
 
 impl Sharing {
-    /// Plans for `rank`, which wants `wants` and has `common` with others, by [`share`](super::share). A file's data are
-    /// cut into runs of `run_bytes`, and one rank reads all chunks of a run that the same ranks want: storage that takes
-    /// requests reads a run in one. A run is at least as long as a chunk. All ranks that have something in common must
-    /// give the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`], and the same `run_bytes`.
+    /// Plans for `rank`, which wants `wants` and has `common` with others, by [`share`](super::share). A file's data
+    /// are cut into runs of `run_bytes`, and one rank reads all chunks of a run that the same ranks want: storage that
+    /// takes requests reads a run in one. A run is at least as long as a chunk. All ranks that have something in common
+    /// must give the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`], and the same `run_bytes`.
     ///
     /// # Errors
     /// [`Error::Invalid`] when a want is no part of the checkpoint, or what is common does not fit the wants.

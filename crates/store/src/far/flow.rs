@@ -1,9 +1,9 @@
 //! How many parts are sent at a time, and how many ranges are read: more as long as that makes it faster, half of it
 //! when the service asks for fewer.
 //!
-//! A round is as many parts as may be in flight; it begins anew after a time in which none was. At first each round doubles that, until one is not faster
-//! than the one before: then the earlier number was enough, and is kept. When the service throttles, the number is
-//! halved; after that each round adds one, as in the congestion control of TCP.
+//! A round is as many parts as may be in flight; it begins anew after a time in which none was. At first each round
+//! doubles that, until one is not faster than the one before: then the earlier number was enough, and is kept. When the
+//! service throttles, the number is halved; after that each round adds one, as in the congestion control of TCP.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

@@ -256,6 +256,8 @@ if end == "raise":
 if end == "signal":
     os.kill(os.getpid(), signal.SIGTERM)
 if end == "interrupt":
+    # A shell lets what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
 """
 

@@ -169,7 +169,7 @@ impl Server {
         vec![
             ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),
             ("AWS_SECRET_ACCESS_KEY", self.value("secret").to_owned()),
-            // A service account that asks nobody for a token.
+            // A service account that needs no token.
             (
                 "GOOGLE_SERVICE_ACCOUNT_KEY",
                 r#"{"client_email":"","private_key":"","private_key_id":"","disable_oauth":true}"#.to_owned(),

@@ -46,7 +46,7 @@ impl Uploads {
         *request.uri_mut() = url.parse().map_err(|error: http::uri::InvalidUri| xml::other(SERVICE, error))?;
         if self.is_signed {
             let credential = self.client.credentials().get_credential().await?;
-            // Of an account that asks nobody for a token.
+            // An account that needs no token has an empty one.
             if !credential.bearer.is_empty() {
                 let bearer = HeaderValue::from_str(&format!("Bearer {}", credential.bearer));
                 request.headers_mut().insert(AUTHORIZATION, bearer.map_err(|error| xml::other(SERVICE, error))?);

@@ -22,7 +22,6 @@ import importlib
 TYPE_CHECKING = False  # as typing's, without its import
 if TYPE_CHECKING:
     from .capture import Pending
-    from .catalog import PerRank
     from .checkpointer import Checkpointer
     from .errors import (
         Cancelled,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from .inspection import Mapped, mapped
     from .load_plan import LoadPlan
     from .schedule import best, every, last, steps
-    from .stateful import Stateful, random_state
+    from .stateful import PerRank, Stateful, random_state
     from .verbs import load, plan_load, save, save_async
 
     __version__: str
@@ -79,7 +78,7 @@ _HOMES = {
     "LoadPlan": "load_plan",
     "Mapped": "inspection",
     "Pending": "capture",
-    "PerRank": "catalog",
+    "PerRank": "stateful",
     "Stateful": "stateful",
     "best": "schedule",
     "every": "schedule",

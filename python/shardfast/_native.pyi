@@ -31,6 +31,7 @@ __all__ = [
     "Unavailable",
     "Unsupported",
     "Value",
+    "Window",
     "__version__",
     "absolute_url",
     "cli_main",
@@ -152,6 +153,52 @@ class Session:
 
     def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
         """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""
+
+@final
+class Window:
+    """Some steps before a save, in which a part of the state is captured ahead of it."""
+
+    def __new__(
+        cls,
+        session: Session,
+        described: Described,
+        owner: object,
+        classes: Sequence[tuple[str, str, str, str, str | None]],
+        units: Sequence[tuple[int, int, Sequence[int]]],
+    ) -> Window:
+        """Opens a window over these units of what is described.
+
+        ``owner`` keeps the tensors' memory allocated. A class is an optimizer, the dtypes of its parameters and
+        moments, where it steps, and the variant that the rehearsal found: without variants this is the rehearsal. A
+        unit is the number of its class, its elements, and the addresses of its arrays.
+        """
+
+    def stepping(self) -> None:
+        """An optimizer is about to step: waits for the block under way."""
+
+    def stepped(
+        self, applied: Sequence[tuple[int, int, str, int]], scalars: Sequence[tuple[str, Sequence[float]]]
+    ) -> None:
+        """An optimizer has stepped.
+
+        For each unit that took part: its number, the address and the dtype of its gradient, and the number of its
+        scalars.
+        """
+
+    def rehearse(self) -> list[tuple[str | None, str, bool]]:
+        """By class the name of the variant that has the training's bits, or why there is none; whether it is known."""
+
+    def let_go(self, reason: str) -> None:
+        """Gives everything back that is held."""
+
+    def reason(self) -> str | None:
+        """Why something was let go; ``None`` if nothing was."""
+
+    def is_refuted(self) -> bool:
+        """Whether a save found other bits than those that were rolled forward."""
+
+    def figures(self) -> str:
+        """What it did, as JSON."""
 
 @final
 class Pending:
@@ -382,6 +429,7 @@ def save(
     streams: Mapping[int, int] = ...,
     blocking: bool = False,
     prove: bool | None = None,
+    window: Window | None = None,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``.
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _native
+from . import adapters as frameworks
+from .ahead import Ahead
 from .description import Watched
 from .errors import Error, Invalid, Unavailable
 
@@ -35,8 +37,15 @@ class Pending:
         url: The checkpoint.
     """
 
-    def __init__(self, url: str, pending: _native.Pending, watched: Sequence[Watched]) -> None:
+    def __init__(
+        self,
+        url: str,
+        pending: _native.Pending,
+        watched: Sequence[Watched],
+        window: _native.Window | None = None,
+    ) -> None:
         self.url = url
+        self.window = window
         self._pending = pending
         self._watched = watched
         self._broken: str | None = None
@@ -81,6 +90,8 @@ class Pending:
         explains each field and phase.
         """
         report: dict[str, Any] = json.loads(self._pending.report())
+        if self.window is not None:
+            report["ahead"] = json.loads(self.window.figures())
         return report
 
     def _confirm(self) -> None:
@@ -165,6 +176,7 @@ class InFlight:
         self._unstaged: tuple[Pending, ...] = ()
         self._watched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
+        self._aheads: weakref.WeakSet[Ahead] = weakref.WeakSet()
         self.is_over = False
 
     def prepare(self) -> None:
@@ -195,6 +207,25 @@ class InFlight:
                 pending.mind()
             except Error as error:
                 _log.debug("%s: %s", pending.url, error)
+
+    def follow(self, ahead: Ahead) -> None:
+        """Tells that capture of every step of an optimizer from now on."""
+        for adapter in frameworks.active():
+            adapter.follow(self._stepping, self._stepped)
+        self._aheads.add(ahead)
+
+    def _stepping(self, optimizer: object) -> None:
+        for ahead in tuple(self._aheads):
+            ahead.stepping(optimizer)
+
+    def _stepped(self, optimizer: object) -> None:
+        for ahead in tuple(self._aheads):
+            ahead.stepped(optimizer)
+
+    def let_go(self, reason: str) -> None:
+        """Gives back what is captured ahead of saves: tensors change otherwise than by steps."""
+        for ahead in tuple(self._aheads):
+            ahead.let_go(reason)
 
     def conclude(self) -> None:
         """Waits until every save has ended. For the end of the process: no save is watched any more afterwards."""

@@ -12,36 +12,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from .stepping import Steps
+
 Ints = tuple[int, ...]
 
 VALUE_BYTES_MAX = 1 << 30
 """Largest encoding of one value, as in the format."""
-
-
-class PerRank:
-    """Declares that a value belongs to this rank alone: a data loader's position, a buffer.
-
-    It may stand as a key's value or directly below a key, and holds any value or an object with ``state_dict``. A load
-    replaces :attr:`value`, or calls its ``load_state_dict``. If the number of ranks has changed since the save, a load
-    needs ``per_rank=``: see :func:`shardfast.load`.
-
-    The value is saved as it stands here. If it changes from step to step, use an object with ``state_dict``, such as
-    :class:`Stateful`. For random states use :func:`random_state`.
-
-    Example::
-
-        state["extra"]["shard"] = sf.PerRank({"files": files, "position": 0})
-        state["extra"]["buffer"] = sf.PerRank(sf.Stateful(buffer.export, buffer.restore))
-
-    Attributes:
-        value: The value.
-    """
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"PerRank({self.value!r})"
 
 
 class Refused(Exception):
@@ -436,6 +412,10 @@ class Bundle(Protocol):
         """
         ...
 
+    def steps(self) -> Steps | None:
+        """How its optimizers step now; ``None`` for what has none."""
+        ...
+
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         """The :attr:`Layout.holders` of tensors whose own layout does not have them, by leaf name, as far as known.
 
@@ -609,6 +589,13 @@ class Adapter(Objects, Protocol):
 
         Raises:
             Refused: As :meth:`layout`.
+        """
+        ...
+
+    def follow(self, before: Callable[[object], None], after: Callable[[object], None]) -> None:
+        """Calls ``before`` and ``after`` each step of any optimizer of this process, behind all other hooks.
+
+        Calling it again changes nothing.
         """
         ...
 

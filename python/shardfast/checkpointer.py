@@ -12,6 +12,7 @@ from typing import Any
 
 from . import _native
 from . import adapters as frameworks
+from .ahead import Ahead
 from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
@@ -54,6 +55,9 @@ class Checkpointer:
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         prove_except: As in :func:`shardfast.save`.
+        over: Steps over which each save is captured: ``1`` copies all of it from the save on, until the next step of
+            the optimizer; a larger number copies a part in the steps before the save, and rolls it forward with the
+            gradients. ``None`` chooses. ``print(ckpt.capture)`` tells what is done, and why.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
         timeout_s: How long ranks wait for each other, in seconds.
 
@@ -62,6 +66,7 @@ class Checkpointer:
         newest: The step of the newest save that was begun or restored by this object; ``None`` before.
         committed: The newest step that this object knows to be durable; ``None`` before.
         restored: What :meth:`restore` loaded; ``None`` before.
+        capture: How saves are captured, as a text: see ``over``.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Checkpointer:
         pickle: bool = False,
         prove: bool | None = None,
         prove_except: str | Sequence[str] = (),
+        over: int | None = None,
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -80,6 +86,12 @@ class Checkpointer:
             raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
         if keep is not None and not isinstance(keep, Keep):
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
+        capture = Ahead(over)
+        if every is not None and not capture.is_off and capture.steps > every.count:
+            raise Invalid(
+                f"over={over}: expected no more steps than there are between saves, and every={every!r}: capture over "
+                "fewer steps, or save less often"
+            )
         self.url = expect_url(url)
         if self.url == "/" or self.url.endswith(("://", ":///")):
             raise Invalid(f"{os.fspath(url)}: expected the directory of a run, found the root of the file system")
@@ -96,6 +108,7 @@ class Checkpointer:
         self._closed = False
         self._describer = Describer(in_flight.staged)
         self._is_prepared = False
+        self.capture = capture
         self._running: list[tuple[Pending, Future[None]]] = []
         self._retention: _native.Retention | None = None
         if keep is not None:
@@ -108,6 +121,8 @@ class Checkpointer:
         frameworks.active()
         frameworks.built_on_others()
         in_flight.prepare()
+        if not self.capture.is_off:
+            in_flight.follow(self.capture)
         prepare(process_group)
 
     def restore(
@@ -186,9 +201,26 @@ class Checkpointer:
             if not self._is_prepared:
                 self._prepare(state)
             self._settle(None)
+            self._approach(step, state)
             return False
         self.save(step, state, metrics=metrics)
+        self._approach(step, state)
         return True
+
+    def _approach(self, step: int, state: dict[str, Any]) -> None:
+        """Captures ahead of the next save that is due, if it is near enough."""
+        if self.capture.is_off or self._every is None:
+            return
+        self.capture.passed()
+        left = self._every.next_due(step) - step
+        session = met(self._process_group)
+        if session is None or not self.capture.opens(left):
+            return
+        described = self._describer.tensors(state)
+        if described is None:
+            self.capture.reason = "the state was not the same, and was not described since"
+        else:
+            self.capture.open(session, *described, state, left)
 
     def _prepare(self, state: dict[str, Any]) -> None:
         """Describes the state and makes page-locked memory for it, so that the first save need not."""
@@ -226,6 +258,7 @@ class Checkpointer:
             prove=self._prove,
             prove_except=self._prove_except,
             timeout_s=self._timeout_s,
+            window=self.capture.take,
         )
         self.newest = step
         retention = self._retention if session.rank == 0 else None
@@ -240,6 +273,8 @@ class Checkpointer:
         try:
             failure = self._clear(retention, leaving)
             pending.end()
+            if pending.window is not None:
+                self.capture.saved(pending.window)
             self.committed = max(step, self.committed or 0)
             if retention is not None:
                 # What left between the begin of this save and now: its round is over, too.
@@ -296,6 +331,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
         self._closed = True
+        self.capture.let_go("this checkpointer is closed")
         try:
             self._settle(0)
         finally:

@@ -146,6 +146,18 @@ class Describer:
             return self.describe(state, pickle=pickle, excepted=excepted)
         return None
 
+    def tensors(self, state: object) -> tuple[_native.Described, object] | None:
+        """The leaves of the last description, and what keeps their memory allocated; calls no code of the state.
+
+        ``None`` if bundles or their tensors are others than then.
+        """
+        known = self._known
+        with Paused():
+            seen = known.seen(list(units_of(state)), frameworks.active()) if known is not None else None
+        if known is None or seen is None:
+            return None
+        return known.native, [one.stamp for one in seen.watched]
+
     def describe(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description:
         """The state as it is now. Copies of leaves that ``excepted`` selects are never compared between ranks.
 
@@ -445,6 +457,15 @@ class _Lazy:
         return None if stamp is None else Watched(self.hold, own, stamp, self.places)
 
 
+class _Seen(NamedTuple):
+    """Bundles that are as they were described: their units, tensors and other entries, and what is watched of them."""
+
+    units: Sequence[Unit]
+    tensors: Sequence[Any]
+    others: Sequence[Sequence[Any]]
+    watched: Sequence[Watched]
+
+
 @dataclass(frozen=True)
 class _Known:
     """A description that can be reused while only values have changed.
@@ -464,8 +485,8 @@ class _Known:
     extras: Extras
     excepted: Patterns
 
-    def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
-        """The present state, if only its values differ."""
+    def seen(self, units: Sequence[Unit], adapters: Sequence[Adapter]) -> _Seen | None:
+        """The present bundles, if only their values differ."""
         if list(map(type, adapters)) != self.kinds:
             return None
         known = {(bundle.key, bundle.name): bundle for bundle in self.bundles}
@@ -488,6 +509,14 @@ class _Known:
             if one is None:
                 return None
             watched.append(one)
+        return _Seen(of_bundles, tensors, others, watched)
+
+    def again(self, units: Sequence[Unit], adapters: Sequence[Adapter], pickle: bool) -> Description | None:
+        """The present state, if only its values differ."""
+        seen = self.seen(units, adapters)
+        if seen is None:
+            return None
+        of_bundles, tensors, others, watched = seen
         values = [bundle.values(entries) for bundle, entries in zip(self.bundles, others, strict=True)]
         leaves = self._rest(units, of_bundles, values, adapters, pickle)
         if leaves is None:

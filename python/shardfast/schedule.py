@@ -19,6 +19,10 @@ class Steps:
         """Whether a save is due after ``step`` steps."""
         return step % self.count == 0
 
+    def next_due(self, step: int) -> int:
+        """The first step behind ``step`` at which a save is due."""
+        return step + self.count - step % self.count
+
 
 @dataclass(frozen=True, slots=True)
 class Keep:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import adapters as frameworks
-from .catalog import Adapter, Bundle, Layout, Module, NamedPart, PerRank, Refused, item_bytes
+from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Refused, item_bytes
 from .errors import Invalid
 from .parts import changed_as, name_of
+from .stateful import PerRank
 from .values import DEPTH_MAX, Trail, dotted
 
 VALUE = "value"

@@ -1,4 +1,4 @@
-"""State that is read at each save and set at each load: a pair of functions, the random generators.
+"""Words for values: what belongs to one rank; what is read at each save and set at each load.
 
 A value in a state is saved as it is in the dict. ``{"rng": torch.get_rng_state()}`` holds what the call returned when
 the dict was made; that it is stale cannot be detected. For what changes from step to step use a :class:`Stateful`, or
@@ -13,10 +13,36 @@ from collections.abc import Callable
 from typing import Any
 
 from . import adapters as frameworks
-from .catalog import PerRank, Refused
+from .catalog import Refused
 from .errors import Invalid
 
 _log = logging.getLogger("shardfast")
+
+
+class PerRank:
+    """Declares that a value belongs to this rank alone: a data loader's position, a buffer.
+
+    It may stand as a key's value or directly below a key, and holds any value or an object with ``state_dict``. A load
+    replaces :attr:`value`, or calls its ``load_state_dict``. If the number of ranks has changed since the save, a load
+    needs ``per_rank=``: see :func:`shardfast.load`.
+
+    The value is saved as it stands here. If it changes from step to step, use an object with ``state_dict``, such as
+    :class:`Stateful`. For random states use :func:`random_state`.
+
+    Example::
+
+        state["extra"]["shard"] = sf.PerRank({"files": files, "position": 0})
+        state["extra"]["buffer"] = sf.PerRank(sf.Stateful(buffer.export, buffer.restore))
+
+    Attributes:
+        value: The value.
+    """
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
 
 
 class Stateful:

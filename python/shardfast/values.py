@@ -27,8 +27,9 @@ from typing import Any
 
 from . import _native
 from ._native import Tagged
-from .catalog import Adapter, PerRank, Refused
+from .catalog import Adapter, Refused
 from .errors import Corrupt, Error, Invalid, Unsupported
+from .stateful import PerRank
 
 DEPTH_MAX = 64
 """Deepest nesting of a value, as in the format."""

@@ -155,8 +155,12 @@ def begin(
     prove_except: str | Sequence[str] = (),
     timeout_s: float,
     blocking: bool = False,
+    window: Callable[[], _native.Window | None] = lambda: None,
 ) -> Pending:
-    """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before."""
+    """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before.
+
+    ``window`` gives what was captured ahead of this save.
+    """
 
     def prepare() -> tuple[Pending, _native.Pending]:
         place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
@@ -171,6 +175,7 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
+        ahead = window()
         begun = _native.save(
             session,
             place,
@@ -183,8 +188,9 @@ def begin(
             streams=_streams(said.native.devices),
             blocking=blocking,
             prove=prove,
+            window=ahead,
         )
-        return Pending(place, begun, said.watched), begun
+        return Pending(place, begun, said.watched, ahead), begun
 
     pending, begun = prepared(session, prepare, timeout_s)
     try:
@@ -331,6 +337,7 @@ def fill(
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.plan.expect_no_problems()
     in_flight.staged()
+    in_flight.let_go("a checkpoint was loaded since")
     wants = prepared(session, matching.bind, timeout_s)
     streams = _streams({want[5] for want in wants if len(want) == 6})
     if carrier is None and streams and session.world > 1:

@@ -27,7 +27,7 @@ import shardfast as sf
 import torch
 from shardfast import adapters
 from shardfast._native import Tagged, Value
-from shardfast.catalog import PerRank
+from shardfast.stateful import PerRank
 from shardfast.values import DEPTH_MAX, Lowering, Raising, capture, decode, raise_value, tensors_in
 
 

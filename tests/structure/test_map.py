@@ -14,6 +14,7 @@ NATIVE_CALLERS = {
     "verbs",
     "checkpointer",
     "capture",
+    "ahead",
     "description",
     "inspection",
     "session",
@@ -263,14 +264,16 @@ def test_adapters_know_the_catalog_and_their_framework_only():
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
         own = [name for name in python_modules() if name.partition("adapters.")[2].startswith(f"{framework}_")]
-        allowed = ("shardfast.catalog", framework, *own)
+        allowed = ("shardfast.catalog", "shardfast.stepping", framework, *own)
         for line, imported in imports(module, ast.parse(read(name))):
             if imported.split(".")[0] not in sys.stdlib_module_names and not any(
                 is_under(imported, a) for a in allowed
             ):
                 found.append(f"{name}:{line}: imports {imported}")
     offenders(
-        "an adapter says one framework's sharding as regions: it needs shardfast.catalog and that framework", found
+        "an adapter says one framework's sharding as regions: it needs shardfast.catalog, shardfast.stepping and "
+        "that framework",
+        found,
     )
 
 

@@ -89,7 +89,7 @@ impl GlobalPlan {
     /// rank 0 said that it remembers them.
     pub(crate) fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
-        let report = |(rank, Receipt { update, header_crcs }): (usize, Receipt)| {
+        let report = |(rank, Receipt { update, header_crcs, .. }): (usize, Receipt)| {
             let LayoutUpdate { tensors, values } = update.unwrap_or(LayoutUpdate { tensors: None, values: None });
             if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
                 *known = Some(Arc::new(tensors));

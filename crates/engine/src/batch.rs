@@ -1,5 +1,6 @@
 //! The data files that a rank writes together: laid out, written, and reported to rank 0.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -13,6 +14,7 @@ use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan, ValuePlan};
 use crate::progress::Progress;
+use crate::provider::Evidence;
 use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::replicas::{self, Copies, Scope};
 use crate::state::{PartRange, State};
@@ -24,8 +26,9 @@ pub(crate) struct Batch {
     jobs: Result<Vec<FileJob>>,
     /// What this rank holds and does not write; it is read for the comparison with other ranks' copies.
     unwritten: Vec<PartRange>,
-    /// The bytes of `unwritten`, in order.
+    /// The bytes of `unwritten`, in order, then those of `evidence`.
     summed: Vec<Summed>,
+    evidence: Vec<Evidence>,
     shapes: Vec<FileShape>,
     placed: Vec<Placed>,
 }
@@ -44,7 +47,7 @@ impl Batch {
             Ok(Layout { jobs, shapes, placed }) => (Ok(jobs), shapes, placed),
             Err(error) => (Err(error), Vec::new(), Vec::new()),
         };
-        Batch { jobs, unwritten: Vec::new(), summed: Vec::new(), shapes, placed }
+        Batch { jobs, unwritten: Vec::new(), summed: Vec::new(), evidence: Vec::new(), shapes, placed }
     }
 
     /// Sums what is written while it is written, and `unwritten`, which is read beside.
@@ -60,6 +63,14 @@ impl Batch {
         Batch { unwritten, ..self }
     }
 
+    /// Reads where the program has what the save holds already, and compares.
+    pub(crate) fn proving(mut self, state: &State) -> Batch {
+        self.evidence = state.providers.iter().flatten().flat_map(|provider| provider.evidence()).collect();
+        let live = |one: &Evidence| Summed { provider: Arc::clone(&one.live), name: one.name.clone() };
+        self.summed.extend(self.evidence.iter().map(live));
+        self
+    }
+
     /// Writes the files and makes them durable, contents first, then names.
     pub(crate) fn write(
         self,
@@ -68,7 +79,7 @@ impl Batch {
         progress: &Progress,
         blocking: bool,
     ) -> BatchOutcome {
-        let Batch { jobs, unwritten, summed, shapes, placed } = self;
+        let Batch { jobs, unwritten, summed, evidence, shapes, placed } = self;
         let paths = jobs.iter().flatten().map(|job| job.path.clone()).collect::<Vec<_>>();
         let written = jobs.and_then(|jobs| {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
@@ -80,6 +91,7 @@ impl Batch {
                 let written = writer::run(store, &jobs, &summed, staging, progress, blocking, operation.deadline())?;
                 let names: Vec<&str> = paths.iter().map(String::as_str).collect();
                 store.sync(&names)?;
+                prove(&evidence, &written.sums[summed.len() - evidence.len()..])?;
                 Ok(written)
             }));
             files.unwrap_or_else(|panic| Err(panicked(&*panic)))
@@ -88,8 +100,32 @@ impl Batch {
             Ok(written) => (written, None),
             Err(error) => (Written::default(), Some(error)),
         };
-        BatchOutcome { shapes, placed, unwritten, written, failure, paths }
+        let mut replayed = BTreeMap::<String, u64>::new();
+        for one in &evidence {
+            *replayed.entry(one.how.to_owned()).or_default() += one.live.bytes();
+        }
+        let replayed = replayed.into_iter().collect();
+        BatchOutcome { shapes, placed, unwritten, written, failure, replayed, paths }
     }
+}
+
+/// Compares what the save held with what the program had when the save began.
+///
+/// # Errors
+/// `Invalid` with the first that differs.
+fn prove(evidence: &[Evidence], sums: &[u64]) -> Result<()> {
+    for (one, &live) in evidence.iter().zip(sums) {
+        if !(one.agrees)(live)? {
+            return Err(Error::invalid(format!(
+                "{}: what was captured ahead of the save and rolled forward has other bits than the tensor had when \
+                 the save began, so it was changed by something else than the optimizer's step (clamped or copied \
+                 into after it, or its gradient was changed); nothing was committed, and later saves of this process \
+                 are captured in one step, as with over=1",
+                one.name
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// A batch that was written or failed.
@@ -99,6 +135,8 @@ pub(crate) struct BatchOutcome {
     unwritten: Vec<PartRange>,
     written: Written,
     pub(crate) failure: Option<Error>,
+    /// Bytes that were captured ahead, by the variant that replayed them.
+    replayed: Vec<(String, u64)>,
     /// Files that may exist.
     pub(crate) paths: Vec<String>,
 }
@@ -162,12 +200,13 @@ pub(crate) fn receipt(
     let files = Arc::new(ValueFiles { files: values.shapes, extents });
     let is_known = planning::knows(operation, plan, compared, &files);
     let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
+    let tensors_replayed = tensors.replayed;
     let tensors = match plan.is_known {
         true => None,
         false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)),
     };
     let update = (tensors.is_some() || values.is_some()).then_some(LayoutUpdate { tensors, values });
-    Ok(Receipt { update, header_crcs })
+    Ok(Receipt { update, header_crcs, replayed: tensors_replayed })
 }
 
 /// The structure of the files of tensors.

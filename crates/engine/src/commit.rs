@@ -15,6 +15,7 @@
 //! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that files of a
 //! crashed or rival attempt are never read and never overwritten.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use shardfast_format::name::HUGGING_FACE_INDEX;
@@ -38,6 +39,9 @@ const COMMIT_BYTES_MAX: u64 = 4096;
 
 /// How long a publish is tried; it counts as a part of how long the save lasts.
 const PUBLISH_MAX: Duration = Duration::from_secs(1800);
+
+/// The note of a manifest that tells how much of the checkpoint was captured ahead of the save and replayed.
+const REPLAYED: &str = "shardfast.replayed";
 
 /// How a commit failed.
 pub(crate) struct Failed {
@@ -63,8 +67,10 @@ pub(crate) fn commit(
         let (Some(all), Some(compared)) = (&plan.all, &values.all) else {
             return Err(Error::internal("only rank 0 can commit"));
         };
+        let mut info = info(destination, &attempt, world);
+        info.user.extend(replayed(&receipts).map(|note| (REPLAYED.to_owned(), note)));
         let reported = all.reported(receipts, values.files.as_deref())?;
-        let manifest = assemble(&compared.values, info(destination, &attempt, world), &reported)?;
+        let manifest = assemble(&compared.values, info, &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
@@ -222,6 +228,16 @@ fn twice<T>(read: impl Fn() -> Result<T>) -> Result<T> {
         Err(error) if error.kind == Kind::Corrupt => read(),
         done => done,
     }
+}
+
+/// The note of what was replayed on all ranks, and proven; `None` if nothing was.
+fn replayed(receipts: &[Receipt]) -> Option<String> {
+    let mut bytes = BTreeMap::<&str, u64>::new();
+    for (variant, of_rank) in receipts.iter().flat_map(|receipt| &receipt.replayed) {
+        *bytes.entry(variant).or_default() += of_rank;
+    }
+    let by_variant = bytes.iter().map(|(variant, bytes)| format!("{bytes} bytes by {variant}")).collect::<Vec<_>>();
+    (!by_variant.is_empty()).then(|| format!("{}, all proven", by_variant.join(", ")))
 }
 
 fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {

@@ -2,6 +2,7 @@
 //!
 //! Start with [`save`](mod@save) and [`load`]; what makes a checkpoint exist is in [`commit`].
 
+pub mod ahead;
 mod assemble;
 mod background;
 mod batch;
@@ -72,7 +73,7 @@ pub use peers::{PeerReads, carrier};
 pub use pending::Pending;
 pub use pins::{pin, unpin};
 pub use progress::Report;
-pub use provider::{Fence, Fences, Memory, Provider, SAMPLE_BYTES, Sample, Strided};
+pub use provider::{Evidence, Fence, Fences, Memory, Provider, SAMPLE_BYTES, Sample, Strided};
 pub use reads::{Forecast, Loaded, Traffic, ValueRef};
 pub use save::{save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};

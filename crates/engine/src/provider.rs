@@ -49,6 +49,28 @@ pub trait Provider: Send + Sync {
     fn is_torn(&self) -> bool {
         false
     }
+
+    /// Whether the save has these bytes already: the program may change them before they are filled.
+    fn is_held(&self, _at: u64, _bytes: u64) -> bool {
+        false
+    }
+
+    /// What must be read before the program changes it, to prove the bytes that are held.
+    fn evidence(&self) -> Vec<Evidence> {
+        Vec::new()
+    }
+}
+
+/// Bytes that a save holds without having read them now, and where the program has them.
+pub struct Evidence {
+    /// The tensor and the range, for messages.
+    pub name: String,
+    /// Where the program has them.
+    pub live: Arc<dyn Provider>,
+    /// The name of the variant by which what is held was rolled forward.
+    pub how: &'static str,
+    /// Whether what is held has this CRC-64; waits until that is known.
+    pub agrees: Box<dyn Fn(u64) -> Result<bool> + Send + Sync>,
 }
 
 /// [`Provider::sum`] of what is copied to `through` first, as much at a time as fits there.
@@ -150,6 +172,10 @@ impl Provider for Run {
 
     fn is_torn(&self) -> bool {
         self.of.is_torn()
+    }
+
+    fn is_held(&self, at: u64, bytes: u64) -> bool {
+        self.of.is_held(self.at + at, bytes)
     }
 }
 

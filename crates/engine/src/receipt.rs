@@ -10,6 +10,8 @@ pub(crate) struct Receipt {
     pub(crate) update: Option<LayoutUpdate>,
     /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
     pub(crate) header_crcs: Vec<[u8; 8]>,
+    /// Bytes that were captured ahead, replayed and proven, by the variant that replayed them.
+    pub(crate) replayed: Vec<(String, u64)>,
 }
 
 /// The structure of a rank's files, as far as rank 0 does not remember it.

@@ -165,7 +165,7 @@ impl Save<'_> {
     fn write_tensors(&self, scope: &Scope, writes: &[Write]) -> Result<BatchOutcome> {
         let unwritten = scope.unwritten(&self.state.catalog, writes);
         let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
-        let batch = batch.comparing(&self.state, unwritten);
+        let batch = batch.comparing(&self.state, unwritten).proving(&self.state);
         let written = batch.write(self.operation, self.store()?, self.progress, self.destination.blocking);
         self.progress.mark("written");
         Ok(written)

@@ -25,6 +25,9 @@ pub const SLOT_BYTES: usize = 1 << 20;
 /// Memory, offsets and lengths of direct I/O are multiples of this.
 pub const ALIGNMENT: usize = 4096;
 
+/// Slots of the longest part of an object.
+const PART_SLOTS_MAX: usize = 64;
+
 /// The smallest budget: below it a copy could not overlap a write.
 pub const STAGING_BYTES_MIN: u64 = 4 * SLOT_BYTES as u64;
 
@@ -54,6 +57,10 @@ struct State {
     slabs: Vec<Slab>,
     /// Free slots by number; the last one was used last.
     free: Vec<u32>,
+    /// Slots that are kept between saves.
+    kept: usize,
+    /// The most slots that a save needed at once.
+    needed: usize,
     /// Calls that wait for several slots at once.
     waiting_for_many: usize,
 }
@@ -121,7 +128,7 @@ impl Staging {
         let mut state = self.lock();
         loop {
             if let Some(number) = state.free.pop() {
-                return Ok(self.slot(&state, number));
+                return Ok(self.slot(&state, number, false));
             }
             let slots = state.slots();
             if slots < self.slots_max {
@@ -164,12 +171,38 @@ impl Staging {
             }
             if let Some(rest) = state.free.len().checked_sub(count) {
                 let numbers = state.free.split_off(rest);
-                return Ok(numbers.into_iter().map(|number| self.slot(&state, number)).collect());
+                return Ok(numbers.into_iter().map(|number| self.slot(&state, number, false)).collect());
             }
             state.waiting_for_many += 1;
             state = self.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
             state.waiting_for_many -= 1;
         }
+    }
+
+    /// So many free slots, to be kept between saves, if the budget allows these and `more` besides; never waits. What
+    /// is kept is at most half of the budget, and leaves what a save needed at once so far, or two of the longest parts
+    /// of objects.
+    pub(crate) fn try_keep(self: &Arc<Staging>, count: usize, more: usize) -> Option<Vec<Slot>> {
+        let mut state = self.lock();
+        let kept = state.kept + count + more;
+        if kept > self.slots_max / 2 || self.slots_max - kept < state.needed.max(2 * PART_SLOTS_MAX) {
+            return None;
+        }
+        while state.free.len() < count && state.slots() < self.slots_max {
+            let left = self.slots_max - state.slots();
+            state.grow(left).ok()?;
+        }
+        let rest = state.free.len().checked_sub(count)?;
+        state.kept += count;
+        let numbers = state.free.split_off(rest);
+        Some(numbers.into_iter().map(|number| self.slot(&state, number, true)).collect())
+    }
+
+    /// Notes that a save needs so many slots at once; how many it can have beside those that are kept.
+    pub(crate) fn needs(&self, count: usize) -> usize {
+        let mut state = self.lock();
+        state.needed = state.needed.max(count);
+        self.slots_max - state.kept
     }
 
     /// The turn of one that holds slots while it waits for more: only one does at a time.
@@ -182,11 +215,11 @@ impl Staging {
         self.slots_max
     }
 
-    fn slot(self: &Arc<Staging>, state: &State, number: u32) -> Slot {
+    fn slot(self: &Arc<Staging>, state: &State, number: u32, is_kept: bool) -> Slot {
         let per_slab = SLAB_BYTES / SLOT_BYTES;
         let (slab, within) = (number as usize / per_slab, number as usize % per_slab);
         let address = state.slabs[slab].slot(within);
-        Slot { address, number, pool: Arc::clone(self) }
+        Slot { address, number, is_kept, pool: Arc::clone(self) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -280,6 +313,8 @@ impl Drop for Slab {
 pub struct Slot {
     address: NonNull<u8>,
     number: u32,
+    /// Whether it is kept between saves.
+    is_kept: bool,
     pool: Arc<Staging>,
 }
 
@@ -326,6 +361,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         let mut state = self.pool.lock();
         state.free.push(self.number);
+        state.kept -= usize::from(self.is_kept);
         // One that waits for many may not be able to go on yet, while one that waits for one is.
         match state.waiting_for_many {
             0 => self.pool.returned.notify_one(),

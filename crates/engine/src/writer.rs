@@ -181,6 +181,8 @@ struct Chunk {
     bytes: usize,
     /// Whether some of it is captured eagerly.
     is_eager: bool,
+    /// Whether the save has all of it already, so that the program may change it before.
+    is_held: bool,
 }
 
 impl Chunk {
@@ -210,7 +212,8 @@ struct Run<'a> {
     failure: FirstFailure,
 }
 
-/// The files cut into chunks, the eager ones in front, those with a header at the end, taken from all files in turn.
+/// The files cut into chunks, the eager ones in front, those that the save has already behind the others, those with a
+/// header at the end, taken from all files in turn.
 fn chunks(jobs: &[FileJob], pieces: Pieces) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -222,13 +225,15 @@ fn chunks(jobs: &[FileJob], pieces: Pieces) -> Vec<Chunk> {
         };
         while offset < end {
             let bytes = (end - offset).min(chunk_bytes);
-            let mut of = job.entries_in(offset..offset + bytes).map(|entry| &job.providers[entry]);
+            let range = offset..offset + bytes;
+            let mut of = job.entries_in(range.clone()).map(|entry| &job.providers[entry]);
             let is_eager = of.any(|of| of.capture() == Capture::Eager);
-            out.push(Chunk { file, offset, bytes: bytes as usize, is_eager });
+            let is_held = job.is_held(range);
+            out.push(Chunk { file, offset, bytes: bytes as usize, is_eager, is_held });
             offset += bytes;
         }
     }
-    out.sort_by_key(|chunk| (!chunk.is_eager, chunk.is_head(&jobs[chunk.file]), chunk.offset));
+    out.sort_by_key(|chunk| (!chunk.is_eager, chunk.is_head(&jobs[chunk.file]), chunk.is_held, chunk.offset));
     out
 }
 
@@ -240,13 +245,14 @@ pub(crate) fn data_at(pieces: Pieces) -> u64 {
     }
 }
 
-/// Checks that the budget has slots for the longest chunk beside those that are kept for their header.
+/// Checks that the budget has slots for the longest chunk beside those that are kept for their header, and those that
+/// captures ahead of saves keep.
 fn expect_room(jobs: &[FileJob], chunks: &[Chunk], staging: &Staging) -> Result<()> {
     let longest = chunks.iter().map(Chunk::slots).max().unwrap_or(0);
     let kept: usize =
         chunks.iter().filter(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file])).map(Chunk::slots).sum();
-    let (expected, found) = (longest + kept, staging.slots());
-    if expected <= found {
+    let expected = longest + kept;
+    if expected <= staging.needs(expected) {
         return Ok(());
     }
     Err(Error::invalid(format!(
@@ -265,6 +271,16 @@ impl FileJob {
         let first = self.layout.offsets.partition_point(|&offset| offset <= range.start).saturating_sub(1);
         first..self.layout.offsets.partition_point(|&offset| offset < range.end)
     }
+
+    /// Whether the save has all entries' bytes in a range of the file already.
+    fn is_held(&self, range: Range<u64>) -> bool {
+        let is_held = |entry: usize| {
+            let (start, provider) = (self.layout.offsets[entry], &self.providers[entry]);
+            let (from, to) = (range.start.max(start), range.end.min(start + provider.bytes()));
+            from >= to || provider.is_held(from - start, to - from)
+        };
+        self.entries_in(range.clone()).all(is_held)
+    }
 }
 
 fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, again: Again<'_>, blocking: bool) {
@@ -274,15 +290,18 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
     let pieces = run.sums.pieces();
     let eager = run.chunks.iter().map(|chunk| chunk.is_eager).chain(pieces.iter().map(|piece| piece.is_eager));
     let captured = Countdown::new(eager.filter(|is_eager| *is_eager).count(), || progress.captured());
-    let staged = Countdown::new(run.chunks.len() + pieces.len(), || progress.staged());
-    let passed = |is_eager: bool| {
+    let unheld = run.chunks.iter().filter(|chunk| !chunk.is_held).count();
+    let staged = Countdown::new(unheld + pieces.len(), || progress.staged());
+    let passed = |is_eager: bool, is_held: bool| {
         if is_eager {
             captured.one();
         }
-        staged.one();
+        if !is_held {
+            staged.one();
+        }
     };
     let sum = || {
-        let done = |piece: &Piece| passed(piece.is_eager);
+        let done = |piece: &Piece| passed(piece.is_eager, false);
         if let Err(error) = run.sums.work(staging, progress, &run.failure, done) {
             run.failure.set(error);
         }
@@ -315,7 +334,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     });
                     match filled {
                         Ok(filled) => {
-                            passed(chunk.is_eager);
+                            passed(chunk.is_eager, chunk.is_held);
                             // The receiver lives until the last sender is gone.
                             let _ = sender.send(filled);
                         }

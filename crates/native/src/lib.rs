@@ -1,6 +1,7 @@
 //! `shardfast._native`: what Python calls of the engine. It knows no framework, and while the engine works it never
 //! calls Python.
 
+mod ahead;
 mod borrowed;
 mod checkpoint;
 mod command;
@@ -12,6 +13,7 @@ mod loading;
 mod mapped;
 mod near;
 mod outline;
+mod parts;
 mod pending;
 mod process;
 mod retention;
@@ -31,6 +33,8 @@ mod _native {
 
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::ahead::Window;
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, absolute_url, newest, open, step_url};
     #[pymodule_export]

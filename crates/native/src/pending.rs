@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use shardfast_engine::{Destination, Error, Prove};
 
+use crate::ahead::Window;
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::{Described, Streams};
 use crate::process::Own;
@@ -25,10 +26,10 @@ pub(crate) struct Pending {
 /// kept until the save needs the tensors' memory no more; until it is staged that memory must not be written. `streams`
 /// are those that the program uses now, by device: copies begin after their present work. `blocking`: the caller does
 /// nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves that the
-/// first save of a plan compares.
+/// first save of a plan compares. `window` is what was captured ahead of this save.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   blocking=false, prove=None))]
+                   blocking=false, prove=None, window=None))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -42,14 +43,21 @@ pub(crate) fn save(
     streams: Streams,
     blocking: bool,
     prove: Option<bool>,
+    window: Option<&Window>,
+    py: Python<'_>,
 ) -> PyResult<Pending> {
     let engine = session.engine()?;
     let state = described.state(engine, &values, owner, &streams, blocking)?;
+    let captured = window.map(|window| window.close(py)).transpose()?;
     let is_whole_job = session.is_whole_job();
-    // Adapters number the ranks that hold a tensor as the whole job does.
-    let state = move || match state() {
-        state if is_whole_job => state,
-        state => shardfast_engine::State { replicas: None, ..state },
+    let state = move || {
+        let mut state = state();
+        // Adapters number the ranks that hold a tensor as the whole job does.
+        state.replicas = state.replicas.filter(|_| is_whole_job);
+        match captured {
+            Some(captured) => captured.over(state),
+            None => state,
+        }
     };
     let prove = match prove {
         None => Prove::FirstSave,

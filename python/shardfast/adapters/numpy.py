@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,9 @@ class NumpyAdapter:
             )
         _expect_writable(tensor)
         np.copyto(tensor, value)
+
+    def follow(self, before: Callable[[object], None], after: Callable[[object], None]) -> None:
+        pass  # NumPy has no optimizers
 
     def identity(self, tensor: Array) -> Hashable:
         if tensor.size == 0:

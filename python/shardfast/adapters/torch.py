@@ -30,7 +30,7 @@ from ..catalog import (
     Source,
     Target,
 )
-from .torch_capture import hold_of, is_dtensor
+from .torch_capture import follow_steps, hold_of, is_dtensor
 from .torch_memory import (
     ARRAY_DTYPES,
     DTYPES,
@@ -151,6 +151,9 @@ class TorchAdapter:
         if found is None:
             return Origin(self.layout(tensor), self.identity(tensor), None)
         return Origin(found.layout, found.identity, Source((found.memory,), found.local))
+
+    def follow(self, before: Callable[[object], None], after: Callable[[object], None]) -> None:
+        follow_steps(before, after)
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..catalog import Hold, Inside, Kind, Outline, Refused
 
@@ -48,6 +48,23 @@ def announce_steps(notice: Notice) -> None:
         notice()
 
     register_optimizer_step_pre_hook(before_step)
+
+
+@functools.cache
+def follow_steps(before: Callable[[object], None], after: Callable[[object], None]) -> None:
+    """Calls ``before`` before and ``after`` behind each step of any optimizer of this process.
+
+    Hooks for all optimizers: the first runs before, the second behind an optimizer's own hooks.
+    """
+
+    def before_step(optimizer: object, args: object, kwargs: object) -> None:
+        before(optimizer)
+
+    def after_step(optimizer: object, args: object, kwargs: object) -> None:
+        after(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def announces_steps(optimizer: torch.optim.Optimizer) -> bool:

@@ -166,6 +166,9 @@ class Modules:
         """The parameters of a module by name, among them those of ``state`` that are parts."""
         return module.named_parameters(remove_duplicate=False)
 
+    def steps(self) -> None:
+        return None
+
     def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
         for module in self._modules:
             announce_loads(module, notice)

@@ -24,6 +24,7 @@ from .torch_groups import (
 from .torch_memory import dtype_of, expect_fill, fill
 from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
 from .torch_refused import expect_understood_owner
+from .torch_steps import TorchSteps
 from .torch_wrapped import CONSTANTS, constants_of, expect_same_constants, inner_tensors, joined, unwrapped, wraps
 
 
@@ -172,6 +173,12 @@ class Optimizers:
                     announced += entries.values() if isinstance(entries, dict) else ()
         announced += [inner for outer in announced if wraps(outer) for inner in inner_tensors(outer)]
         return [tensor for tensor in announced if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+
+    def steps(self) -> TorchSteps:
+        holders = []
+        for outer, optimizer, holder in self._held:
+            holders.append((holder, all(map(announces_steps, (*outer, optimizer, holder)))))
+        return TorchSteps(holders)
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         known: dict[str, Ints] = {}

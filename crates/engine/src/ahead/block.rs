@@ -1,0 +1,283 @@
+//! Blocks: runs of elements of several parameters with their moments, in slots of staging memory.
+
+use std::ops::Range;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use shardfast_format::crc64;
+use shardfast_optim::{Dtype, Dtypes, Gradient, Instructions, Scalars, Step, Variant, replay};
+
+use crate::error::{Error, Result};
+use crate::staging::{SLOT_BYTES, Slot};
+
+use super::{Class, Unit};
+
+/// As many elements as a slot holds, of one class. Each array of a block has a slot; the gradients of each step another
+/// one. An element has the same place in all of them.
+pub(super) struct Block {
+    pub(super) pieces: Vec<Piece>,
+    /// The parameter and its moments.
+    pub(super) arrays: usize,
+    dtypes: Dtypes,
+    pub(super) variant: Option<&'static Variant>,
+    state: Mutex<State>,
+    settled: Condvar,
+}
+
+/// A run of one unit's elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) unit: usize,
+    /// In the unit.
+    pub(super) elements: Range<u64>,
+    /// Where they begin in the block, in elements.
+    at: usize,
+}
+
+#[derive(Default)]
+struct State {
+    /// None if the block is not held.
+    slots: Option<Vec<Slot>>,
+    /// Gradients that were not applied yet, the oldest first.
+    waiting: Vec<Waiting>,
+    /// By piece and array, once nothing changes any more.
+    sums: Option<Vec<Vec<u64>>>,
+    /// Whether the window has ended with this block not held.
+    is_gone: bool,
+}
+
+/// The gradients of one step.
+pub(super) struct Waiting {
+    pub(super) slot: Slot,
+    /// For each piece how its gradient is stored, and the step's scalars, if it took part.
+    pub(super) steps: Vec<Option<(Dtype, Scalars)>>,
+}
+
+/// Cuts runs of units into blocks, each of one class.
+pub(super) fn blocks(classes: &[Class], units: &[Unit], runs: &[(usize, Range<u64>)]) -> Vec<Block> {
+    let mut out = Vec::new();
+    for (number, class) in classes.iter().enumerate() {
+        // Blocks of one class may have different moments: SGD makes its buffers with the first step.
+        let mut arrays: Vec<usize> = units.iter().map(|unit| unit.arrays.len()).collect();
+        arrays.sort_unstable();
+        arrays.dedup();
+        for arrays in arrays {
+            let of = |unit: usize| units[unit].class == number && units[unit].arrays.len() == arrays;
+            let own = runs.iter().filter(|(unit, run)| of(*unit) && !run.is_empty());
+            out.extend(cut(class, arrays, own));
+        }
+    }
+    out
+}
+
+fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, Range<u64>)>) -> Vec<Block> {
+    let elements_max = SLOT_BYTES / class.dtypes.parameter.bytes().max(class.dtypes.moments.bytes());
+    let mut out: Vec<Vec<Piece>> = Vec::new();
+    let mut used = elements_max;
+    for (unit, run) in runs {
+        let mut start = run.start;
+        while start < run.end {
+            if used == elements_max {
+                out.push(Vec::new());
+                used = 0;
+            }
+            let count = (run.end - start).min((elements_max - used) as u64);
+            let piece = Piece { unit: *unit, elements: start..start + count, at: used };
+            out.last_mut().into_iter().for_each(|pieces| pieces.push(piece.clone()));
+            start += count;
+            used += count as usize;
+        }
+    }
+    let block = |pieces| Block {
+        pieces,
+        arrays,
+        dtypes: class.dtypes,
+        variant: class.variant,
+        state: Mutex::default(),
+        settled: Condvar::new(),
+    };
+    out.into_iter().map(block).collect()
+}
+
+impl Piece {
+    /// Its bytes in the unit's array, of elements of that size.
+    pub(super) fn of_unit(&self, width: usize) -> Range<u64> {
+        self.elements.start * width as u64..self.elements.end * width as u64
+    }
+
+    /// Its bytes in the block's slot.
+    pub(super) fn of_block(&self, width: usize) -> Range<usize> {
+        let count = (self.elements.end - self.elements.start) as usize;
+        self.at * width..(self.at + count) * width
+    }
+}
+
+impl Block {
+    /// Bytes of an element of that array.
+    pub(super) fn width(&self, array: usize) -> usize {
+        if array == 0 { self.dtypes.parameter.bytes() } else { self.dtypes.moments.bytes() }
+    }
+
+    /// Bytes of the state.
+    pub(super) fn bytes(&self) -> u64 {
+        let elements: u64 = self.pieces.iter().map(|piece| piece.elements.end - piece.elements.start).sum();
+        (0..self.arrays).map(|array| elements * self.width(array) as u64).sum()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_held(&self) -> bool {
+        self.lock().slots.is_some()
+    }
+
+    pub(super) fn hold(&self, slots: Vec<Slot>) {
+        self.lock().slots = Some(slots);
+    }
+
+    /// Gives the memory back; how many bytes of the state it held.
+    pub(super) fn let_go(&self) -> u64 {
+        let mut state = self.lock();
+        state.waiting.clear();
+        state.is_gone = true;
+        self.settled.notify_all();
+        if state.slots.take().is_some() { self.bytes() } else { 0 }
+    }
+
+    /// Adds gradients; whether none waited before.
+    pub(super) fn wait_for(&self, gradients: Waiting) -> bool {
+        let mut state = self.lock();
+        if state.slots.is_none() {
+            return false;
+        }
+        state.waiting.push(gradients);
+        state.waiting.len() == 1
+    }
+
+    /// Applies all gradients that wait, in one pass.
+    ///
+    /// # Errors
+    /// `Invalid` if they do not fit.
+    pub(super) fn replay(&self, units: &[Unit]) -> Result<()> {
+        let Some(variant) = self.variant else { return Ok(()) };
+        let mut state = self.lock();
+        let State { slots, waiting, .. } = &mut *state;
+        let Some(slots) = slots else { return Ok(()) };
+        self.apply(variant, units, slots, waiting)?;
+        waiting.clear();
+        Ok(())
+    }
+
+    /// Applies gradients to these slots.
+    fn apply(&self, variant: &Variant, units: &[Unit], slots: &mut [Slot], waiting: &[Waiting]) -> Result<()> {
+        for (number, piece) in self.pieces.iter().enumerate() {
+            let steps: Vec<Step<'_>> = waiting
+                .iter()
+                .map(|of_step| match of_step.steps[number] {
+                    None => Step::Skipped,
+                    Some((dtype, scalars)) => {
+                        let values = &of_step.slot[piece.of_block(dtype.bytes())];
+                        Step::Taken { gradient: Gradient { dtype, values, factor: None }, scalars }
+                    }
+                })
+                .collect();
+            let mut arrays = slots.iter_mut().enumerate();
+            let mut own = arrays.by_ref().map(|(array, slot)| &mut slot[piece.of_block(self.width(array))]);
+            let Some(parameter) = own.next() else { continue };
+            let mut moments: Vec<&mut [u8]> = own.collect();
+            let mut block = shardfast_optim::Block {
+                offset: piece.elements.start,
+                numel: units[piece.unit].numel,
+                dtypes: self.dtypes,
+                parameter,
+                moments: &mut moments,
+            };
+            replay(Instructions::best(), variant, &mut block, &steps)
+                .map_err(|error| Error::invalid(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// The arrays of each piece after that variant has applied all gradients, which go on waiting; `None` if the block
+    /// is not held.
+    ///
+    /// # Errors
+    /// As [`Block::replay`].
+    pub(super) fn tried(&self, variant: &Variant, units: &[Unit]) -> Result<Option<Vec<Vec<Vec<u8>>>>> {
+        let mut state = self.lock();
+        let State { slots, waiting, .. } = &mut *state;
+        let Some(slots) = slots else { return Ok(None) };
+        let before: Vec<Vec<u8>> = slots.iter().map(|slot| slot.to_vec()).collect();
+        let applied = self.apply(variant, units, slots, waiting);
+        let after = |slots: &[Slot]| {
+            let of = |piece: &Piece| {
+                let array = |(array, slot): (usize, &Slot)| slot[piece.of_block(self.width(array))].to_vec();
+                slots.iter().enumerate().map(array).collect()
+            };
+            self.pieces.iter().map(of).collect()
+        };
+        let found = after(slots);
+        slots.iter_mut().zip(&before).for_each(|(slot, before)| slot.copy_from_slice(before));
+        applied.map(|()| Some(found))
+    }
+
+    /// Whether gradients of so many steps wait.
+    pub(super) fn steps(&self) -> usize {
+        self.lock().waiting.len()
+    }
+
+    /// Sums what it holds: it does not change any more.
+    pub(super) fn settle(&self) {
+        let mut state = self.lock();
+        let sums = state.slots.as_ref().map(|slots| {
+            let of = |piece: &Piece| {
+                let sum = |(array, slot): (usize, &Slot)| crc64(&slot[piece.of_block(self.width(array))]);
+                slots.iter().enumerate().map(sum).collect()
+            };
+            self.pieces.iter().map(of).collect()
+        });
+        state.is_gone = sums.is_none();
+        state.sums = sums;
+        self.settled.notify_all();
+    }
+
+    /// Waits until it is settled.
+    ///
+    /// # Errors
+    /// `Internal` if its window ended before that.
+    fn when_settled(&self) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        while state.sums.is_none() && !state.is_gone {
+            state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        match state.is_gone {
+            false => Ok(state),
+            true => Err(Error::internal("what was captured ahead of this save was let go while the save used it")),
+        }
+    }
+
+    /// The bytes of a piece's array from `at` on, once they are those of the saved step.
+    ///
+    /// # Errors
+    /// As [`Block::when_settled`].
+    pub(super) fn read(&self, piece: usize, array: usize, at: u64, out: &mut [u8]) -> Result<()> {
+        let state = self.when_settled()?;
+        let range = self.pieces[piece].of_block(self.width(array));
+        let slot = state.slots.as_ref().and_then(|slots| slots.get(array));
+        let from = range.start + at as usize;
+        let bytes = slot.and_then(|slot| slot.get(from..from + out.len()));
+        let bytes = bytes.ok_or_else(|| Error::internal("a block that was captured ahead has no such bytes"))?;
+        out.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// The CRC-64 of a piece's array at the saved step.
+    ///
+    /// # Errors
+    /// As [`Block::when_settled`].
+    pub(super) fn sum(&self, piece: usize, array: usize) -> Result<u64> {
+        let state = self.when_settled()?;
+        let sum = state.sums.as_ref().and_then(|sums| sums.get(piece)?.get(array).copied());
+        sum.ok_or_else(|| Error::internal("a block that was captured ahead has no such sum"))
+    }
+}

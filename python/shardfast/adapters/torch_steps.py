@@ -1,0 +1,221 @@
+"""How PyTorch's optimizers step: parameters with their moments, and the gradients and scalars of each step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..catalog import Refused
+from ..stepping import Stepped, Taken
+from .torch_memory import ORDINARY
+from .torch_placement import local_of
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+class _Kind(NamedTuple):
+    """An optimizer that steps element by element.
+
+    Attributes:
+        name: As in :class:`Stepped`.
+        moments: The names of its moments, in the order in which a step reads them, with the settings of a group.
+        flags: Settings of a group that decide which operations a step makes.
+        numbers: The numbers of a step with these settings, the ``steps``-th of its parameter.
+    """
+
+    name: str
+    moments: Callable[[dict[str, Any]], tuple[str, ...]]
+    flags: tuple[str, ...]
+    numbers: Callable[[dict[str, Any], float], tuple[float, ...]]
+
+
+def _adam(group: dict[str, Any], steps: float) -> tuple[float, ...]:
+    beta1, beta2 = group["betas"]
+    # As torch.optim.adam and the fused kernels compute them.
+    corrections = (1 - beta1**steps, math.sqrt(1 - beta2**steps))
+    flags = (_is_decoupled(group), bool(group["maximize"]), bool(group["amsgrad"]))
+    return (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], *flags, *corrections)
+
+
+def _is_decoupled(group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", False))
+
+
+def _sgd(group: dict[str, Any], steps: float) -> tuple[float, ...]:
+    # A buffer that is there was made by an earlier step.
+    flags = (bool(group["nesterov"]), bool(group["maximize"]), False)
+    return (group["lr"], group["momentum"], group["dampening"], group["weight_decay"], *flags)
+
+
+def _adagrad(group: dict[str, Any], steps: float) -> tuple[float, ...]:
+    corrected = group["lr"] / (1 + (steps - 1) * group["lr_decay"])
+    return (corrected, group["eps"], group["weight_decay"], bool(group["maximize"]))
+
+
+def _lion(group: dict[str, Any], steps: float) -> tuple[float, ...]:
+    return (group["lr"], *group["betas"], group["weight_decay"])
+
+
+_ADAM = _Kind(
+    "adam",
+    lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())),
+    ("amsgrad", "maximize", "decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable"),
+    _adam,
+)
+_SGD = _Kind(
+    "sgd",
+    lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    ("nesterov", "maximize", "foreach", "fused", "differentiable"),
+    _sgd,
+)
+_ADAGRAD = _Kind("adagrad", lambda group: ("sum",), ("maximize", "foreach", "fused", "differentiable"), _adagrad)
+_LION = _Kind("lion", lambda group: ("exp_avg",), (), _lion)
+
+_COUNTED = ("adam", "adagrad")
+"""Optimizers whose scalars depend on the number of the step."""
+
+
+def _kind_of(optimizer: Any) -> _Kind | None:
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return _ADAM
+    if isinstance(optimizer, torch.optim.SGD):
+        return _SGD
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return _ADAGRAD
+    # PyTorch has none; the published ones share name and settings. A rehearsal finds out whether this is one.
+    return _LION if type(optimizer).__name__ == "Lion" else None
+
+
+class _One(NamedTuple):
+    """A parameter of a unit. The optimizer is held weakly, and with it what it steps."""
+
+    parameter: weakref.ref[torch.Tensor]
+    group: int
+    unit: int
+
+
+class TorchSteps:
+    """Optimizers whose parameters can be replayed as they step.
+
+    Args:
+        optimizers: Those that step, and whether each runs hooks when it does.
+    """
+
+    def __init__(self, optimizers: Sequence[tuple[Any, bool]]) -> None:
+        self.units: list[Stepped] = []
+        self.reason = ""
+        self._of: dict[int, tuple[weakref.ref[Any], _Kind, list[_One]]] = {}
+        self._noted: dict[int, torch.Tensor | None] = {}
+        for optimizer, is_hooked in optimizers:
+            kind = _kind_of(optimizer)
+            name = type(optimizer).__name__
+            if kind is None:
+                self._refuse(f"{name} is not replayed: it is none of AdamW, Adam, SGD, Adagrad and Lion")
+            elif not is_hooked:
+                self._refuse(f"{name} announces no steps: its class is not registered with PyTorch")
+            else:
+                self._of[id(optimizer)] = (weakref.ref(optimizer), kind, self._units_of(optimizer, kind))
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def _units_of(self, optimizer: Any, kind: _Kind) -> list[_One]:
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            settings = tuple((flag, group.get(flag)) for flag in kind.flags)
+            if any(isinstance(value, torch.Tensor) for value in group.values()):
+                self._refuse(f"{type(optimizer).__name__} has settings that are tensors, such as its learning rate")
+                continue
+            for parameter in group["params"]:
+                moments, state = kind.moments(group), optimizer.state.get(parameter, {})
+                if not parameter.requires_grad or (moments and not state):
+                    continue  # it never is stepped, or was not yet
+                arrays = [parameter, *map(state.get, moments)]
+                unit = _unit(optimizer, kind, settings, arrays)
+                if isinstance(unit, Stepped):
+                    found.append(_One(weakref.ref(parameter), number, len(self.units)))
+                    self.units.append(unit)
+                else:
+                    self._refuse(unit)
+        return found
+
+    def stepping(self, optimizer: object) -> None:
+        _, _, units = self._of.get(id(optimizer), (None, None, ()))
+        for one in units:
+            parameter = one.parameter()
+            self._noted[one.unit] = None if parameter is None else parameter.grad
+
+    def taken(self, optimizer: Any) -> Taken:
+        found = self._of.get(id(optimizer))
+        is_known = found is not None and found[0]() is optimizer
+        if found is None or not is_known or _was_skipped(optimizer):
+            return Taken((), (), ())
+        kind, units = found[1], found[2]
+        applied: list[tuple[int, int, str, int]] = []
+        scalars: list[tuple[str, Sequence[float]]] = []
+        owners: list[object] = []
+        known: dict[tuple[int, float], int] = {}
+        for one in units:
+            parameter = one.parameter()
+            gradient = None if parameter is None else parameter.grad
+            gradient = self._noted.pop(one.unit, None) if gradient is None else gradient
+            if parameter is None or gradient is None:
+                continue  # it did not step
+            local = local_of(gradient)
+            dtype = _gradient_dtype(local, self.units[one.unit])
+            steps = float(optimizer.state[parameter]["step"]) if kind.name in _COUNTED else 0.0
+            number = known.get((one.group, steps))
+            if number is None:
+                number = known[one.group, steps] = len(scalars)
+                numbers = kind.numbers(optimizer.param_groups[one.group], steps)
+                scalars.append((kind.name, [float(value) for value in numbers]))
+            applied.append((one.unit, local.data_ptr(), dtype, number))
+            owners.append(local)
+        self._noted.clear()
+        return Taken(applied, scalars, owners)
+
+
+def _was_skipped(optimizer: Any) -> bool:
+    """Whether a fused step found gradients that are not finite, and left everything as it was."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]) -> Stepped | str:
+    """A parameter with its moments; or why it cannot be replayed."""
+    name = type(optimizer).__name__
+    if not all(isinstance(array, torch.Tensor) for array in arrays):
+        return f"{name} keeps other state than the one that is known of its kind"
+    local = [local_of(array) for array in arrays]
+    first = local[0]
+    if not all(type(one) in ORDINARY and one.layout is torch.strided for one in local):
+        return f"{name} steps tensors of other classes than PyTorch's own"
+    if any(one.is_cuda for one in local):
+        return "tensors on a device are captured in one step"
+    if not all(one.is_contiguous() and one.shape == first.shape for one in local):
+        return f"{name} steps tensors that are not contiguous, or have other shapes than their moments"
+    dtypes = [DTYPES.get(one.dtype) for one in local]
+    moments = dtypes[1] if len(dtypes) > 1 else dtypes[0]
+    if dtypes[0] is None or moments is None or any(dtype != moments for dtype in dtypes[1:]):
+        return f"{name} steps tensors of {first.dtype}, and only fp32 and bf16 are replayed"
+    addresses = tuple(one.data_ptr() for one in local)
+    arithmetic = (type(optimizer).__module__, type(optimizer).__qualname__, settings)
+    return Stepped(kind.name, dtypes[0], moments, "cpu", arithmetic, first.numel(), addresses)
+
+
+def _gradient_dtype(gradient: torch.Tensor, unit: Stepped) -> str:
+    """The dtype of a gradient that can be applied.
+
+    Raises:
+        Refused: If it cannot.
+    """
+    dtype = DTYPES.get(gradient.dtype)
+    if gradient.layout is not torch.strided or not gradient.is_contiguous() or gradient.numel() != unit.numel:
+        raise Refused("a gradient is sparse, not contiguous, or of another size than its parameter")
+    if dtype is None or gradient.is_cuda:
+        raise Refused(f"a gradient is of {gradient.dtype} on {gradient.device}")
+    return dtype

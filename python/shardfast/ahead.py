@@ -1,0 +1,234 @@
+"""Captures ahead of a save: what the optimizers step is copied in the steps before it, and rolled forward.
+
+A window opens some steps before a save is due. Between steps blocks of parameters and moments are copied; behind each
+step the gradients that it used are copied, and applied to the blocks. The save finds these bytes on the host, and
+proves that they are those of the tensors. What is not known to have the same bits is captured in one step: see
+``over=`` of :class:`~shardfast.Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from . import _native
+from . import adapters as frameworks
+from .catalog import Ints, Refused
+from .errors import Error, Invalid
+from .state import BundleEntry, units_of, walk_units
+from .stepping import Steps
+
+_log = logging.getLogger("shardfast")
+
+REHEARSAL_STEPS = 2
+"""Steps that a rehearsal sees before its save: with one, implementations that differ later could agree."""
+
+_IN_ONE = "on a host the proof reads as much as a copy; a number as over= captures over so many steps"
+
+
+@dataclass(eq=False)
+class Ahead:
+    """The captures of one checkpointer.
+
+    Args:
+        over: Steps over which a save is captured; ``None`` to choose.
+
+    Attributes:
+        reason: Why the next save is captured in one step; empty if it is not.
+    """
+
+    over: int | None
+    reason: str = ""
+    _variants: dict[Hashable, tuple[str | None, str]] = field(default_factory=dict)
+    _of: object = None
+    _steps: Sequence[Steps] = ()
+    _window: _native.Window | None = None
+    _is_rehearsal: bool = False
+    _needs_rehearsal: bool = True
+    _classes: Sequence[Hashable] = ()
+    _numbers: Sequence[Sequence[int]] = ()
+    _last: _native.Window | None = None
+    _is_refuted: bool = False
+    _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
+    _saves: int = 0
+    _stamps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def __post_init__(self) -> None:
+        if self.over is not None and (isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1):
+            raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1, or None to choose")
+        if self.over is None:
+            self.reason = _IN_ONE
+        elif self.over == 1:
+            self.reason = "over=1 says so"
+        else:
+            self.reason = "nothing was rehearsed yet"
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no window is ever opened."""
+        return self.over is None or self.over == 1
+
+    @property
+    def steps(self) -> int:
+        """Steps over which a save is captured."""
+        return self.over or 1
+
+    def opens(self, left: int | None) -> bool:
+        """Whether a window opens now, so many steps before the next save that is due."""
+        if self.is_off or left is None or self._window is not None:
+            return False
+        return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
+
+    def open(
+        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+    ) -> None:
+        """Opens a window over what the optimizers of the state step.
+
+        ``described`` are the leaves of that state, ``owner`` keeps their memory allocated.
+        """
+        self._note_refuted()
+        if self._is_refuted:
+            self.reason = "a save found that tensors were changed by something else than steps of the optimizer"
+            return
+        try:
+            self._open(session, described, owner, state, left)
+        except Error as error:
+            self.reason = str(error)
+
+    def _note_refuted(self) -> None:
+        if self._last is not None:
+            self._is_refuted = self._is_refuted or self._last.is_refuted()
+
+    def _open(
+        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+    ) -> None:
+        if self._of is not described:
+            entries = walk_units(list(units_of(state)), frameworks.active()).entries
+            found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
+            self._steps, self._of = [steps for steps in found if steps is not None], described
+        known = {unit: self._variants.get(unit[:5]) for steps in self._steps for unit in steps.units}
+        if not known:
+            refused = [steps.reason for steps in self._steps if steps.reason]
+            self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
+            return
+        self._needs_rehearsal = rehearses = None in known.values()
+        if rehearses and left != REHEARSAL_STEPS:
+            self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
+            return
+        classes: dict[Hashable, int] = {}
+        given: list[tuple[str, str, str, str, str | None]] = []
+        units: list[tuple[int, int, Ints]] = []
+        numbers: list[list[int]] = []
+        for steps in self._steps:
+            numbers.append([])
+            for unit in steps.units:
+                kind = unit[:5]
+                variant = self._variants.get(kind, (None, ""))[0]
+                if not rehearses and variant is None:
+                    numbers[-1].append(-1)
+                    continue
+                if kind not in classes:
+                    classes[kind] = len(classes)
+                    given.append((*kind[:4], None if rehearses else variant))
+                numbers[-1].append(len(units))
+                units.append((classes[kind], unit.numel, unit.addresses))
+        if not units:
+            self.reason = next(why for name, why in self._variants.values() if name is None)
+            return
+        self._window = _native.Window(session, described, owner, given, units)
+        self._is_rehearsal, self._classes, self._numbers = rehearses, list(classes), numbers
+        self.reason = ""
+
+    def stepping(self, optimizer: object) -> None:
+        """An optimizer is about to step."""
+        if self._window is None:
+            return
+        try:
+            self._window.stepping()
+            for steps in self._steps:
+                steps.stepping(optimizer)
+        except Exception as error:  # the training goes on
+            self.let_go(f"{type(error).__name__}: {error}")
+
+    def stepped(self, optimizer: object) -> None:
+        """An optimizer has stepped."""
+        window = self._window
+        if window is None:
+            return
+        try:
+            applied: list[tuple[int, int, str, int]] = []
+            scalars: list[tuple[str, Sequence[float]]] = []
+            owners: list[object] = []
+            for steps, numbers in zip(self._steps, self._numbers, strict=True):
+                taken = steps.taken(optimizer)
+                first = len(scalars)
+                scalars += taken.scalars
+                owners += taken.owners
+                applied += [
+                    (numbers[unit], address, dtype, first + number)
+                    for unit, address, dtype, number in taken.applied
+                    if numbers[unit] >= 0
+                ]
+            window.stepped(applied, scalars)
+        except Refused as refused:
+            self.let_go(str(refused))
+        except Exception as error:  # the training goes on
+            self.let_go(f"{type(error).__name__}: {error}")
+
+    def let_go(self, reason: str) -> None:
+        """Gives back what is held: the next save is captured in one step."""
+        if self._window is not None:
+            self._window.let_go(reason)
+            self._window, self.reason = None, reason
+
+    def take(self) -> _native.Window | None:
+        """What was captured ahead of the save that begins now, if anything."""
+        window, self._window = self._window, None
+        if window is None:
+            return None
+        if not self._is_rehearsal:
+            self._note_refuted()
+            self._last = window
+            return window
+        for kind, (name, why, is_known) in zip(self._classes, window.rehearse(), strict=True):
+            if is_known:
+                self._variants[kind] = (name, why)
+            else:
+                self.reason = why
+        without = [why for name, why in self._variants.values() if name is None]
+        if without:
+            self.reason = without[0]
+            _log.info("captured in one step: %s", without[0])
+        return None
+
+    def saved(self, window: _native.Window) -> None:
+        """A save with what was captured ahead was committed."""
+        self._saves += 1
+        self._figures.append(json.loads(window.figures()))
+
+    def figures(self) -> dict[str, float]:
+        """Of the last saves with what was captured ahead, for each figure the median; nothing without such a save."""
+        names = self._figures[0] if self._figures else {}
+        return {name: statistics.median(one[name] for one in self._figures) for name in names}
+
+    def passed(self) -> None:
+        """A step of the training is over."""
+        self._stamps.append(time.monotonic())
+
+    def __str__(self) -> str:
+        if not self._figures:
+            return f"in one step, because {self.reason}" if self.reason else f"over {self.over} steps from now on"
+        of = self.figures()
+        lasted = [later - earlier for earlier, later in zip(self._stamps, list(self._stamps)[1:], strict=False)]
+        step_ms = statistics.median(lasted) * 1e3 if lasted else 0.0
+        copying = f"copying takes {of['copy_ms'] / step_ms:.1f}; " if step_ms else ""
+        now = f"; now in one step, because {self.reason}" if self.reason else ""
+        return (
+            f"over {self.over} steps: {copying}{of['held_bytes'] / 1e9:.3g} GB replayed and proven in each of "
+            f"{self._saves} saves{now}"
+        )

@@ -1,0 +1,63 @@
+"""What optimizers do in a step, in terms of no framework: what a capture ahead of a save applies to its copies."""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Stepped(NamedTuple):
+    """A parameter with its moments, as an optimizer steps them here element by element.
+
+    Attributes:
+        kind: ``"adam"`` (AdamW, too), ``"sgd"``, ``"adagrad"`` or ``"lion"``.
+        dtype: Of the parameter: ``"F32"`` or ``"BF16"``.
+        moments: The dtype of all moments.
+        device: ``"cpu"`` or ``"cuda"``.
+        arithmetic: What decides how the optimizer rounds: its class and flags. Equal for parameters stepped alike.
+        numel: Elements of the tensor that the optimizer steps.
+        addresses: Of the parameter and of its moments, each contiguous, in the order in which the step reads them.
+    """
+
+    kind: str
+    dtype: str
+    moments: str
+    device: str
+    arithmetic: Hashable
+    numel: int
+    addresses: tuple[int, ...]
+
+
+class Taken(NamedTuple):
+    """What a step of an optimizer used.
+
+    Attributes:
+        applied: For each parameter that took part its number among :attr:`Steps.units`, the address and the dtype of
+            its contiguous gradient, and the number of its scalars.
+        scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them.
+        owners: Keep the gradients allocated.
+    """
+
+    applied: Sequence[tuple[int, int, str, int]]
+    scalars: Sequence[tuple[str, Sequence[float]]]
+    owners: Sequence[object]
+
+
+class Steps(Protocol):
+    """How optimizers step, for captures ahead of a save: what they used is applied to copies, bit for bit."""
+
+    units: Sequence[Stepped]
+    """What can be replayed, if an implementation with these bits is known."""
+
+    reason: str
+    """Why something of the optimizers' cannot be replayed, the first reason; empty if all can."""
+
+    def stepping(self, optimizer: object) -> None:
+        """``optimizer`` is about to step: notes its gradients, which hooks behind the step may drop."""
+        ...
+
+    def taken(self, optimizer: object) -> Taken:
+        """What ``optimizer`` used, which has just stepped; nothing if it is none of these.
+
+        Raises:
+            Refused: If its gradients or scalars are of another kind than what can be replayed.
+        """
+        ...

@@ -1,0 +1,457 @@
+"""Saves that are captured over several steps hold the same bytes as those of an identical run that are not."""
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+from older import IS_OLDER
+from shardfast.adapters.torch_steps import TorchSteps
+from shardfast.capture import in_flight
+from test_replay import Lion
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels")
+
+COMMAND = str(Path(sys.executable).with_name("shardfast"))
+
+EVERY, STEPS = 7, 21
+"""The first save is the rehearsal."""
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Tensors of more than the bytes that are copied in the call; vectors with tails, and without."""
+    torch.manual_seed(3)
+    layers = (nn.Linear(40, 302), nn.Tanh(), nn.Linear(302, 333), nn.Tanh(), nn.Linear(333, 14))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    place: Path,
+    over: int | None,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    each: Callable[[int], None] = lambda step: None,
+    *,
+    step_all: Callable[[], None] | None = None,
+    state: dict | None = None,
+) -> sf.Checkpointer:
+    """Trains and saves as due; ``each`` runs behind the steps of the optimizers, before the gradients are dropped."""
+    dtype = next(model.parameters()).dtype
+    state = state or {"model": model, **{f"optimizer{i}": one for i, one in enumerate(optimizers)}}
+    with sf.Checkpointer(place, every=sf.steps(EVERY), over=over) as ckpt:
+        for step in range(ckpt.restore(state), STEPS):
+            model(batch(step).to(dtype)).square().mean().backward()
+            if step_all is None:
+                for optimizer in optimizers:
+                    optimizer.step()
+            else:
+                step_all()
+            each(step + 1)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            step_and_copy(ckpt, step + 1, state)
+        ckpt.wait()
+    return ckpt
+
+
+def step_and_copy(ckpt: sf.Checkpointer, step: int, state: dict) -> None:
+    """Saves as due, and leaves time for what is copied ahead: steps here are shorter than any real one."""
+    ckpt.step(step, state)
+    until = time.monotonic() + 5
+    while (window := ckpt.capture._window) is not None and time.monotonic() < until:
+        if json.loads(window.figures())["left_bytes"] == 0:
+            return
+        time.sleep(0.001)
+
+
+def expect_same(tmp_path: Path, one: str, other: str, steps: tuple[int, ...] = (14, 21)) -> None:
+    for step in steps:
+        places = [f"{tmp_path}/{name}/step-{step:08}" for name in (one, other)]
+        done = subprocess.run([COMMAND, "diff", *places], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def replayed(place: Path, step: int = 21) -> int:
+    """Bytes that a checkpoint says were replayed."""
+    command = [COMMAND, "inspect", "--json", f"{place}/step-{step:08}"]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    note = told["user"].get("shardfast.replayed", "")
+    assert not note or note.endswith(", all proven")
+    return sum(int(part.split(" bytes by ")[0]) for part in note.removesuffix(", all proven").split(", ") if part)
+
+
+def of_class(kind: type, **settings: object) -> Callable:
+    return lambda parameters: [kind(list(parameters), **{"lr": 1e-2, **settings})]
+
+
+OPTIMIZERS = {
+    "adamw": of_class(torch.optim.AdamW, fused=True),
+    "adam, l2, amsgrad, maximize": of_class(
+        torch.optim.Adam, fused=True, weight_decay=0.1, amsgrad=True, maximize=True
+    ),
+    "sgd": of_class(torch.optim.SGD, fused=True),
+    "sgd for-loop, momentum, nesterov": of_class(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "sgd, dampening": of_class(torch.optim.SGD, fused=True, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "adagrad": of_class(torch.optim.Adagrad, fused=True, lr_decay=0.01),
+    "lion": lambda parameters: [Lion(list(parameters), added=True)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer(tmp_path, name, dtype):
+    if dtype == torch.bfloat16 and ("for-loop" in name or name == "lion"):
+        pytest.skip("bf16 steps by operations depend on the number of threads on a CPU, and are refused")
+    for over in (1, 2, 3, 6):
+        model = net(dtype)
+        ckpt = train(tmp_path / str(over), over, model, OPTIMIZERS[name](model.parameters()))
+        if over > 1:
+            assert str(ckpt.capture).startswith(f"over {over} steps"), str(ckpt.capture)
+            assert replayed(tmp_path / str(over)) > 0
+            expect_same(tmp_path, "1", str(over))
+
+
+def test_the_report_and_the_text_tell_what_was_done(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(4), over=3) as ckpt:
+        assert "nothing was rehearsed" in str(ckpt.capture)
+        for step in range(1, 9):
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step_and_copy(ckpt, step, state)
+        pending, _ = ckpt._running[-1]
+        ckpt.wait()
+        found = pending.report["ahead"]
+        assert found["held_bytes"] > 100_000 and found["left_bytes"] == found["let_go_bytes"] == 0
+        assert found["gradient_bytes"] * 3 == found["held_bytes"] * 2
+        assert "replayed and proven in each of 1 saves" in str(ckpt.capture)
+
+
+def schedules(optimizers: list[torch.optim.Optimizer]) -> Callable[[int], None]:
+    made = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30) for optimizer in optimizers]
+    return lambda step: [one.step() for one in made]
+
+
+def test_groups_optimizers_schedules_clipping_and_what_is_frozen_or_unused(tmp_path):
+    for over in (1, 4):
+        model = net()
+        model[2].bias.requires_grad_(False)
+        model.unused = nn.Parameter(torch.ones(500))
+        decayed = [{"params": [model[0].weight], "weight_decay": 0.3}, {"params": [model[0].bias], "lr": 1e-3}]
+        adamw = torch.optim.AdamW([*decayed, {"params": [model.unused]}], fused=True)
+        sgd = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], 1e-2, momentum=0.9, fused=True)
+        rates = schedules([adamw, sgd])
+
+        def step_all(model=model, adamw=adamw, sgd=sgd):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            adamw.step()
+            sgd.step()
+
+        train(tmp_path / str(over), over, model, [adamw, sgd], rates, step_all=step_all)
+    assert replayed(tmp_path / "4") > 0
+    expect_same(tmp_path, "1", "4")
+
+
+def test_gradients_that_a_users_hook_drops_behind_the_step(tmp_path):
+    for over in (1, 3):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.register_step_post_hook(lambda one, args, kwargs: one.zero_grad())
+        train(tmp_path / str(over), over, model, [optimizer])
+    assert replayed(tmp_path / "3") > 0
+    expect_same(tmp_path, "1", "3")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_scaled_gradients_and_steps_that_are_skipped(tmp_path, fused):
+    """A scaler unscales within a fused step, or before another one, and skips steps with infinite gradients."""
+    for over in (1, 5):
+        model = net()
+        make = torch.optim.AdamW if fused else torch.optim.SGD
+        optimizer = make(model.parameters(), lr=1e-2, **({"fused": True} if fused else {}))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        state = {"model": model, "optimizer": optimizer}
+        with sf.Checkpointer(tmp_path / str(over), every=sf.steps(EVERY), over=over) as ckpt:
+            for step in range(1, STEPS + 1):
+                scaler.scale(model(batch(step)).square().mean()).backward()
+                if step in (12, 19):
+                    model[0].weight.grad[0, 0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                step_and_copy(ckpt, step, state)
+    assert replayed(tmp_path / "5") > 0
+    expect_same(tmp_path, "1", "5")
+
+
+def test_a_save_that_was_not_due_uses_what_is_there(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=5) as ckpt:
+        for step in range(1, 14):
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            step_and_copy(ckpt, step, state)
+            if step == 12:
+                ckpt.save(step, state)
+    assert replayed(tmp_path, 12) > 0
+    again = net()
+    sf.load(tmp_path / "step-00000012", {"model": again}, only="model")
+    before = net()
+    optimizer = torch.optim.AdamW(before.parameters(), fused=True)
+    for step in range(1, 13):
+        before(batch(step)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), before.parameters(), strict=True))
+
+
+# The proof
+
+
+def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callable[[int], None]]]:
+    """What makes a replay wrong; each acts at step 12, within the window of step 14, or on what a step says."""
+
+    def at_twelve(spoil: Callable[[nn.Sequential], None]) -> Callable:
+        return lambda patch, model: lambda step: spoil(model) if step == 12 else None
+
+    def ulp(model: nn.Sequential) -> None:
+        model[2].weight.data.view(torch.int32)[7, 7] += 1
+
+    def two_that_cancel(model: nn.Sequential) -> None:
+        bits = model[2].weight.data.view(torch.int32)
+        bits[3, 3] += 1
+        bits[4, 4] -= 1
+
+    def swapped(model: nn.Sequential) -> None:
+        model[0].weight.data[[0, 1]] = model[0].weight.data[[1, 0]]
+
+    def clamped(model: nn.Sequential) -> None:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+
+    def taken(change: Callable) -> Callable:
+        def spoil(patch: pytest.MonkeyPatch, model: nn.Sequential) -> Callable[[int], None]:
+            known, steps = TorchSteps.taken, [0]
+
+            def wrong(self: TorchSteps, optimizer: object) -> object:
+                steps[0] += 1
+                return change(known(self, optimizer), model) if steps[0] >= 4 else known(self, optimizer)
+
+            patch.setattr(TorchSteps, "taken", wrong)
+            return lambda step: None
+
+        return spoil
+
+    def lost(found, model):
+        return found._replace(applied=found.applied[1:])
+
+    def of_another(found, model):
+        # Two tensors of one shape: one gets the other's gradient.
+        stale = torch.zeros(333, 302)
+        applied = [(unit, stale.data_ptr() if unit == 2 else at, *rest) for unit, at, *rest in found.applied]
+        return found._replace(applied=applied, owners=[*found.owners, stale])
+
+    def rate(found, model):
+        return found._replace(scalars=[(kind, [numbers[0] * 1.0001, *numbers[1:]]) for kind, numbers in found.scalars])
+
+    return {
+        "an ulp": at_twelve(ulp),
+        "two ulps that cancel": at_twelve(two_that_cancel),
+        "rows swapped": at_twelve(swapped),
+        "clamped": at_twelve(clamped),
+        "a gradient lost": taken(lost),
+        "a gradient of another tensor": taken(of_another),
+        "another learning rate": taken(rate),
+    }
+
+
+@pytest.mark.parametrize("name", spoilers())
+def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    each = spoilers()[name](monkeypatch, model)
+    state = {"model": model, "optimizer": optimizer}
+    failures = []
+    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=4)
+    for step in range(1, STEPS + 8):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        each(step)
+        optimizer.zero_grad()
+        try:
+            step_and_copy(ckpt, step, state)
+        except sf.Invalid as error:
+            failures.append(str(error))
+    with contextlib.suppress(sf.Invalid):
+        ckpt.close()
+    assert failures and all("has other bits than the tensor had" in one for one in failures), failures
+    assert "elements 0.." in failures[0] and "over=1" in failures[0]
+    assert not (tmp_path / "step-00000014" / "COMMIT").exists()
+    # Later saves are whole, in one step, and tell why.
+    assert (tmp_path / "step-00000028" / "COMMIT").exists() and replayed(tmp_path, 28) == 0
+    assert "changed by something else" in str(ckpt.capture)
+
+
+# One step, and why
+
+
+class Unhooked(torch.optim.SGD):
+    """As an optimizer whose class PyTorch does not know: its steps run no hooks."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+                    self.state[parameter]["momentum_buffer"] = parameter.grad.clone()
+
+
+def unhooked(parameters: Iterator[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    optimizer = Unhooked(list(parameters), lr=1e-2, momentum=0.9)
+    Unhooked.step.hooked = False
+    return [optimizer]
+
+
+REFUSED = {
+    "a root that is not IEEE": (of_class(torch.optim.AdamW), "none of the 2 known implementations of Adam"),
+    "another optimizer": (of_class(torch.optim.RMSprop), "RMSprop is not replayed"),
+    "a rate that is a tensor": (
+        of_class(torch.optim.AdamW, fused=True, lr=torch.tensor(1e-2)),
+        "settings that are tensors",
+    ),
+    "fp64": (of_class(torch.optim.AdamW, fused=True), "only fp32 and bf16 are replayed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_replayed_is_captured_in_one_step_and_said(tmp_path, name):
+    make, why = REFUSED[name]
+    model = net(torch.float64 if name == "fp64" else torch.float32)
+    ckpt = train(tmp_path, 3, model, make(model.parameters()))
+    assert str(ckpt.capture).startswith("in one step, because ") and why in str(ckpt.capture), str(ckpt.capture)
+    assert ckpt.committed == 21 and replayed(tmp_path) == 0
+
+
+def test_a_gradient_of_another_kind_lets_go(tmp_path):
+    model = nn.Sequential(nn.Embedding(500, 40, sparse=True), nn.Linear(40, 100))
+    sparse = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model[1].parameters(), fused=True)
+    state = {"model": model, "sparse": sparse, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(4), over=3) as ckpt:
+        for step in range(1, 9):
+            model(torch.arange(8) + step).sum().backward()
+            sparse.step()
+            optimizer.step()
+            sparse.zero_grad()
+            optimizer.zero_grad()
+            step_and_copy(ckpt, step, state)
+    assert ckpt.committed == 8 and "sparse" in str(ckpt.capture)
+
+
+def test_what_is_loaded_in_a_window_is_let_go(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=5) as ckpt:
+        for step in range(1, 15):
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            step_and_copy(ckpt, step, state)
+            if step == 12:
+                ckpt.wait()
+                sf.load(tmp_path / "step-00000007", state)
+    assert ckpt.committed == 14 and replayed(tmp_path, 14) == 0
+    assert "a checkpoint was loaded" in str(ckpt.capture)
+
+
+@pytest.mark.parametrize("over", [0, -1, 1.5, True, "4"])
+def test_steps_that_are_no_number(tmp_path, over):
+    with pytest.raises(sf.Invalid, match="expected a number of steps"):
+        sf.Checkpointer(tmp_path, every=sf.steps(5), over=over)
+
+
+def test_more_steps_than_there_are_between_saves(tmp_path):
+    with pytest.raises(sf.Invalid, match="over=6: expected no more steps than there are between saves"):
+        sf.Checkpointer(tmp_path, every=sf.steps(5), over=6)
+
+
+def test_nothing_is_chosen_on_a_host(tmp_path):
+    model = net()
+    ckpt = train(tmp_path, None, model, OPTIMIZERS["adamw"](model.parameters()))
+    assert "the proof reads as much as a copy" in str(ckpt.capture) and replayed(tmp_path) == 0
+
+
+def test_a_checkpointer_that_is_closed_holds_nothing(tmp_path, caplog):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(4), over=3)
+    for step in range(1, 8):
+        model(batch(step)).sum().backward()
+        optimizer.step()
+        step_and_copy(ckpt, step, state)
+    assert ckpt.capture._window is not None
+    ckpt.close()
+    assert ckpt.capture._window is None
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+    assert not caplog.records and ckpt.capture in in_flight._aheads
+
+
+# Layouts
+
+
+def wrapped(layout: str, world: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    model: nn.Module = net()
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif layout == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tp":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    elif layout == "zero1":
+        ddp = nn.parallel.DistributedDataParallel(model)
+        return ddp, [ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2, fused=True)]
+    return model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)]
+
+
+def check_layout(rank: int, world: int, place: Path, layout: str, over: int) -> tuple[int, str]:
+    model, optimizers = wrapped(layout, world)
+    ckpt = train(place, over, model, optimizers)
+    figures = ckpt.capture._figures
+    return int(figures[-1]["held_bytes"]) if figures else 0, str(ckpt.capture)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("zero1", 2), ("hsdp", 4), ("fsdp2", 4), ("ddp", 4)]
+)
+def test_layouts(ranks, tmp_path, layout, world):
+    for over in (1, 4):
+        found = ranks(world)(check_layout, tmp_path / str(over), layout, over)
+    total = sum(held for held, _ in found)
+    assert replayed(tmp_path / "4") == total > 0, found
+    expect_same(tmp_path, "1", "4")

@@ -16,6 +16,8 @@
 mod block;
 mod captured;
 mod samples;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::ops::Range;

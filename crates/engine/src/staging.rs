@@ -210,6 +210,12 @@ impl Staging {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Slots that are kept between saves.
+    #[cfg(test)]
+    pub(crate) fn kept(&self) -> usize {
+        self.lock().kept
+    }
+
     /// Slots in the budget.
     pub(crate) fn slots(&self) -> usize {
         self.slots_max

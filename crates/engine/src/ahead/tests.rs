@@ -1,0 +1,315 @@
+//! A training with faults, by seeds: what is committed is always what the training had at the save.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
+
+use super::*;
+use crate::capture::Capture;
+use crate::pending::Pending;
+use crate::state::{Destination, Prove};
+use crate::stream::FlatRun;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// As in any fused step of AdamW on a processor.
+const VARIANT: &str = "adam.fused.cpu.f32";
+
+/// Steps of the window.
+const STEPS: u64 = 4;
+
+/// A tensor that the training changes.
+struct Live(Mutex<Vec<u8>>);
+
+impl Live {
+    fn lock(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Provider for Live {
+    fn bytes(&self) -> u64 {
+        self.lock().len() as u64
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+        out.copy_from_slice(&self.lock()[at as usize..at as usize + out.len()]);
+        Ok(())
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
+}
+
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut state = self.0;
+        for shift in [30, 27, 31] {
+            state = (state ^ state >> shift).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        }
+        state
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    fn once_in(&mut self, times: u64) -> bool {
+        self.below(times) == 0
+    }
+
+    fn floats(&mut self, numel: u64) -> Vec<u8> {
+        let mut float = || (self.below(2001) as f32 / 1000.0 - 1.0).to_le_bytes();
+        (0..numel).flat_map(|_| float()).collect()
+    }
+}
+
+/// Parameters with two moments each.
+struct Training {
+    tensors: Vec<[Arc<Live>; 3]>,
+    catalog: Arc<Catalog>,
+    steps: i32,
+}
+
+impl Training {
+    fn new(numels: &[u64], dice: &mut Dice) -> Training {
+        let live = |bytes| Arc::new(Live(Mutex::new(bytes)));
+        let zeros = |numel: u64| vec![0; numel as usize * 4];
+        let tensors = numels.iter().map(|&numel| [live(dice.floats(numel)), live(zeros(numel)), live(zeros(numel))]);
+        let tensors: Vec<[Arc<Live>; 3]> = tensors.collect();
+        let leaf = |number: usize, array: usize, numel: u64| {
+            let shape = Dims::from_slice(&[numel]);
+            let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
+            Leaf { name: LeafName::new("model", format!("{number:02}.{array}")), body, layout: String::new() }
+        };
+        let of = |(number, &numel): (usize, &u64)| (0..3).map(move |array| leaf(number, array, numel));
+        let leaves = numels.iter().enumerate().flat_map(of).collect();
+        Training { tensors, catalog: Arc::new(Catalog { leaves }), steps: 0 }
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Arc<Live>> {
+        self.tensors.iter().flatten()
+    }
+
+    fn units(&self) -> Vec<Unit> {
+        let unit = |(number, tensors): (usize, &[Arc<Live>; 3])| Unit {
+            class: 0,
+            numel: tensors[0].bytes() / 4,
+            arrays: (0u32..3)
+                .zip(tensors)
+                .map(|(array, live)| Array { leaf: number as u32 * 3 + array, part: 0, memory: Arc::clone(live) as _ })
+                .collect(),
+        };
+        self.tensors.iter().enumerate().map(unit).collect()
+    }
+
+    fn scalars(&self) -> Scalars {
+        let correction = |beta: f64| 1.0 - beta.powi(self.steps);
+        Scalars::Adam(AdamScalars {
+            lr: 0.01,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            decoupled: true,
+            maximize: false,
+            amsgrad: false,
+            bias: Bias::Host { correction1: correction(0.9), correction2_sqrt: correction(0.999).sqrt() },
+        })
+    }
+
+    /// Steps these parameters with these gradients.
+    fn step(&mut self, gradients: &BTreeMap<usize, Vec<u8>>) -> Scalars {
+        self.steps += 1;
+        let scalars = self.scalars();
+        let variant = Variant::named(VARIANT).unwrap();
+        for (&number, values) in gradients {
+            let [p, m, v] = &self.tensors[number];
+            let (mut p, mut m, mut v) = (p.lock(), m.lock(), v.lock());
+            let numel = p.len() as u64 / 4;
+            let mut block =
+                Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: &mut p, moments: &mut [&mut m, &mut v] };
+            let gradient = Gradient { dtype: Dtype::F32, values, factor: None };
+            replay(Instructions::best(), variant, &mut block, &[Step::Taken { gradient, scalars }]).unwrap();
+        }
+        scalars
+    }
+
+    fn state(&self) -> crate::state::State {
+        let providers = self.live().map(|live| vec![Arc::clone(live) as Arc<dyn Provider>]).collect();
+        crate::state::State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() }
+    }
+
+    /// Begins a save, and lets the training write over everything as soon as it may.
+    fn save(
+        &self,
+        engine: &Arc<Engine>,
+        place: &std::path::Path,
+        captured: Option<Captured>,
+    ) -> (Pending, Vec<Vec<u8>>) {
+        let expected = self.live().map(|live| live.lock().clone()).collect();
+        let state = match captured {
+            Some(captured) => captured.over(self.state()),
+            None => self.state(),
+        };
+        let url = place.to_str().unwrap().to_owned();
+        let destination =
+            Destination { url, step: None, user: BTreeMap::new(), prove: Prove::default(), blocking: false };
+        let pending = crate::save::save(engine, destination, state, LONG);
+        if pending.staged(None).is_ok() {
+            self.live().for_each(|live| live.lock().iter_mut().for_each(|byte| *byte = !*byte));
+            pending.confirm_unmodified(Ok(()));
+        }
+        (pending, expected)
+    }
+}
+
+fn class() -> Class {
+    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cpu, variant: Variant::named(VARIANT) }
+}
+
+fn expect_holds(engine: &Arc<Engine>, place: &std::path::Path, expected: &[Vec<u8>], seed: u64) -> String {
+    let checkpoint = crate::checkpoint::open(engine, place.to_str().unwrap(), LONG).unwrap();
+    for (leaf, expected) in expected.iter().enumerate() {
+        let mut found = vec![0; expected.len()];
+        checkpoint.load_runs(&[FlatRun { leaf, elements: 0..expected.len() as u64 / 4 }], &mut found).unwrap();
+        assert!(found == *expected, "seed {seed}: other bytes were committed than the training had");
+    }
+    checkpoint.manifest().info.user.get("shardfast.replayed").cloned().unwrap_or_default()
+}
+
+#[derive(Default)]
+struct Endings {
+    replayed: u64,
+    refused: u64,
+    let_go: u64,
+}
+
+/// A training that saves at its end, what it changes otherwise than by steps, and what else goes wrong.
+fn run(seed: u64, endings: &mut Endings) {
+    let mut dice = Dice(seed);
+    let place = tempfile::tempdir().unwrap();
+    let budget = [(128 + 20) << 20, (128 + 60) << 20, 1 << 30][dice.below(3) as usize];
+    let engine = Engine::new(shardfast_coord::solo(), budget).unwrap();
+    let numels: Vec<u64> =
+        (0..1 + dice.below(5)).map(|_| [1, 15, 4096, 262_145, 600_001][dice.below(5) as usize]).collect();
+    let mut training = Training::new(&numels, &mut dice);
+    let (first, _) = training.save(&engine, &place.path().join("first"), None);
+    first.committed(None).unwrap();
+
+    let window = Window::open(&engine, &training.catalog, vec![class()], training.units()).unwrap();
+    let mut is_foreign = false;
+    for _ in 0..1 + dice.below(STEPS) {
+        std::thread::sleep(Duration::from_micros(dice.below(4000)));
+        window.stepping();
+        let mut gradients: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
+        for (number, &numel) in numels.iter().enumerate() {
+            if !dice.once_in(6) {
+                gradients.insert(number, dice.floats(numel));
+            }
+        }
+        let scalars = training.step(&gradients);
+        if dice.once_in(12) {
+            // A tensor that something else changes.
+            let live = training.live().nth(dice.below(numels.len() as u64 * 3) as usize).unwrap();
+            let mut bytes = live.lock();
+            let at = dice.below(bytes.len() as u64) as usize;
+            bytes[at] ^= 1 << dice.below(8);
+            is_foreign = true;
+        }
+        let mut applied = Vec::new();
+        for (&unit, values) in &gradients {
+            let mut values = values.clone();
+            if dice.once_in(40) {
+                // A gradient that something else changed behind the step.
+                values[3] ^= 0x20;
+                is_foreign = true;
+            }
+            if dice.once_in(40) {
+                is_foreign = true;
+                continue;
+            }
+            let gradient: Arc<dyn Provider> = Arc::new(values);
+            applied.push(Applied { unit, dtype: Dtype::F32, gradient, scalars });
+        }
+        window.stepped(&applied);
+        if dice.once_in(15) {
+            window.let_go("the test says so");
+        }
+    }
+    let captured = window.close();
+    let figures = window.figures();
+    endings.let_go += figures.let_go_bytes;
+    let is_dropped_first = dice.once_in(2);
+    let mut window = Some(window);
+    if is_dropped_first {
+        window = None;
+    }
+    let (second, expected) = training.save(&engine, &place.path().join("second"), Some(captured));
+    match second.committed(None) {
+        Ok(()) => {
+            let note = expect_holds(&engine, &place.path().join("second"), &expected, seed);
+            assert_eq!(note.is_empty(), figures.held_bytes == 0, "seed {seed}: {note:?}");
+            assert!(
+                note.is_empty() || note.starts_with(&format!("{} bytes by {VARIANT}", figures.held_bytes)),
+                "{note}"
+            );
+            endings.replayed += figures.held_bytes;
+        }
+        Err(error) => {
+            assert!(is_foreign && error.message.contains("other bits than the tensor had"), "seed {seed}: {error}");
+            assert!(window.is_none_or(|window| window.is_refuted()), "seed {seed}");
+            endings.refused += 1;
+        }
+    }
+    drop(second);
+    assert_eq!(engine.staging.kept(), 0, "seed {seed}: slots are held afterwards");
+}
+
+/// Seeds of a usual run; a campaign sets more.
+fn seeds() -> u64 {
+    std::env::var("SHARDFAST_AHEAD_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(60)
+}
+
+#[test]
+fn what_is_committed_is_what_the_training_had() {
+    let mut endings = Endings::default();
+    (0..seeds()).for_each(|seed| run(seed, &mut endings));
+    let Endings { replayed, refused, let_go } = endings;
+    assert!(replayed > 10 << 20 && refused > 0 && let_go > 0, "{replayed} {refused} {let_go}");
+}
+
+#[test]
+fn gradients_without_memory_let_the_newest_blocks_go() {
+    let mut dice = Dice(1);
+    let engine = Engine::new(shardfast_coord::solo(), (128 + 16) << 20).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let mut training = Training::new(&[4 * 262_144], &mut dice);
+    training.save(&engine, &place.path().join("first"), None).0.committed(None).unwrap();
+    let window = Window::open(&engine, &training.catalog, vec![class()], training.units()).unwrap();
+    let until = Instant::now() + LONG;
+    while window.figures().held_bytes < 4 * 3 << 20 && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    // Twelve slots, and one for the gradients of each block, are sixteen.
+    assert_eq!((window.figures().held_bytes, engine.staging.kept()), (4 * 3 << 20, 12));
+    let held: Vec<_> = std::iter::from_fn(|| engine.staging.try_keep(1, 0)).flatten().collect();
+    window.stepping();
+    let gradients = BTreeMap::from([(0, dice.floats(4 * 262_144))]);
+    let scalars = training.step(&gradients);
+    let gradient: Arc<dyn Provider> = Arc::new(gradients[&0].clone());
+    window.stepped(&[Applied { unit: 0, dtype: Dtype::F32, gradient, scalars }]);
+    let figures = window.figures();
+    assert_eq!(figures.let_go_bytes + figures.held_bytes, 4 * 3 << 20);
+    assert!(figures.let_go_bytes > 0 && figures.held_bytes > 0, "{figures:?}");
+    assert_eq!(window.reason().as_deref(), Some("there was no memory for gradients"));
+    drop((held, window));
+    assert_eq!(engine.staging.kept(), 0);
+}

@@ -140,6 +140,8 @@ class Ahead:
         if not units:
             self.reason = next(why for name, why in self._variants.values() if name is None)
             return
+        for steps in self._steps:
+            steps.begin()
         self._window = _native.Window(session, described, owner, given, units)
         self._is_rehearsal, self._classes, self._numbers = rehearses, list(classes), numbers
         self.reason = ""

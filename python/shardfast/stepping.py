@@ -50,6 +50,10 @@ class Steps(Protocol):
     reason: str
     """Why something of the optimizers' cannot be replayed, the first reason; empty if all can."""
 
+    def begin(self) -> None:
+        """Notes how often each parameter was stepped so far; later steps are counted."""
+        ...
+
     def stepping(self, optimizer: object) -> None:
         """``optimizer`` is about to step: notes its gradients, which hooks behind the step may drop."""
         ...

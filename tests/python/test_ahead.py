@@ -439,6 +439,26 @@ def wrapped(layout: str, world: int) -> tuple[nn.Module, list[torch.optim.Optimi
     return model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)]
 
 
+def check_replicas(rank: int, world: int, place: Path, over: int) -> list[float]:
+    torch.manual_seed(3)
+    layers = [layer for _ in range(4 * world) for layer in (nn.Linear(120, 120), nn.Tanh())]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(40, 120), *layers))
+    ckpt = train(place, over, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)])
+    return [one["held_bytes"] for one in ckpt.capture._figures]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_hold_what_they_write_whole_parameters(ranks, tmp_path, world):
+    """The plan gives a parameter and its moments to one rank, so each holds its share of nearly all."""
+    for over in (1, 3):
+        found = ranks(world)(check_replicas, tmp_path / str(over), over)
+    whole = sum(file.stat().st_size for file in (tmp_path / "3" / "step-00000021").rglob("*.safetensors"))
+    held = [of_rank[-1] for of_rank in found]
+    assert replayed(tmp_path / "3") == sum(held) > 0.9 * whole, (found, whole)
+    assert max(held) < 1.15 * sum(held) / world, held
+    expect_same(tmp_path, "1", "3")
+
+
 def check_layout(rank: int, world: int, place: Path, layout: str, over: int) -> tuple[int, str]:
     model, optimizers = wrapped(layout, world)
     ckpt = train(place, over, model, optimizers)

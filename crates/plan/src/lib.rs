@@ -27,6 +27,7 @@ mod ranks;
 mod save;
 mod share;
 mod together;
+mod units;
 mod write;
 
 pub use amend::{amend, amend_unshared};

@@ -16,7 +16,7 @@ use shardfast_format::{Catalog, Leaf, LeafBody, sha256};
 use crate::balance::{Item, Spared};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
-use crate::together::divide_together;
+use crate::units::divide_units;
 use crate::write::Write;
 
 /// Which ranks hold the same parts of each leaf of a catalog, if no other rank holds any of these parts: two ranks
@@ -104,7 +104,7 @@ pub fn local_unshared(
         let classes = [(0..members.len() as u32).collect(), vec![0]];
         let classes = if members.len() > 1 { &classes[..] } else { &classes[1..] };
         items.iter_mut().for_each(|item| item.class = item.class.min(classes.len() - 1));
-        let shares = divide_together(members.len(), classes, &items, &names);
+        let shares = divide_units(members.len(), classes, &items, &names);
         let shares = shares.into_iter().filter(|share| share.rank == mine);
         local.writes.extend(shares.map(|share| Write { rows: share.rows, ..parts[share.item] }));
     }

@@ -10,7 +10,7 @@ use crate::balance::{Item, Share, Spared};
 use crate::coverage::{Flaw, tiles};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
-use crate::together::divide_together;
+use crate::units::divide_units;
 use crate::write::Write;
 
 /// Plans a save of the catalogs of all ranks: for each rank what it writes of the parts that it holds, sorted. Every
@@ -63,7 +63,7 @@ pub fn save_unshared(catalogs: &[Catalog], unshared: &[Vec<u32>]) -> Result<Vec<
         item.spared = spared.of(&leaf.key);
     }
     let mut writes = vec![Vec::new(); catalogs.len()];
-    for Share { item, rank, rows } in divide_together(catalogs.len(), &share.classes, &share.items, &share.leaves) {
+    for Share { item, rank, rows } in divide_units(catalogs.len(), &share.classes, &share.items, &share.leaves) {
         let holders = &share.classes[share.items[item].class];
         let place = holders.partition_point(|&holder| holder < rank);
         writes[rank as usize].push(Write { rows, ..share.copies[share.first[item] + place] });

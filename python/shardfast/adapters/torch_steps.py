@@ -110,6 +110,7 @@ class TorchSteps:
         self.reason = ""
         self._of: dict[int, tuple[weakref.ref[Any], _Kind, list[_One]]] = {}
         self._noted: dict[int, torch.Tensor | None] = {}
+        self._counts: list[float] = []
         for optimizer, is_hooked in optimizers:
             kind = _kind_of(optimizer)
             name = type(optimizer).__name__
@@ -143,6 +144,18 @@ class TorchSteps:
                     self._refuse(unit)
         return found
 
+    def begin(self) -> None:
+        self._noted.clear()
+        self._counts = [0.0] * len(self.units)
+        for weak, kind, units in self._of.values():
+            optimizer = weak()
+            if optimizer is None or kind.name not in _COUNTED:
+                continue
+            for one in units:
+                parameter = one.parameter()
+                if parameter is not None:
+                    self._counts[one.unit] = float(optimizer.state[parameter]["step"])
+
     def stepping(self, optimizer: object) -> None:
         _, _, units = self._of.get(id(optimizer), (None, None, ()))
         for one in units:
@@ -167,7 +180,7 @@ class TorchSteps:
                 continue  # it did not step
             local = local_of(gradient)
             dtype = _gradient_dtype(local, self.units[one.unit])
-            steps = float(optimizer.state[parameter]["step"]) if kind.name in _COUNTED else 0.0
+            steps = self._counts[one.unit] = self._counts[one.unit] + 1
             number = known.get((one.group, steps))
             if number is None:
                 number = known[one.group, steps] = len(scalars)

@@ -19,6 +19,9 @@ pub(super) struct Block {
     pub(super) arrays: usize,
     dtypes: Dtypes,
     pub(super) variant: Option<&'static Variant>,
+    /// Locked while gradients are applied to them. Empty if the block is not held.
+    slots: Mutex<Vec<Slot>>,
+    /// Never locked for long: the training waits for it.
     state: Mutex<State>,
     settled: Condvar,
 }
@@ -35,8 +38,7 @@ pub(super) struct Piece {
 
 #[derive(Default)]
 struct State {
-    /// None if the block is not held.
-    slots: Option<Vec<Slot>>,
+    is_held: bool,
     /// Gradients that were not applied yet, the oldest first.
     waiting: Vec<Waiting>,
     /// By piece and array, once nothing changes any more.
@@ -92,6 +94,7 @@ fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, 
         arrays,
         dtypes: class.dtypes,
         variant: class.variant,
+        slots: Mutex::default(),
         state: Mutex::default(),
         settled: Condvar::new(),
     };
@@ -127,27 +130,37 @@ impl Block {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_slots(&self) -> MutexGuard<'_, Vec<Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn is_held(&self) -> bool {
-        self.lock().slots.is_some()
+        self.lock().is_held
     }
 
     pub(super) fn hold(&self, slots: Vec<Slot>) {
-        self.lock().slots = Some(slots);
+        *self.lock_slots() = slots;
+        self.lock().is_held = true;
     }
 
-    /// Gives the memory back; how many bytes of the state it held.
+    /// Gives the memory back, at once or when the replay under way has ended; how many bytes of the state it held.
     pub(super) fn let_go(&self) -> u64 {
         let mut state = self.lock();
+        let was_held = std::mem::take(&mut state.is_held);
         state.waiting.clear();
         state.is_gone = true;
         self.settled.notify_all();
-        if state.slots.take().is_some() { self.bytes() } else { 0 }
+        drop(state);
+        if let Ok(mut slots) = self.slots.try_lock() {
+            slots.clear();
+        }
+        if was_held { self.bytes() } else { 0 }
     }
 
     /// Adds gradients; whether none waited before.
     pub(super) fn wait_for(&self, gradients: Waiting) -> bool {
         let mut state = self.lock();
-        if state.slots.is_none() {
+        if !state.is_held {
             return false;
         }
         state.waiting.push(gradients);
@@ -160,12 +173,18 @@ impl Block {
     /// `Invalid` if they do not fit.
     pub(super) fn replay(&self, units: &[Unit]) -> Result<()> {
         let Some(variant) = self.variant else { return Ok(()) };
-        let mut state = self.lock();
-        let State { slots, waiting, .. } = &mut *state;
-        let Some(slots) = slots else { return Ok(()) };
-        self.apply(variant, units, slots, waiting)?;
-        waiting.clear();
-        Ok(())
+        let mut slots = self.lock_slots();
+        let waiting = std::mem::take(&mut self.lock().waiting);
+        let applied = match slots.is_empty() {
+            true => Ok(()),
+            false => self.apply(variant, units, &mut slots, &waiting),
+        };
+        drop(slots);
+        // What was let go meanwhile could not be given back then.
+        if !self.is_held() {
+            self.lock_slots().clear();
+        }
+        applied
     }
 
     /// Applies gradients to these slots.
@@ -204,11 +223,12 @@ impl Block {
     /// # Errors
     /// As [`Block::replay`].
     pub(super) fn tried(&self, variant: &Variant, units: &[Unit]) -> Result<Option<Vec<Vec<Vec<u8>>>>> {
-        let mut state = self.lock();
-        let State { slots, waiting, .. } = &mut *state;
-        let Some(slots) = slots else { return Ok(None) };
+        let (mut slots, state) = (self.lock_slots(), self.lock());
+        if slots.is_empty() {
+            return Ok(None);
+        }
         let before: Vec<Vec<u8>> = slots.iter().map(|slot| slot.to_vec()).collect();
-        let applied = self.apply(variant, units, slots, waiting);
+        let applied = self.apply(variant, units, &mut slots, &state.waiting);
         let after = |slots: &[Slot]| {
             let of = |piece: &Piece| {
                 let array = |(array, slot): (usize, &Slot)| slot[piece.of_block(self.width(array))].to_vec();
@@ -216,7 +236,7 @@ impl Block {
             };
             self.pieces.iter().map(of).collect()
         };
-        let found = after(slots);
+        let found = after(&slots);
         slots.iter_mut().zip(&before).for_each(|(slot, before)| slot.copy_from_slice(before));
         applied.map(|()| Some(found))
     }
@@ -228,16 +248,16 @@ impl Block {
 
     /// Sums what it holds: it does not change any more.
     pub(super) fn settle(&self) {
+        let slots = self.lock_slots();
+        let of = |piece: &Piece| {
+            let sum = |(array, slot): (usize, &Slot)| crc64(&slot[piece.of_block(self.width(array))]);
+            slots.iter().enumerate().map(sum).collect()
+        };
+        let sums = self.pieces.iter().map(of).collect();
+        drop(slots);
         let mut state = self.lock();
-        let sums = state.slots.as_ref().map(|slots| {
-            let of = |piece: &Piece| {
-                let sum = |(array, slot): (usize, &Slot)| crc64(&slot[piece.of_block(self.width(array))]);
-                slots.iter().enumerate().map(sum).collect()
-            };
-            self.pieces.iter().map(of).collect()
-        });
-        state.is_gone = sums.is_none();
-        state.sums = sums;
+        state.is_gone |= !state.is_held;
+        state.sums = Some(sums);
         self.settled.notify_all();
     }
 
@@ -261,11 +281,10 @@ impl Block {
     /// # Errors
     /// As [`Block::when_settled`].
     pub(super) fn read(&self, piece: usize, array: usize, at: u64, out: &mut [u8]) -> Result<()> {
-        let state = self.when_settled()?;
-        let range = self.pieces[piece].of_block(self.width(array));
-        let slot = state.slots.as_ref().and_then(|slots| slots.get(array));
-        let from = range.start + at as usize;
-        let bytes = slot.and_then(|slot| slot.get(from..from + out.len()));
+        drop(self.when_settled()?);
+        let slots = self.lock_slots();
+        let from = self.pieces[piece].of_block(self.width(array)).start + at as usize;
+        let bytes = slots.get(array).and_then(|slot| slot.get(from..from + out.len()));
         let bytes = bytes.ok_or_else(|| Error::internal("a block that was captured ahead has no such bytes"))?;
         out.copy_from_slice(bytes);
         Ok(())

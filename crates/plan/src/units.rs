@@ -1,0 +1,164 @@
+//! Parameters with the state that their optimizer keeps of them.
+//!
+//! A capture ahead of a save rolls a parameter forward together with its moments, so a rank can hold only what it writes
+//! of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the leaf
+//! called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
+//!
+//! Where a unit would have to be cut to keep the balance, it is taken apart: then the moments are cut before the
+//! parameter, as ever. The largest units are taken apart first, one, two, four and so on, until no other one is cut.
+
+use std::collections::HashMap;
+
+use shardfast_format::LeafName;
+
+use crate::balance::{Item, Share};
+use crate::together::divide_together;
+
+/// As [`divide_together`], with what belongs to one parameter on one rank.
+pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Share> {
+    let units = units(classes, items, names);
+    let mut apart = 0;
+    loop {
+        let whole = &units[apart..];
+        let shares = divide_with(world, classes, items, names, whole);
+        let is_cut = |unit: &[usize]| shares.iter().any(|share| share.rows.is_some() && unit.contains(&share.item));
+        if whole.is_empty() || !whole.iter().any(|unit| is_cut(unit)) {
+            return shares;
+        }
+        apart = (apart * 2).max(1).min(units.len());
+    }
+}
+
+/// The items of each parameter that has state, the largest first.
+fn units(classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Vec<usize>> {
+    let is_shared = |index: &usize| classes[items[*index].class].len() > 1;
+    // Of a leaf with several parts each is one, in order.
+    let mut parts: HashMap<&LeafName, u32> = HashMap::new();
+    let mut by_parameter: HashMap<(&str, u32, usize, u64), (bool, Vec<usize>)> = HashMap::new();
+    for index in (0..items.len()).filter(is_shared) {
+        let part = parts.entry(names[index]).or_default();
+        *part += 1;
+        let (parameter, is_state) = match state_of(&names[index].name) {
+            Some(parameter) => (parameter, true),
+            None => (names[index].name.as_str(), false),
+        };
+        let unit = by_parameter.entry((parameter, *part, items[index].class, items[index].rows)).or_default();
+        unit.0 |= is_state;
+        unit.1.push(index);
+    }
+    let with_state = by_parameter.into_values().filter(|(has_state, unit)| *has_state && unit.len() > 1);
+    let mut units: Vec<Vec<usize>> = with_state.map(|(_, unit)| unit).collect();
+    let bytes = |unit: &[usize]| unit.iter().map(|&index| u128::from(items[index].bytes)).sum::<u128>();
+    units.sort_unstable_by_key(|unit| (std::cmp::Reverse(bytes(unit)), unit[0]));
+    units
+}
+
+/// The parameter that a leaf of an optimizer belongs to.
+fn state_of(name: &str) -> Option<&str> {
+    name.strip_prefix("state.")?.rsplit_once('.').map(|(parameter, _)| parameter)
+}
+
+/// [`divide_together`] with these units as one item each.
+fn divide_with(
+    world: usize,
+    classes: &[Vec<u32>],
+    items: &[Item],
+    names: &[&LeafName],
+    whole: &[Vec<usize>],
+) -> Vec<Share> {
+    let mut is_first = vec![true; items.len()];
+    let mut members: HashMap<usize, &[usize]> = HashMap::new();
+    for unit in whole {
+        members.insert(unit[0], unit);
+        unit[1..].iter().for_each(|&index| is_first[index] = false);
+    }
+    let merged: Vec<usize> = (0..items.len()).filter(|&index| is_first[index]).collect();
+    let of_unit = |index: &usize| match members.get(index) {
+        None => items[*index],
+        Some(unit) => Item {
+            bytes: unit.iter().fold(0u64, |bytes, &index| bytes.saturating_add(items[index].bytes)),
+            spared: unit.iter().map(|&index| items[index].spared).max().unwrap_or_default(),
+            ..items[*index]
+        },
+    };
+    let merged_items: Vec<Item> = merged.iter().map(of_unit).collect();
+    let merged_names: Vec<&LeafName> = merged.iter().map(|&index| names[index]).collect();
+    let mut shares = Vec::with_capacity(items.len());
+    for share in divide_together(world, classes, &merged_items, &merged_names) {
+        let first = merged[share.item];
+        match members.get(&first) {
+            None => shares.push(Share { item: first, ..share }),
+            Some(unit) => shares.extend(unit.iter().map(|&item| Share { item, ..share })),
+        }
+    }
+    shares.sort_unstable();
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// By name the ranks that write it, of one class on `world` ranks.
+    fn ranks(world: u32, parts: &[(&str, &str, u64, u64)]) -> Vec<Vec<u32>> {
+        let names: Vec<LeafName> = parts.iter().map(|(key, name, ..)| LeafName::new(*key, *name)).collect();
+        let item = |&(_, _, bytes, rows): &(&str, &str, u64, u64)| Item { bytes, rows, spared: 0, class: 0 };
+        let items: Vec<Item> = parts.iter().map(item).collect();
+        let names: Vec<&LeafName> = names.iter().collect();
+        let shares = divide_units(world as usize, &[(0..world).collect()], &items, &names);
+        let of = |item| shares.iter().filter(|share| share.item == item).map(|share| share.rank).collect();
+        (0..parts.len()).map(of).collect()
+    }
+
+    #[test]
+    fn what_belongs_to_one_parameter_goes_to_one_rank() {
+        let found = ranks(
+            2,
+            &[
+                ("model", "a", 8 * MIB, 64),
+                ("model", "b", 8 * MIB, 64),
+                ("optimizer", "state.a.exp_avg", 8 * MIB, 64),
+                ("optimizer", "state.a.exp_avg_sq", 8 * MIB, 64),
+                ("optimizer", "state.b.exp_avg", 8 * MIB, 64),
+                ("optimizer", "state.b.exp_avg_sq", 8 * MIB, 64),
+            ],
+        );
+        let [a, b] = [&found[0], &found[1]];
+        assert!(a.len() == 1 && b.len() == 1 && a != b, "{found:?}");
+        assert!([2, 3].iter().all(|&of| found[of] == *a) && [4, 5].iter().all(|&of| found[of] == *b), "{found:?}");
+    }
+
+    #[test]
+    fn a_unit_that_is_more_than_its_share_is_taken_apart() {
+        let found = ranks(
+            2,
+            &[
+                ("model", "a", 100 * MIB, 64),
+                ("model", "b", 10 * MIB, 64),
+                ("model", "c", 10 * MIB, 64),
+                ("optimizer", "state.a.momentum", 100 * MIB, 64),
+                ("optimizer", "state.b.momentum", 10 * MIB, 64),
+                ("optimizer", "state.c.momentum", 10 * MIB, 64),
+            ],
+        );
+        assert_ne!(found[0], found[3], "the balance counts more: {found:?}");
+        assert_eq!(found[1..3], found[4..], "the small ones stay whole: {found:?}");
+        assert!(found.iter().all(|ranks| ranks.len() == 1), "nothing is cut: {found:?}");
+    }
+
+    #[test]
+    fn names_and_rows_decide() {
+        assert_eq!(state_of("state.blocks.0.weight.exp_avg"), Some("blocks.0.weight"));
+        assert_eq!([state_of("state.w"), state_of("blocks.state.w.m"), state_of("param_groups")], [None; 3]);
+        // State of another shape is no moment.
+        let items =
+            |rows| [(8 * MIB, 64), (8 * MIB, rows)].map(|(bytes, rows)| Item { bytes, rows, spared: 0, class: 0 });
+        let names = [LeafName::new("model", "a"), LeafName::new("optimizer", "state.a.row")];
+        let names: Vec<&LeafName> = names.iter().collect();
+        assert_eq!(units(&[vec![0, 1]], &items(64), &names), [vec![0, 1]]);
+        assert!(units(&[vec![0, 1]], &items(1), &names).is_empty());
+        assert!(units(&[vec![0]], &items(64), &names).is_empty(), "one rank writes it all");
+    }
+}

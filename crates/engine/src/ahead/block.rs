@@ -130,7 +130,7 @@ impl Block {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_slots(&self) -> MutexGuard<'_, Vec<Slot>> {
+    pub(super) fn lock_slots(&self) -> MutexGuard<'_, Vec<Slot>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

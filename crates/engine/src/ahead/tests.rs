@@ -310,6 +310,25 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
     assert_eq!(figures.let_go_bytes + figures.held_bytes, 4 * 3 << 20);
     assert!(figures.let_go_bytes > 0 && figures.held_bytes > 0, "{figures:?}");
     assert_eq!(window.reason().as_deref(), Some("there was no memory for gradients"));
-    drop((held, window));
+    // The program may change what is held once it is proven, and nothing else before it is copied.
+    let state = window.close().over(training.state());
+    let (parameter, end) = (&state.providers[0][0], figures.held_bytes / 3);
+    assert!(parameter.is_held(0, end) && !parameter.is_held(end - 4, 8) && !parameter.is_held(end, 4));
+    drop((held, window, state));
+    assert_eq!(engine.staging.kept(), 0);
+}
+
+#[test]
+fn a_block_that_is_let_go_during_its_replay_gives_its_memory_back() {
+    let engine = Engine::new(shardfast_coord::solo(), 1 << 30).unwrap();
+    let training = Training::new(&[1000], &mut Dice(2));
+    let units = training.units();
+    let block = block::blocks(&[class()], &units, &[(0, 0..1000)]).remove(0);
+    block.hold(engine.staging.try_keep(3, 0).unwrap());
+    let under_way = block.lock_slots();
+    assert_eq!(block.let_go(), 12_000);
+    drop(under_way);
+    assert_eq!(engine.staging.kept(), 3);
+    block.replay(&units).unwrap();
     assert_eq!(engine.staging.kept(), 0);
 }

@@ -23,6 +23,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+#[cfg(feature = "testing")]
+pub mod appended;
 #[cfg(feature = "azure")]
 mod azure;
 mod cachestat;

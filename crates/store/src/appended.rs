@@ -1,10 +1,10 @@
 //! A simulated storage that only appends, as HDFS does: each part of an object is a file of its own, written once from
 //! its beginning to its end, and `finish` joins these files by one operation on their metadata.
 //!
-//! It shows that [`Pieces::Parts`] fits such a storage: no write of a part comes anywhere but at its end, parts come in any
-//! order, and no more of them are open at a time than [`write_all`](Store::write_all) has threads. How many that are is
-//! the storage's own choice, and needs no word in [`Needs`]: its users hand over whole parts. What the joined object is
-//! then, another store keeps.
+//! It shows that [`Pieces::Parts`] fits such a storage: no write of a part comes anywhere but at its end, parts come in
+//! any order, and no more of them are open at a time than [`write_all`](Store::write_all) has threads. How many that
+//! are is the storage's own choice, and needs no word in [`Needs`]: its users hand over whole parts. A store in memory
+//! keeps the joined objects.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -26,8 +26,8 @@ pub struct AppendStore {
 }
 
 impl AppendStore {
-    /// A storage that takes objects in these parts, of which `open_max` may be open at a time, and keeps what was joined
-    /// in another store.
+    /// A storage that takes objects in these parts, of which `open_max` may be open at a time, and keeps what was
+    /// joined in a store in memory.
     pub fn new(joined: Arc<dyn Store>, parts: Parts, open_max: usize) -> AppendStore {
         AppendStore { joined, parts, open_max, open: Arc::default() }
     }

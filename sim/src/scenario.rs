@@ -195,8 +195,11 @@ impl Scenario {
             if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent | Weather::Sweep) {
                 scenario.fail_requests(&mut dice, &operations);
             }
-            if weather == Weather::Slow && dice.once_in(2) {
+            if weather == Weather::Slow && !dice.once_in(3) {
                 scenario.overtake(&mut dice);
+            }
+            if matches!(weather, Weather::Disk | Weather::Crash) && dice.once_in(4) {
+                scenario.lose_sight(&mut dice);
             }
             scenario.one_trap_on_data_each();
         }
@@ -211,6 +214,17 @@ impl Scenario {
         let fate = Fate::Slow(Duration::from_secs(5) + dice.time(Duration::from_secs(30)));
         // Behind the look for a `COMMIT`, and about as far as the request that publishes.
         self.traps.push((0, Trap { site: Site::Deciding { stage: "commit", at: 3 + dice.rank(7), left: 0 }, fate }));
+    }
+
+    /// Lets the answer to a request of a decision be lost, and the next requests be refused, with which a publisher
+    /// would find out.
+    fn lose_sight(&mut self, dice: &mut Dice) {
+        let (lost, left) = (5 + dice.rank(5), dice.below(self.saves.len() as u64) as u32);
+        let refused = (lost + 1..lost + 5).map(|at| (at, Request::Answered(403)));
+        for (at, fault) in [(lost, Request::Lost)].into_iter().chain(refused) {
+            let fate = Fate::Fails(Failure::Request(fault));
+            self.traps.push((0, Trap { site: Site::Deciding { stage: "commit", at, left }, fate }));
+        }
     }
 
     /// Lets requests of a few ranks fail beside what else goes wrong.

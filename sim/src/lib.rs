@@ -35,10 +35,12 @@ mod meeting;
 mod objects;
 mod process;
 mod scenario;
+mod service;
 mod storage;
 mod trap;
 mod truth;
 mod verdict;
+mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

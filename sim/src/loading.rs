@@ -16,7 +16,8 @@ use shardfast_store::sims3::{Ask, Fault};
 
 use crate::dice::Dice;
 use crate::journal::Journal;
-use crate::objects::{DEAD, Objects, path};
+use crate::objects::DEAD;
+use crate::service::{Service, path};
 use crate::storage::Storage;
 use crate::trap::is_data;
 use crate::truth::{Truth, Wanted};
@@ -138,13 +139,13 @@ impl Requests {
     }
 
     /// What goes wrong with a request of `rank`.
-    fn fault(&mut self, rank: u32, ask: &Ask<'_>, objects: &Objects) -> Option<Fault> {
+    fn fault(&mut self, rank: u32, ask: &Ask<'_>, service: &Service) -> Option<Fault> {
         let name = ask.name();
         let reads_on = || ask.what() == "get" && is_data(path(&name));
         match self.trouble {
             Trouble::Replaced { left } if reads_on() && !self.opened.insert((rank, name.clone())) => {
                 if self.is_now(left) {
-                    objects.damage(path(&name), 0, 0);
+                    service.damage(path(&name), 0, 0);
                 }
                 None
             }
@@ -158,11 +159,11 @@ impl Requests {
 
 /// What a rank that loads sees of the storage: at a service it has connections of its own, which end with it.
 fn seen_by(mortal: &Arc<Mortal>, storage: &Storage, requests: &Arc<Mutex<Requests>>) -> Storage {
-    let Storage::Objects(objects) = storage else { return storage.clone() };
-    let (mortal, requests, service) = (Arc::clone(mortal), Arc::clone(requests), objects.clone());
-    Storage::Objects(objects.behind(move |ask| match mortal.coord() {
+    let Storage::Objects(service) = storage else { return storage.clone() };
+    let (mortal, requests, replaced) = (Arc::clone(mortal), Arc::clone(requests), service.clone());
+    Storage::Objects(service.behind(move |ask| match mortal.coord() {
         None => Some(DEAD),
-        Some(_) => requests.lock().unwrap_or_else(PoisonError::into_inner).fault(mortal.rank, ask, &service),
+        Some(_) => requests.lock().unwrap_or_else(PoisonError::into_inner).fault(mortal.rank, ask, &replaced),
     }))
 }
 

@@ -18,8 +18,9 @@ use shardfast_engine::{Destination, Engine, Error, Kind, Pending, Result, save_t
 use crate::journal::{Journal, of_downward, of_upward};
 use crate::process::{Call, Process, ProcessCoord, Word};
 use crate::scenario::{Scenario, Weather, What};
-use crate::storage::{RankStorage, Storage};
+use crate::storage::Storage;
 use crate::truth::{Mischief, TOUCHED};
+use crate::view::RankStorage;
 
 /// The longest that a message is on its way, unless its link is cut.
 pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
@@ -156,7 +157,7 @@ impl<'a> Meeting<'a> {
             let coord = ProcessCoord { process: Arc::clone(&process), world, meeting };
             let engine = Engine::new(Arc::new(coord), STAGING_BYTES_MIN).expect("the least that is allowed");
             Rank {
-                storage: storage.of(&process),
+                storage: RankStorage::of(storage, &process),
                 process,
                 engine,
                 node: Some(Node::new(&topology, rank)),

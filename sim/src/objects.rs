@@ -5,8 +5,8 @@
 //! of a later job finds is the state of the service, whenever the earlier processes ended.
 //!
 //! # What is a function of the seed
-//! * Small requests are made one after the other ([`READS_MAX`]): those of a decision have numbers. Further pages of
-//!   a list have none, since leftovers of a dead rank may lengthen a list.
+//! * A rank makes small requests one after the other: those of a decision have numbers. Further pages of a list have
+//!   none, since leftovers of a dead rank may lengthen a list.
 //! * A client sends the parts of its objects in parallel, and completes its uploads in parallel. Their order is not a
 //!   function of the seed, so a trap counts only requests of one kind, for one key and one part.
 //! * What else a rank has in flight when it dies, or when one of its requests fails for good, may be carried out or
@@ -17,72 +17,32 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use shardfast_engine::Result;
-use shardfast_store::sims3::{Ask, Fault, SimS3};
-use shardfast_store::{Parts, Shared, Store, open_on};
+use shardfast_store::sims3::{Ask, Fault};
 
 use crate::process::{Process, Word};
+use crate::service::{Service, name, path};
 use crate::storage::Storage;
 use crate::trap::{Failure, Fate, is_data};
-
-/// The bucket.
-const BUCKET: &str = "simulated";
 
 /// What a dead process gets for each request, which is never repeated: its connections are gone.
 pub(crate) const DEAD: Fault = Fault::Answered(403);
 
-/// Reads and small requests of a client that are made at a time.
-const READS_MAX: usize = 1;
-
-/// Parts of a client that are sent at a time: each takes a thread.
-const SENDS_MAX: usize = 3;
-
-/// A service, and a client of it.
-#[derive(Clone)]
-pub(crate) struct Objects {
-    service: SimS3,
-    part_bytes: u64,
-    client: Arc<Shared>,
+/// The service as a rank sees it.
+pub(crate) fn seen_by(process: &Arc<Process>, service: &Service) -> Service {
+    let seen = Requests { service: service.clone(), process: Arc::clone(process) };
+    service.behind(move |ask| seen.fault(ask))
 }
 
-impl Objects {
-    pub(crate) fn new(part_bytes: u64) -> Objects {
-        Objects::on(SimS3::default(), part_bytes)
-    }
+/// The requests of one rank.
+struct Requests {
+    service: Service,
+    process: Arc<Process>,
+}
 
-    /// A client of its own.
-    fn on(service: SimS3, part_bytes: u64) -> Objects {
-        let parts = Parts { bytes_min: part_bytes, bytes_max: 8 * part_bytes, count_max: 10_000 };
-        let client = Arc::new(Shared::simulated_in_parts(service.clone(), parts, READS_MAX, SENDS_MAX));
-        Objects { service, part_bytes, client }
-    }
-
-    pub(crate) fn open(&self, place: &str) -> Result<Arc<dyn Store>> {
-        Ok(open_on(&format!("s3://{BUCKET}{place}?endpoint=http://{BUCKET}"), &self.client)?)
-    }
-
-    /// The same service for another client, whose requests `way` sees before they are carried out.
-    pub(crate) fn behind(&self, way: impl Fn(&Ask<'_>) -> Option<Fault> + Send + Sync + 'static) -> Objects {
-        Objects::on(self.service.behind(way), self.part_bytes)
-    }
-
-    /// As a rank sees it.
-    pub(crate) fn of(&self, process: &Arc<Process>) -> Objects {
-        let (objects, process) = (self.clone(), Arc::clone(process));
-        self.behind(move |ask| objects.fault(ask, &process))
-    }
-
-    /// What it holds now.
-    pub(crate) fn left(&self) -> Objects {
-        Objects::on(self.service.snapshot(), self.part_bytes)
-    }
-
-    pub(crate) fn damage(&self, file: &Path, at: u64, bit: u64) {
-        self.service.replace(&name(file), |bytes| bytes[at as usize] ^= 1 << bit);
-    }
-
+impl Requests {
     /// What goes wrong with a request of this process.
-    fn fault(&self, ask: &Ask<'_>, process: &Process) -> Option<Fault> {
+    fn fault(&self, ask: &Ask<'_>) -> Option<Fault> {
+        let Requests { service, process } = self;
         if process.is_dead() {
             return Some(DEAD);
         }
@@ -93,7 +53,7 @@ impl Objects {
         match process.trapped(what, path(&name))? {
             Fate::Die { after } => {
                 if after {
-                    ask.carry_out(&self.service);
+                    ask.carry_out(&service.holds);
                 }
                 process.die();
                 Some(DEAD)
@@ -105,9 +65,9 @@ impl Objects {
                 process.is_dead().then_some(DEAD)
             }
             Fate::Blackout { seed } => {
-                let left = self.left();
+                let left = service.left();
                 if seed.is_multiple_of(2) {
-                    ask.carry_out(&left.service);
+                    ask.carry_out(&left.holds);
                 }
                 process.say(Word::Blackout(Storage::Objects(left)));
                 None
@@ -124,25 +84,15 @@ impl Objects {
     fn sweep(&self, what: &str, path: &Path, of: Option<u32>) {
         let is_step = |dir: &&Path| dir.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
         let Some(step) = path.ancestors().find(is_step) else { return };
-        if !self.service.objects(&name(&step.join("COMMIT"))).is_empty() {
+        if !self.service.holds.objects(&name(&step.join("COMMIT"))).is_empty() {
             return;
         }
         let (begins, step) = (of.map_or_else(String::new, |rank| format!("{rank:05}-")), step.to_owned());
-        self.service.remove(|found| {
+        self.service.holds.remove(|found| {
             let found = self::path(found);
             let of_rank = found.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&begins));
             let is_meant = if of.is_none() || what == "begin" { of_rank } else { found == path };
             is_meant && is_data(found) && found.starts_with(&step)
         });
     }
-}
-
-/// The name at the service of what a path of the simulation names.
-fn name(path: &Path) -> String {
-    format!("{BUCKET}{}", path.display())
-}
-
-/// The path of what has this name at the service.
-pub(crate) fn path(name: &str) -> &Path {
-    Path::new(name.strip_prefix(BUCKET).unwrap_or(name))
 }

@@ -10,9 +10,7 @@ use shardfast_store::disk::Disk;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 
-use crate::disk::RankDisk;
-use crate::objects::Objects;
-use crate::process::Process;
+use crate::service::Service;
 
 /// Where the jobs of a run keep their checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -35,7 +33,7 @@ impl Medium {
 #[derive(Clone)]
 pub(crate) enum Storage {
     Disk(SimDisk),
-    Objects(Objects),
+    Objects(Service),
 }
 
 impl Storage {
@@ -43,7 +41,7 @@ impl Storage {
     pub(crate) fn new(medium: Medium, part_bytes: u64) -> Storage {
         match medium {
             Medium::Disk => Storage::Disk(SimDisk::new()),
-            Medium::Objects => Storage::Objects(Objects::new(part_bytes)),
+            Medium::Objects => Storage::Objects(Service::new(part_bytes)),
         }
     }
 
@@ -54,15 +52,7 @@ impl Storage {
     pub(crate) fn open(&self, place: &str) -> Result<Arc<dyn Store>> {
         match self {
             Storage::Disk(disk) => Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?)),
-            Storage::Objects(objects) => objects.open(place),
-        }
-    }
-
-    /// What a rank sees of it.
-    pub(crate) fn of(&self, process: &Arc<Process>) -> RankStorage {
-        match self {
-            Storage::Disk(disk) => RankStorage::Disk(RankDisk { disk: disk.clone(), process: Arc::clone(process) }),
-            Storage::Objects(objects) => RankStorage::Objects(objects.of(process)),
+            Storage::Objects(service) => service.open(place),
         }
     }
 
@@ -71,7 +61,7 @@ impl Storage {
     pub(crate) fn left(&self, chance: u64) -> Storage {
         match self {
             Storage::Disk(disk) => Storage::Disk(disk.crash(chance)),
-            Storage::Objects(objects) => Storage::Objects(objects.left()),
+            Storage::Objects(service) => Storage::Objects(service.left()),
         }
     }
 
@@ -85,26 +75,7 @@ impl Storage {
                 byte[0] ^= 1 << bit;
                 disk.pwrite(&open, &byte, at).expect("a byte of the file");
             }
-            Storage::Objects(objects) => objects.damage(file, at, bit),
-        }
-    }
-}
-
-/// What one rank sees of the storage: it ends with the rank, and fails where a trap is set.
-pub(crate) enum RankStorage {
-    Disk(RankDisk),
-    Objects(Objects),
-}
-
-impl RankStorage {
-    /// The store at that place.
-    ///
-    /// # Errors
-    /// The store's errors.
-    pub(crate) fn open(&self, place: &str) -> Result<Arc<dyn Store>> {
-        match self {
-            RankStorage::Disk(disk) => Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?)),
-            RankStorage::Objects(objects) => objects.open(place),
+            Storage::Objects(service) => service.damage(file, at, bit),
         }
     }
 }

@@ -10,7 +10,8 @@ use shardfast_store::simdisk::{SimDisk, SimFile};
 
 use crate::dice::Dice;
 use crate::process::{Process, Word};
-use crate::trap::{Fate, is_data};
+use crate::storage::Storage;
+use crate::trap::{Failure, Fate, is_data};
 
 /// The error of a dead process's system calls, which is never retried.
 const DEAD: Errno = Errno::ROFS;
@@ -36,14 +37,15 @@ impl RankDisk {
                 process.die();
                 Err(DEAD)
             }
-            Some(Fate::Fail(errno)) => Err(errno),
-            Some(Fate::Lost(errno)) => body(disk).and(Err(errno)),
+            Some(Fate::Fails(Failure::Call { errno, has_effect: false })) => Err(errno),
+            Some(Fate::Fails(Failure::Call { errno, has_effect: true })) => body(disk).and(Err(errno)),
+            Some(Fate::Fails(Failure::Request(_))) => body(disk),
             Some(Fate::Slow(time)) => {
                 process.linger(time);
                 if process.is_dead() { Err(DEAD) } else { body(disk) }
             }
             Some(Fate::Blackout { seed }) => {
-                process.say(Word::Blackout(disk.crash(seed)));
+                process.say(Word::Blackout(Storage::Disk(disk.crash(seed))));
                 body(disk)
             }
             Some(Fate::Sweep) => {

@@ -27,8 +27,12 @@ impl Journal {
     }
 }
 
-/// Temporary files have names from the system's random numbers, which differ between runs.
+/// Without what differs between runs: temporary files have names from the system's random numbers, and how far a rank's
+/// part of a save had come when one of its threads failed is up to its other threads.
 fn without_chance(text: &str) -> String {
+    let text = ["planned, not yet captured", "captured, not yet staged", "staged, not yet durable"]
+        .iter()
+        .fold(text.to_owned(), |text, stage| text.replace(&format!(" (its part was {stage})"), ""));
     const TEMPORARY: &str = ".tmp-";
     let mut parts = text.split(TEMPORARY);
     let first = parts.next().unwrap_or_default().to_owned();

@@ -1,8 +1,9 @@
 //! Whole jobs in one process, in seeded virtual time, with all kinds of faults.
 //!
-//! A run is a job of a few ranks that saves a few times. Ranks are real engines, the tree between them is made of the
-//! real [nodes](shardfast_coord::node), and they write through the real local store; only the links, the clock and the
-//! disk are simulated. [`run`] draws all of it from a seed, and checks the results:
+//! A run is a job of a few ranks that saves a few times. Ranks are real engines, and the tree between them is made of
+//! the real [nodes](shardfast_coord::node). They write through the real local store to a simulated disk, or through the
+//! real client of object stores, each with connections of its own, to a simulated service; the links and the clock are
+//! simulated, too. [`run`] draws all of it from a seed, and checks what must be true over either [storage](Medium):
 //!
 //! * What is committed is whole: it opens, verifies, and loads bit for bit as it was saved.
 //! * A save has one outcome. If any rank reports that it is committed, it is, and a loss of power cannot undo it; if
@@ -15,12 +16,14 @@
 //! * If another program removes files of a save in flight, no checkpoint is committed without them.
 //! * After one rank has left a save out, all ranks meet again in the next save or the one after it.
 //! * After a loss of power at any point, every save that a rank reported as committed is there, and every visible
-//!   checkpoint is whole.
-//! * With any files left behind, the next job saves to the same places.
+//!   checkpoint is whole. At a service, so it is when all processes end at any request, carried out or not.
+//! * With any files or unfinished uploads left behind, the next job saves to the same places.
 //! * A load that ranks share gives all of them what was saved, or the same error; no other byte reaches their memory,
-//!   also after the loss of a rank or a message, or damage of the data.
+//!   also after the loss of a rank or a message, or damage of the data. At a service the error says if an object was
+//!   replaced while it was read; a request that fails for a moment fails no load, and a refusal fails all ranks.
 //!
-//! The same seed gives the same [`Run::digest`] of all that happened.
+//! The same seed gives the same [`Run::digest`] of all that happened. At a service a rank has several requests in
+//! flight: `objects.rs` says what of them is a function of the seed.
 
 mod dice;
 mod disk;
@@ -29,11 +32,15 @@ mod journal;
 mod promise;
 mod loading;
 mod meeting;
+mod objects;
 mod process;
 mod scenario;
+mod service;
+mod storage;
 mod trap;
 mod truth;
 mod verdict;
+mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -43,13 +50,14 @@ use std::thread;
 
 use shardfast_coord::Error as Coord;
 use shardfast_engine::Kind;
-use shardfast_store::simdisk::SimDisk;
 
 use dice::Dice;
 use journal::Journal;
 use meeting::{Meeting, Past};
 pub use scenario::Weather;
 use scenario::{Save, Scenario};
+pub use storage::Medium;
+use storage::Storage;
 
 /// A run that was judged.
 pub struct Run {
@@ -65,12 +73,12 @@ pub struct Run {
     pub broken: Option<String>,
 }
 
-/// The job of that seed, and the job after it.
-pub fn run(seed: u64) -> Run {
+/// The job of that seed over that storage, and the job after it.
+pub fn run(seed: u64, medium: Medium) -> Run {
     let (mut journal, mut endings) = (Journal::default(), BTreeMap::new());
-    let scenario = Scenario::draw(seed);
+    let scenario = Scenario::draw(seed, medium);
     let weather = scenario.weather;
-    let judged = panic::catch_unwind(AssertUnwindSafe(|| live(seed, scenario, &mut journal, &mut endings)));
+    let judged = panic::catch_unwind(AssertUnwindSafe(|| live(seed, medium, scenario, &mut journal, &mut endings)));
     let broken = judged.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         Err(text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned())).unwrap_or_default())
@@ -79,7 +87,7 @@ pub fn run(seed: u64) -> Run {
 }
 
 /// Runs these seeds, several at a time, and hands out each run as it ends.
-pub fn run_all(seeds: Range<u64>, judge: impl Fn(u64, Run) + Sync) {
+pub fn run_all(seeds: Range<u64>, medium: Medium, judge: impl Fn(u64, Run) + Sync) {
     let next = AtomicU64::new(seeds.start);
     // A rank that waits for another thread leaves the core to another seed.
     let threads = 2 * thread::available_parallelism().map_or(1, usize::from);
@@ -91,7 +99,7 @@ pub fn run_all(seeds: Range<u64>, judge: impl Fn(u64, Run) + Sync) {
                     if seed >= seeds.end {
                         return;
                     }
-                    judge(seed, run(seed));
+                    judge(seed, run(seed, medium));
                 }
             });
         }
@@ -100,40 +108,41 @@ pub fn run_all(seeds: Range<u64>, judge: impl Fn(u64, Run) + Sync) {
 
 fn live(
     seed: u64,
+    medium: Medium,
     scenario: Scenario,
     journal: &mut Journal,
     endings: &mut BTreeMap<String, u64>,
 ) -> Result<(), String> {
-    journal.headline(format!("{:?}, {:?}", scenario.weather, scenario.topology));
+    journal.headline(format!("{:?}, {:?}, {medium:?}", scenario.weather, scenario.topology));
     let traps = scenario.traps.iter().map(|(rank, trap)| format!("rank {rank}: {trap:?}"));
     traps.collect::<Vec<_>>().into_iter().for_each(|trap| journal.headline(trap));
     for (number, save) in scenario.saves.iter().enumerate() {
         let (place, deadline, mischief) = (&save.place, save.deadline, save.mischief);
         journal.headline(format!("save {number} to {place} within {deadline:?}, with {mischief:?}"));
     }
-    let disk = SimDisk::new();
-    let (scenario, past) = Meeting::new(scenario, &disk, journal).run();
+    let storage = Storage::new(medium, scenario::part_bytes(seed));
+    let (scenario, past) = Meeting::new(scenario, &storage, journal).run();
     count(&past, endings);
-    let published = verdict::judge(&scenario, &past, &disk)?;
+    let published = verdict::judge(&scenario, &past, &storage)?;
     journal.headline(format!("published: {published:?}"));
     let mut dice = Dice(seed.rotate_left(32));
     if !published.is_empty() {
         let Save { place, truth, .. } = &scenario.saves[dice.pick(&published)];
-        let ending = loading::judge(&mut dice, &disk, place, truth, journal)?;
+        let ending = loading::judge(&mut dice, &storage, place, truth, journal)?;
         *endings.entry(ending).or_default() += 1;
     }
 
     // The power may have failed since, or only the job have ended.
     let mut dice = Dice(!seed);
-    let disk = disk.crash(dice.below(2));
+    let storage = storage.left(dice.below(2));
     let world = 1 + dice.rank(4);
     let mut later = Scenario::calm(&mut dice, world, "/runs/gpt", 1);
     let taken: BTreeSet<&str> = published.iter().map(|&save| scenario.saves[save].place.as_str()).collect();
     let free = scenario.saves.iter().map(|save| save.place.as_str()).find(|place| !taken.contains(place));
     later.saves[0].place = free.unwrap_or("/runs/gpt/step-later").to_owned();
     journal.headline(format!("a later job, {:?}, saves to {}", later.topology, later.saves[0].place));
-    let (later, past) = Meeting::new(later, &disk, journal).run();
-    verdict::judge(&later, &past, &disk).map(drop).map_err(|broken| format!("the later job: {broken}"))
+    let (later, past) = Meeting::new(later, &storage, journal).run();
+    verdict::judge(&later, &past, &storage).map(drop).map_err(|broken| format!("the later job: {broken}"))
 }
 
 /// How each save and each call ended.

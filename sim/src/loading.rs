@@ -1,8 +1,8 @@
 //! Loads that ranks share, over what a meeting left: real engines, the real plan of who reads what and the real rounds
-//! of messages; only the disk and the carrier of messages are simulated; the carrier may fail or forge them.
+//! of messages; only the storage and the carrier of messages are simulated; the carrier may fail or forge them.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,12 +12,14 @@ use shardfast_engine::carrier::{Message, Round, Rounds, handoff};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, PeerReads, Result, ValueRef, checkpoint};
 use shardfast_store::Store;
-use shardfast_store::disk::Disk;
-use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
+use shardfast_store::sims3::{Ask, Fault};
 
 use crate::dice::Dice;
 use crate::journal::Journal;
+use crate::objects::DEAD;
+use crate::service::{Service, path};
+use crate::storage::Storage;
+use crate::trap::is_data;
 use crate::truth::{Truth, Wanted};
 
 /// Of exchanges between ranks, in real time: all of them end sooner for another reason.
@@ -63,10 +65,40 @@ enum Trouble {
         to: u32,
         round: u64,
     },
+    /// Another program replaces a data file of a service after a rank has opened it, before a rank reads on in it for
+    /// the so-manieth time.
+    Replaced {
+        left: u64,
+    },
+    /// A request of a rank to a service fails, after so many others of it.
+    Failed {
+        rank: u32,
+        left: u64,
+        fault: Fault,
+    },
 }
 
+/// What a service that refuses a rank for good says, and the load with it.
+const DENIED: Fault = Fault::Answered(403);
+
+const FAULTS: [Fault; 9] = [
+    DENIED,
+    Fault::Answered(500),
+    Fault::Answered(503),
+    Fault::Refused,
+    Fault::Silent(false),
+    Fault::Silent(true),
+    Fault::Lost,
+    Fault::Cut,
+    Fault::ObjectTurned,
+];
+
 impl Trouble {
-    fn draw(dice: &mut Dice, world: u32) -> Trouble {
+    fn draw(dice: &mut Dice, world: u32, storage: &Storage) -> Trouble {
+        if matches!(storage, Storage::Objects(_)) && dice.once_in(3) {
+            let failed = Trouble::Failed { rank: dice.rank(world), left: dice.below(6), fault: dice.pick(&FAULTS) };
+            return if dice.once_in(3) { Trouble::Replaced { left: dice.below(3) } } else { failed };
+        }
         let (rank, round) = (dice.rank(world), dice.below(ROUNDS));
         let (from, to) = (rank, (rank + 1 + dice.rank(world - 1)) % world);
         dice.pick(&[
@@ -81,6 +113,58 @@ impl Trouble {
             Trouble::Silent { from, to, round },
         ])
     }
+}
+
+/// What happens to the requests of a load.
+struct Requests {
+    trouble: Trouble,
+    /// Files that ranks have opened.
+    opened: BTreeSet<(u32, String)>,
+    /// Requests so far before which it could have happened.
+    passed: u64,
+    has_happened: bool,
+}
+
+impl Requests {
+    fn new(trouble: Trouble) -> Arc<Mutex<Requests>> {
+        Arc::new(Mutex::new(Requests { trouble, opened: BTreeSet::new(), passed: 0, has_happened: false }))
+    }
+
+    /// Whether it happens now, if it happens to the request of that number.
+    fn is_now(&mut self, number: u64) -> bool {
+        self.passed += 1;
+        let is_now = self.passed == number + 1;
+        self.has_happened |= is_now;
+        is_now
+    }
+
+    /// What goes wrong with a request of `rank`.
+    fn fault(&mut self, rank: u32, ask: &Ask<'_>, service: &Service) -> Option<Fault> {
+        let name = ask.name();
+        let reads_on = || ask.what() == "get" && is_data(path(&name));
+        match self.trouble {
+            Trouble::Replaced { left } if reads_on() && !self.opened.insert((rank, name.clone())) => {
+                if self.is_now(left) {
+                    service.damage(path(&name), 0, 0);
+                }
+                None
+            }
+            Trouble::Failed { rank: failing, left, fault } if failing == rank && ask.what() != "credentials" => {
+                self.is_now(left).then_some(fault)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What a rank that loads sees of the storage: at a service it has connections of its own, which end with it.
+fn seen_by(mortal: &Arc<Mortal>, storage: &Storage, requests: &Arc<Mutex<Requests>>) -> Storage {
+    let Storage::Objects(service) = storage else { return storage.clone() };
+    let (mortal, requests, replaced) = (Arc::clone(mortal), Arc::clone(requests), service.clone());
+    Storage::Objects(service.behind(move |ask| match mortal.coord() {
+        None => Some(DEAD),
+        Some(_) => requests.lock().unwrap_or_else(PoisonError::into_inner).fault(mortal.rank, ask, &replaced),
+    }))
 }
 
 /// What a rank has of the load.
@@ -147,23 +231,23 @@ impl Coord for Mortal {
 /// The first promise that was broken.
 pub(crate) fn judge(
     dice: &mut Dice,
-    disk: &SimDisk,
+    storage: &Storage,
     place: &str,
     truth: &Truth,
     journal: &mut Journal,
 ) -> std::result::Result<String, String> {
     let world = 2 + dice.rank(3);
-    let trouble = Trouble::draw(dice, world);
-    let disk = disk.crash(1);
+    let trouble = Trouble::draw(dice, world, storage);
+    let storage = storage.left(1);
     let alone = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
-    let opened = open(&alone, &disk, place).map_err(|error| error.to_string())?;
+    let opened = open(&alone, storage.open(place), place).map_err(|error| error.to_string())?;
     let values = values(&opened);
     let expected = opened.load(&[], &values, DEADLINE).map_err(|error| error.to_string())?;
     let there: u64 = opened.manifest().files().iter().map(|file| file.bytes - file.data_start).sum();
     if trouble == Trouble::Damage {
-        damage(dice, &disk, place, &opened);
+        damage(dice, &storage, place, &opened);
     }
-    let (outcomes, has_happened) = load(dice, &disk, place, truth, world, trouble);
+    let (outcomes, has_happened) = load(dice, &storage, place, truth, world, trouble);
 
     let mut ending = "load: Ok".to_owned();
     for (rank, Outcome { loaded, wanted }) in (0..).zip(&outcomes) {
@@ -190,8 +274,13 @@ pub(crate) fn judge(
         }
         ending = format!("load: {}", first.kind.name());
     } else {
-        // The damage may have hit a byte that no rank wants.
-        hold!(!has_happened || trouble == Trouble::Damage, "{trouble:?} is passed over");
+        // The damage may have hit a byte that no rank wants; and most failures of requests pass.
+        let may_pass = match trouble {
+            Trouble::Damage => true,
+            Trouble::Failed { fault, .. } => fault != DENIED,
+            _ => false,
+        };
+        hold!(!has_happened || may_pass, "{trouble:?} is passed over");
         let traffic: Vec<_> =
             outcomes.iter().flat_map(|outcome| &outcome.loaded).map(|loaded| loaded.traffic).collect();
         if traffic.iter().all(|traffic| traffic.is_shared) {
@@ -199,6 +288,10 @@ pub(crate) fn judge(
             hold!(read <= there, "of {there} bytes the ranks read {read}");
             ending = "load: shared".to_owned();
         }
+    }
+    if has_happened && let Trouble::Replaced { .. } | Trouble::Failed { .. } = trouble {
+        let how = if matches!(trouble, Trouble::Replaced { .. }) { "replaced" } else { "failed request" };
+        ending = format!("load: {how}, {}", ending.trim_start_matches("load: "));
     }
     journal.headline(format!("{world} ranks load {place}, with {trouble:?}: {ending}"));
     Ok(ending)
@@ -215,17 +308,16 @@ fn expected_of(trouble: Trouble, error: &Error) -> std::result::Result<(), Strin
         Trouble::Silent { from, .. } => (&[Kind::Unavailable], format!("rank {from} sent no message")),
         Trouble::Refused { .. } => (&[Kind::Unavailable], REFUSED.to_owned()),
         Trouble::Crash { rank, .. } => (&[Kind::Unavailable], format!("rank {rank}")),
+        Trouble::Failed { fault: DENIED, .. } => (&[Kind::Invalid], "AccessDenied".to_owned()),
+        Trouble::Failed { .. } => (&[], String::new()),
+        Trouble::Replaced { .. } => (&[Kind::Corrupt], "was replaced while it was read".to_owned()),
     };
     hold!(kinds.contains(&error.kind) && error.message.contains(&words), "with {trouble:?} a rank reports: {error:?}");
     Ok(())
 }
 
-fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?))
-}
-
-fn open(engine: &Arc<Engine>, disk: &SimDisk, place: &str) -> Result<Checkpoint> {
-    checkpoint::open_from(engine, store(disk, place), place, DEADLINE)
+fn open(engine: &Arc<Engine>, store: Result<Arc<dyn Store>>, place: &str) -> Result<Checkpoint> {
+    checkpoint::open_from(engine, store, place, DEADLINE)
 }
 
 fn values(checkpoint: &Checkpoint) -> Vec<ValueRef> {
@@ -235,24 +327,20 @@ fn values(checkpoint: &Checkpoint) -> Vec<ValueRef> {
 }
 
 /// Changes a byte of the data.
-fn damage(dice: &mut Dice, disk: &SimDisk, place: &str, checkpoint: &Checkpoint) {
+fn damage(dice: &mut Dice, storage: &Storage, place: &str, checkpoint: &Checkpoint) {
     let files = checkpoint.manifest().files();
     let file = &files[dice.below(files.len() as u64) as usize];
     if file.bytes == file.data_start {
         return;
     }
     let at = file.data_start + dice.below(file.bytes - file.data_start);
-    let open = disk.open_read(&PathBuf::from(place).join(&file.path), false).expect("a file of the checkpoint");
-    let mut byte = [0];
-    disk.pread(&open, &mut byte, at).expect("a byte of the file");
-    byte[0] ^= 1 << dice.below(8);
-    disk.pwrite(&open, &byte, at).expect("a byte of the file");
+    storage.damage(&Path::new(place).join(&file.path), at, dice.below(8));
 }
 
 /// What each rank has in the end, and whether the trouble came.
 fn load(
     dice: &mut Dice,
-    disk: &SimDisk,
+    storage: &Storage,
     place: &str,
     truth: &Truth,
     world: u32,
@@ -266,11 +354,13 @@ fn load(
     let (handoffs, rounds): (Vec<_>, Vec<_>) = (0..world).map(|_| handoff()).unzip();
     let wanted: Vec<Vec<Wanted>> = (0..world).map(|_| truth.wanted(dice)).collect();
     thread::scope(|threads| {
+        let requests = Requests::new(trouble);
         let ranks = mortals.iter().zip(handoffs).zip(wanted).map(|((mortal, handoff), mut wanted)| {
             let engine = Engine::new(Arc::clone(mortal) as Arc<dyn Coord>, STAGING_BYTES_MIN);
+            let storage = seen_by(mortal, storage, &requests);
             threads.spawn(move || {
                 let load = || {
-                    let opened = open(&engine?, disk, place)?;
+                    let opened = open(&engine?, storage.open(place), place)?;
                     let (wants, values) = (truth.wants(opened.manifest(), &mut wanted)?, values(&opened));
                     opened.load_by(PeerReads::Always, Some(handoff), &wants, &values, DEADLINE)
                 };
@@ -281,7 +371,9 @@ fn load(
         let ranks: Vec<_> = ranks.collect();
         let has_happened = Links::new(rounds, trouble, dice).carry(&mortals) || trouble == Trouble::Damage;
         let ended = |rank: thread::ScopedJoinHandle<'_, Outcome>| rank.join().expect("a load does not panic");
-        (ranks.into_iter().map(ended).collect(), has_happened)
+        let outcomes = ranks.into_iter().map(ended).collect();
+        let at_a_request = requests.lock().unwrap_or_else(PoisonError::into_inner).has_happened;
+        (outcomes, has_happened || at_a_request)
     })
 }
 

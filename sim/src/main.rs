@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use shardfast_sim::{run, run_all};
+use shardfast_sim::{Medium, run, run_all};
 
 /// Whole jobs in seeded virtual time.
 #[derive(Parser)]
@@ -18,6 +18,9 @@ struct Arguments {
     /// The seed to replay.
     #[arg(long, conflicts_with = "seeds")]
     seed: Option<u64>,
+    /// Where the jobs keep their checkpoints.
+    #[arg(long, value_enum, default_value = "disk")]
+    storage: Medium,
 }
 
 fn seeds(text: &str) -> Result<Range<u64>, String> {
@@ -27,14 +30,15 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let medium = arguments.storage;
     match (arguments.seed, arguments.seeds) {
-        (Some(seed), _) => replay(seed),
-        (None, seeds) => sweep(seeds.unwrap_or_default()),
+        (Some(seed), _) => replay(seed, medium),
+        (None, seeds) => sweep(seeds.unwrap_or_default(), medium),
     }
 }
 
-fn replay(seed: u64) -> ExitCode {
-    let run = run(seed);
+fn replay(seed: u64, medium: Medium) -> ExitCode {
+    let run = run(seed, medium);
     run.log.iter().for_each(|line| println!("{line}"));
     for (ending, times) in &run.endings {
         println!("{times:6}  {ending}");
@@ -48,14 +52,14 @@ fn replay(seed: u64) -> ExitCode {
     }
 }
 
-fn sweep(seeds: Range<u64>) -> ExitCode {
+fn sweep(seeds: Range<u64>, medium: Medium) -> ExitCode {
     let (failed, endings) = (AtomicU64::new(0), Mutex::new(BTreeMap::<String, u64>::new()));
     let all = seeds.end.saturating_sub(seeds.start);
-    run_all(seeds, |seed, run| {
+    run_all(seeds, medium, |seed, run| {
         if let Some(broken) = run.broken {
             failed.fetch_add(1, Ordering::Relaxed);
             println!("seed {seed} ({:?}): {broken}", run.weather);
-            println!("    replay: cargo run -p shardfast-sim -- --seed {seed}");
+            println!("    replay: {}", medium.replay(seed));
         }
         let mut endings = endings.lock().unwrap_or_else(PoisonError::into_inner);
         for (ending, times) in run.endings {

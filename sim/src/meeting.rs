@@ -6,7 +6,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -15,15 +14,13 @@ use shardfast_coord::node::{Downward, Effect, Effects, Node, Reply, Upward};
 use shardfast_coord::{Error as Coord, Meeting as Name};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Destination, Engine, Error, Kind, Pending, Result, save_to};
-use shardfast_store::Store;
-use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
 
-use crate::disk::RankDisk;
 use crate::journal::{Journal, of_downward, of_upward};
 use crate::process::{Call, Process, ProcessCoord, Word};
 use crate::scenario::{Scenario, Weather, What};
+use crate::storage::Storage;
 use crate::truth::{Mischief, TOUCHED};
+use crate::view::RankStorage;
 
 /// The longest that a message is on its way, unless its link is cut.
 pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
@@ -45,8 +42,8 @@ pub(crate) struct Past {
     pub(crate) calls: Vec<OneCall>,
     /// By save, then by rank: the outcomes of surviving ranks.
     pub(crate) outcomes: Vec<BTreeMap<u32, Result<()>>>,
-    /// By save: what a loss of power would have left when the first rank got its success.
-    pub(crate) promised: BTreeMap<usize, SimDisk>,
+    /// By save: what a later job would have found when the first rank got its success.
+    pub(crate) promised: BTreeMap<usize, Storage>,
     /// By topic: when rank 0 had everything.
     pub(crate) complete: BTreeMap<String, Duration>,
     pub(crate) crashed: BTreeMap<u32, Duration>,
@@ -56,7 +53,7 @@ pub(crate) struct Past {
     pub(crate) partitions: Vec<(u32, Range<Duration>)>,
     /// The ranks that were stopped, from when to when.
     pub(crate) stops: Vec<(u32, Range<Duration>)>,
-    /// What losses of power would have left on the way.
+    /// What later jobs would have found on the way.
     pub(crate) blackouts: Vec<Blackout>,
     pub(crate) events: u64,
 }
@@ -68,10 +65,10 @@ impl Past {
     }
 }
 
-/// A loss of power.
+/// The end of all processes at once.
 pub(crate) struct Blackout {
-    /// The disk that the next process finds.
-    pub(crate) disk: SimDisk,
+    /// The storage that the next process finds.
+    pub(crate) left: Storage,
     /// The saves that any rank had reported as committed.
     pub(crate) promised: Vec<usize>,
 }
@@ -93,6 +90,7 @@ pub(crate) struct OneCall {
 
 struct Rank {
     process: Arc<Process>,
+    storage: RankStorage,
     engine: Arc<Engine>,
     /// None once it has crashed.
     node: Option<Node<usize>>,
@@ -134,7 +132,7 @@ enum Quiet {
 
 pub(crate) struct Meeting<'a> {
     scenario: Scenario,
-    disk: &'a SimDisk,
+    storage: &'a Storage,
     journal: &'a mut Journal,
     now: Duration,
     queue: BTreeMap<(Duration, u64), Event>,
@@ -143,13 +141,13 @@ pub(crate) struct Meeting<'a> {
     /// By the rank below.
     links: BTreeMap<u32, Link>,
     words: Receiver<Word>,
-    /// What holds rank 0 up in a slow system call, by the call that it decides.
+    /// What holds rank 0 up in a slow operation, by the call that it decides.
     slow: BTreeMap<usize, Sender<()>>,
     past: Past,
 }
 
 impl<'a> Meeting<'a> {
-    pub(crate) fn new(scenario: Scenario, disk: &'a SimDisk, journal: &'a mut Journal) -> Meeting<'a> {
+    pub(crate) fn new(scenario: Scenario, storage: &'a Storage, journal: &'a mut Journal) -> Meeting<'a> {
         let (sender, words) = channel();
         let topology = scenario.topology;
         let rank = |rank| {
@@ -158,7 +156,13 @@ impl<'a> Meeting<'a> {
             let (world, meeting) = (topology.world(), Name(scenario.meeting));
             let coord = ProcessCoord { process: Arc::clone(&process), world, meeting };
             let engine = Engine::new(Arc::new(coord), STAGING_BYTES_MIN).expect("the least that is allowed");
-            Rank { process, engine, node: Some(Node::new(&topology, rank)), tasks: BTreeMap::new() }
+            Rank {
+                storage: RankStorage::of(storage, &process),
+                process,
+                engine,
+                node: Some(Node::new(&topology, rank)),
+                tasks: BTreeMap::new(),
+            }
         };
         let past = Past {
             calls: Vec::new(),
@@ -176,7 +180,7 @@ impl<'a> Meeting<'a> {
             ranks: (0..topology.world()).map(rank).collect(),
             links: (1..topology.world()).map(|child| (child, Link::default())).collect(),
             scenario,
-            disk,
+            storage,
             journal,
             now: Duration::ZERO,
             queue: BTreeMap::new(),
@@ -464,9 +468,7 @@ impl<'a> Meeting<'a> {
             blocking: true,
         };
         let rank_of = &self.ranks[rank as usize];
-        let disk = RankDisk { disk: self.disk.clone(), process: Arc::clone(&rank_of.process) };
-        let store = LocalStore::on(disk, PathBuf::from(&destination.url));
-        let store = store.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(Into::into);
+        let store = rank_of.storage.open(&destination.url);
         let (state, deadline) = (spec.truth.state(rank, mischief, spec.is_lazy), spec.deadline);
         let pending = save_to(&rank_of.engine, store, destination, state, deadline);
         let was_touched = mischief == Some(Mischief::Touched);
@@ -497,8 +499,8 @@ impl<'a> Meeting<'a> {
             Err(error) => format!("rank {rank} has lost save {save}: {:?}: {error}", error.kind),
         });
         if outcome.is_ok() {
-            let disk = self.disk;
-            self.past.promised.entry(save).or_insert_with(|| disk.crash(0));
+            let storage = self.storage;
+            self.past.promised.entry(save).or_insert_with(|| storage.left(0));
         }
         self.past.outcomes[save].insert(rank, outcome);
         if self.scenario.saves.get(save + 1).is_some_and(|next| !next.overlaps) {
@@ -514,7 +516,7 @@ impl<'a> Meeting<'a> {
             Some(Quiet::Waits) => panic!("rank 0 does not decide save {save}"),
             Some(Quiet::Slow(time, resume)) => {
                 self.slow.insert(call, resume);
-                self.note(|| format!("rank 0's disk takes {time:?}"));
+                self.note(|| format!("rank 0's storage takes {time:?}"));
                 self.schedule(time, Event::Resume { call });
             }
             Some(Quiet::Decided(decision)) => {
@@ -534,7 +536,7 @@ impl<'a> Meeting<'a> {
                 Ok(Word::Called(call)) => called = Some(call),
                 Ok(Word::Decided(decision)) => quiet = Some(Quiet::Decided(decision)),
                 Ok(Word::Slow { time, resume }) => quiet = Some(Quiet::Slow(time, resume)),
-                Ok(Word::Blackout(disk)) => self.lose_power(disk),
+                Ok(Word::Blackout(left)) => self.black_out(left),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
             let task = self.ranks[rank as usize].tasks.get(&save)?;
@@ -556,11 +558,11 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    fn lose_power(&mut self, disk: SimDisk) {
+    fn black_out(&mut self, left: Storage) {
         let is_promised = |outcomes: &BTreeMap<u32, Result<()>>| outcomes.values().any(Result::is_ok);
         let promised = (0..).zip(&self.past.outcomes).filter(|(_, ranks)| is_promised(ranks)).map(|(save, _)| save);
         let promised = promised.collect();
-        self.past.blackouts.push(Blackout { disk, promised });
+        self.past.blackouts.push(Blackout { left, promised });
     }
 
     fn called(&mut self, call: Call, save: usize) {

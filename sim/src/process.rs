@@ -1,4 +1,4 @@
-//! One rank's process: whether it still runs, what its disk does to it, and how its threads talk to the simulation.
+//! One rank's process: whether it still runs, what the storage does to it, and how its threads talk to the simulation.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use shardfast_coord::node::{Contribution, Reply};
 use shardfast_coord::{Absent, Coord, Decide, Error, Meeting};
-use shardfast_store::simdisk::SimDisk;
 
+use crate::storage::Storage;
 use crate::trap::{Fate, Trap};
 
 /// What a thread of a rank sends the simulation.
@@ -19,10 +19,10 @@ pub(crate) enum Word {
     Called(Call),
     /// Rank 0 has decided, and waits for its own answer.
     Decided(Result<Vec<Vec<u8>>, String>),
-    /// A system call of this rank takes that long, until `resume` is dropped.
+    /// An operation of this rank on the storage takes that long, until `resume` is dropped.
     Slow { time: Duration, resume: Sender<()> },
-    /// The disk that the next process would find if the power failed at this system call.
-    Blackout(SimDisk),
+    /// The storage that the next process would find if all ended at this operation.
+    Blackout(Storage),
 }
 
 /// A call of `agree`.
@@ -41,7 +41,7 @@ pub(crate) struct Process {
     is_dead: AtomicBool,
     words: Mutex<Sender<Word>>,
     traps: Mutex<Vec<Trap>>,
-    /// The decisions that are being made: by whom, of which stage, and how many system calls they have made.
+    /// The decisions that are being made: by whom, of which stage, and how many operations on the storage it has made.
     deciding: Mutex<Vec<(ThreadId, String, u32)>>,
 }
 
@@ -60,12 +60,12 @@ impl Process {
         self.is_dead.load(Ordering::Acquire)
     }
 
-    /// Kills it: its threads reach no other rank, and their system calls have no effect.
+    /// Kills it: its threads reach no other rank, and their operations on the storage have no effect.
     pub(crate) fn die(&self) {
         self.is_dead.store(true, Ordering::Release);
     }
 
-    /// The trap of this system call, if any.
+    /// The trap of this operation, if any.
     pub(crate) fn trapped(&self, name: &str, path: &std::path::Path) -> Option<Fate> {
         let mut deciding = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
         let here = thread::current().id();

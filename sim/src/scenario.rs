@@ -1,17 +1,32 @@
 //! What happens in a run, drawn from its seed: the job, its saves, and all that goes wrong.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shardfast_coord::Topology;
 use shardfast_engine::Prove;
 use shardfast_store::disk::Errno;
+use shardfast_store::sims3::Fault as Request;
 
 use crate::dice::Dice;
-use crate::trap::{Fate, Site, Trap};
+use crate::storage::Medium;
+use crate::trap::{Failure, Fate, Site, Trap};
 use crate::truth::{KEYS, Mischief, Truth};
 
 /// Events of a save for each rank, about: where faults are put.
 const EVENTS_OF_A_RANK: u64 = 22;
+
+/// Parts that every data file has several of: the first holds the header, which takes all of it.
+const SHORT_PART_BYTES: u64 = 64 << 10;
+
+/// As services have them: longer than any data file.
+const LONG_PART_BYTES: u64 = 8 << 20;
+
+/// The length of the parts that the service of that seed takes, in bytes. It is drawn apart, so that a job on the disk
+/// does not depend on it.
+pub(crate) fn part_bytes(seed: u64) -> u64 {
+    Dice(seed.rotate_left(16)).pick(&[SHORT_PART_BYTES, SHORT_PART_BYTES, LONG_PART_BYTES])
+}
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +41,7 @@ pub enum Weather {
     Links,
     /// Processes stand still for a while.
     Still,
-    /// System calls fail.
+    /// Operations on the storage fail: system calls, or requests.
     Disk,
     /// Another program removes files of saves under way.
     Sweep,
@@ -51,7 +66,7 @@ pub(crate) struct Scenario {
 }
 
 pub(crate) struct Save {
-    /// An absolute path of the disk.
+    /// An absolute path of the storage.
     pub(crate) place: String,
     pub(crate) truth: Truth,
     pub(crate) deadline: Duration,
@@ -94,8 +109,9 @@ pub(crate) enum What {
 }
 
 impl Scenario {
-    pub(crate) fn draw(seed: u64) -> Scenario {
+    pub(crate) fn draw(seed: u64, medium: Medium) -> Scenario {
         let mut dice = Dice(seed);
+        let operations = Operations::of(medium, part_bytes(seed));
         let weather = dice.pick(&[
             Weather::Calm,
             Weather::Mischief,
@@ -134,7 +150,7 @@ impl Scenario {
                 fault(What::Crash { rank });
             } else if weather == Weather::Crash {
                 let fate = Fate::Die { after: dice.once_in(2) };
-                scenario.traps.push(trap(&mut dice, world, saves, fate));
+                scenario.traps.push(operations.trap(&mut dice, world, saves, fate));
             }
             if (weather == Weather::Links || is_storm) && world > 1 {
                 let child = 1 + dice.rank(world - 1);
@@ -152,14 +168,13 @@ impl Scenario {
                 fault(What::Stop { rank, time: dice.time(Duration::from_secs(time)) });
             }
             if weather == Weather::Disk || is_storm {
-                let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::TIMEDOUT, Errno::ACCESS]);
-                let fate = dice.pick(&[Fate::Fail(errno), Fate::Fail(errno), Fate::Lost(errno)]);
-                scenario.traps.push(trap(&mut dice, world, saves, fate));
+                let fate = Fate::Fails(failure(&mut dice, medium));
+                scenario.traps.push(operations.trap(&mut dice, world, saves, fate));
             }
             if weather == Weather::Sweep {
-                let name = dice.pick(&["fdatasync", "fsync_dir"]);
+                let name = dice.pick(operations.swept);
                 let data = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
-                let at = 1 + dice.rank(40);
+                let at = 1 + dice.rank(operations.commit);
                 let commit = Site::Deciding { stage: "commit", at, left: dice.below(saves) as u32 };
                 let site = if dice.once_in(2) { data } else { commit };
                 let rank = if matches!(site, Site::Data { .. }) { rank } else { 0 };
@@ -167,16 +182,75 @@ impl Scenario {
             }
             if weather == Weather::Slow || is_storm {
                 let slow = Fate::Slow(dice.time(Duration::from_secs(60)));
-                scenario.traps.push((0, Trap { site: deciding(&mut dice, saves), fate: slow }));
+                scenario.traps.push((0, Trap { site: operations.deciding(&mut dice, saves), fate: slow }));
             }
         }
         // Where files were removed, a loss of power leaves no promise to keep.
         let blackouts = if weather == Weather::Sweep { 0 } else { 2 };
         for _ in 0..blackouts {
             let fate = Fate::Blackout { seed: dice.next() };
-            scenario.traps.push(trap(&mut dice, world, saves, fate));
+            scenario.traps.push(operations.trap(&mut dice, world, saves, fate));
+        }
+        if medium == Medium::Objects {
+            if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent | Weather::Sweep) {
+                scenario.fail_requests(&mut dice, &operations);
+            }
+            // Where ranks are slow, the second save comes too late for that.
+            if weather == Weather::Disk && dice.once_in(2) {
+                scenario.overtake(&mut dice);
+            }
+            if matches!(weather, Weather::Disk | Weather::Crash) && dice.once_in(4) {
+                scenario.lose_sight(&mut dice);
+            }
+            scenario.one_trap_on_data_each();
         }
         scenario
+    }
+
+    /// Lets the second save go to the place of the first one and overtake it, which decides slowly: when the first one
+    /// publishes, the name is taken.
+    fn overtake(&mut self, dice: &mut Dice) {
+        self.saves[1].overlaps = true;
+        self.saves[1].place = self.saves[0].place.clone();
+        let fate = Fate::Slow(Duration::from_secs(5) + dice.time(Duration::from_secs(30)));
+        // Behind the look for a `COMMIT`, and about as far as the request that publishes.
+        self.traps.push((0, Trap { site: Site::Deciding { stage: "commit", at: 3 + dice.rank(7), left: 0 }, fate }));
+    }
+
+    /// Lets the answer to a request of a decision be lost, and the next requests be refused, with which a publisher
+    /// would find out.
+    fn lose_sight(&mut self, dice: &mut Dice) {
+        let (lost, left) = (5 + dice.rank(5), dice.below(self.saves.len() as u64) as u32);
+        let refused = (lost + 1..lost + 5).map(|at| (at, Request::Answered(403)));
+        for (at, fault) in [(lost, Request::Lost)].into_iter().chain(refused) {
+            let fate = Fate::Fails(Failure::Request(fault));
+            self.traps.push((0, Trap { site: Site::Deciding { stage: "commit", at, left }, fate }));
+        }
+    }
+
+    /// Lets requests of a few ranks fail beside what else goes wrong.
+    fn fail_requests(&mut self, dice: &mut Dice, operations: &Operations) {
+        let (world, saves) = (self.topology.world(), self.saves.len() as u64);
+        for _ in 0..dice.below(4) {
+            let fate = Fate::Fails(failure(dice, Medium::Objects));
+            let mut trap = operations.trap(dice, world, saves, fate);
+            if dice.once_in(4) {
+                let name = dice.pick(&["list", "create", "create", "delete many"]);
+                trap =
+                    (dice.rank(world), Trap { site: Site::Place { name, left: dice.below(saves + 1) as u32 }, fate });
+            }
+            self.traps.push(trap);
+        }
+    }
+
+    /// Drops traps, so that at most one of each rank changes what happens to its data: requests for data are made in
+    /// parallel, and of two failures the first one counts.
+    fn one_trap_on_data_each(&mut self) {
+        let mut ranks = BTreeSet::new();
+        self.traps.retain(|(rank, Trap { site, fate })| {
+            let is_one = matches!(site, Site::Data { .. }) && !matches!(fate, Fate::Blackout { .. });
+            !is_one || ranks.insert(*rank)
+        });
     }
 
     /// Lets saves that overlap go to one place, now and then: either may win.
@@ -251,16 +325,67 @@ impl Save {
     }
 }
 
-fn trap(dice: &mut Dice, world: u32, saves: u64, fate: Fate) -> (u32, Trap) {
-    if dice.once_in(2) {
-        return (0, Trap { site: deciding(dice, saves), fate });
-    }
-    let name = dice.pick(&["create_new", "fallocate", "pwrite", "ftruncate", "fdatasync", "fsync_dir", "mkdir"]);
-    let site = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
-    (dice.rank(world), Trap { site, fate })
+/// The operations of a save on its storage at which something happens.
+struct Operations {
+    /// On data files.
+    data: &'static [&'static str],
+    /// Those of them before which another program removes files.
+    swept: &'static [&'static str],
+    /// How many there are in the decision to commit, and in the one to begin.
+    commit: u32,
+    open: u32,
 }
 
-fn deciding(dice: &mut Dice, saves: u64) -> Site {
-    let (stage, calls) = dice.pick(&[("commit", 40), ("commit", 40), ("commit", 40), ("open", 3)]);
-    Site::Deciding { stage, at: 1 + dice.rank(calls), left: dice.below(saves) as u32 }
+impl Operations {
+    fn of(medium: Medium, part_bytes: u64) -> Operations {
+        let [data, swept]: [&[&str]; 2] = match medium {
+            Medium::Disk => [
+                &["create_new", "fallocate", "pwrite", "ftruncate", "fdatasync", "fsync_dir", "mkdir"],
+                &["fdatasync", "fsync_dir"],
+            ],
+            Medium::Objects if part_bytes == SHORT_PART_BYTES => {
+                [&["begin", "part 1", "part 2", "complete", "complete", "abort"], &["begin", "part 2", "complete"]]
+            }
+            Medium::Objects => [&["put", "put", "put", "delete many"], &["put"]],
+        };
+        let (commit, open) = if medium == Medium::Disk { (40, 3) } else { (16, 2) };
+        Operations { data, swept, commit, open }
+    }
+
+    fn trap(&self, dice: &mut Dice, world: u32, saves: u64, fate: Fate) -> (u32, Trap) {
+        if dice.once_in(2) {
+            return (0, Trap { site: self.deciding(dice, saves), fate });
+        }
+        let name = dice.pick(self.data);
+        let site = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
+        (dice.rank(world), Trap { site, fate })
+    }
+
+    fn deciding(&self, dice: &mut Dice, saves: u64) -> Site {
+        let Operations { commit, open, .. } = *self;
+        let (stage, most) = dice.pick(&[("commit", commit), ("commit", commit), ("commit", commit), ("open", open)]);
+        Site::Deciding { stage, at: 1 + dice.rank(most), left: dice.below(saves) as u32 }
+    }
+}
+
+fn failure(dice: &mut Dice, medium: Medium) -> Failure {
+    if medium == Medium::Disk {
+        let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::TIMEDOUT, Errno::ACCESS]);
+        return Failure::Call { errno, has_effect: dice.pick(&[false, false, true]) };
+    }
+    // Most pass. The others are final, since pauses are real time.
+    Failure::Request(dice.pick(&[
+        Request::Answered(403),
+        Request::Answered(403),
+        Request::Answered(507),
+        Request::Answered(500),
+        Request::Answered(503),
+        Request::Refused,
+        Request::Silent(false),
+        Request::Silent(true),
+        Request::Lost,
+        Request::Lost,
+        Request::Cut,
+        Request::RequestTurned,
+    ]))
 }

@@ -1,7 +1,6 @@
 //! What must be true of every meeting, whatever went wrong in it.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,30 +9,28 @@ use shardfast_coord::node::{CLOSING, GRACE, SILENCE};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::verify::Problem;
 use shardfast_engine::{Engine, Kind, Result, checkpoint, verify_in};
-use shardfast_store::Store;
-use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
 
 use crate::meeting::{Blackout, DELAY_MAX, DETECTION_MAX, OneCall, Past};
 use crate::promise::Judged;
 use crate::scenario::{Save, Scenario, Weather};
+use crate::storage::Storage;
 use crate::truth::{Mischief, TOUCHED, UNREADABLE};
 
 /// Of calls in real time that wait for no other rank.
 const ALONE: Duration = Duration::from_secs(60);
 
-/// All promises, over a meeting and the disk that it left. Gives the saves that were published.
+/// All promises, over a meeting and the storage that it left. Gives the saves that were published.
 ///
 /// # Errors
 /// The first promise that was broken.
-pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::result::Result<Vec<usize>, String> {
+pub(crate) fn judge(scenario: &Scenario, past: &Past, storage: &Storage) -> std::result::Result<Vec<usize>, String> {
     let engine = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;
     let mut published = Vec::new();
     let mut places: Vec<&str> = scenario.saves.iter().map(|save| save.place.as_str()).collect();
     places.sort_unstable();
     places.dedup();
     for place in places {
-        published.extend(published_at(&engine, disk, place, &scenario.saves)?);
+        published.extend(published_at(&engine, storage, place, &scenario.saves)?);
     }
     for (save, spec) in scenario.saves.iter().enumerate() {
         one_outcome(past, save, &published)?;
@@ -43,8 +40,8 @@ pub(crate) fn judge(scenario: &Scenario, past: &Past, disk: &SimDisk) -> std::re
     for blackout in &past.blackouts {
         survives(scenario, &engine, blackout)?;
     }
-    for (&save, disk) in &past.promised {
-        let kept = published_at(&engine, disk, &scenario.saves[save].place, &scenario.saves)?;
+    for (&save, left) in &past.promised {
+        let kept = published_at(&engine, left, &scenario.saves[save].place, &scenario.saves)?;
         hold!(kept == Some(save), "save {save} was said to be committed before a loss of power could not undo it");
     }
     for call in &past.calls {
@@ -88,19 +85,15 @@ fn find_together(scenario: &Scenario, past: &Past) -> Judged {
     Ok(())
 }
 
-fn store(disk: &SimDisk, place: &str) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(LocalStore::on(disk.clone(), PathBuf::from(place))?))
-}
-
 /// Which save is committed at that place, if any. What is committed is whole: it opens, is sound, and is bit for bit
 /// what was saved.
 fn published_at(
     engine: &Arc<Engine>,
-    disk: &SimDisk,
+    storage: &Storage,
     place: &str,
     saves: &[Save],
 ) -> std::result::Result<Option<usize>, String> {
-    let checkpoint = match checkpoint::open_from(engine, store(disk, place), place, ALONE) {
+    let checkpoint = match checkpoint::open_from(engine, storage.open(place), place, ALONE) {
         Ok(checkpoint) => checkpoint,
         Err(error) if error.kind == Kind::NotFound => return Ok(None),
         Err(error) => return Err(format!("{place} is committed and does not open: {error}")),
@@ -112,7 +105,7 @@ fn published_at(
     hold!(spec.place == place, "{place} holds save {save}, which was to go to {}", spec.place);
     let found = spec.truth.flaw(&checkpoint);
     hold!(found == Ok(None), "{place} holds save {save}, but not as it was: {found:?}");
-    let verified = store(disk, place).and_then(|store| verify_in(engine, store, place, &|_, _| {}));
+    let verified = storage.open(place).and_then(|store| verify_in(engine, store, place, &|_, _| {}));
     // An index has one name for all attempts: one that lost to a rival and died may leave its own there.
     let has_rivals = saves.iter().any(|save| save.place == place && save.overlaps);
     let is_sound = verified.as_ref().is_ok_and(|report| {
@@ -147,10 +140,10 @@ fn one_outcome(past: &Past, save: usize, published: &[usize]) -> Judged {
     Ok(())
 }
 
-/// What a loss of power leaves.
+/// What the end of all processes leaves.
 fn survives(scenario: &Scenario, engine: &Arc<Engine>, blackout: &Blackout) -> Judged {
     for spec in &scenario.saves {
-        let found = published_at(engine, &blackout.disk, &spec.place, &scenario.saves)
+        let found = published_at(engine, &blackout.left, &spec.place, &scenario.saves)
             .map_err(|broken| format!("after a loss of power {broken}"))?;
         let promised = blackout.promised.iter().find(|&&save| scenario.saves[save].place == spec.place);
         let is_kept = promised.is_none_or(|&save| found == Some(save));

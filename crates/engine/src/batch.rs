@@ -9,7 +9,7 @@ use shardfast_plan::Write;
 use shardfast_store::{Pieces, Store};
 
 use crate::commit;
-use crate::error::{Error, Patience, Result, panicked, spread};
+use crate::error::{Error, Patience, Result, panicked};
 use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan, ValuePlan};
@@ -85,7 +85,7 @@ impl Batch {
             // A defect here must fail the save on every rank, not leave the others waiting for this one.
             let files = catch_unwind(AssertUnwindSafe(|| {
                 if !jobs.is_empty() && matches!(store.needs().pieces, Pieces::Parts(_)) {
-                    std::thread::sleep(spread(operation.engine.world()));
+                    std::thread::sleep((operation.engine.spread)(operation.engine.world()));
                 }
                 let staging = &operation.engine.staging;
                 let written = writer::run(store, &jobs, &summed, staging, progress, blocking, operation.deadline())?;
@@ -232,4 +232,67 @@ fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) 
         }
     }
     structure
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    use shardfast_format::{DType, Dims, Leaf, LeafName, Region};
+    use shardfast_store::appended::AppendStore;
+    use shardfast_store::{Parts, open};
+
+    use super::*;
+    use crate::engine::Engine;
+    use crate::provider::{Fences, Provider};
+    use crate::save::save_to;
+    use crate::state::{Destination, Prove};
+
+    /// What happened, in order.
+    static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+    fn noted(world: u32) -> Duration {
+        LOG.lock().unwrap().push(format!("pause of one of {world}"));
+        Duration::ZERO
+    }
+
+    struct Noted;
+
+    impl Provider for Noted {
+        fn bytes(&self) -> u64 {
+            8
+        }
+
+        fn fill(&self, _: u64, out: &mut [u8], _: &mut Fences) -> Result<()> {
+            LOG.lock().unwrap().push("write".to_owned());
+            out.fill(0);
+            Ok(())
+        }
+    }
+
+    /// What happens in a save of one tensor.
+    fn log(store: Arc<dyn Store>) -> Vec<String> {
+        let mut engine = Engine::new(shardfast_coord::solo(), 4 << 20).unwrap();
+        Arc::get_mut(&mut engine).unwrap().spread = noted;
+        let body =
+            LeafBody::Tensor { dtype: DType::U8, shape: Dims::from_slice(&[8]), parts: vec![Region::whole(&[8])] };
+        let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
+        let catalog = Arc::new(Catalog { leaves: vec![leaf] });
+        let providers: Vec<Vec<Arc<dyn Provider>>> = vec![vec![Arc::new(Noted)]];
+        let state = State { catalog, providers, replicas: None, compared: Arc::default() };
+        let (url, user) = (store.url().to_owned(), BTreeMap::new());
+        let destination = Destination { url, step: None, user, prove: Prove::default(), blocking: true };
+        save_to(&engine, Ok(store), destination, state, Duration::from_secs(60)).committed(None).unwrap();
+        std::mem::take(&mut *LOG.lock().unwrap())
+    }
+
+    #[test]
+    fn ranks_pause_before_the_first_request_where_storage_takes_requests() {
+        let parts = Parts { bytes_min: 1 << 20, bytes_max: 1 << 20, count_max: 10 };
+        let joined = open("memory://batch/parts").unwrap();
+        assert_eq!(log(Arc::new(AppendStore::new(joined, parts, 1))), ["pause of one of 1", "write"]);
+        assert_eq!(log(open("memory://batch/any").unwrap()), ["write"]);
+    }
 }

@@ -191,7 +191,10 @@ fn below(dir: &str, name: &str) -> String {
 /// A whole object, which is `Corrupt` if it is larger than it can be.
 fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     store.read(name, bytes_max).map_err(|error| match error.kind {
-        shardfast_store::Kind::Invalid => Error::corrupt(error.to_string()),
+        // A permission that is missing is invalid, too, and says nothing of the bytes.
+        shardfast_store::Kind::Invalid if store.size(name).is_ok_and(|bytes| bytes > bytes_max) => {
+            Error::corrupt(error.to_string())
+        }
         _ => error.into(),
     })
 }

@@ -10,7 +10,7 @@ use shardfast_store::Store;
 use crate::background::Background;
 use crate::calls::Calls;
 use crate::cuda;
-use crate::error::{Result, retry};
+use crate::error::{Result, retry, spread};
 use crate::memory::staging_bytes_default;
 use crate::plans;
 use crate::staging::{PageLock, Staging};
@@ -48,6 +48,8 @@ pub struct Engine {
     pub(crate) file_limits: FileLimits,
     /// How long a save may last; tests lower it.
     pub(crate) save_max: Duration,
+    /// The pause of a rank of so many before its first request; tests have another.
+    pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
 }
 
@@ -89,6 +91,7 @@ impl Engine {
             plans: std::sync::Mutex::default(),
             file_limits: FileLimits::default(),
             save_max: SAVE_MAX,
+            spread,
             calls: Arc::default(),
         })
     }

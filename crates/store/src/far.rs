@@ -57,14 +57,6 @@ use upload::FarWriter;
 
 const MIB: u64 = 1 << 20;
 
-/// What suits the services: parts and requests long enough that their latency does not matter.
-const NEEDS: Needs = Needs {
-    pieces: Pieces::Parts(PARTS),
-    reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight: READS_MAX },
-    refuses_taken_names: false,
-    lists_are_current: true,
-};
-
 /// Reads that are made at a time at most, each on a thread: as many as a slow connection has use for.
 const READS_MAX: usize = 32;
 
@@ -195,7 +187,7 @@ impl FarStore {
             requests,
             is_admitted,
             pace: Pace::default(),
-            sending: Flow::default(),
+            sending: Flow::up_to(shared.far.sends_max),
             reading: Flow::default(),
         });
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
@@ -428,8 +420,15 @@ impl Store for FarStore {
         &self.place.url
     }
 
+    /// What suits the services: parts and requests long enough that their latency does not matter.
     fn needs(&self) -> Needs {
-        NEEDS
+        let in_flight = self.shared.far.reads_max;
+        Needs {
+            pieces: Pieces::Parts(self.shared.far.parts),
+            reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight },
+            refuses_taken_names: false,
+            lists_are_current: true,
+        }
     }
 
     fn requests(&self) -> Requests {
@@ -447,12 +446,12 @@ impl Store for FarStore {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        let path = self.place.path("create", name)?;
-        if bytes > PARTS.object_bytes_max() {
-            let message = format!("expected an object of at most {} bytes, found {bytes}", PARTS.object_bytes_max());
+        let (path, parts) = (self.place.path("create", name)?, self.shared.far.parts);
+        if bytes > parts.object_bytes_max() {
+            let message = format!("expected an object of at most {} bytes, found {bytes}", parts.object_bytes_max());
             return Err(self.place.fail(Kind::Exhausted, "create", name, message));
         }
-        let part_bytes = PARTS.of(bytes);
+        let part_bytes = parts.of(bytes);
         let upload = match bytes <= part_bytes {
             true => None,
             false => {

@@ -23,6 +23,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+#[cfg(feature = "testing")]
+pub mod appended;
 #[cfg(feature = "azure")]
 mod azure;
 mod cachestat;
@@ -424,6 +426,13 @@ impl Shared {
     #[cfg(feature = "s3")]
     pub fn simulated(service: sims3::SimS3) -> Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)), ..Shared::default() }
+    }
+
+    /// [`simulated`](Shared::simulated), where objects have these parts, so many reads and small requests are made at a
+    /// time (with one, they have an order), and so many parts are sent at a time at most.
+    #[cfg(feature = "s3")]
+    pub fn simulated_in_parts(service: sims3::SimS3, parts: Parts, reads_max: usize, sends_max: usize) -> Shared {
+        Shared { far: far::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
     }
 
     /// How many stores and objects of this machine's storage use its measurements.

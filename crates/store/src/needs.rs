@@ -23,7 +23,9 @@ pub enum Pieces {
     /// Any, aligned as the [writer](crate::ObjectWriter::alignment) asks.
     Any,
     /// In parts of one length, the last one shorter, each of them in one write, in any order. All of them must be
-    /// written.
+    /// written. How many of them are written at a time is up to the storage, which
+    /// [takes](crate::Store::write_all) the writes, and makes each from its beginning to its end: so a storage that
+    /// only appends has no other needs.
     Parts(Parts),
 }
 

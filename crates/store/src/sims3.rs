@@ -44,9 +44,15 @@ pub enum Fault {
 /// Says what goes wrong with the so-manieth request, if anything.
 type Weather = dyn Fn(u64) -> Option<Fault> + Send + Sync;
 
-/// The service; clones are the same one.
+/// What stands between one client and the service: it sees each request before it is carried out.
+type Way = dyn Fn(&Ask<'_>) -> Option<Fault> + Send + Sync;
+
+/// The service, or one client's way to it; clones are the same one.
 #[derive(Clone)]
-pub struct SimS3(Arc<Mutex<State>>);
+pub struct SimS3 {
+    state: Arc<Mutex<State>>,
+    way: Option<Arc<Way>>,
+}
 
 impl std::fmt::Debug for SimS3 {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -54,6 +60,7 @@ impl std::fmt::Debug for SimS3 {
     }
 }
 
+#[derive(Clone)]
 struct State {
     /// By bucket and name.
     objects: BTreeMap<String, Object>,
@@ -72,6 +79,7 @@ struct Object {
     modified: DateTime<Utc>,
 }
 
+#[derive(Clone)]
 struct Upload {
     name: String,
     parts: BTreeMap<u32, (Bytes, String)>,
@@ -80,17 +88,58 @@ struct Upload {
 
 impl Default for SimS3 {
     fn default() -> SimS3 {
-        SimS3(Arc::new(Mutex::new(State {
+        SimS3::of(State {
             objects: BTreeMap::new(),
             uploads: BTreeMap::new(),
             number: 0,
             requests: 0,
             weather: Arc::new(|_| None),
-        })))
+        })
     }
 }
 
 impl SimS3 {
+    fn of(state: State) -> SimS3 {
+        SimS3 { state: Arc::new(Mutex::new(state)), way: None }
+    }
+
+    /// The same service as one client reaches it: `way` sees each request of it before it is carried out, and says
+    /// what goes wrong with it.
+    pub fn behind(&self, way: impl Fn(&Ask<'_>) -> Option<Fault> + Send + Sync + 'static) -> SimS3 {
+        SimS3 { state: Arc::clone(&self.state), way: Some(Arc::new(way)) }
+    }
+
+    /// A service of its own that holds what this one holds now, uploads that are not complete included. It loses
+    /// nothing: what the service has answered for is durable.
+    pub fn snapshot(&self) -> SimS3 {
+        SimS3::of(self.lock().clone())
+    }
+
+    /// The objects whose names begin like this, as `bucket/name`.
+    pub fn objects(&self, beginning: &str) -> Vec<String> {
+        let state = self.lock();
+        let from = state.objects.range::<str, _>((Bound::Included(beginning), Bound::Unbounded));
+        from.map(|(name, _)| name.clone()).take_while(|name| name.starts_with(beginning)).collect()
+    }
+
+    /// Lets another program replace the object `bucket/name`, if it is there, by what `change` makes of its bytes.
+    pub fn replace(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.lock();
+        let etag = state.etag();
+        if let Some(object) = state.objects.get_mut(name) {
+            let mut bytes = object.bytes.to_vec();
+            change(&mut bytes);
+            (object.bytes, object.etag) = (bytes.into(), etag);
+        }
+    }
+
+    /// Lets another program remove the objects and abort the uploads of which this is true, by `bucket/name`.
+    pub fn remove(&self, is_removed: impl Fn(&str) -> bool) {
+        let mut state = self.lock();
+        state.objects.retain(|name, _| !is_removed(name));
+        state.uploads.retain(|_, upload| !is_removed(&upload.name));
+    }
+
     /// From now on this goes wrong with requests, which are counted from 0 again.
     pub fn weather(&self, weather: impl Fn(u64) -> Option<Fault> + Send + Sync + 'static) {
         let mut state = self.lock();
@@ -108,7 +157,7 @@ impl SimS3 {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -120,27 +169,28 @@ impl HttpService for SimS3 {
         while let Some(frame) = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
             bytes.extend_from_slice(&frame?.into_data().unwrap_or_default());
         }
-        let fault = {
-            let mut state = self.lock();
-            let (number, weather) = (state.requests, Arc::clone(&state.weather));
-            state.requests += 1;
+        let ask = Ask::new(&parts.method, &parts.uri, &parts.headers, bytes.into());
+        let fault = self.way.as_ref().and_then(|way| way(&ask)).or_else(|| {
+            let (number, weather) = self.lock().counted();
             weather(number)
-        };
+        });
         let lost = |kind| Err(HttpError::new(kind, Gone));
         match fault {
             Some(Fault::Refused) => return lost(HttpErrorKind::Connect),
             Some(Fault::Silent(false)) => return lost(HttpErrorKind::Timeout),
             Some(Fault::Answered(status)) => {
                 let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-                return Ok(refusal(status, "SlowDown").into_http());
-            }
-            Some(Fault::RequestTurned) => {
-                let middle = bytes.len() / 2;
-                bytes.get_mut(middle).into_iter().for_each(|byte| *byte ^= 1);
+                let code = match status.as_u16() {
+                    403 => "AccessDenied",
+                    503 => "SlowDown",
+                    507 => "StorageFull",
+                    _ => "InternalError",
+                };
+                return Ok(refusal(status, code).into_http());
             }
             _ => {}
         }
-        let ask = Ask::new(&parts.method, &parts.uri, &parts.headers, Bytes::from(bytes));
+        let ask = if fault == Some(Fault::RequestTurned) { ask.turned() } else { ask };
         let mut answer = ask.answer(&mut self.lock());
         match fault {
             Some(Fault::Lost) => lost(HttpErrorKind::Interrupted),
@@ -224,7 +274,7 @@ fn decoded(text: &str) -> String {
 }
 
 /// A request.
-struct Ask<'a> {
+pub struct Ask<'a> {
     method: &'a Method,
     host: &'a str,
     /// The bucket and the object's name, or the bucket alone.
@@ -245,6 +295,67 @@ impl<'a> Ask<'a> {
         Ask { method, host: uri.host().unwrap_or_default(), name, query, headers, body }
     }
 
+    /// What is asked for. A page of a list behind the first one is `page`, and what the service of credentials is asked
+    /// `credentials`.
+    pub fn what(&self) -> &'static str {
+        let is_bucket = !self.name.trim_end_matches('/').contains('/');
+        match *self.method {
+            _ if self.host == "169.254.169.254" => "credentials",
+            Method::GET if self.asks("list-type").is_some() => match self.asks("continuation-token") {
+                Some(_) => "page",
+                None => "list",
+            },
+            Method::GET if self.asks("uploads").is_some() => "list uploads",
+            Method::GET if !is_bucket => "get",
+            Method::HEAD if !is_bucket => "head",
+            Method::PUT if self.header("x-amz-copy-source").is_some() || is_bucket => "",
+            Method::PUT => match (self.asks("partNumber"), self.header("if-none-match")) {
+                (Some("1"), _) => "part 1",
+                (Some("2"), _) => "part 2",
+                (Some(_), _) => "later part",
+                (None, Some("*")) => "create",
+                (None, _) => "put",
+            },
+            Method::POST if self.asks("uploads").is_some() => "begin",
+            Method::POST if self.asks("uploadId").is_some() => "complete",
+            Method::POST if self.asks("delete").is_some() => "delete many",
+            Method::DELETE if self.asks("uploadId").is_some() => "abort",
+            Method::DELETE => "delete",
+            _ => "",
+        }
+    }
+
+    /// What it is asked of: `bucket/name`, the prefix of a list, or the first of many objects.
+    pub fn name(&self) -> String {
+        let bucket = self.name.trim_end_matches('/');
+        match self.what() {
+            "list" | "page" | "list uploads" => format!("{bucket}/{}", self.asks("prefix").unwrap_or_default()),
+            "delete many" => format!("{bucket}/{}", self.keys().first().map_or("", String::as_str)),
+            _ => self.name.clone(),
+        }
+    }
+
+    /// Carries it out, and drops the answer.
+    pub fn carry_out(&self, service: &SimS3) {
+        self.answer(&mut service.lock());
+    }
+
+    /// The request with a bit of its body turned.
+    fn turned(self) -> Ask<'a> {
+        let mut bytes = self.body.to_vec();
+        let middle = bytes.len() / 2;
+        bytes.get_mut(middle).into_iter().for_each(|byte| *byte ^= 1);
+        Ask { body: bytes.into(), ..self }
+    }
+
+    /// Of many objects that are to be deleted.
+    fn keys(&self) -> Vec<String> {
+        let text = String::from_utf8_lossy(&self.body);
+        let keys = text.split("<Key>").skip(1).filter_map(|rest| Some(rest.split_once("</Key>")?.0));
+        let plain = |key: &str| key.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"");
+        keys.map(|key| plain(key).replace("&apos;", "'").replace("&amp;", "&")).collect()
+    }
+
     fn asks(&self, name: &str) -> Option<&str> {
         self.query.get(name).map(String::as_str)
     }
@@ -254,24 +365,23 @@ impl<'a> Ask<'a> {
     }
 
     fn answer(&self, state: &mut State) -> Answer {
-        let is_bucket = !self.name.trim_end_matches('/').contains('/');
-        match *self.method {
-            _ if self.host == "169.254.169.254" => self.credentials(),
-            Method::GET if self.asks("list-type").is_some() => self.list(state),
-            Method::GET if self.asks("uploads").is_some() => self.list_uploads(state),
-            Method::GET | Method::HEAD if !is_bucket => self.get(state),
-            Method::PUT if self.header("x-amz-copy-source").is_none() && !is_bucket => self.put(state),
-            Method::POST if self.asks("uploads").is_some() => self.begin(state),
-            Method::POST if self.asks("uploadId").is_some() => self.complete(state),
-            Method::POST if self.asks("delete").is_some() => self.delete_many(state),
-            Method::DELETE if self.asks("uploadId").is_some() => match self.upload(state) {
+        match self.what() {
+            "credentials" => self.credentials(),
+            "list" | "page" => self.list(state),
+            "list uploads" => self.list_uploads(state),
+            "get" | "head" => self.get(state),
+            "part 1" | "part 2" | "later part" | "create" | "put" => self.put(state),
+            "begin" => self.begin(state),
+            "complete" => self.complete(state),
+            "delete many" => self.delete_many(state),
+            "abort" => match self.upload(state) {
                 Some(id) => {
                     state.uploads.remove(&id);
                     Answer::of(StatusCode::NO_CONTENT, "")
                 }
                 None => refusal(StatusCode::NOT_FOUND, "NoSuchUpload"),
             },
-            Method::DELETE => {
+            "delete" => {
                 state.objects.remove(&self.name);
                 Answer::of(StatusCode::NO_CONTENT, "")
             }
@@ -401,13 +511,11 @@ impl<'a> Ask<'a> {
     }
 
     fn delete_many(&self, state: &mut State) -> Answer {
-        let text = String::from_utf8_lossy(&self.body);
         let bucket = self.name.trim_end_matches('/');
         let mut said = "<DeleteResult>".to_owned();
-        for key in text.split("<Key>").skip(1).filter_map(|rest| Some(rest.split_once("</Key>")?.0)) {
-            let name = key.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&apos;", "'");
-            state.objects.remove(&format!("{bucket}/{}", name.replace("&amp;", "&")));
-            _ = write!(said, "<Deleted><Key>{key}</Key></Deleted>");
+        for key in self.keys() {
+            state.objects.remove(&format!("{bucket}/{key}"));
+            _ = write!(said, "<Deleted><Key>{}</Key></Deleted>", escaped(&key));
         }
         Answer::of(StatusCode::OK, said + "</DeleteResult>")
     }
@@ -473,6 +581,12 @@ impl<'a> Ask<'a> {
 }
 
 impl State {
+    /// The number of the next request, and what says what goes wrong with it.
+    fn counted(&mut self) -> (u64, Arc<Weather>) {
+        self.requests += 1;
+        (self.requests - 1, Arc::clone(&self.weather))
+    }
+
     fn etag(&mut self) -> String {
         self.number += 1;
         format!("\"{:032x}\"", self.number)

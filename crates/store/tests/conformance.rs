@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use shardfast_store::appended::AppendStore;
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
-use shardfast_store::{Store, conformance, open};
+use shardfast_store::{Parts, Store, conformance, open};
 
 #[test]
 fn local_by_path() {
@@ -31,6 +32,16 @@ fn local_on_tmpfs() {
 #[test]
 fn memory() {
     conformance::check(|name| open(&format!("memory://conformance/{name}")).unwrap());
+}
+
+/// Parts that are only appended to, of which as many are open at a time as the suite has threads.
+#[test]
+fn appended() {
+    let parts = Parts { bytes_min: 64 << 10, bytes_max: 1 << 20, count_max: 1000 };
+    conformance::check(|name| {
+        let joined = open(&format!("memory://appended/{name}")).unwrap();
+        Arc::new(AppendStore::new(joined, parts, 4)) as Arc<dyn Store>
+    });
 }
 
 /// The local backend on file systems that lack one thing or another.

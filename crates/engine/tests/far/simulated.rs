@@ -124,3 +124,15 @@ fn seeded_faults_never_leave_a_wrong_checkpoint() {
     let Endings { saved, failed, loaded, .. } = endings;
     assert!([saved, failed, loaded].into_iter().all(|ending| ending.into_inner() > 0), "each ending happens");
 }
+
+#[test]
+fn a_refusal_is_not_taken_for_damage() {
+    let service = SimS3::default();
+    save(&place(&service, "run/1"), LONG).unwrap();
+    for refused in ["COMMIT", "manifest-"] {
+        let behind = service.behind(move |ask| ask.name().contains(refused).then_some(Fault::Answered(403)));
+        let error = load(&place(&behind, "run/1"), LONG).unwrap_err();
+        assert_eq!(error.kind, Kind::Invalid, "{refused}: {error}");
+        assert!(error.message.contains("AccessDenied"), "{refused}: {error}");
+    }
+}

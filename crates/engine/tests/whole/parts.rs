@@ -10,6 +10,7 @@ use shardfast_engine::{
     save_to, verify_in,
 };
 use shardfast_format::{Catalog, Dims, Leaf, LeafBody, LeafKind, LeafName, Region};
+use shardfast_store::appended::AppendStore;
 use shardfast_store::{
     Entry, Error, Location, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store,
     Upload, Writes, by_threads, one_by_one,
@@ -271,6 +272,22 @@ fn every_part_is_written_once_and_whole() {
         let (found, least) = (counters.parts.load(Ordering::Relaxed), files.iter().sum());
         assert!(found >= least, "{found} parts of {part_bytes}, at least {least}");
         expect_loads(store, &url);
+    }
+}
+
+/// Storage whose parts are files that grow at their end alone, few of them at a time, as that of HDFS.
+#[test]
+fn parts_are_appended_to_one_after_the_other_where_the_storage_has_few_at_a_time() {
+    for (open_max, part_bytes, budget) in [(1, MIB / 4, 4), (1, 3 * MIB, 6), (2, 3 * MIB, 6), (3, MIB, 12)] {
+        for blocking in [false, true] {
+            let url = format!("memory://parts/appended/{open_max}/{part_bytes}/{blocking}");
+            let parts = Parts { bytes_min: part_bytes, bytes_max: 16 * MIB, count_max: 10_000 };
+            let store = AppendStore::new(shardfast_store::open(&url).unwrap(), parts, open_max);
+            let store: Arc<dyn Store> = Arc::new(store);
+            let engine = Engine::new(shardfast_coord::solo(), budget * MIB).unwrap();
+            saved(&store, &engine, &url, blocking).unwrap();
+            expect_loads(store, &url);
+        }
     }
 }
 

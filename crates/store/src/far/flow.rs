@@ -22,7 +22,7 @@ const FIRST: usize = 32;
 const LEAST: usize = 2;
 
 /// Never more: each takes a thread and a connection.
-const MOST: usize = 64;
+pub(super) const MOST: usize = 64;
 
 /// A round is faster if it is so many times as fast.
 const FASTER: f64 = 1.1;
@@ -35,6 +35,8 @@ pub(super) struct Flow {
 
 struct State {
     allowed: usize,
+    /// [`MOST`]; simulations have fewer.
+    most: usize,
     in_flight: usize,
     /// The most that was found to be of use; unknown while it still doubles.
     enough: Option<usize>,
@@ -60,8 +62,15 @@ impl Round {
 
 impl Default for Flow {
     fn default() -> Flow {
-        let round = Round::begin(Instant::now());
-        let state = State { allowed: FIRST, in_flight: 0, enough: None, round, before: None, halved: None };
+        Flow::up_to(MOST)
+    }
+}
+
+impl Flow {
+    /// One that never grows beyond `most`.
+    pub(super) fn up_to(most: usize) -> Flow {
+        let (allowed, round) = (FIRST.min(most), Round::begin(Instant::now()));
+        let state = State { allowed, most, in_flight: 0, enough: None, round, before: None, halved: None };
         Flow { state: Mutex::new(state), freed: Condvar::new() }
     }
 }
@@ -89,7 +98,7 @@ impl State {
             (None, Some((before, fewer))) if rate < before * FASTER => {
                 (self.allowed, self.enough) = (fewer, Some(fewer));
             }
-            (None, _) => self.allowed = (allowed * 2).min(MOST),
+            (None, _) => self.allowed = (allowed * 2).min(self.most),
         }
         self.before = Some((rate, allowed));
         self.round = Round::begin(now);

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{Method, StatusCode};
+use http::{Method, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
@@ -26,7 +26,9 @@ use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Sleep, sleep, timeout};
 
-use crate::{Error, Kind, Requests, Result};
+use super::flow::MOST;
+use super::{PARTS, READS_MAX};
+use crate::{Error, Kind, Parts, Requests, Result};
 
 /// A request in which nothing moves for so long is cut: a connection that is gone without a word.
 const STILL_MAX: Duration = Duration::from_secs(30);
@@ -50,6 +52,12 @@ pub(crate) struct Pool {
     pub(super) trusted: Mutex<HashSet<String>>,
     /// [`STILL_MAX`]; tests lower it.
     still_max: Duration,
+    /// How objects are cut into parts; simulations have shorter ones.
+    pub(super) parts: Parts,
+    /// Small requests and reads that are made at a time; simulations make one.
+    pub(super) reads_max: usize,
+    /// Parts that are sent at a time at most; simulations send fewer.
+    pub(super) sends_max: usize,
     /// What answers instead of a connection.
     #[cfg(feature = "testing")]
     simulated: Option<Arc<dyn HttpService>>,
@@ -61,6 +69,9 @@ impl Default for Pool {
             network: OnceLock::new(),
             trusted: Mutex::default(),
             still_max: STILL_MAX,
+            parts: PARTS,
+            reads_max: READS_MAX,
+            sends_max: MOST,
             #[cfg(feature = "testing")]
             simulated: None,
         }
@@ -78,6 +89,13 @@ impl Pool {
     #[cfg(all(feature = "testing", feature = "s3"))]
     pub(crate) fn simulated(service: Arc<dyn HttpService>) -> Pool {
         Pool { simulated: Some(service), ..Pool::default() }
+    }
+
+    /// The same pool, with these parts of objects, so many reads and small requests at a time, and so many parts that
+    /// are sent at a time at most.
+    #[cfg(all(feature = "testing", feature = "s3"))]
+    pub(crate) fn with(self, parts: Parts, reads_max: usize, sends_max: usize) -> Pool {
+        Pool { parts, reads_max, sends_max, ..self }
     }
 
     /// The network, made if it is the first call.
@@ -156,22 +174,11 @@ impl Network {
             .enable_time()
             .build()
             .map_err(|error| format!("no thread: {error}"))?;
-        let client = reqwest::Client::builder()
-            .tls_backend_preconfigured(trust()?)
-            .connect_timeout(CONNECT_MAX)
-            .pool_max_idle_per_host(IDLE_MAX)
-            .redirect(reqwest::redirect::Policy::none())
-            .http1_only()
-            .tcp_nodelay(true)
-            .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .map_err(|error| error.to_string())?;
-        let http = HttpClient::new(Connections {
-            client,
-            still_max: pool.still_max,
-            #[cfg(feature = "testing")]
-            simulated: pool.simulated.clone(),
-        });
+        #[cfg(feature = "testing")]
+        let simulated = pool.simulated.clone().map(|service| HttpClient::new(Simulated(service)));
+        #[cfg(not(feature = "testing"))]
+        let simulated = None;
+        let http = simulated.map_or_else(|| Connections::new(pool.still_max).map(HttpClient::new), Ok)?;
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -254,8 +261,22 @@ impl HttpConnector for Connector {
 struct Connections {
     client: reqwest::Client,
     still_max: Duration,
-    #[cfg(feature = "testing")]
-    simulated: Option<Arc<dyn HttpService>>,
+}
+
+impl Connections {
+    fn new(still_max: Duration) -> std::result::Result<Connections, String> {
+        let client = reqwest::Client::builder()
+            .tls_backend_preconfigured(trust()?)
+            .connect_timeout(CONNECT_MAX)
+            .pool_max_idle_per_host(IDLE_MAX)
+            .redirect(reqwest::redirect::Policy::none())
+            .http1_only()
+            .tcp_nodelay(true)
+            .user_agent(concat!("shardfast/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .map_err(|error| error.to_string())?;
+        Ok(Connections { client, still_max })
+    }
 }
 
 impl fmt::Debug for Connections {
@@ -264,21 +285,36 @@ impl fmt::Debug for Connections {
     }
 }
 
+/// What answers instead of connections.
+#[cfg(feature = "testing")]
+#[derive(Debug)]
+struct Simulated(Arc<dyn HttpService>);
+
+#[cfg(feature = "testing")]
+#[async_trait::async_trait]
+impl HttpService for Simulated {
+    async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
+        asked(request.method(), request.uri());
+        let response = self.0.call(request).await?;
+        note(|answer| answer.status = Some(response.status()));
+        Ok(response)
+    }
+}
+
+/// Counts a request of this task's call.
+fn asked(method: &Method, uri: &Uri) {
+    note(|answer| {
+        let mut requests = answer.requests;
+        count(&mut requests, method, uri.query().unwrap_or_default());
+        *answer = Answer { host: uri.host().unwrap_or_default().to_owned(), requests, ..Answer::default() };
+    });
+}
+
 #[async_trait::async_trait]
 impl HttpService for Connections {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
         let (parts, body) = request.into_parts();
-        note(|answer| {
-            let mut requests = answer.requests;
-            count(&mut requests, &parts.method, parts.uri.query().unwrap_or_default());
-            *answer = Answer { host: parts.uri.host().unwrap_or_default().to_owned(), requests, ..Answer::default() };
-        });
-        #[cfg(feature = "testing")]
-        if let Some(service) = &self.simulated {
-            let response = service.call(HttpRequest::from_parts(parts, body)).await?;
-            note(|answer| answer.status = Some(response.status()));
-            return Ok(response);
-        }
+        asked(&parts.method, &parts.uri);
         let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;

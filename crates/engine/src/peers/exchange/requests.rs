@@ -60,7 +60,7 @@ impl Shared<'_> {
         })?;
         // Neighbours read from the same storage and keep it busy together.
         let in_flight = self.files.needs().in_flight;
-        let readers = (2 * in_flight / (1 + self.neighbours.viewers.len())).clamp(2, in_flight);
+        let readers = (2 * in_flight / (1 + self.neighbours.viewers.len())).max(2).min(in_flight);
         Ok(if fetch.is_ahead() { cores().min(in_flight) } else { readers })
     }
 }

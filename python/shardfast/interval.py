@@ -15,13 +15,13 @@ from . import _native
 NOTE = "shardfast.interval"
 """The note of a checkpoint that holds a :class:`Record`."""
 
-QUIET_STEPS = 100
+QUIET_STEPS = 200
 """Steps without a save in flight that are remembered: with them the others are compared."""
 
 QUIET_STEPS_MIN = 5
 """Fewer tell nothing of what a step takes."""
 
-SAVES = 5
+SAVES = 7
 """Saves whose cost and lag are remembered. Their median counts, so one save beside an evaluation changes nothing."""
 
 

@@ -67,9 +67,11 @@ class Steps(Schedule):
         return f"every {self.count} steps"
 
     def due(self, step: int) -> bool:
+        """Returns whether a save is due after ``step`` steps."""
         return step % self.count == 0
 
     def next_due(self, step: int) -> int:
+        """Returns the first step after ``step`` at which a save is due."""
         return (step // self.count + 1) * self.count
 
 
@@ -123,19 +125,23 @@ class Optimal(Schedule):
         return (
             f"every {steps} steps ({spoken(steps * figure.step_s)}){why.get(figure.limit, '')}: a save costs "
             f"{spoken(figure.cost_s)} and commits after {spoken(figure.lag_s)}; one failure in {spoken(figure.mtbf_s)} "
-            f"is expected ({restarts} in {spoken(record.trained_s)}); {figure.waste:.2%} of the time are wasted"
+            f"is expected ({restarts} in {spoken(record.trained_s)}); expected waste {figure.waste:.2%}"
         )
 
     def of_run(self) -> Optimal:
+        """Returns a schedule with the same arguments that has measured nothing."""
         return Optimal(self._mtbf_s, self._at_least, self._at_most, clock=self._clock)
 
     def due(self, step: int) -> bool:
+        """Returns whether a save is due after ``step`` steps."""
         return step >= self._due
 
     def next_due(self, step: int) -> int | None:
+        """Returns the first step after ``step`` at which a save is due; ``None`` until a save that is due has begun."""
         return self._due if step < self._due else None
 
     def restored(self, step: int, notes: Mapping[str, str], seconds: float) -> None:
+        """Goes on from what the checkpoint notes, the same on every rank."""
         record = Record.read(notes.get(NOTE))
         if self._costs.trained_s == 0:  # otherwise the program went back by itself
             self._restart_s = seconds
@@ -147,12 +153,14 @@ class Optimal(Schedule):
         self._due = self._after(step, record)
 
     def step_ended(self, step: int, *, in_flight: bool) -> None:
+        """Measures the step."""
         if step < self._seen:  # the program went back to an earlier step by itself
             self._due = min(self._due, self._after(step, None))
         self._seen = step
         self._costs.step_ended(in_flight=in_flight)
 
     def save_begun(self, step: int) -> int:
+        """Measures the save, and sets the step of the next one; returns its number."""
         self._costs.save_begun()
         self._number += 1
         # The first two saves have none two before them: the checkpoint that was restored stands in.
@@ -161,15 +169,18 @@ class Optimal(Schedule):
         return self._number
 
     def waited(self, seconds: float) -> None:
+        """Counts the wait as a cost of the save that was begun last."""
         self._costs.waited(seconds)
 
     def committed(self, number: int, notes: Mapping[str, str], lag_s: float) -> None:
+        """Keeps rank 0's figure for the interval behind the save after next."""
         self._costs.committed(lag_s)
         record = Record.read(notes.get(NOTE))
         self._heard[number] = record
         self._newest = record or self._newest
 
     def notes(self) -> dict[str, str]:
+        """Returns the record of the run so far, with the interval that follows from what this rank measured."""
         trained_s = self._trained_s + self._costs.trained_s
         figure = self._costs.figure(
             mtbf_s=interval.mean_time_between_failures(self._mtbf_s, self._restarts, trained_s),
@@ -227,8 +238,8 @@ def steps(count: int) -> Steps:
 def optimal(*, mtbf: str | float, at_least: int = 1, at_most: int | None = None) -> Optimal:
     """Saves as often as wastes least: ``Checkpointer(url, every=sf.optimal(mtbf="6h"))``.
 
-    Frequent saves take time from the training, rare ones lose more of it at a failure. What a save costs and how soon it
-    commits are measured while the run trains; ``print(ckpt.every)`` shows them. The first three saves come every 50
+    Frequent saves take time from the training, rare ones lose more of it at a failure. What a save costs and how soon
+    it commits are measured while the run trains; ``print(ckpt.every)`` shows them. The first three saves come every 50
     steps. Later intervals follow rank 0's measurements, the same on every rank.
 
     Args:
@@ -254,13 +265,15 @@ def optimal(*, mtbf: str | float, at_least: int = 1, at_most: int | None = None)
                 f"mtbf={mtbf!r}: expected the mean time between failures: seconds above zero, or a text such as '6h'"
             )
         seconds = float(mtbf)
-    lower = _positive("at_least", at_least)
-    upper = None if at_most is None else _positive("at_most", at_most)
-    if upper is not None and upper < lower:
+    for name, steps in (("at_least", at_least), ("at_most", 1 if at_most is None else at_most)):
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise Invalid(f"{name}={steps!r}: expected a number of steps of at least 1")
+    if at_most is not None and at_most < at_least:
         raise Invalid(
-            f"at_least={lower}, at_most={upper}: no interval is that long and that short; lower at_least or raise at_most"
+            f"at_least={at_least}, at_most={at_most}: expected at_least to be the smaller one; lower it or raise "
+            "at_most"
         )
-    return Optimal(seconds, lower, upper)
+    return Optimal(seconds, at_least, at_most)
 
 
 def last(count: int) -> Keep:

@@ -16,6 +16,7 @@ NATIVE_CALLERS = {
     "capture",
     "description",
     "inspection",
+    "interval",
     "session",
     "errors",
     "values",

@@ -47,8 +47,8 @@ pub(crate) struct Failed {
     pub(crate) nothing_published: bool,
 }
 
-/// Steps 1 to 5; returns Shardfast's own notes of the checkpoint. `receipt` may be this rank's failure, which then fails
-/// the commit on all ranks.
+/// Steps 1 to 5; returns Shardfast's own notes of the checkpoint. `receipt` may be this rank's failure, which then
+/// fails the commit on all ranks.
 pub(crate) fn commit(
     operation: &Operation,
     store: &dyn Store,

@@ -1,12 +1,12 @@
 //! How many steps to train between two saves so that least time is wasted. Pure: no clock, no storage, no state.
 //!
 //! # The model
-//! Failures come at random, `M` seconds after each other on average. The training saves after every `T` seconds of quiet
-//! steps. A save costs it `c` seconds, and commits `lag` seconds after the step that it saves. A restart takes `R`
+//! Failures come at random, `M` seconds after each other on average. The training saves after every `T` seconds of
+//! quiet steps. A save costs `c` seconds, and commits `lag` seconds after the step that it saves. A restart takes `R`
 //! seconds, and goes on from the newest commit.
 //!
 //! Between a restart and the next failure, which come every `M + R` seconds, `exp(-(T + lag) / M) / (1 - exp(-(T + c) /
-//! M))` saves commit on average (the sum of the probabilities that the first, the second, ... one does), and each is worth
+//! M))` saves commit on average (the sum of the probabilities that the first, the second, ... one does). Each is worth
 //! `T` seconds of training. So the time wasted for each second of training is
 //!
 //! ```text
@@ -14,9 +14,9 @@
 //! ```
 //!
 //! Its derivative by `T` is zero where `(1 - T / M) exp(T / M) = exp(-c / M)`, that is at `T = M (1 + W0(-exp(-1 - c /
-//! M)))`, with the principal branch of Lambert's function. Neither `lag` nor `R` moves this optimum. For small `c / M` it
-//! is Young's `sqrt(2 c M)` (1974). GoCkpt (arXiv 2511.07035, section 3.1) has the first order of this waste, without the
-//! lag.
+//! M)))`, with the principal branch of Lambert's function. Neither `lag` nor `R` moves this optimum. For small `c / M`
+//! it is Young's `sqrt(2 c M)` (1974). GoCkpt (arXiv 2511.07035, section 3.1) has the first order of this waste,
+//! without the lag.
 
 use serde::Serialize;
 
@@ -162,7 +162,7 @@ impl Bounds {
         }
         match self.at_most {
             Some(at_most) if at_most < self.at_least => Err(Error::invalid(format!(
-                "at_least={}, at_most={at_most}: no interval is that long and that short; lower at_least or raise at_most",
+                "at_least={}, at_most={at_most}: expected at_least to be the smaller one; lower it or raise at_most",
                 self.at_least
             ))),
             _ => Ok(()),
@@ -206,7 +206,8 @@ impl Forecast {
     }
 }
 
-/// A time in seconds: a number with `ms`, `s`, `m`, `h` or `d`, such as `6h`, `1.5d` or `450ms`; without a unit seconds.
+/// A time in seconds: a number with `ms`, `s`, `m`, `h` or `d`, such as `6h`, `1.5d` or `450ms`; without a unit it is
+/// in seconds.
 ///
 /// # Errors
 /// `Invalid` for what is no time above zero.
@@ -230,8 +231,8 @@ pub fn seconds(text: &str) -> Result<f64> {
     )))
 }
 
-/// `1 + W0(-exp(-1 - x))` for `x >= 0`, with Lambert's `W0`, to full double precision also where `x` is tiny: there `W0`
-/// itself lies so close to its branch point, -1, that adding 1 would leave few digits.
+/// `1 + W0(-exp(-1 - x))` for `x >= 0`, with Lambert's `W0`, to full double precision also where `x` is tiny: there
+/// `W0` itself lies so close to its branch point, -1, that adding 1 would leave few digits.
 ///
 /// It is the `y` in 0 .. 1 with `-y - ln(1 - y) = x`, found by Newton's method.
 fn one_plus_w0(x: f64) -> f64 {
@@ -310,8 +311,8 @@ mod tests {
         }
     }
 
-    /// Rows of GoCkpt's table 1: DeepSpeed's save, which stops the training for 36.8 s, and GoCkpt-O's, which hides
-    /// nearly everything; the paper's first order gives 210 s for the one.
+    /// Rows of GoCkpt's table 1: a save that stops the training for 36.8 s, and one that hides nearly all of its cost;
+    /// the paper's first order gives 210 s for the one.
     #[test]
     fn the_optimum_and_its_waste_are_those_of_the_paper_but_exact() {
         let slow = costs(0.446, 36.8, 36.8, 600.0, 10.0);
@@ -376,7 +377,7 @@ mod tests {
         }
         let message = |at_least, at_most| good.best(Bounds { at_least, at_most }).unwrap_err().message;
         assert!(message(0, None).starts_with("at_least=0: expected"));
-        assert!(message(9, Some(8)).starts_with("at_least=9, at_most=8: no interval"));
+        assert!(message(9, Some(8)).starts_with("at_least=9, at_most=8: expected at_least"));
     }
 
     #[test]

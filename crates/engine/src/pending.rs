@@ -84,8 +84,8 @@ impl Pending {
         self.shared.lock().outcome.is_some()
     }
 
-    /// Sets a note that the checkpoint records, in place of one of the same name in [`Destination::user`]. Rank 0's count;
-    /// a note that comes after rank 0 has begun to write the manifest does not.
+    /// Sets a note that the checkpoint records, in place of one of the same name in [`Destination::user`]. Rank 0's
+    /// count; a note that comes after rank 0 has begun to write the manifest does not.
     ///
     /// [`Destination::user`]: crate::Destination::user
     pub fn note(&self, name: String, text: String) {

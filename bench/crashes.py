@@ -29,7 +29,7 @@ READY, DONE = "ready", "done"
 
 
 def measure(settings: Settings) -> Figures:
-    steps, mtbf_s = (200, 3.0) if settings.quick else (2000, 8.0)
+    steps, mtbf_s = (200, 3.0) if settings.quick else (1000, 5.0)
     rounds = min(settings.rounds, ROUNDS_MAX)
     seconds: dict[str, list[float]] = {name: [] for name in (NONE, *INTERVALS)}
     crashes: dict[str, list[int]] = {name: [] for name in seconds}

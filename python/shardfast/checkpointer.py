@@ -91,7 +91,7 @@ class Checkpointer:
         self.restored: LoadPlan | None = None
         self.every = None if every is None else every.of_run()
         self._schedule = self.every or Schedule()
-        # Of in_flight.waited_s, what the schedule knows of.
+        # What the schedule has counted of in_flight.waited_s.
         self._waited_s = in_flight.waited_s
         self._is_root = False
         self._keep = keep
@@ -200,17 +200,17 @@ class Checkpointer:
         return True
 
     def _step_ended(self, step: int) -> None:
-        """Tells the schedule what the step took; rank 0 gives its newest notes to the saves in flight."""
+        """Lets the schedule measure the step; rank 0 gives its newest notes to the saves in flight."""
         running = [pending for pending, _ in self._running if not pending.done()]
-        self._tell_waits()
+        self._count_waits()
         self._schedule.step_ended(step, in_flight=bool(running))
         if running and self._is_root:
             notes = self._schedule.notes()
             for pending in running:
                 pending.note(notes)
 
-    def _tell_waits(self) -> None:
-        """Tells the schedule how long optimizers have waited for saves since it was told last."""
+    def _count_waits(self) -> None:
+        """Passes on how long optimizers have waited for saves since the last call."""
         before, self._waited_s = self._waited_s, in_flight.waited_s
         self._schedule.waited(self._waited_s - before)
 
@@ -228,7 +228,7 @@ class Checkpointer:
         if self._closed:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
         expect_step(step)
-        self._tell_waits()
+        self._count_waits()
         began = time.perf_counter()
         try:
             self._settle(IN_FLIGHT_MAX - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,11 +92,6 @@ class Optimal(Schedule):
         clock: Seconds that never go back.
     """
 
-    __slots__ = (
-        "_at_least", "_at_most", "_base", "_clock", "_costs", "_due", "_first", "_heard", "_mtbf_s", "_newest",
-        "_number", "_restart_s", "_restarts", "_seen", "_trained_s",
-    )  # fmt: skip
-
     def __init__(
         self, mtbf_s: float, at_least: int, at_most: int | None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -106,7 +102,7 @@ class Optimal(Schedule):
         self._number, self._seen, self._due = 0, 0, self._first
         self._base: Record | None = None
         self._newest: Record | None = None
-        self._heard: dict[int, Record | None] = {}
+        self._outcomes: dict[int, Record | None] = {}
 
     def __str__(self) -> str:
         """The interval in force, what it rests on, and the waste that is expected, in plain words."""
@@ -149,7 +145,7 @@ class Optimal(Schedule):
                 self._restarts, self._trained_s = record.restarts + 1, record.trained_s
         self._base = self._newest = record
         self._costs.restored(record.figure if record else None)
-        self._number, self._heard, self._seen = 0, {}, step
+        self._number, self._outcomes, self._seen = 0, {}, step
         self._due = self._after(step, record)
 
     def step_ended(self, step: int, *, in_flight: bool) -> None:
@@ -164,7 +160,7 @@ class Optimal(Schedule):
         self._costs.save_begun()
         self._number += 1
         # The first two saves have none two before them: the checkpoint that was restored stands in.
-        record = self._base if self._number <= 2 else self._heard.pop(self._number - 2, None)
+        record = self._base if self._number <= 2 else self._outcomes.pop(self._number - 2, None)
         self._due = self._after(step, record)
         return self._number
 
@@ -176,7 +172,7 @@ class Optimal(Schedule):
         """Keeps rank 0's figure for the interval behind the save after next."""
         self._costs.committed(lag_s)
         record = Record.read(notes.get(NOTE))
-        self._heard[number] = record
+        self._outcomes[number] = record
         self._newest = record or self._newest
 
     def notes(self) -> dict[str, str]:
@@ -260,14 +256,14 @@ def optimal(*, mtbf: str | float, at_least: int = 1, at_most: int | None = None)
             raise Invalid(f"mtbf={error}") from None
     else:
         is_number = isinstance(mtbf, (int, float)) and not isinstance(mtbf, bool)
-        if not (is_number and math.isfinite(mtbf) and mtbf > 0):
+        if not (is_number and 0 < mtbf <= sys.float_info.max):
             raise Invalid(
                 f"mtbf={mtbf!r}: expected the mean time between failures: seconds above zero, or a text such as '6h'"
             )
         seconds = float(mtbf)
     for name, steps in (("at_least", at_least), ("at_most", 1 if at_most is None else at_most)):
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise Invalid(f"{name}={steps!r}: expected a number of steps of at least 1")
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 2**63:
+            raise Invalid(f"{name}={steps!r}: expected a number of steps of at least 1, and below 2**63")
     if at_most is not None and at_most < at_least:
         raise Invalid(
             f"at_least={at_least}, at_most={at_most}: expected at_least to be the smaller one; lower it or raise "

@@ -23,7 +23,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    "mtbf", [0, -1, 0.0, math.nan, math.inf, True, None, b"6h", "0h", "soon", "", "6 hours", "-2h"]
+    "mtbf", [0, -1, 0.0, math.nan, math.inf, True, None, b"6h", 10**400, "0h", "soon", "", "6 hours", "-2h"]
 )
 def test_a_mean_time_that_is_none_is_refused(mtbf):
     with pytest.raises(sf.Invalid, match=r"^mtbf=.*: expected .*above zero.*6h"):
@@ -37,6 +37,7 @@ def test_a_mean_time_that_is_none_is_refused(mtbf):
         ({"at_least": True}, "at_least=True: expected a number of steps"),
         ({"at_most": 1.5}, "at_most=1.5: expected a number of steps"),
         ({"at_most": -3}, "at_most=-3: expected a number of steps"),
+        ({"at_most": 2**63}, "at_most=9223372036854775808: expected a number of steps"),
         ({"at_least": 9, "at_most": 8}, "at_least=9, at_most=8: expected at_least to be the smaller one"),
     ],
 )
@@ -58,6 +59,18 @@ def test_schedules_say_beforehand_when_a_save_is_due():
     assert every.next_due(50) is None, "known when the save begins, and every rank knows how earlier ones ended"
     every.save_begun(50)
     assert every.next_due(50) == 100
+
+
+def test_extremes_are_intervals_all_the_same():
+    for mtbf, bounds in ((5e-324, {}), (1.7e308, {}), ("1h", {"at_least": 2**63 - 1})):
+        every = sf.optimal(mtbf=mtbf, **bounds)
+        every.step_ended(1, in_flight=False)
+        every.save_begun(1)
+        every.waited(1.0)
+        every.step_ended(2, in_flight=True)
+        record = Record.read(every.notes()[NOTE])
+        assert record is not None
+        assert record.figure.steps >= bounds.get("at_least", 1)
 
 
 def test_times_are_spoken():
@@ -250,8 +263,8 @@ class Job:
         self.outcomes = [{} for _ in range(world)]
         self.step, self.saved, self.notes, self.lost_at, self.apart = 0, 0, {}, None, []
 
-    def hear(self, rank, until, step):
-        """Rank ``rank`` hears the outcomes that have arrived, and all up to save ``until``."""
+    def receive(self, rank, until, step):
+        """Rank ``rank`` gets the outcomes that have arrived, and all up to save ``until``."""
         for number, (arrives, notes) in sorted(self.outcomes[rank].items()):
             if number <= until or arrives <= step:
                 self.schedules[rank].committed(number, notes, self.dice.uniform(1.0, 9.0))
@@ -263,7 +276,7 @@ class Job:
             due = []
             for rank, (clock, schedule) in enumerate(zip(self.clocks, self.schedules, strict=True)):
                 clock.now += self.dice.uniform(0.5, 1.5)
-                self.hear(rank, 0, self.step)
+                self.receive(rank, 0, self.step)
                 schedule.step_ended(self.step, in_flight=bool(self.outcomes[rank]))
                 due.append(schedule.due(self.step))
             if any(due):
@@ -273,7 +286,7 @@ class Job:
         numbers = {}
         for rank, (is_due, schedule) in enumerate(zip(due, self.schedules, strict=True)):
             if is_due:
-                self.hear(rank, schedule._number - 1, self.step)
+                self.receive(rank, schedule._number - 1, self.step)
                 numbers[rank] = schedule.save_begun(self.step)
                 schedule.waited(self.dice.uniform(0.0, 4.0))
         if not all(due):

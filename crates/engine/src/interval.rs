@@ -90,7 +90,7 @@ impl Limit {
 }
 
 impl Costs {
-    /// Seconds wasted for each second of training if `interval_s` seconds of quiet steps lie between two saves.
+    /// Seconds wasted for each second of training, with `interval_s` seconds of quiet steps between two saves.
     pub fn waste(&self, interval_s: f64) -> f64 {
         let Costs { cost_s, lag_s, mtbf_s, restart_s, .. } = *self;
         let failing = -(-(interval_s + cost_s) / mtbf_s).exp_m1();
@@ -133,7 +133,9 @@ impl Costs {
         {
             (steps, limit) = (at_most, Limit::AtMost);
         }
-        Ok(Interval { steps, interval_s: steps as f64 * self.step_s, waste: of(steps), limit })
+        // Where failures come faster than steps end, the waste is beyond all numbers.
+        let waste = of(steps).min(f64::MAX);
+        Ok(Interval { steps, interval_s: steps as f64 * self.step_s, waste, limit })
     }
 
     fn check(&self) -> Result<()> {

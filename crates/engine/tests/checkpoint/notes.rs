@@ -52,7 +52,7 @@ impl Coord for Deaf {
     }
 }
 
-/// Three ranks, the last of which never hears how a commit ended.
+/// Three ranks, the last of which never gets the outcome of a commit.
 fn job() -> Job {
     let engine = |coord: Arc<dyn Coord>| {
         let coord: Arc<dyn Coord> = if coord.rank() == 2 { Arc::new(Deaf(coord)) } else { coord };

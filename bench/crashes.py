@@ -7,6 +7,7 @@ from the end of a restore; starting Python and importing PyTorch would take long
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import subprocess
@@ -24,12 +25,21 @@ INTERVALS = ("10", "50", "200", "optimal")
 NONE = "none"
 """No saves and no crashes: what the steps themselves take."""
 
+TRIED = 100
+"""Steps that show what a step takes here."""
+
+STEPS_TO_CRASH = 400
+"""The mean number of steps from one crash to the next."""
+
 WIDTH = 768
 READY, DONE = "ready", "done"
 
 
 def measure(settings: Settings) -> Figures:
-    steps, mtbf_s = (200, 3.0) if settings.quick else (1000, 5.0)
+    steps = 200 if settings.quick else 2000
+    # So that a machine that is slow now sees as many crashes as a fast one.
+    plain_s = trained(settings.where / "crashes", NONE, TRIED, math.inf, iter(()))[0]
+    mtbf_s = plain_s / TRIED * STEPS_TO_CRASH
     rounds = min(settings.rounds, ROUNDS_MAX)
     seconds: dict[str, list[float]] = {name: [] for name in (NONE, *INTERVALS)}
     crashes: dict[str, list[int]] = {name: [] for name in seconds}
@@ -51,7 +61,7 @@ def measure(settings: Settings) -> Figures:
         row: list[object] = [name, median(seconds[name]), spread(seconds[name]), median(crashes[name])]
         rows.append([*row, median(wasted), spread(wasted), median(beside), spread(beside)])
     columns = ("s", "(min .. max)", "crashes", "waste", "(min .. max)", "beside optimal", "(min .. max)")
-    table(f"{steps} steps, one crash in {mtbf_s:.0f} s, a save every ... steps", ("", *columns), rows)
+    table(f"{steps} steps, one crash in {mtbf_s:.1f} s, a save every ... steps", ("", *columns), rows)
     for words in said:
         print(f"  optimal, at the end of a round: {words}")
     return {name: summary(found) for name, found in seconds.items()} | {"crashes": crashes, "optimal": said}
@@ -103,8 +113,8 @@ def train(place: str, every: str, steps: int, mtbf_s: float) -> None:
         optimizer.zero_grad()
 
     step()  # makes the optimizer's state, and what PyTorch makes once
-    schedules = {"optimal": sf.optimal(mtbf=mtbf_s)} | {name: sf.steps(int(name)) for name in INTERVALS[:-1]}
-    ckpt = sf.Checkpointer(place, every=schedules.get(every), keep=sf.last(1))
+    schedule = None if every == NONE else sf.optimal(mtbf=mtbf_s) if every == "optimal" else sf.steps(int(every))
+    ckpt = sf.Checkpointer(place, every=schedule, keep=sf.last(1))
     state = {"model": model, "optimizer": optimizer}
     start = ckpt.restore(state)
     print(READY, flush=True)

@@ -64,7 +64,7 @@ def measure(settings: Settings) -> Figures:
     table(f"{steps} steps, one crash in {mtbf_s:.1f} s, a save every ... steps", ("", *columns), rows)
     for words in said:
         print(f"  optimal, at the end of a round: {words}")
-    return {name: summary(found) for name, found in seconds.items()} | {"crashes": crashes, "optimal": said}
+    return {name: summary(found) for name, found in seconds.items()} | {"crashes": crashes, "schedules": said}
 
 
 def gaps(number: int, mtbf_s: float) -> Iterator[float]:

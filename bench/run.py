@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import crashes
 import footprint
 import fsdp
 import goals
@@ -44,6 +45,7 @@ MEASURES = {
     "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
+    "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),
     "footprint": (footprint.measure, "memory beside the state"),
     "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
     "replay": (replay.measure, "replayed steps of AdamW beside loads and stores alone, and beside PyTorch's"),

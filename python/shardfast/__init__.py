@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from .inspection import Mapped, mapped
     from .load_plan import LoadPlan
-    from .schedule import best, every, last, steps
+    from .schedule import best, every, last, optimal, steps
     from .stateful import PerRank, Stateful, random_state
     from .verbs import load, plan_load, save, save_async
 
@@ -66,6 +66,7 @@ __all__ = [
     "last",
     "load",
     "mapped",
+    "optimal",
     "plan_load",
     "random_state",
     "save",
@@ -85,6 +86,7 @@ _HOMES = {
     "last": "schedule",
     "load": "verbs",
     "mapped": "inspection",
+    "optimal": "schedule",
     "plan_load": "verbs",
     "random_state": "stateful",
     "save": "verbs",

@@ -34,12 +34,15 @@ __all__ = [
     "Window",
     "__version__",
     "absolute_url",
+    "best_interval",
     "cli_main",
     "decode",
+    "mean_time_between_failures",
     "newest",
     "open",
     "save",
     "step_url",
+    "time_of",
 ]
 
 __version__: str
@@ -221,6 +224,12 @@ class Pending:
 
     def done(self) -> bool:
         """Whether the save has ended, with or without success."""
+
+    def note(self, name: str, text: str) -> None:
+        """Sets a note that the checkpoint records, if rank 0 sets it before it begins to commit."""
+
+    def committed_notes(self) -> dict[str, str]:
+        """Shardfast's own notes (``shardfast.…``) of the checkpoint, after the commit; the same on every rank."""
 
     def report(self) -> str:
         """What the save did so far, as JSON."""
@@ -470,6 +479,36 @@ def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
 ) -> tuple[int, Checkpoint, list[str]] | None:
     """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
+
+def best_interval(
+    *,
+    step_s: float,
+    cost_s: float,
+    lag_s: float,
+    mtbf_s: float,
+    restart_s: float,
+    at_least: int,
+    at_most: int | None,
+) -> tuple[int, float, str]:
+    """The number of steps between two saves that wastes least.
+
+    Behind it the seconds wasted then for each second of training, and what decided: ``"waste"``, ``"storage"``,
+    ``"at_least"`` or ``"at_most"``. All times are in seconds.
+
+    Raises:
+        Invalid: For times that are negative or not finite, a step or a mean time of zero, and bounds that contradict
+            each other.
+    """
+
+def mean_time_between_failures(expected_s: float, restarts: int, trained_s: float) -> float:
+    """The mean time between failures, in seconds, after ``restarts`` failures in ``trained_s`` seconds."""
+
+def time_of(text: str) -> float:
+    """The seconds that a text such as ``"6h"`` says.
+
+    Raises:
+        Invalid: For what is no time above zero.
+    """
 
 def absolute_url(url: str) -> str:
     """A path as seen from ``/``; a URL with a scheme without a slash at its end.

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _native
@@ -80,6 +80,15 @@ class Pending:
     def done(self) -> bool:
         """Returns whether the save has ended, with or without success."""
         return self._pending.done()
+
+    def note(self, notes: Mapping[str, str]) -> None:
+        """Sets notes that the checkpoint records, if rank 0 sets them before it begins to commit."""
+        for name, text in notes.items():
+            self._pending.note(name, text)
+
+    def committed_notes(self) -> dict[str, str]:
+        """Shardfast's own notes of the checkpoint, after the commit; the same on every rank."""
+        return self._pending.committed_notes()
 
     @property
     def report(self) -> dict[str, Any]:
@@ -163,7 +172,11 @@ class Pending:
 
 
 class InFlight:
-    """The saves of a process that have not ended."""
+    """The saves of a process that have not ended.
+
+    Attributes:
+        waited_s: Seconds that :meth:`staged` has waited in all.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -178,6 +191,7 @@ class InFlight:
         self._watcher: threading.Thread | None = None
         self._aheads: weakref.WeakSet[Ahead] = weakref.WeakSet()
         self.is_over = False
+        self.waited_s = 0.0
 
     def prepare(self) -> None:
         """Starts the thread that watches saves, before the first one needs it."""
@@ -202,11 +216,15 @@ class InFlight:
 
     def staged(self) -> None:
         """Waits until no save copies tensors that are about to change. A failed save raises its error itself."""
+        if not self._unstaged:
+            return
+        began = time.perf_counter()
         for pending in self._unstaged:
             try:
                 pending.mind()
             except Error as error:
                 _log.debug("%s: %s", pending.url, error)
+        self.waited_s += time.perf_counter() - began
 
     def follow(self, ahead: Ahead) -> None:
         """Tells that capture of every step of an optimizer from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -17,7 +18,7 @@ from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
-from .schedule import Keep, Steps, noted
+from .schedule import Keep, Schedule, Steps, noted
 from .session import TIMEOUT_S, current, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
@@ -46,7 +47,8 @@ class Checkpointer:
             ``~`` at the home directory. The directory may hold anything else, such as logs: Shardfast looks only at
             directories ``step-<step>``. Those are the checkpoints' own; a save into one that holds other files is
             refused.
-        every: When :meth:`step` saves, such as ``sf.steps(200)``; without it only :meth:`save` does.
+        every: When :meth:`step` saves, such as ``sf.steps(200)`` or ``sf.optimal(mtbf="6h")``; without it only
+            :meth:`save` does. The same on every rank.
         keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; without it all of them. Others are
             taken back only after a newer one is durable and was seen to be complete; their files are deleted with the
             next save, so that a reader can finish. Shardfast deletes only its own files: if you put a file of
@@ -63,6 +65,7 @@ class Checkpointer:
 
     Attributes:
         url: The directory of the run.
+        every: When :meth:`step` saves; ``print(ckpt.every)`` says it in words. ``None`` if it never does.
         newest: The step of the newest save that was begun or restored by this object; ``None`` before.
         committed: The newest step that this object knows to be durable; ``None`` before.
         restored: What :meth:`restore` loaded; ``None`` before.
@@ -73,7 +76,7 @@ class Checkpointer:
         self,
         url: Url,
         *,
-        every: Steps | None = None,
+        every: Schedule | None = None,
         keep: Keep | None = None,
         pickle: bool = False,
         prove: bool | None = None,
@@ -82,12 +85,12 @@ class Checkpointer:
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        if every is not None and not isinstance(every, Steps):
+        if every is not None and not isinstance(every, Schedule):
             raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
         if keep is not None and not isinstance(keep, Keep):
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
         capture = Ahead(over)
-        if every is not None and not capture.is_off and capture.steps > every.count:
+        if isinstance(every, Steps) and not capture.is_off and capture.steps > every.count:
             raise Invalid(
                 f"over={over}: expected no more steps than there are between saves, and every={every!r}: capture over "
                 "fewer steps, or save less often"
@@ -98,7 +101,11 @@ class Checkpointer:
         self.newest: int | None = None
         self.committed: int | None = None
         self.restored: LoadPlan | None = None
-        self._every = every
+        self.every = None if every is None else every.of_run()
+        self._schedule = self.every or Schedule()
+        # What the schedule has counted of in_flight.waited_s.
+        self._waited_s = in_flight.waited_s
+        self._is_root = False
         self._keep = keep
         self._pickle = pickle
         self._prove = prove
@@ -154,6 +161,7 @@ class Checkpointer:
             lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
             self._timeout_s,
         )
+        began = time.perf_counter()
         below: int | None = None
         while True:
             found = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
@@ -174,6 +182,7 @@ class Checkpointer:
                 continue
             self.newest = self.committed = step
             self._prepare(state)
+            self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
             return step
 
     def step(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
@@ -196,8 +205,8 @@ class Checkpointer:
             Error: What failed in the background since the last call (the save that is due has begun all the same), or
                 why this save cannot be made.
         """
-        due = self._every is not None and self._every.due(step)
-        if not due:
+        self._step_ended(step)
+        if not self._schedule.due(step):
             if not self._is_prepared:
                 self._prepare(state)
             self._settle(None)
@@ -209,18 +218,34 @@ class Checkpointer:
 
     def _approach(self, step: int, state: dict[str, Any]) -> None:
         """Captures ahead of the next save that is due, if it is near enough."""
-        if self.capture.is_off or self._every is None:
+        if self.capture.is_off:
             return
         self.capture.passed()
-        left = self._every.next_due(step) - step
+        due = self._schedule.next_due(step)
+        left = None if due is None else due - step
         session = met(self._process_group)
-        if session is None or not self.capture.opens(left):
+        if session is None or left is None or not self.capture.opens(left):
             return
         described = self._describer.tensors(state)
         if described is None:
             self.capture.reason = "the state was not the same, and was not described since"
         else:
             self.capture.open(session, *described, state, left)
+
+    def _step_ended(self, step: int) -> None:
+        """Lets the schedule measure the step; rank 0 gives its newest notes to the saves in flight."""
+        running = [pending for pending, _ in self._running if not pending.done()]
+        self._count_waits()
+        self._schedule.step_ended(step, in_flight=bool(running))
+        if running and self._is_root:
+            notes = self._schedule.notes()
+            for pending in running:
+                pending.note(notes)
+
+    def _count_waits(self) -> None:
+        """Passes on how long optimizers have waited for saves since the last call."""
+        before, self._waited_s = self._waited_s, in_flight.waited_s
+        self._schedule.waited(self._waited_s - before)
 
     def _prepare(self, state: dict[str, Any]) -> None:
         """Describes the state and makes page-locked memory for it, so that the first save need not."""
@@ -236,6 +261,8 @@ class Checkpointer:
         if self._closed:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
         expect_step(step)
+        self._count_waits()
+        began = time.perf_counter()
         try:
             self._settle(IN_FLIGHT_MAX - 1)
         except Exception:
@@ -243,17 +270,21 @@ class Checkpointer:
             self._begin(step, state, metrics)
             raise
         self._begin(step, state, metrics)
+        self._waited_s = in_flight.waited_s  # those waits are a part of the call
+        self._schedule.waited(time.perf_counter() - began)
 
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
+        number = self._schedule.save_begun(step)
         url = _native.step_url(self.url, step)
         session = current(self._timeout_s, self._process_group)
+        self._is_root = session.rank == 0
         pending = begin(
             session,
             self._describer,
             url,
             state,
             step=step,
-            user=lambda: noted(metrics, self._keep),
+            user=lambda: {**noted(metrics, self._keep), **self._schedule.notes()},
             pickle=self._pickle,
             prove=self._prove,
             prove_except=self._prove_except,
@@ -261,13 +292,18 @@ class Checkpointer:
             window=self.capture.take,
         )
         self.newest = step
-        retention = self._retention if session.rank == 0 else None
+        retention = self._retention if self._is_root else None
         leaving, self._leaving = self._leaving, []
-        concluding = self._background.submit(self._conclude, step, pending, retention, leaving)
+        concluding = self._background.submit(self._conclude, step, number, pending, retention, leaving)
         self._running.append((pending, concluding))
 
     def _conclude(
-        self, step: int, pending: Pending, retention: _native.Retention | None, leaving: list[int] | None
+        self,
+        step: int,
+        number: int,
+        pending: Pending,
+        retention: _native.Retention | None,
+        leaving: list[int] | None,
     ) -> None:
         """In the background: the second round of retention, the end of the save, then the first round."""
         try:
@@ -276,6 +312,8 @@ class Checkpointer:
             if pending.window is not None:
                 self.capture.saved(pending.window)
             self.committed = max(step, self.committed or 0)
+            lag_s = pending.report["phases_ms"]["committed"] / 1e3
+            self._schedule.committed(number, pending.committed_notes(), lag_s)
             if retention is not None:
                 # What left between the begin of this save and now: its round is over, too.
                 failure = self._clear(retention, self._leaving) or failure

@@ -17,6 +17,7 @@ NATIVE_CALLERS = {
     "ahead",
     "description",
     "inspection",
+    "interval",
     "session",
     "errors",
     "values",

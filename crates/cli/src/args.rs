@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use shardfast_engine::interval;
 
 const EXIT_CODES: &str = "\
 URL is a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a checkpoint, or a run,
@@ -128,6 +129,9 @@ pub(crate) enum Command {
         #[arg(long, default_value = "24h", value_name = "AGE", value_parser = age)]
         older_than: Duration,
     },
+    /// Say how often a job should save, from its size, its rates and how often it fails; reads nothing
+    #[command(after_help = EXIT_CODES)]
+    Interval(Question),
     /// Say what saves and loads will use on this machine, what is missing, and what follows from it
     #[command(after_help = EXIT_CODES)]
     Doctor {
@@ -135,6 +139,47 @@ pub(crate) enum Command {
         #[arg(default_value = ".")]
         path: String,
     },
+}
+
+/// A planned job.
+#[derive(Debug, Args)]
+pub(crate) struct Question {
+    /// Parameters of the model, such as 7B, 1.2B or 350M
+    #[arg(long, value_parser = parameters)]
+    pub(crate) parameters: u64,
+    /// Bytes of state for each parameter; 12 are weights and two moments in fp32
+    #[arg(long, default_value_t = 12, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub(crate) bytes_per_parameter: u64,
+    /// Ranks that share the state
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) ranks: u64,
+    /// A step without a save, such as 2s or 450ms
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub(crate) step: f64,
+    /// Mean time between failures of the whole job, such as 6h
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub(crate) mtbf: f64,
+    /// Bytes that the storage takes of all ranks in a second, such as 20GB
+    #[arg(long, value_name = "BYTES", value_parser = size, required_unless_present = "storage_per_rank")]
+    pub(crate) storage: Option<u64>,
+    /// Bytes that it takes of each rank in a second, if that is the limit
+    #[arg(long, value_name = "BYTES", value_parser = size, conflicts_with = "storage")]
+    pub(crate) storage_per_rank: Option<u64>,
+    /// Bytes that a rank copies to host memory in a second
+    #[arg(long, value_name = "BYTES", default_value = "10GB", value_parser = size)]
+    pub(crate) copy: u64,
+    /// What a save costs the training, if that was measured; otherwise the whole copy, as if no step hid any of it
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub(crate) cost: Option<f64>,
+    /// From a failure to the first step after it, such as 5m; unless it is given, restarts take no time
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub(crate) restart: Option<f64>,
+    /// Fewest steps between two saves
+    #[arg(long, default_value_t = 1, value_name = "STEPS")]
+    pub(crate) at_least: u64,
+    /// Most steps between two saves
+    #[arg(long, value_name = "STEPS")]
+    pub(crate) at_most: Option<u64>,
 }
 
 /// Bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or nothing.
@@ -171,6 +216,29 @@ fn age(text: &str) -> Result<Duration, String> {
     number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(expected)
 }
 
+/// A time in seconds, as [`interval::seconds`].
+fn time(text: &str) -> std::result::Result<f64, String> {
+    interval::seconds(text).map_err(|error| error.message)
+}
+
+/// A number of parameters: with `K`, `M`, `B` or `T` for thousands, millions, billions, trillions, or with nothing.
+fn parameters(text: &str) -> std::result::Result<u64, String> {
+    let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
+    let scale = match unit {
+        "" => 1.0,
+        "K" => 1e3,
+        "M" => 1e6,
+        "B" => 1e9,
+        "T" => 1e12,
+        _ => f64::NAN,
+    };
+    let found = number.parse::<f64>().map_or(f64::NAN, |number| (number * scale).round());
+    match (1.0..=1e18).contains(&found) {
+        true => Ok(found as u64),
+        false => Err("expected a number of parameters, such as 7B, 1.2B or 350M".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,6 +260,16 @@ mod tests {
         }
         for text in ["", "24", "h", "-1h", "1.5h", "1 h", "1w", "18446744073709551615d"] {
             assert!(age(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_parameters_are_read() {
+        for (text, expected) in [("7B", 7_000_000_000), ("1.2B", 1_200_000_000), ("350M", 350_000_000), ("17", 17)] {
+            assert_eq!(parameters(text), Ok(expected), "{text}");
+        }
+        for text in ["", "B", "0", "-7B", "7b", "nan", "inf", "7 billion", "1e30"] {
+            assert!(parameters(text).is_err(), "{text:?}");
         }
     }
 

@@ -14,7 +14,7 @@ use shardfast_engine::{
 use crate::args::Command;
 use crate::doctor::{Host, Report};
 use crate::text::{count, plain, size};
-use crate::{FINE, FOUND, describe};
+use crate::{FINE, FOUND, describe, interval};
 
 /// The output of a command.
 pub(crate) struct Outcome {
@@ -91,6 +91,10 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let swept: Swept = sweep(&url, older_than, dry_run, &|done, total| progress.show(done, total))?;
             drop(progress);
             Ok(outcome(describe::swept(&swept, dry_run), &Sweeping { dry_run, swept: &swept }, FINE))
+        }
+        Command::Interval(asked) => {
+            let answer = interval::answer(&asked)?;
+            Ok(outcome(answer.text(), &answer, FINE))
         }
         Command::Doctor { path } => {
             let report = Report::new(&examine(&path)?, host());

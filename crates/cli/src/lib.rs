@@ -7,6 +7,7 @@ mod args;
 mod commands;
 mod describe;
 mod doctor;
+mod interval;
 mod text;
 
 use std::ffi::OsString;

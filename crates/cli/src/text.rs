@@ -35,6 +35,23 @@ pub(crate) fn age(then_ms: u64, now_ms: u64) -> String {
     }
 }
 
+/// A time with three digits: `0.25 ms`, `12 s`, `2 min`, `6 h`, `2 d`.
+pub(crate) fn duration(seconds: f64) -> String {
+    let units = [(86_400.0, 2.0, "d"), (3600.0, 2.0, "h"), (60.0, 2.0, "min"), (1.0, 1.0, "s")];
+    let unit = units.into_iter().find(|(size, least, _)| seconds >= size * least);
+    let (value, unit) = unit.map_or((seconds * 1e3, "ms"), |(size, _, unit)| (seconds / size, unit));
+    let digits = if value >= 100.0 {
+        0
+    } else if value >= 10.0 {
+        1
+    } else {
+        2
+    };
+    let text = format!("{value:.digits$}");
+    let text = if digits > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    format!("{text} {unit}")
+}
+
 /// `2026-01-31 13:05:09 UTC`.
 pub(crate) fn date(unix_ms: u64) -> String {
     let (days, second) = (unix_ms / 86_400_000, unix_ms / 1000 % 86_400);
@@ -144,6 +161,23 @@ mod tests {
             (4_102_444_800, "2100-01-01 00:00:00 UTC"),
         ] {
             assert_eq!(date(seconds * 1000), expected);
+        }
+    }
+
+    #[test]
+    fn durations_are_readable() {
+        for (seconds, expected) in [
+            (0.0, "0 ms"),
+            (0.00025, "0.25 ms"),
+            (0.45, "450 ms"),
+            (1.0, "1 s"),
+            (119.0, "119 s"),
+            (190.4, "3.17 min"),
+            (21_600.0, "6 h"),
+            (172_800.0, "2 d"),
+            (1e9, "11574 d"),
+        ] {
+            assert_eq!(duration(seconds), expected);
         }
     }
 

@@ -9,8 +9,8 @@
 //! 4. It publishes `COMMIT`, which holds the manifest's name, length and SHA-256, create-if-absent: of two attempts at
 //!    one checkpoint the first wins and the second gets `Conflict`. Only now does the checkpoint exist. If files
 //!    vanished while it was published, rank 0 removes it.
-//! 5. The outcome goes to every rank. A rank that loses rank 0 before the outcome arrives looks for its attempt's
-//!    `COMMIT` itself, and makes its name durable.
+//! 5. The outcome goes to every rank, and with it Shardfast's own notes of the checkpoint. A rank that loses rank 0
+//!    before the outcome arrives looks for its attempt's `COMMIT` itself, and makes its name durable.
 //!
 //! A reader looks for `COMMIT` only. Data files and manifests carry the attempt in their names, so that files of a
 //! crashed or rival attempt are never read and never overwritten.
@@ -30,6 +30,7 @@ use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
 use crate::operation::Operation;
 use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
+use crate::progress::{Notes, Progress};
 use crate::receipt::Receipt;
 use crate::state::Destination;
 use crate::together;
@@ -50,7 +51,8 @@ pub(crate) struct Failed {
     pub(crate) nothing_published: bool,
 }
 
-/// Steps 1 to 5. `receipt` may be this rank's failure, which then fails the commit on all ranks.
+/// Steps 1 to 5; returns Shardfast's own notes of the checkpoint. `receipt` may be this rank's failure, which then
+/// fails the commit on all ranks.
 pub(crate) fn commit(
     operation: &Operation,
     store: &dyn Store,
@@ -58,8 +60,9 @@ pub(crate) fn commit(
     plan: &RankPlan,
     values: &ValuePlan,
     receipt: Result<Receipt>,
-    patience: Patience<'_>,
-) -> std::result::Result<(), Failed> {
+    progress: &Progress,
+) -> std::result::Result<Notes, Failed> {
+    let patience = Patience::of(progress, operation.deadline());
     let world = operation.engine.world();
     let mut published = false;
     let attempt = operation.attempt();
@@ -70,6 +73,8 @@ pub(crate) fn commit(
         let mut info = info(destination, &attempt, world);
         info.user.extend(replayed(&receipts).map(|note| (REPLAYED.to_owned(), note)));
         let reported = all.reported(receipts, values.files.as_deref())?;
+        info.user.extend(progress.late_notes());
+        let own_notes = own_notes(&info);
         let manifest = assemble(&compared.values, info, &reported)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
@@ -88,10 +93,10 @@ pub(crate) fn commit(
         // is ignored: the checkpoint is committed.
         let _ = mend_indexes(store, &manifest);
         all.remember_files(operation.number(), reported);
-        Ok(vec![(); world as usize])
+        Ok(vec![own_notes; world as usize])
     });
     match answer {
-        Ok(()) => Ok(()),
+        Ok(notes) => Ok(notes),
         Err(failed) if operation.is_root() => {
             let nothing_published = !published || failed.error.kind != Kind::Unavailable;
             Err(Failed { error: failed.error, nothing_published })
@@ -103,10 +108,19 @@ pub(crate) fn commit(
         }
         Err(failed) => match retry(|| read_commit(store, "")) {
             // Rank 0 may have died before it could make the name durable.
-            Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => Ok(()),
+            Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => {
+                let manifest = retry(|| Ok(Manifest::decode(&manifest_of(store, "", &commit)?)?));
+                Ok(manifest.map_or_else(|_| Notes::new(), |manifest| own_notes(&manifest.info)))
+            }
             _ => Err(Failed { error: failed.error, nothing_published: false }),
         },
     }
+}
+
+/// The notes that Shardfast itself made, by the beginning of their names.
+fn own_notes(info: &SaveInfo) -> Notes {
+    let own = info.user.iter().filter(|(name, _)| name.starts_with("shardfast."));
+    own.map(|(name, text)| (name.clone(), text.clone())).collect()
 }
 
 /// Checks that files which this save wrote still exist with these sizes.

@@ -22,6 +22,7 @@ pub mod export;
 mod foreign;
 mod host;
 pub mod inspect;
+pub mod interval;
 mod layout;
 pub mod load;
 pub mod locate;

@@ -1,5 +1,6 @@
 //! A save in flight: *requested*, then *staged* (the state may change now), then *committed* (it survives).
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,6 +82,19 @@ impl Pending {
     /// Whether the save has ended, with or without success.
     pub fn done(&self) -> bool {
         self.shared.lock().outcome.is_some()
+    }
+
+    /// Sets a note that the checkpoint records, in place of one of the same name in [`Destination::user`]. Rank 0's
+    /// count; a note that comes after rank 0 has begun to write the manifest does not.
+    ///
+    /// [`Destination::user`]: crate::Destination::user
+    pub fn note(&self, name: String, text: String) {
+        self.shared.lock().late_notes.insert(name, text);
+    }
+
+    /// Shardfast's own notes (`shardfast.…`) of the checkpoint, after the commit; the same on every rank. Empty before.
+    pub fn committed_notes(&self) -> BTreeMap<String, String> {
+        self.shared.lock().committed_notes.clone()
     }
 
     /// What the save did so far.

@@ -51,7 +51,14 @@ pub(crate) struct State {
     pub(crate) cancelled: Option<Error>,
     pub(crate) outcome: Option<Result<()>>,
     pub(crate) report: Report,
+    /// Notes that the caller has added since the save began.
+    pub(crate) late_notes: Notes,
+    /// Shardfast's own notes, as rank 0 has committed them.
+    pub(crate) committed_notes: Notes,
 }
+
+/// Texts by name.
+pub(crate) type Notes = BTreeMap<String, String>;
 
 /// The running save's end of it.
 pub(crate) struct Progress {
@@ -63,7 +70,16 @@ pub(crate) struct Progress {
 impl Shared {
     pub(crate) fn new(captured: bool) -> Shared {
         let report = Report::default();
-        let state = State { captured, staged: false, confirmed: None, cancelled: None, outcome: None, report };
+        let state = State {
+            captured,
+            staged: false,
+            confirmed: None,
+            cancelled: None,
+            outcome: None,
+            report,
+            late_notes: Notes::new(),
+            committed_notes: Notes::new(),
+        };
         Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
     }
 
@@ -160,6 +176,16 @@ impl Progress {
             ("deletes", deletes),
         ];
         self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
+    }
+
+    /// The notes that the caller has added so far.
+    pub(crate) fn late_notes(&self) -> Notes {
+        self.shared.lock().late_notes.clone()
+    }
+
+    /// Sets the notes that were committed.
+    pub(crate) fn noted(&self, notes: Notes) {
+        self.shared.lock().committed_notes = notes;
     }
 
     /// Counts data files that this rank wrote.

@@ -220,12 +220,14 @@ impl Save<'_> {
         let patience = self.patience();
         let receipt = batch::receipt(self.operation, store, &self.state, plan, values, [tensors, written], patience);
         let receipt = receipt.map_err(|error| self.progress.with_stage(error));
-        commit::commit(self.operation, store, self.destination, plan, values, receipt, patience).map_err(|failed| {
+        let committed = commit::commit(self.operation, store, self.destination, plan, values, receipt, self.progress);
+        let notes = committed.map_err(|failed| {
             if failed.nothing_published {
                 self.discard(&paths);
             }
             failed.error
         })?;
+        self.progress.noted(notes);
         planning::committed(self.operation, plan);
         self.progress.mark("committed");
         Ok(())

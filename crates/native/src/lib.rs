@@ -8,6 +8,7 @@ mod command;
 mod dlpack;
 mod errors;
 mod hold;
+mod interval;
 mod leaves;
 mod loading;
 mod mapped;
@@ -39,6 +40,8 @@ mod _native {
     use crate::checkpoint::{Checkpoint, absolute_url, newest, open, step_url};
     #[pymodule_export]
     use crate::hold::{Hold, Stamp};
+    #[pymodule_export]
+    use crate::interval::{best_interval, mean_time_between_failures, time_of};
     #[pymodule_export]
     use crate::leaves::Described;
     #[pymodule_export]

@@ -104,6 +104,17 @@ impl Pending {
         Ok(self.pending.get()?.done())
     }
 
+    /// Sets a note that the checkpoint records, if rank 0 sets it before it begins to commit.
+    fn note(&self, name: String, text: String) -> PyResult<()> {
+        self.pending.get()?.note(name, text);
+        Ok(())
+    }
+
+    /// Shardfast's own notes of the checkpoint, after the commit; the same on every rank.
+    fn committed_notes(&self) -> PyResult<BTreeMap<String, String>> {
+        Ok(self.pending.get()?.committed_notes())
+    }
+
     /// What the save did so far, as JSON.
     fn report(&self) -> PyResult<String> {
         serde_json::to_string(&self.pending.get()?.report()).map_err(|error| invalid(error.to_string()))

@@ -1,8 +1,8 @@
 //! Parameters with the state that their optimizer keeps of them.
 //!
-//! A capture ahead of a save rolls a parameter forward together with its moments, so a rank can hold only what it writes
-//! of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the leaf
-//! called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
+//! A capture ahead of a save rolls a parameter forward together with its moments, so a rank can hold only what it
+//! writes of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the
+//! leaf called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
 //!
 //! Where a unit would have to be cut to keep the balance, it is taken apart: then the moments are cut before the
 //! parameter, as ever. The largest units are taken apart first, one, two, four and so on, until no other one is cut.
@@ -29,12 +29,15 @@ pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], n
     }
 }
 
+/// What the items of a unit have in common: the parameter's name, which part of it they are, their class and rows.
+type Kin<'a> = (&'a str, u32, usize, u64);
+
 /// The items of each parameter that has state, the largest first.
 fn units(classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Vec<usize>> {
     let is_shared = |index: &usize| classes[items[*index].class].len() > 1;
     // Of a leaf with several parts each is one, in order.
     let mut parts: HashMap<&LeafName, u32> = HashMap::new();
-    let mut by_parameter: HashMap<(&str, u32, usize, u64), (bool, Vec<usize>)> = HashMap::new();
+    let mut by_parameter: HashMap<Kin<'_>, (bool, Vec<usize>)> = HashMap::new();
     for index in (0..items.len()).filter(is_shared) {
         let part = parts.entry(names[index]).or_default();
         *part += 1;

@@ -31,6 +31,9 @@ def train(run: Path, total: int) -> int:
             if not saved and step + 1 == total:
                 ckpt.save(step + 1, state)
         newest: int | None = ckpt.newest
+    with sf.Checkpointer(run, every=sf.optimal(mtbf="6h", at_least=10, at_most=1000)) as ckpt:
+        due: int | None = ckpt.every.next_due(start) if ckpt.every else None
+        print(ckpt.every, due)
     return newest or 0
 
 

@@ -315,6 +315,42 @@ fn the_library_is_the_command() {
 }
 
 /// The finding of that name.
+const PLANNED: [&str; 11] =
+    ["interval", "--parameters", "7B", "--ranks", "8", "--step", "2s", "--mtbf", "6h", "--storage", "2GB"];
+
+#[test]
+fn interval_tells_how_often_a_planned_job_should_save() {
+    let said = text(&PLANNED, 0);
+    assert!(said.starts_with("save every 106 steps (3.53 min): least time is wasted so\n"), "{said}");
+    assert!(said.contains("\n  state      78.2 GiB, 9.8 GiB a rank\n"), "{said}");
+    assert!(said.contains("costs 1.05 s of training, commits 42 s after its step"), "{said}");
+    let object = json(&PLANNED, 0);
+    assert_eq!((object["steps"].as_u64(), object["limit"].as_str()), (Some(106), Some("waste")));
+    // A rate for each rank is as good, and a cost that was measured decides.
+    let mut planned = PLANNED.to_vec();
+    planned[9..].copy_from_slice(&["--storage-per-rank", "250MB"]);
+    assert_eq!(text(&planned, 0), said);
+    let hidden = json(&[&PLANNED[..], &["--cost", "10ms"]].concat(), 0);
+    assert_eq!((hidden["steps"].as_u64(), hidden["limit"].as_str()), (Some(24), Some("storage")));
+    assert_eq!(json(&[&PLANNED[..], &["--at-most", "20"]].concat(), 0)["limit"], "at_most");
+}
+
+#[test]
+fn interval_refuses_what_is_no_job() {
+    let refused = |at: usize, with: &str| {
+        let mut planned = PLANNED.to_vec();
+        planned[at] = with;
+        error(&planned, 2)
+    };
+    assert!(refused(8, "0h").contains("expected a time above zero"), "{}", refused(8, "0h"));
+    assert!(refused(6, "soon").contains("expected a time above zero"));
+    assert!(refused(2, "many").contains("expected a number of parameters"));
+    assert!(refused(4, "0").contains("0"));
+    assert!(error(&PLANNED[..9], 2).contains("--storage"));
+    let bounds = error(&[&PLANNED[..], &["--at-least", "9", "--at-most", "8"]].concat(), 2);
+    assert!(bounds.starts_with("shardfast: Invalid: at_least=9, at_most=8: expected at_least"), "{bounds}");
+}
+
 fn finding<'a>(report: &'a Json, name: &str) -> &'a Json {
     let findings = report["findings"].as_array().unwrap();
     findings.iter().find(|finding| finding["name"] == name).unwrap_or_else(|| panic!("no {name}: {report:#}"))

@@ -18,6 +18,8 @@ const LONG: Duration = Duration::from_secs(60);
 /// As in any fused step of AdamW on a processor.
 const VARIANT: &str = "adam.fused.cpu.f32";
 
+const MIB: u64 = 1 << 20;
+
 /// Steps of the window.
 const STEPS: u64 = 4;
 
@@ -196,7 +198,7 @@ struct Endings {
 fn run(seed: u64, endings: &mut Endings) {
     let mut dice = Dice(seed);
     let place = tempfile::tempdir().unwrap();
-    let budget = [(128 + 20) << 20, (128 + 60) << 20, 1 << 30][dice.below(3) as usize];
+    let budget = [(128 + 20) * MIB, (128 + 60) * MIB, 1024 * MIB][dice.below(3) as usize];
     let engine = Engine::new(shardfast_coord::solo(), budget).unwrap();
     let numels: Vec<u64> =
         (0..1 + dice.below(5)).map(|_| [1, 15, 4096, 262_145, 600_001][dice.below(5) as usize]).collect();
@@ -283,23 +285,23 @@ fn what_is_committed_is_what_the_training_had() {
     let mut endings = Endings::default();
     (0..seeds()).for_each(|seed| run(seed, &mut endings));
     let Endings { replayed, refused, let_go } = endings;
-    assert!(replayed > 10 << 20 && refused > 0 && let_go > 0, "{replayed} {refused} {let_go}");
+    assert!(replayed > 10 * MIB && refused > 0 && let_go > 0, "{replayed} {refused} {let_go}");
 }
 
 #[test]
 fn gradients_without_memory_let_the_newest_blocks_go() {
     let mut dice = Dice(1);
-    let engine = Engine::new(shardfast_coord::solo(), (128 + 16) << 20).unwrap();
+    let engine = Engine::new(shardfast_coord::solo(), (128 + 16) * MIB).unwrap();
     let place = tempfile::tempdir().unwrap();
     let mut training = Training::new(&[4 * 262_144], &mut dice);
     training.save(&engine, &place.path().join("first"), None).0.committed(None).unwrap();
     let window = Window::open(&engine, &training.catalog, vec![class()], training.units()).unwrap();
     let until = Instant::now() + LONG;
-    while window.figures().held_bytes < 4 * 3 << 20 && Instant::now() < until {
+    while window.figures().held_bytes < 12 * MIB && Instant::now() < until {
         std::thread::yield_now();
     }
     // Twelve slots, and one for the gradients of each block, are sixteen.
-    assert_eq!((window.figures().held_bytes, engine.staging.kept()), (4 * 3 << 20, 12));
+    assert_eq!((window.figures().held_bytes, engine.staging.kept()), (12 * MIB, 12));
     let held: Vec<_> = std::iter::from_fn(|| engine.staging.try_keep(1, 0)).flatten().collect();
     window.stepping();
     let gradients = BTreeMap::from([(0, dice.floats(4 * 262_144))]);
@@ -307,7 +309,7 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
     let gradient: Arc<dyn Provider> = Arc::new(gradients[&0].clone());
     window.stepped(&[Applied { unit: 0, dtype: Dtype::F32, gradient, scalars }]);
     let figures = window.figures();
-    assert_eq!(figures.let_go_bytes + figures.held_bytes, 4 * 3 << 20);
+    assert_eq!(figures.let_go_bytes + figures.held_bytes, 12 * MIB);
     assert!(figures.let_go_bytes > 0 && figures.held_bytes > 0, "{figures:?}");
     assert_eq!(window.reason().as_deref(), Some("there was no memory for gradients"));
     // The program may change what is held once it is proven, and nothing else before it is copied.

@@ -31,7 +31,7 @@ REHEARSAL_STEPS = 2
 _IN_ONE = "on a host the proof reads as much as a copy; a number as over= captures over so many steps"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ahead:
     """The captures of one checkpointer.
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels")
 
@@ -180,12 +181,17 @@ def test_groups_optimizers_schedules_clipping_and_what_is_frozen_or_unused(tmp_p
     expect_same(tmp_path, "1", "4")
 
 
-def test_gradients_that_a_users_hook_drops_behind_the_step(tmp_path):
+@pytest.mark.parametrize("of_all", [False, True])
+def test_gradients_that_a_users_hook_drops_behind_the_step(tmp_path, of_all):
     for over in (1, 3):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        optimizer.register_step_post_hook(lambda one, args, kwargs: one.zero_grad())
+        register = register_optimizer_step_post_hook if of_all else optimizer.register_step_post_hook
+        hook = register(lambda one, args, kwargs: one.zero_grad())
+        if of_all:  # in front of ours, as one that was registered before
+            _global_optimizer_post_hooks.move_to_end(hook.id, last=False)
         train(tmp_path / str(over), over, model, [optimizer])
+        hook.remove()
     assert replayed(tmp_path / "3") > 0
     expect_same(tmp_path, "1", "3")
 

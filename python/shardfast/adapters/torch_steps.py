@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -158,7 +159,7 @@ class TorchSteps:
 
     def stepping(self, optimizer: object) -> None:
         _, _, units = self._of.get(id(optimizer), (None, None, ()))
-        for one in units:
+        for one in units if _may_drop_gradients(optimizer) else ():
             parameter = one.parameter()
             self._noted[one.unit] = None if parameter is None else parameter.grad
 
@@ -190,6 +191,13 @@ class TorchSteps:
             owners.append(local)
         self._noted.clear()
         return Taken(applied, scalars, owners)
+
+
+def _may_drop_gradients(optimizer: Any) -> bool:
+    """Whether hooks of others run behind the optimizer's step and before ours."""
+    own = getattr(optimizer, "_optimizer_step_post_hooks", True)
+    of_all = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_post_hooks", None)
+    return bool(own) or of_all is None or len(of_all) > 1
 
 
 def _was_skipped(optimizer: Any) -> bool:

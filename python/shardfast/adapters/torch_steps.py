@@ -97,6 +97,7 @@ class _One(NamedTuple):
     parameter: weakref.ref[torch.Tensor]
     group: int
     unit: int
+    numel: int
 
 
 class TorchSteps:
@@ -139,7 +140,7 @@ class TorchSteps:
                 arrays = [parameter, *map(state.get, moments)]
                 unit = _unit(optimizer, kind, settings, arrays)
                 if isinstance(unit, Stepped):
-                    found.append(_One(weakref.ref(parameter), number, len(self.units)))
+                    found.append(_One(weakref.ref(parameter), number, len(self.units), unit.numel))
                     self.units.append(unit)
                 else:
                     self._refuse(unit)
@@ -173,21 +174,31 @@ class TorchSteps:
         scalars: list[tuple[str, Sequence[float]]] = []
         owners: list[object] = []
         known: dict[tuple[int, float], int] = {}
-        for one in units:
-            parameter = one.parameter()
+        counts, noted = self._counts, self._noted
+        last: tuple[int, float] | None = None
+        number = 0
+        for reference, group, unit, numel in units:
+            parameter = reference()
             gradient = None if parameter is None else parameter.grad
-            gradient = self._noted.pop(one.unit, None) if gradient is None else gradient
-            if parameter is None or gradient is None:
+            if gradient is None:
+                gradient = noted.get(unit)
+            if gradient is None:
                 continue  # it did not step
-            local = local_of(gradient)
-            dtype = _gradient_dtype(local, self.units[one.unit])
-            steps = self._counts[one.unit] = self._counts[one.unit] + 1
-            number = known.get((one.group, steps))
-            if number is None:
-                number = known[one.group, steps] = len(scalars)
-                numbers = kind.numbers(optimizer.param_groups[one.group], steps)
-                scalars.append((kind.name, [float(value) for value in numbers]))
-            applied.append((one.unit, local.data_ptr(), dtype, number))
+            local = gradient if type(gradient) is torch.Tensor else local_of(gradient)
+            dtype = DTYPES.get(local.dtype)
+            if dtype is None or local.is_cuda or local.layout is not torch.strided:
+                raise Refused(f"a gradient is a {local.layout} tensor of {local.dtype} on {local.device}")
+            if local.numel() != numel or not local.is_contiguous():
+                raise Refused("a gradient is not contiguous, or of another size than its parameter")
+            steps = counts[unit] = counts[unit] + 1
+            if (group, steps) != last:
+                last = (group, steps)
+                number = known.get(last, -1)
+                if number < 0:
+                    number = known[last] = len(scalars)
+                    numbers = kind.numbers(optimizer.param_groups[group], steps)
+                    scalars.append((kind.name, [float(value) for value in numbers]))
+            applied.append((unit, local.data_ptr(), dtype, number))
             owners.append(local)
         self._noted.clear()
         return Taken(applied, scalars, owners)
@@ -226,17 +237,3 @@ def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]
     addresses = tuple(one.data_ptr() for one in local)
     arithmetic = (type(optimizer).__module__, type(optimizer).__qualname__, settings)
     return Stepped(kind.name, dtypes[0], moments, "cpu", arithmetic, first.numel(), addresses)
-
-
-def _gradient_dtype(gradient: torch.Tensor, unit: Stepped) -> str:
-    """The dtype of a gradient that can be applied.
-
-    Raises:
-        Refused: If it cannot.
-    """
-    dtype = DTYPES.get(gradient.dtype)
-    if gradient.layout is not torch.strided or not gradient.is_contiguous() or gradient.numel() != unit.numel:
-        raise Refused("a gradient is sparse, not contiguous, or of another size than its parameter")
-    if dtype is None or gradient.is_cuda:
-        raise Refused(f"a gradient is of {gradient.dtype} on {gradient.device}")
-    return dtype

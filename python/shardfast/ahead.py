@@ -8,7 +8,6 @@ proves that they are those of the tensors. What is not known to have the same bi
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
@@ -52,7 +51,6 @@ class Ahead:
     _needs_rehearsal: bool = True
     _classes: Sequence[Hashable] = ()
     _numbers: Sequence[Sequence[int]] = ()
-    _last: _native.Window | None = None
     _is_refuted: bool = False
     _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
     _saves: int = 0
@@ -91,7 +89,6 @@ class Ahead:
 
         ``described`` are the leaves of that state, ``owner`` keeps their memory allocated.
         """
-        self._note_refuted()
         if self._is_refuted:
             self.reason = "a save found that tensors were changed by something else than steps of the optimizer"
             return
@@ -99,10 +96,6 @@ class Ahead:
             self._open(session, described, owner, state, left)
         except Error as error:
             self.reason = str(error)
-
-    def _note_refuted(self) -> None:
-        if self._last is not None:
-            self._is_refuted = self._is_refuted or self._last.is_refuted()
 
     def _open(
         self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
@@ -194,8 +187,6 @@ class Ahead:
         if window is None:
             return None
         if not self._is_rehearsal:
-            self._note_refuted()
-            self._last = window
             return window
         for kind, (name, why, is_known) in zip(self._classes, window.rehearse(), strict=True):
             if is_known:
@@ -208,10 +199,12 @@ class Ahead:
             _log.info("captured in one step: %s", without[0])
         return None
 
-    def saved(self, window: _native.Window) -> None:
-        """A save with what was captured ahead was committed."""
-        self._saves += 1
-        self._figures.append(json.loads(window.figures()))
+    def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
+        """A save with what was captured ahead has ended."""
+        self._is_refuted = self._is_refuted or window.is_refuted()
+        if is_committed:
+            self._saves += 1
+            self._figures.append(figures)
 
     def figures(self) -> dict[str, float]:
         """Of the last saves with what was captured ahead, for each figure the median; nothing without such a save."""

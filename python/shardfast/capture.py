@@ -46,6 +46,7 @@ class Pending:
     ) -> None:
         self.url = url
         self.window = window
+        self.ahead: dict[str, float] | None = None
         self._pending = pending
         self._watched = watched
         self._broken: str | None = None
@@ -99,8 +100,11 @@ class Pending:
         explains each field and phase.
         """
         report: dict[str, Any] = json.loads(self._pending.report())
-        if self.window is not None:
-            report["ahead"] = json.loads(self.window.figures())
+        window = self.window
+        if window is not None:
+            self.ahead = json.loads(window.figures())
+        if self.ahead is not None:
+            report["ahead"] = self.ahead
         return report
 
     def _confirm(self) -> None:

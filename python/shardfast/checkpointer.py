@@ -309,8 +309,7 @@ class Checkpointer:
         try:
             failure = self._clear(retention, leaving)
             pending.end()
-            if pending.window is not None:
-                self.capture.saved(pending.window)
+            self._captured(pending, is_committed=True)
             self.committed = max(step, self.committed or 0)
             lag_s = pending.report["phases_ms"]["committed"] / 1e3
             self._schedule.committed(number, pending.committed_notes(), lag_s)
@@ -326,8 +325,16 @@ class Checkpointer:
             if failure is not None:
                 raise failure
         except Exception as error:
+            self._captured(pending, is_committed=False)
             pending.fail(error)  # for the log, if no later call of this object raises it
             raise
+
+    def _captured(self, pending: Pending, *, is_committed: bool) -> None:
+        """Notes what was captured ahead of a save that has ended; the window would keep the tensors' memory."""
+        window = pending.window
+        if window is not None:
+            self.capture.ended(window, pending.report["ahead"], is_committed=is_committed)
+            pending.window = None
 
     def _clear(self, retention: _native.Retention | None, leaving: list[int] | None) -> Exception | None:
         """Deletes the files of checkpoints that were taken back before the save began; returns what went wrong."""

@@ -1,11 +1,13 @@
 """Saves that are captured over several steps hold the same bytes as those of an identical run that are not."""
 
 import contextlib
+import gc
 import json
 import logging
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -315,6 +317,8 @@ def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
         optimizer.zero_grad()
         try:
             step_and_copy(ckpt, step, state)
+            if step % EVERY == 0:
+                ckpt.wait()
         except sf.Invalid as error:
             failures.append(str(error))
     with contextlib.suppress(sf.Invalid):
@@ -416,6 +420,24 @@ def test_nothing_is_chosen_on_a_host(tmp_path):
     model = net()
     ckpt = train(tmp_path, None, model, OPTIMIZERS["adamw"](model.parameters()))
     assert "the proof reads as much as a copy" in str(ckpt.capture) and replayed(tmp_path) == 0
+
+
+def test_nothing_keeps_the_memory_of_tensors_after_the_save(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(4), over=3) as ckpt:
+        for step in range(1, 9):
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            step_and_copy(ckpt, step, state)
+        pending, _ = ckpt._running[-1]
+        ckpt.wait()
+        assert pending.window is None and pending.report["ahead"]["held_bytes"] > 0
+        memory = weakref.ref(model[2].weight.untyped_storage())
+        del model, optimizer, state
+        gc.collect()
+        assert memory() is None
 
 
 def test_a_checkpointer_that_is_closed_holds_nothing(tmp_path, caplog):

@@ -100,7 +100,7 @@ class Ahead:
     def _open(
         self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
     ) -> None:
-        if self._of is not described:
+        if self._of is not described or not all(steps.is_current() for steps in self._steps):
             entries = walk_units(list(units_of(state)), frameworks.active()).entries
             found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
             self._steps, self._of = [steps for steps in found if steps is not None], described

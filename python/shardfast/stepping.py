@@ -50,6 +50,10 @@ class Steps(Protocol):
     reason: str
     """Why something of the optimizers' cannot be replayed, the first reason; empty if all can."""
 
+    def is_current(self) -> bool:
+        """Whether the optimizers still step by the same arithmetic as when this was made."""
+        ...
+
     def begin(self) -> None:
         """Notes how often each parameter was stepped so far; later steps are counted."""
         ...

@@ -373,6 +373,21 @@ def test_what_cannot_be_replayed_is_captured_in_one_step_and_said(tmp_path, name
     assert ckpt.committed == 21 and replayed(tmp_path) == 0
 
 
+def test_settings_that_change_the_arithmetic_are_rehearsed_again(tmp_path):
+    for over in (1, 3):
+        model = net()
+        (optimizer,) = of_class(torch.optim.SGD, fused=True, momentum=0.9)(model.parameters())
+
+        def change(step, optimizer=optimizer):
+            if step == 15:  # between the window of step 14 and that of step 21
+                optimizer.param_groups[0]["maximize"] = True
+
+        ckpt = train(tmp_path / str(over), over, model, [optimizer], change)
+    assert replayed(tmp_path / "3", 14) > 0 and replayed(tmp_path / "3", 21) == 0, str(ckpt.capture)
+    assert len(ckpt.capture._variants) == 2, "one for each arithmetic"
+    expect_same(tmp_path, "1", "3")
+
+
 def test_a_gradient_of_another_kind_lets_go(tmp_path):
     model = nn.Sequential(nn.Embedding(500, 40, sparse=True), nn.Linear(40, 100))
     sparse = torch.optim.SGD(model[0].parameters(), lr=0.1)

@@ -4,8 +4,9 @@
 //! writes of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the
 //! leaf called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
 //!
-//! Where a unit would have to be cut to keep the balance, it is taken apart: then the moments are cut before the
-//! parameter, as ever. The largest units are taken apart first, one, two, four and so on, until no other one is cut.
+//! Where the planner would have to cut a unit to keep the balance, it takes the unit apart: then it cuts the moments
+//! before the parameter, as ever. It takes the largest unit apart, then the two largest, then four, and so on, until it
+//! cuts none that is whole.
 
 use std::collections::HashMap;
 

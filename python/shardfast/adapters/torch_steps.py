@@ -111,6 +111,7 @@ class TorchSteps:
         self.units: list[Stepped] = []
         self.reason = ""
         self._of: dict[int, tuple[weakref.ref[Any], _Kind, list[_One]]] = {}
+        self._settings: dict[int, Hashable] = {}
         self._noted: dict[int, torch.Tensor | None] = {}
         self._counts: list[float] = []
         for optimizer, is_hooked in optimizers:
@@ -122,6 +123,7 @@ class TorchSteps:
                 self._refuse(f"{name} announces no steps: its class is not registered with PyTorch")
             else:
                 self._of[id(optimizer)] = (weakref.ref(optimizer), kind, self._units_of(optimizer, kind))
+                self._settings[id(optimizer)] = _settings_of(optimizer, kind)
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -129,8 +131,8 @@ class TorchSteps:
     def _units_of(self, optimizer: Any, kind: _Kind) -> list[_One]:
         found = []
         for number, group in enumerate(optimizer.param_groups):
-            settings = tuple((flag, group.get(flag)) for flag in kind.flags)
-            if any(isinstance(value, torch.Tensor) for value in group.values()):
+            settings = _flags_of(group, kind)
+            if _has_tensors(group):
                 self._refuse(f"{type(optimizer).__name__} has settings that are tensors, such as its learning rate")
                 continue
             for parameter in group["params"]:
@@ -145,6 +147,13 @@ class TorchSteps:
                 else:
                     self._refuse(unit)
         return found
+
+    def is_current(self) -> bool:
+        for number, (weak, kind, _) in self._of.items():
+            optimizer = weak()
+            if optimizer is None or _settings_of(optimizer, kind) != self._settings[number]:
+                return False
+        return True
 
     def begin(self) -> None:
         self._noted.clear()
@@ -202,6 +211,20 @@ class TorchSteps:
             owners.append(local)
         self._noted.clear()
         return Taken(applied, scalars, owners)
+
+
+def _flags_of(group: dict[str, Any], kind: _Kind) -> Hashable:
+    return tuple((flag, group.get(flag)) for flag in kind.flags)
+
+
+def _has_tensors(group: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in group.values())
+
+
+def _settings_of(optimizer: Any, kind: _Kind) -> Hashable:
+    """What decides which parameters are units, and how they are stepped."""
+    groups = optimizer.param_groups
+    return tuple((_flags_of(one, kind), kind.moments(one), _has_tensors(one), len(one["params"])) for one in groups)
 
 
 def _may_drop_gradients(optimizer: Any) -> bool:

@@ -47,7 +47,7 @@ with sf.Checkpointer(place, every=sf.steps(6), keep=sf.last(2), over=4) as ckpt:
                 log.write(f"{step} {digest()}\\n")
         ckpt.step(step, state)
         if ckpt.capture.figures():
-            Path(f"{seen}.replayed").write_text(str(step))
+            Path(f"{seen}.replayed").touch()
         time.sleep(0.003)
 """
 
@@ -66,4 +66,4 @@ def test_a_training_that_is_killed_goes_on_from_what_it_had(tmp_path):
             process.kill()
             process.communicate()
     assert begins[0] == 0 and begins == sorted(begins) and begins[-1] >= begins[1] > 0, begins
-    assert int((tmp_path / "seen.replayed").read_text()) > 0
+    assert (tmp_path / "seen.replayed").exists(), "no save held replayed bytes"

@@ -168,27 +168,45 @@ class Window:
         owner: object,
         classes: Sequence[tuple[str, str, str, str, str | None]],
         units: Sequence[tuple[int, int, Sequence[int]]],
+        streams: Mapping[int, int],
+        is_waited: bool,
+        pace: tuple[float, float] | None,
     ) -> Window:
         """Opens a window over these units of what is described.
 
         ``owner`` keeps the tensors' memory allocated. A class is an optimizer, the dtypes of its parameters and
         moments, where it steps, and the variant that the rehearsal found: without variants this is the rehearsal. A
-        unit is the number of its class, its elements, and the addresses of its arrays.
+        unit is the number of its class, its elements, and the addresses of its arrays. ``streams`` are those that the
+        program uses, by device; ``is_waited`` tells whether a device's gradients are overwritten before the next step,
+        and ``pace`` is what an earlier window measured.
         """
 
-    def stepping(self) -> None:
+    def go_on(self, streams: Mapping[int, int]) -> None:
+        """No optimizer steps before the next call of ``stepping``: copies begin."""
+
+    def stepping(self, streams: Mapping[int, int]) -> None:
         """An optimizer is about to step: waits for the block under way."""
 
     def stepped(
-        self, applied: Sequence[tuple[int, int, str, int]], scalars: Sequence[tuple[str, Sequence[float]]]
+        self,
+        applied: Sequence[tuple[int, int, str, int]],
+        scalars: Sequence[tuple[str, Sequence[float]]],
+        owners: object,
+        streams: Mapping[int, int],
     ) -> None:
         """An optimizer has stepped.
 
         For each unit that took part: its number, the address and the dtype of its gradient, and the number of its
-        scalars.
+        scalars. ``owners`` keep a device's gradients allocated.
         """
 
-    def rehearse(self) -> list[tuple[str | None, str, bool]]:
+    def are_gradients_left(self) -> bool:
+        """Whether a device's gradients stayed as they were until the next step, as a rehearsal saw."""
+
+    def pace(self) -> tuple[float, float] | None:
+        """Bytes that a device copies in a millisecond, and milliseconds between two steps."""
+
+    def rehearse(self, streams: Mapping[int, int]) -> list[tuple[str | None, str, bool]]:
         """By class the name of the variant that has the training's bits, or why there is none; whether it is known."""
 
     def let_go(self, reason: str) -> None:

@@ -52,6 +52,8 @@ class Ahead:
     _classes: Sequence[Hashable] = ()
     _numbers: Sequence[Sequence[int]] = ()
     _is_refuted: bool = False
+    _is_waited: bool = False
+    _pace: tuple[float, float] | None = None
     _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
     _saves: int = 0
     _stamps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -134,17 +136,24 @@ class Ahead:
             self.reason = next(why for name, why in self._variants.values() if name is None)
             return
         for steps in self._steps:
-            steps.begin()
-        self._window = _native.Window(session, described, owner, given, units)
-        self._is_rehearsal, self._classes, self._numbers = rehearses, list(classes), numbers
+            steps.begin(left)
+        streams = self._streams()
+        window = _native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
+        window.go_on(streams)
+        self._window, self._is_rehearsal = window, rehearses
+        self._classes, self._numbers = list(classes), numbers
         self.reason = ""
+
+    def _streams(self) -> dict[int, int]:
+        """The streams on which the optimizers' devices work now."""
+        return {device: stream for steps in self._steps for device, stream in steps.streams().items()}
 
     def stepping(self, optimizer: object) -> None:
         """An optimizer is about to step."""
         if self._window is None:
             return
         try:
-            self._window.stepping()
+            self._window.stepping(self._streams())
             for steps in self._steps:
                 steps.stepping(optimizer)
         except Exception as error:  # the training goes on
@@ -169,7 +178,7 @@ class Ahead:
                     for unit, address, dtype, number in taken.applied
                     if numbers[unit] >= 0
                 ]
-            window.stepped(applied, scalars)
+            window.stepped(applied, scalars, owners, self._streams())
         except Refused as refused:
             self.let_go(str(refused))
         except Exception as error:  # the training goes on
@@ -188,7 +197,9 @@ class Ahead:
             return None
         if not self._is_rehearsal:
             return window
-        for kind, (name, why, is_known) in zip(self._classes, window.rehearse(), strict=True):
+        found = window.rehearse(self._streams())
+        self._is_waited = self._is_waited or not window.are_gradients_left()
+        for kind, (name, why, is_known) in zip(self._classes, found, strict=True):
             if is_known:
                 self._variants[kind] = (name, why)
             else:
@@ -201,6 +212,7 @@ class Ahead:
 
     def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
         """A save with what was captured ahead has ended."""
+        self._pace = window.pace() or self._pace
         self._is_refuted = self._is_refuted or window.is_refuted()
         if is_committed:
             self._saves += 1
@@ -212,8 +224,14 @@ class Ahead:
         return {name: statistics.median(one[name] for one in self._figures) for name in names}
 
     def passed(self) -> None:
-        """A step of the training is over."""
+        """A step of the training is over: copies go on."""
         self._stamps.append(time.monotonic())
+        if self._window is None:
+            return
+        try:
+            self._window.go_on(self._streams())
+        except Error as error:
+            self.let_go(str(error))
 
     def __str__(self) -> str:
         if not self._figures:

@@ -1,6 +1,6 @@
 """What optimizers do in a step, in terms of no framework: what a capture ahead of a save applies to its copies."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -32,7 +32,8 @@ class Taken(NamedTuple):
     Attributes:
         applied: For each parameter that took part its number among :attr:`Steps.units`, the address and the dtype of
             its contiguous gradient, and the number of its scalars.
-        scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them.
+        scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them. On a device Adam's
+            bias corrections stand behind them once more, as the device computes them.
         owners: Keep the gradients allocated.
     """
 
@@ -54,8 +55,12 @@ class Steps(Protocol):
         """Whether the optimizers still step by the same arithmetic as when this was made."""
         ...
 
-    def begin(self) -> None:
-        """Notes how often each parameter was stepped so far; later steps are counted."""
+    def streams(self) -> Mapping[int, int]:
+        """The stream on which each device of the optimizers works now, by the device's number; none for a host."""
+        ...
+
+    def begin(self, steps: int) -> None:
+        """Notes how often each parameter was stepped so far; later steps are counted, about so many."""
         ...
 
     def stepping(self, optimizer: object) -> None:

@@ -6,6 +6,8 @@
 //! then finds these bytes on the host: [`Captured::over`] puts them in place of the tensors, and the save reads the
 //! tensors' own only to prove that the bits are the same ([`Evidence`](crate::provider::Evidence)).
 //!
+//! On a device all of these copies go on beside the training, in the device's own order ([`Beside`]).
+//!
 //! Whatever goes wrong on the way, the block is let go, and the save copies it as it copies everything else. So a
 //! window can make a save neither wrong nor impossible, but for one case: a tensor that was changed by something else
 //! than the optimizer's step. Then the bits differ, and the save fails.
@@ -13,14 +15,19 @@
 //! Which [`Variant`] of an optimizer rounds as this training does is found by rehearsal: a window of a few samples,
 //! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
 
+mod beside;
 mod block;
 mod captured;
 mod samples;
+mod seen;
 #[cfg(test)]
 mod tests;
+mod work;
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -33,13 +40,17 @@ pub use shardfast_optim::{
 };
 
 use crate::background;
+use crate::cuda::{CopyStream, ForeignStream};
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
-use crate::provider::{Fences, Provider};
+use crate::provider::Provider;
 use crate::staging::Staging;
 
-use block::{Block, Waiting};
+pub use beside::{Beside, Pace};
+use block::Block;
 pub use captured::Captured;
+use seen::Seen;
+use work::{Ask, Kept};
 
 /// What steps alike: one optimizer, one arithmetic.
 #[derive(Debug, Clone)]
@@ -80,10 +91,34 @@ pub struct Applied {
     pub unit: usize,
     /// How the gradient is stored.
     pub dtype: Dtype,
-    /// The unit's gradient, which does not change before [`Window::stepped`] returns.
+    /// The unit's gradient. On a host it does not change before [`Window::stepped`] returns; a device's is kept until
+    /// it was copied, and may change before that only where the training waits ([`Beside::new`]).
     pub gradient: Arc<dyn Provider>,
     /// The scalars of this step.
     pub scalars: Scalars,
+    /// Adam's bias corrections `1 - beta1^t` and `sqrt(1 - beta2^t)` as the device computes them, for implementations
+    /// that let it.
+    pub device_bias: Option<[f32; 2]>,
+}
+
+/// What a step used for a piece, beside the gradient.
+#[derive(Clone, Copy)]
+struct Used {
+    dtype: Dtype,
+    scalars: Scalars,
+    device_bias: Option<[f32; 2]>,
+}
+
+impl Used {
+    /// The scalars as that implementation takes them.
+    fn scalars_for(&self, variant: &Variant) -> Scalars {
+        match (self.scalars, self.device_bias) {
+            (Scalars::Adam(adam), Some([correction1, correction2_sqrt])) if variant.takes_bias_of_device() => {
+                Scalars::Adam(AdamScalars { bias: Bias::Device { correction1, correction2_sqrt }, ..adam })
+            }
+            (scalars, _) => scalars,
+        }
+    }
 }
 
 /// What the rehearsal of a class found.
@@ -112,8 +147,11 @@ pub struct Figures {
     pub copy_ms: f64,
     /// Milliseconds that steps of the optimizer waited for a block under way.
     pub wait_ms: f64,
-    /// Milliseconds in which gradients were copied, while the training waited.
+    /// Milliseconds in which gradients were copied, while the training waited; on a device, in which the copies were
+    /// begun.
     pub gradient_ms: f64,
+    /// The most bytes of a device's gradients that were kept at once until they were copied.
+    pub gradients_kept_bytes: u64,
     /// Milliseconds of the replay.
     pub replay_ms: f64,
     /// Milliseconds in which the replayed bytes were summed for the proof.
@@ -123,7 +161,9 @@ pub struct Figures {
 /// Some steps before a save.
 pub struct Window {
     shared: Arc<Shared>,
-    worker: Option<JoinHandle<()>>,
+    workers: Vec<JoinHandle<()>>,
+    /// Of a rehearsal on a device.
+    seen: Mutex<Seen>,
 }
 
 /// What a window's thread, its caller and the save share.
@@ -132,7 +172,10 @@ struct Shared {
     classes: Vec<Class>,
     units: Vec<Unit>,
     blocks: Vec<Block>,
+    /// How many blocks are held.
+    held: AtomicUsize,
     staging: Arc<Staging>,
+    beside: Option<Beside>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -143,6 +186,11 @@ struct State {
     may_copy: bool,
     /// Whether a block is being copied.
     copies: bool,
+    /// What is to be copied from a device, and whether some of it is being begun.
+    asked: VecDeque<Ask>,
+    begins: bool,
+    /// Gradients that are being copied.
+    kept: VecDeque<Kept>,
     /// The first block that was not copied yet.
     next: usize,
     /// Blocks with gradients that wait.
@@ -151,6 +199,8 @@ struct State {
     is_closed: bool,
     /// Whether nothing of it is needed any more.
     is_over: bool,
+    /// Whether one of its threads ended by a defect.
+    is_broken: bool,
     /// Whether the training had other bits than those that were rolled forward.
     is_refuted: bool,
     /// Why something was let go, the first time.
@@ -158,43 +208,81 @@ struct State {
     figures: Figures,
 }
 
+impl State {
+    /// Whether no thread takes on anything more.
+    fn ends(&self) -> bool {
+        self.is_closed || self.is_over || self.is_broken
+    }
+}
+
 impl Window {
     /// Opens a window over what this rank will write of these units, as the plan of its last save tells. Copies begin
-    /// at once.
+    /// with [`Window::go_on`]. Tensors on a device are copied `beside` its work.
     ///
     /// # Errors
     /// `Invalid` if no save of such a state was planned yet, or nothing can be held: one step is all there is then.
-    pub fn open(engine: &Engine, catalog: &Arc<Catalog>, classes: Vec<Class>, units: Vec<Unit>) -> Result<Window> {
+    pub fn open(
+        engine: &Engine,
+        catalog: &Arc<Catalog>,
+        classes: Vec<Class>,
+        units: Vec<Unit>,
+        beside: Option<Beside>,
+    ) -> Result<Window> {
         let runs = written(engine, catalog, &units)?;
         let blocks = block::blocks(&classes, &units, &runs);
         if blocks.is_empty() {
             return Err(Error::invalid("this rank writes no parameter together with its moments"));
         }
-        let shared = Arc::new(Shared::new(engine, catalog, classes, units, blocks));
-        shared.lock().may_copy = true;
-        let work = {
-            let shared = Arc::clone(&shared);
-            move || {
-                background::take_less();
-                shared.work();
-            }
-        };
-        let worker = std::thread::Builder::new().name("shardfast-ahead".into()).spawn(work);
-        let worker = worker.map_err(|error| Error::new(Kind::Exhausted, format!("a thread that copies: {error}")))?;
-        Ok(Window { shared, worker: Some(worker) })
+        let shared = Arc::new(Shared::new(engine, catalog, classes, units, blocks, beside));
+        let mut window = Window { shared, workers: Vec::new(), seen: Mutex::default() };
+        if window.shared.beside.is_some() {
+            window.spawn("shardfast-begins", Shared::begin_copies)?;
+        }
+        window.spawn("shardfast-ahead", Shared::work)?;
+        Ok(window)
     }
 
     /// Opens a window over a few samples of each class, tails of tensors included, which are copied in this call and
     /// whose gradients are kept.
-    pub fn rehearsal(engine: &Engine, catalog: &Arc<Catalog>, classes: Vec<Class>, units: Vec<Unit>) -> Window {
+    pub fn rehearsal(
+        engine: &Engine,
+        catalog: &Arc<Catalog>,
+        classes: Vec<Class>,
+        units: Vec<Unit>,
+        beside: Option<Beside>,
+    ) -> Window {
         let blocks = block::blocks(&classes, &units, &samples::of(&classes, &units));
-        let shared = Shared::new(engine, catalog, classes, units, blocks);
+        let shared = Shared::new(engine, catalog, classes, units, blocks, beside);
         for number in 0..shared.blocks.len() {
             if let Err(error) = shared.capture(number) {
                 shared.lock().reason.get_or_insert(error.message);
             }
         }
-        Window { shared: Arc::new(shared), worker: None }
+        Window { shared: Arc::new(shared), workers: Vec::new(), seen: Mutex::default() }
+    }
+
+    fn spawn(&mut self, name: &str, work: fn(&Shared)) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let work = move || {
+            background::take_less();
+            if catch_unwind(AssertUnwindSafe(|| work(&shared))).is_err() {
+                shared.break_off();
+            }
+        };
+        let worker = std::thread::Builder::new().name(name.into()).spawn(work);
+        let worker = worker.map_err(|error| Error::new(Kind::Exhausted, format!("a thread that copies: {error}")))?;
+        self.workers.push(worker);
+        Ok(())
+    }
+
+    /// What copies gradients from a device.
+    pub fn gradients(&self) -> Option<&Arc<CopyStream>> {
+        self.shared.beside.as_ref().map(Beside::gradients)
+    }
+
+    /// How fast copies from the device are, as far as is known.
+    pub fn pace(&self) -> Option<Pace> {
+        self.shared.beside.as_ref().and_then(Beside::pace)
     }
 
     /// Elements of a unit.
@@ -202,39 +290,90 @@ impl Window {
         self.shared.units.get(unit).map(|unit| unit.numel)
     }
 
-    /// An optimizer is about to step: waits for the block under way. No other is begun before [`Window::stepped`].
-    pub fn stepping(&self) {
+    /// No optimizer steps before the next call of [`Window::stepping`]: copies begin, on a device behind what the
+    /// stream `on` has to do.
+    ///
+    /// # Errors
+    /// `Unavailable` if the device is lost, `Invalid` while `on` captures a graph.
+    pub fn go_on(&self, on: Option<ForeignStream>) -> Result<()> {
+        self.seen().go_on();
+        let goes_on = |state: &State| !state.ends() && state.next < self.shared.blocks.len();
+        if self.workers.is_empty() || !goes_on(&self.shared.lock()) {
+            return Ok(());
+        }
+        if let (Some(beside), Some(on)) = (&self.shared.beside, on) {
+            beside.begin(on)?;
+            self.shared.ask(Ask::Blocks);
+        } else {
+            self.shared.lock().may_copy = true;
+            self.shared.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// An optimizer is about to step. On a host this waits for the block under way, and no other is begun before
+    /// [`Window::go_on`]; on a device, whose step comes behind them, until the copies of this time were begun.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn stepping(&self, on: Option<ForeignStream>) -> Result<()> {
+        self.pause();
+        let (Some(beside), Some(on)) = (&self.shared.beside, on) else { return Ok(()) };
+        beside.arrive(on)?;
+        if self.workers.is_empty() {
+            beside.follow(on)?;
+            self.seen().look(&self.shared)?;
+        }
+        Ok(())
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for what is being copied on a host, and for what is being begun on a device.
+    fn pause(&self) {
         let begun = Instant::now();
         let mut state = self.shared.lock();
         state.may_copy = false;
-        while state.copies {
+        while state.copies || state.begins || !state.asked.is_empty() {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.figures.wait_ms += ms(begun.elapsed());
+        state.figures.wait_ms += if self.shared.beside.is_none() { ms(begun.elapsed()) } else { 0.0 };
     }
 
-    /// An optimizer has stepped, and used these gradients: they are copied for what is held. Then copies go on.
-    pub fn stepped(&self, applied: &[Applied]) {
-        let begun = Instant::now();
-        let mut of = vec![None; self.shared.units.len()];
-        for one in applied {
-            of[one.unit] = Some(one);
+    /// An optimizer has stepped, and used these gradients: they are copied for what is held.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn stepped(&self, applied: Vec<Applied>, on: Option<ForeignStream>) -> Result<()> {
+        let (Some(beside), Some(on)) = (&self.shared.beside, on) else {
+            self.shared.follow(&applied)?;
+            return Ok(());
+        };
+        beside.follow(on)?;
+        if self.workers.is_empty() {
+            self.shared.follow(&applied)?.fences.wait()?;
+            self.seen().add(applied);
+            return Ok(());
         }
-        let mut bytes = 0;
-        for number in 0..self.shared.blocks.len() {
-            bytes += self.shared.follow(number, &of);
+        self.shared.ask(Ask::Gradients(applied));
+        if beside.is_waited() {
+            self.pause();
+            beside.wait_for_gradients(on)?;
         }
-        let mut state = self.shared.lock();
-        state.figures.gradient_bytes += bytes;
-        state.figures.gradient_ms += ms(begun.elapsed());
-        state.may_copy = !state.is_closed;
-        self.shared.changed.notify_all();
+        Ok(())
     }
 
-    /// Lets go of everything that is held: the save copies it. Waits for the block under way.
+    /// Lets go of everything that is held: the save copies it. Waits as [`Window::stepping`] does.
     pub fn let_go(&self, reason: &str) {
-        self.stepping();
+        self.pause();
         self.shared.let_go_from(0, reason);
+    }
+
+    /// Whether gradients stayed as they were until the next step, as far as a rehearsal on a device saw.
+    pub fn are_gradients_left(&self) -> bool {
+        !self.seen().are_overwritten()
     }
 
     /// Why something was let go, or not held; the first reason.
@@ -252,9 +391,9 @@ impl Window {
         self.shared.figures()
     }
 
-    /// Ends the copies, for the save of the state as it is now. Waits for the block under way.
+    /// Ends the copies, for the save of the state as it is now. Waits as [`Window::stepping`] does.
     pub fn close(&self) -> Captured {
-        self.stepping();
+        self.pause();
         let figures = self.shared.figures();
         let mut state = self.shared.lock();
         (state.is_closed, state.figures) = (true, figures);
@@ -263,10 +402,17 @@ impl Window {
         Captured::new(Arc::clone(&self.shared))
     }
 
-    /// Applies every candidate to the samples of each class, and compares with what the training has now.
-    pub fn rehearse(&self) -> Vec<Rehearsed> {
-        self.stepping();
-        samples::rehearse(&self.shared)
+    /// Applies every candidate to the samples of each class, and compares with what the training has now, on a device
+    /// behind what the stream `on` has to do.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn rehearse(&self, on: Option<ForeignStream>) -> Result<Vec<Rehearsed>> {
+        self.pause();
+        if let (Some(beside), Some(on)) = (&self.shared.beside, on) {
+            beside.follow(on)?;
+        }
+        Ok(samples::rehearse(&self.shared))
     }
 }
 
@@ -278,20 +424,13 @@ impl Drop for Window {
             state.is_over = true;
         }
         self.shared.changed.notify_all();
+        let is_over = state.is_over;
         drop(state);
-        if let Some(worker) = self.worker.take().filter(|_| self.shared.lock().is_over) {
+        for worker in self.workers.drain(..).filter(|_| is_over) {
             // It panics only by a defect, after which what it held is refused.
             let _ = worker.join();
         }
     }
-}
-
-/// What the window's thread does next.
-enum Job {
-    Copy(usize),
-    Replay(usize),
-    Settle,
-    End,
 }
 
 impl Shared {
@@ -301,153 +440,33 @@ impl Shared {
         classes: Vec<Class>,
         units: Vec<Unit>,
         blocks: Vec<Block>,
+        beside: Option<Beside>,
     ) -> Shared {
         let (catalog, staging) = (Arc::clone(catalog), Arc::clone(&engine.staging));
-        Shared { catalog, classes, units, blocks, staging, state: Mutex::default(), changed: Condvar::new() }
+        let (held, state, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
+        Shared { catalog, classes, units, blocks, held, staging, beside, state, changed }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self) {
-        loop {
-            match self.next() {
-                Job::End => return,
-                Job::Copy(number) => {
-                    let begun = Instant::now();
-                    let copied = self.capture(number);
-                    let mut state = self.lock();
-                    state.copies = false;
-                    state.figures.copy_ms += ms(begun.elapsed());
-                    match copied {
-                        Ok(true) => {}
-                        // The budget is used up: what is not held is left to the save.
-                        Ok(false) => state.next = self.blocks.len(),
-                        Err(error) => _ = state.reason.get_or_insert(error.message),
-                    }
-                    self.changed.notify_all();
-                }
-                Job::Replay(number) => {
-                    let begun = Instant::now();
-                    if let Err(error) = self.replay(number) {
-                        self.lock().reason.get_or_insert(error.message);
-                    }
-                    self.lock().figures.replay_ms += ms(begun.elapsed());
-                }
-                Job::Settle => {
-                    let begun = Instant::now();
-                    for block in &self.blocks {
-                        if self.lock().is_over {
-                            return;
-                        }
-                        block.settle();
-                    }
-                    self.lock().figures.proof_ms += ms(begun.elapsed());
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Copies come first, since they have only the time between two steps.
-    fn next(&self) -> Job {
+    /// A thread has ended by a defect: nothing is held, and nothing waits for it.
+    fn break_off(&self) {
+        self.let_go_from(0, "a thread of the capture ahead has ended by a defect");
         let mut state = self.lock();
-        loop {
-            if state.is_over {
-                return Job::End;
-            }
-            if state.may_copy && !state.is_closed && state.next < self.blocks.len() {
-                state.copies = true;
-                state.next += 1;
-                return Job::Copy(state.next - 1);
-            }
-            if let Some(number) = state.to_replay.pop_front() {
-                return Job::Replay(number);
-            }
-            if state.is_closed {
-                return Job::Settle;
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Copies a block; whether there was memory for it.
-    fn capture(&self, number: usize) -> Result<bool> {
-        let block = &self.blocks[number];
-        let held = self.blocks.iter().filter(|block| block.is_held()).count();
-        // Each block that is held needs a slot for its next gradients.
-        let Some(mut slots) = self.staging.try_keep(block.arrays, held + 1) else { return Ok(false) };
-        for piece in &block.pieces {
-            let unit = &self.units[piece.unit];
-            for (array, slot) in slots.iter_mut().enumerate() {
-                let (from, to) = (piece.of_unit(block.width(array)), piece.of_block(block.width(array)));
-                let mut fences = Fences::default();
-                unit.arrays[array].memory.fill(from.start, &mut slot[to], &mut fences)?;
-                fences.wait()?;
-            }
-        }
-        block.hold(slots);
-        Ok(true)
-    }
-
-    /// Copies the gradients of a block that is held; how many bytes.
-    fn follow(&self, number: usize, applied: &[Option<&Applied>]) -> u64 {
-        let block = &self.blocks[number];
-        if !block.is_held() || block.pieces.iter().all(|piece| applied[piece.unit].is_none()) {
-            return 0;
-        }
-        let Some(mut slot) = self.slot_for_gradients(number) else { return 0 };
-        let mut steps = Vec::with_capacity(block.pieces.len());
-        let mut bytes = 0;
-        for piece in &block.pieces {
-            let Some(one) = applied[piece.unit] else {
-                steps.push(None);
-                continue;
-            };
-            let (from, to) = (piece.of_unit(one.dtype.bytes()), piece.of_block(one.dtype.bytes()));
-            let length = self.units[piece.unit].numel * one.dtype.bytes() as u64;
-            let filled = match slot.get_mut(to.clone()) {
-                Some(out) if one.gradient.bytes() == length => {
-                    let mut fences = Fences::default();
-                    one.gradient.fill(from.start, out, &mut fences).and_then(|()| fences.wait())
-                }
-                _ => Err(Error::invalid("a gradient has another size than its parameter")),
-            };
-            if let Err(error) = filled {
-                self.let_go(number, &error.message);
-                return bytes;
-            }
-            bytes += to.len() as u64;
-            steps.push(Some((one.dtype, one.scalars)));
-        }
-        let waits = block.wait_for(Waiting { slot, steps });
-        if waits && block.variant.is_some() {
-            self.lock().to_replay.push_back(number);
-        }
-        bytes
-    }
-
-    /// A slot for a block's gradients. Where there is none, the newest blocks are let go, this one at last.
-    fn slot_for_gradients(&self, number: usize) -> Option<crate::staging::Slot> {
-        loop {
-            if let Some(slot) = self.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) {
-                return Some(slot);
-            }
-            let newest = self.blocks.iter().rposition(Block::is_held)?;
-            self.let_go(newest, "there was no memory for gradients");
-            if newest <= number {
-                return None;
-            }
-        }
-    }
-
-    fn replay(&self, number: usize) -> Result<()> {
-        self.blocks[number].replay(&self.units).inspect_err(|error| self.let_go(number, &error.message))
+        (state.is_broken, state.copies, state.begins) = (true, false, false);
+        let asked = std::mem::take(&mut state.asked);
+        self.changed.notify_all();
+        drop(state);
+        drop(asked);
     }
 
     fn let_go(&self, number: usize, reason: &str) {
         let bytes = self.blocks[number].let_go();
+        if bytes > 0 {
+            self.held.fetch_sub(1, Ordering::Relaxed);
+        }
         let mut state = self.lock();
         state.figures.let_go_bytes += bytes;
         if bytes > 0 {
@@ -465,13 +484,16 @@ impl Shared {
 
     fn figures(&self) -> Figures {
         let known = self.lock();
-        if known.is_closed {
-            return known.figures.clone();
-        }
+        let (is_closed, mut figures) = (known.is_closed, known.figures.clone());
         drop(known);
+        if let Some(beside) = &self.beside {
+            [figures.copy_ms, figures.wait_ms] = beside.copy_and_wait_ms();
+        }
+        if is_closed {
+            return figures;
+        }
         let all: u64 = self.blocks.iter().map(Block::bytes).sum();
         let held = self.blocks.iter().filter(|block| block.is_held()).map(Block::bytes).sum();
-        let figures = self.lock().figures.clone();
         let left_bytes = all.saturating_sub(held + figures.let_go_bytes);
         Figures { held_bytes: held, left_bytes, ..figures }
     }

@@ -12,5 +12,6 @@ mod driver;
 mod memory;
 mod rows;
 
-pub use device::{CopyStream, Device, Devices, PageLock};
+pub(crate) use device::Moment;
+pub use device::{CopyStream, Device, Devices, ForeignStream, PageLock};
 pub use memory::{DeviceMemory, DeviceSink};

@@ -132,10 +132,18 @@ impl Engine {
     /// `stream` must be 0 or a stream of this device that has not been destroyed.
     #[allow(unsafe_code)] // the one way in for foreign streams
     pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
+        // SAFETY: the caller's promise.
+        self.copies_behind(ordinal, unsafe { cuda::ForeignStream::new(stream) })
+    }
+
+    /// [`Engine::copies_after`] of a stream that lives.
+    ///
+    /// # Errors
+    /// As [`Engine::copies_after`].
+    pub(crate) fn copies_behind(&self, ordinal: u32, stream: cuda::ForeignStream) -> Result<Arc<cuda::CopyStream>> {
         let device = self.accelerators.device(ordinal)?;
         self.page_lock(&device, 0);
-        // SAFETY: the caller's promise.
-        unsafe { device.copies_after(stream) }
+        device.copies_behind(stream)
     }
 
     /// Makes staging memory for `bytes` bytes of the device `cuda:<ordinal>`, and page-locks it: in the background,

@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 
 use crate::capture::Capture;
 use crate::copy;
+use crate::cuda::CopyStream;
 use crate::error::{Error, Result};
 
 /// A stream of bytes of known length, of which any thread can read any range.
@@ -55,6 +56,11 @@ pub trait Provider: Send + Sync {
         false
     }
 
+    /// Where a device has these bytes in one run, and what copies from there; `None` if it has not.
+    fn on_device(&self, _at: u64, _bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+        None
+    }
+
     /// What must be read before the program changes it, to prove the bytes that are held.
     fn evidence(&self) -> Vec<Evidence> {
         Vec::new()
@@ -94,10 +100,16 @@ pub trait Fence: Send + Sync {
     /// # Errors
     /// When the device is lost; the destinations' contents are then arbitrary, and no copy is in flight any more.
     fn wait(&self) -> Result<()>;
+
+    /// A fence for the copies that were begun before this call, and for no later ones.
+    ///
+    /// # Errors
+    /// When the device is lost.
+    fn mark(self: Arc<Self>) -> Result<Arc<dyn Fence>>;
 }
 
 /// The fences to wait for before the bytes of one slot may be read.
-#[derive(Default)]
+#[derive(Default, Clone)]
 pub struct Fences {
     waiting: SmallVec<[Arc<dyn Fence>; 2]>,
 }
@@ -108,6 +120,17 @@ impl Fences {
         if !self.waiting.iter().any(|known| Arc::ptr_eq(known, fence)) {
             self.waiting.push(Arc::clone(fence));
         }
+    }
+
+    /// Waits later for no more than what was begun before this call.
+    ///
+    /// # Errors
+    /// As [`Fence::mark`]; what was to be waited for still is.
+    pub(crate) fn mark(&mut self) -> Result<()> {
+        for fence in &mut self.waiting {
+            *fence = Arc::clone(fence).mark()?;
+        }
+        Ok(())
     }
 
     /// Whether no copy is in flight on any device.

@@ -1,16 +1,18 @@
 //! Captures ahead of a save, as Python drives them: it tells when an optimizer steps, and with what.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use shardfast_engine::ahead::{
-    self, AdagradScalars, AdamScalars, Applied, Array, Bias, Captured, Class, Device, Dtype, Dtypes, LionScalars,
-    OptimizerKind, Rehearsed, Scalars, SgdScalars, Unit, Variant,
+    self, AdagradScalars, AdamScalars, Applied, Array, Beside, Bias, Captured, Class, Device, Dtype, Dtypes,
+    LionScalars, OptimizerKind, Pace, Rehearsed, Scalars, SgdScalars, Unit, Variant,
 };
+use shardfast_engine::cuda::ForeignStream;
 use shardfast_engine::{Memory, Provider, Strided};
 
 use crate::errors::{invalid, raise};
-use crate::leaves::{Described, Held};
+use crate::leaves::{Described, Held, PartInRun, Streams};
 use crate::process::Own;
 use crate::session::Session;
 
@@ -18,6 +20,8 @@ use crate::session::Session;
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Window {
     window: Own<ahead::Window>,
+    /// The device that has the tensors; `None` for the host.
+    device: Option<u32>,
 }
 
 /// A class as Python gives it: the optimizer, the dtypes of its parameters and moments, where it steps, and the variant
@@ -33,26 +37,47 @@ type GivenStep = (usize, usize, String, usize);
 #[pymethods]
 impl Window {
     /// Opens a window over these units of what is described, as far as each array is all of a part that is captured
-    /// lazily, in one run of host memory, which `owner` keeps allocated: over samples whose gradients are kept, if the
-    /// classes have no variants, else over all that this rank will write.
+    /// lazily, in one run of the host's memory or of one device's, which `owner` keeps allocated: over samples whose
+    /// gradients are kept, if the classes have no variants, else over all that this rank will write. `is_waited`: a
+    /// device's gradients are overwritten before the next step. `pace` is what an earlier window measured.
     #[new]
+    #[allow(clippy::too_many_arguments)] // what Python names
     fn new(
         session: &Session,
         described: &Described,
         owner: Py<PyAny>,
         classes: Vec<GivenClass>,
         units: Vec<GivenUnit>,
+        streams: Streams,
+        is_waited: bool,
+        pace: Option<(f64, f64)>,
     ) -> PyResult<Window> {
         let classes = classes.iter().map(class).collect::<PyResult<Vec<_>>>()?;
         let (runs, owner) = (described.runs(), Arc::new(owner));
+        let engine = session.engine()?;
+        let places = units.iter().flat_map(|(.., addresses)| addresses).filter_map(|address| runs.get(address));
+        let devices: BTreeSet<Option<u32>> = places.map(|part| part.device).collect();
+        if devices.len() > 1 {
+            return Err(invalid("what the optimizers step lies on several devices, and is captured in one step"));
+        }
+        let device = devices.into_iter().next().flatten();
+        let on = foreign(device, &streams)?;
+        let pace = pace.map(|(bytes_per_ms, room_ms)| Pace { bytes_per_ms, room_ms });
+        let beside = device.zip(on).map(|(device, on)| Beside::new(engine, device, on, is_waited, pace));
+        let beside = beside.transpose().map_err(raise)?;
         let unit = |(class, numel, addresses): GivenUnit| {
             let Class { dtypes, .. } =
                 classes.get(class).ok_or_else(|| invalid(format!("there is no class {class}")))?;
             let array = |(number, address): (usize, &usize)| {
                 let dtype = if number == 0 { dtypes.parameter } else { dtypes.moments };
                 let bytes = numel * dtype.bytes() as u64;
-                let &(leaf, part, block) = runs.get(address).filter(|(.., block)| block.total_bytes() == bytes)?;
-                Some(Array { leaf, part, memory: Arc::new(Held::lazily(block, &owner)) })
+                let &PartInRun { leaf, part, block, .. } =
+                    runs.get(address).filter(|part| part.block.total_bytes() == bytes)?;
+                let memory: Arc<dyn Provider> = match &beside {
+                    Some(beside) => Arc::new(Held::on_device(beside.blocks(), block, &owner)),
+                    None => Arc::new(Held::lazily(block, &owner)),
+                };
+                Some(Array { leaf, part, memory })
             };
             // What is captured otherwise, such as small tensors in the call, is not captured ahead.
             let arrays: Option<Vec<Array>> = addresses.iter().enumerate().map(array).collect();
@@ -60,54 +85,82 @@ impl Window {
             Ok(Unit { class, numel, arrays })
         };
         let units = units.into_iter().map(unit).collect::<PyResult<Vec<_>>>()?;
-        let (engine, catalog) = (session.engine()?, described.catalog());
+        let catalog = described.catalog();
         let window = match classes.iter().all(|class| class.variant.is_some()) {
-            true => ahead::Window::open(engine, catalog, classes, units).map_err(raise)?,
-            false => ahead::Window::rehearsal(engine, catalog, classes, units),
+            true => ahead::Window::open(engine, catalog, classes, units, beside).map_err(raise)?,
+            false => ahead::Window::rehearsal(engine, catalog, classes, units, beside),
         };
-        Ok(Window { window: Own::new("this capture ahead of a save", window) })
+        Ok(Window { window: Own::new("this capture ahead of a save", window), device })
+    }
+
+    /// No optimizer steps before the next call of `stepping`: copies begin.
+    fn go_on(&self, py: Python<'_>, streams: Streams) -> PyResult<()> {
+        let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
+        py.detach(|| window.go_on(on)).map_err(raise)
     }
 
     /// An optimizer is about to step: waits for the block under way.
-    fn stepping(&self, py: Python<'_>) -> PyResult<()> {
-        let window = self.window.get()?;
-        py.detach(|| window.stepping());
-        Ok(())
+    fn stepping(&self, py: Python<'_>, streams: Streams) -> PyResult<()> {
+        let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
+        py.detach(|| window.stepping(on)).map_err(raise)
     }
 
     /// An optimizer has stepped. `applied` are the units that took part: the number of each, the address of its
-    /// gradient, which must stay as it is during the call, the gradient's dtype, and the number of its scalars.
-    fn stepped(&self, py: Python<'_>, applied: Vec<GivenStep>, scalars: Vec<(String, Vec<f64>)>) -> PyResult<()> {
-        let window = self.window.get()?;
+    /// gradient, the gradient's dtype, and the number of its scalars. Host memory must stay as it is during the call;
+    /// `owners` keep a device's gradients allocated.
+    fn stepped(
+        &self,
+        py: Python<'_>,
+        applied: Vec<GivenStep>,
+        scalars: Vec<(String, Vec<f64>)>,
+        owners: Py<PyAny>,
+        streams: Streams,
+    ) -> PyResult<()> {
+        let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
         let scalars = scalars.iter().map(|(kind, of)| scalars_of(kind, of)).collect::<PyResult<Vec<_>>>()?;
+        let owners = Arc::new(owners);
         let one = |(unit, address, dtype, number): GivenStep| {
             let unknown = || invalid(format!("there is no unit {unit}, or there are no scalars {number}"));
-            let (Some(numel), Some(&scalars)) = (window.numel(unit), scalars.get(number)) else {
+            let (Some(numel), Some(&(scalars, device_bias))) = (window.numel(unit), scalars.get(number)) else {
                 return Err(unknown());
             };
             let dtype = dtype_of(&dtype)?;
             let block = Strided::new(address, &[numel], &[dtype.bytes() as i64], dtype.bytes() as u64);
-            // SAFETY: Python's adapters give the address of a contiguous gradient of so many elements, which they hold
-            // and do not write during this call; it is not read after that.
-            #[allow(unsafe_code)]
-            let gradient: Arc<dyn Provider> = Arc::new(unsafe { Memory::new(block) });
-            Ok(Applied { unit, dtype, gradient, scalars })
+            let gradient: Arc<dyn Provider> = match window.gradients() {
+                Some(copies) => Arc::new(Held::on_device(copies, &block, &owners)),
+                None => {
+                    // SAFETY: Python's adapters give the address of a contiguous gradient of so many elements, which
+                    // they hold and do not write during this call; it is not read after that.
+                    #[allow(unsafe_code)]
+                    Arc::new(unsafe { Memory::new(block) })
+                }
+            };
+            Ok(Applied { unit, dtype, gradient, scalars, device_bias })
         };
         let applied = applied.into_iter().map(one).collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| window.stepped(&applied));
-        Ok(())
+        py.detach(|| window.stepped(applied, on)).map_err(raise)
     }
 
     /// By class the name of the variant that has the training's bits, or why there is none, and whether that is known.
-    fn rehearse(&self, py: Python<'_>) -> PyResult<Vec<(Option<&'static str>, String, bool)>> {
-        let window = self.window.get()?;
-        let found = py.detach(|| window.rehearse());
+    fn rehearse(&self, py: Python<'_>, streams: Streams) -> PyResult<Vec<(Option<&'static str>, String, bool)>> {
+        let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
+        let found = py.detach(|| window.rehearse(on)).map_err(raise)?;
         let one = |one| match one {
             Rehearsed::By(variant) => (Some(variant.name()), String::new(), true),
             Rehearsed::ByNone(why) => (None, why, true),
             Rehearsed::Unknown(why) => (None, why, false),
         };
         Ok(found.into_iter().map(one).collect())
+    }
+
+    /// Whether a device's gradients stayed as they were until the next step, as a rehearsal saw.
+    fn are_gradients_left(&self) -> PyResult<bool> {
+        Ok(self.window.get()?.are_gradients_left())
+    }
+
+    /// Bytes that a device copies in a millisecond, and milliseconds between two steps; `None` if that is not known.
+    fn pace(&self) -> PyResult<Option<(f64, f64)>> {
+        Ok(self.window.get()?.pace().map(|pace| (pace.bytes_per_ms, pace.room_ms)))
     }
 
     /// Gives everything back that is held.
@@ -141,6 +194,16 @@ impl Window {
     }
 }
 
+/// The stream that the program uses on the device.
+fn foreign(device: Option<u32>, streams: &Streams) -> PyResult<Option<ForeignStream>> {
+    let Some(device) = device else { return Ok(None) };
+    let stream = streams.get(&device).ok_or_else(|| invalid(format!("cuda:{device}: no stream was given for it")))?;
+    // SAFETY: Python's adapters give the handle of the framework's current stream on that device, which lives at least
+    // until the call returns, and is not used after that.
+    #[allow(unsafe_code)]
+    Ok(Some(unsafe { ForeignStream::new(*stream) }))
+}
+
 fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {
     let kind = match kind.as_str() {
         "adam" => OptimizerKind::Adam,
@@ -163,8 +226,15 @@ fn dtype_of(name: &str) -> PyResult<Dtype> {
     }
 }
 
-/// The scalars of a step, in the order of their fields; flags are 0 or 1.
-fn scalars_of(kind: &str, of: &[f64]) -> PyResult<Scalars> {
+/// The scalars of a step, in the order of their fields; flags are 0 or 1. Behind those of Adam its bias corrections as
+/// a device computes them, which are `f32`.
+fn scalars_of(kind: &str, of: &[f64]) -> PyResult<(Scalars, Option<[f32; 2]>)> {
+    let (of, device_bias) = match (kind, of) {
+        ("adam", [of @ .., correction1, correction2_sqrt]) if of.len() == 10 => {
+            (of, Some([*correction1 as f32, *correction2_sqrt as f32]))
+        }
+        _ => (of, None),
+    };
     let scalars = match (kind, of) {
         (
             "adam",
@@ -195,5 +265,5 @@ fn scalars_of(kind: &str, of: &[f64]) -> PyResult<Scalars> {
         ("lion", &[lr, beta1, beta2, weight_decay]) => Scalars::Lion(LionScalars { lr, beta1, beta2, weight_decay }),
         _ => return Err(invalid(format!("{} numbers are no scalars of {kind:?}", of.len()))),
     };
-    Ok(scalars)
+    Ok((scalars, device_bias))
 }

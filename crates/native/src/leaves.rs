@@ -35,6 +35,13 @@ impl Held<Memory> {
     }
 }
 
+impl Held<DeviceMemory> {
+    /// A device's memory that is read while the program goes on.
+    pub(crate) fn on_device(copies: &Arc<CopyStream>, block: &Strided, owner: &Arc<Py<PyAny>>) -> Held<DeviceMemory> {
+        Held { memory: device_memory(copies, block), capture: Capture::Lazy, _owner: Arc::clone(owner) }
+    }
+}
+
 impl<P: Provider> Provider for Held<P> {
     fn bytes(&self) -> u64 {
         self.memory.bytes()
@@ -56,6 +63,10 @@ impl<P: Provider> Provider for Held<P> {
 
     fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> shardfast_engine::Result<u64> {
         self.memory.sum(at, bytes, slot)
+    }
+
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+        self.memory.on_device(at, bytes)
     }
 
     fn capture(&self) -> Capture {
@@ -142,6 +153,16 @@ pub(crate) struct Described {
     /// The samples that are read when a save begins.
     spots: Spots,
     captures: Captures,
+}
+
+/// A part of a leaf whose bytes lie in one run.
+pub(crate) struct PartInRun<'a> {
+    /// The number of the leaf, and of the part.
+    pub(crate) leaf: u32,
+    pub(crate) part: u32,
+    pub(crate) block: &'a Strided,
+    /// The CUDA device that has it.
+    pub(crate) device: Option<u32>,
 }
 
 /// What one save takes of a state beside its tensors' places.
@@ -344,16 +365,15 @@ impl Described {
         })
     }
 
-    /// The parts of host memory that are captured lazily and lie in one run, by their addresses: the leaf, the part,
-    /// and where it lies.
-    pub(crate) fn runs(&self) -> HashMap<usize, (u32, u32, &Strided)> {
+    /// The parts that are captured lazily and lie in one run, by their addresses.
+    pub(crate) fn runs(&self) -> HashMap<usize, PartInRun<'_>> {
         let mut runs = HashMap::new();
         for (leaf, body) in (0..).zip(self.bodies.iter()) {
             let Body::Tensor(Capture::Lazy, parts) = body else { continue };
-            for (number, Part { block, device, .. }) in (0..).zip(parts) {
+            for (part, &Part { ref block, device, .. }) in (0..).zip(parts) {
                 let run = block.run_at(0).filter(|(_, bytes)| *bytes as u64 == block.total_bytes());
-                if let (Some((address, _)), None) = (run, device) {
-                    runs.insert(address, (leaf, number, block));
+                if let Some((address, _)) = run {
+                    runs.insert(address, PartInRun { leaf, part, block, device });
                 }
             }
         }

@@ -98,6 +98,7 @@ class _One(NamedTuple):
     group: int
     unit: int
     numel: int
+    device: int | None
 
 
 class TorchSteps:
@@ -114,6 +115,8 @@ class TorchSteps:
         self._settings: dict[int, Hashable] = {}
         self._noted: dict[int, torch.Tensor | None] = {}
         self._counts: list[float] = []
+        self._devices: set[int] = set()
+        self._corrections: dict[tuple[int, tuple[float, float], float], tuple[float, ...]] = {}
         for optimizer, is_hooked in optimizers:
             kind = _kind_of(optimizer)
             name = type(optimizer).__name__
@@ -142,7 +145,11 @@ class TorchSteps:
                 arrays = [parameter, *map(state.get, moments)]
                 unit = _unit(optimizer, kind, settings, arrays)
                 if isinstance(unit, Stepped):
-                    found.append(_One(weakref.ref(parameter), number, len(self.units), unit.numel))
+                    place = local_of(parameter).device
+                    device = place.index if place.type == "cuda" else None
+                    if device is not None:
+                        self._devices.add(device)
+                    found.append(_One(weakref.ref(parameter), number, len(self.units), unit.numel, device))
                     self.units.append(unit)
                 else:
                     self._refuse(unit)
@@ -155,17 +162,38 @@ class TorchSteps:
                 return False
         return True
 
-    def begin(self) -> None:
+    def streams(self) -> dict[int, int]:
+        return {device: int(torch.cuda.current_stream(device).cuda_stream) for device in self._devices}
+
+    def begin(self, steps: int) -> None:
         self._noted.clear()
         self._counts = [0.0] * len(self.units)
         for weak, kind, units in self._of.values():
             optimizer = weak()
             if optimizer is None or kind.name not in _COUNTED:
                 continue
-            for one in units:
-                parameter = one.parameter()
-                if parameter is not None:
-                    self._counts[one.unit] = float(optimizer.state[parameter]["step"])
+            there = [(one.unit, parameter) for one in units if (parameter := one.parameter()) is not None]
+            counts = _numbers([optimizer.state[parameter]["step"] for _, parameter in there])
+            for (unit, _), count in zip(there, counts, strict=True):
+                self._counts[unit] = count
+            if kind is not _ADAM:
+                continue
+            for betas, device, count in {
+                (optimizer.param_groups[one.group]["betas"], one.device, self._counts[one.unit]) for one in units
+            }:
+                if device is not None:
+                    self._correct(device, betas, count + 1, steps)
+
+    def _correct(self, device: int, betas: tuple[float, float], first: float, steps: int) -> None:
+        """Has the device compute Adam's bias corrections of so many steps from ``first`` on, as its kernels do."""
+        if all((device, betas, first + step) in self._corrections for step in range(steps)):
+            return
+        place = torch.device("cuda", device)
+        count = torch.arange(first, first + steps, dtype=torch.float32, device=place)
+        powers = [torch.pow(torch.tensor(beta, dtype=torch.float32, device=place), count) for beta in betas]
+        found = torch.stack((1 - powers[0], (1 - powers[1]).sqrt())).tolist()
+        for step, both in enumerate(zip(*found, strict=True)):
+            self._corrections[device, betas, first + step] = both
 
     def stepping(self, optimizer: object) -> None:
         _, _, units = self._of.get(id(optimizer), (None, None, ()))
@@ -186,7 +214,7 @@ class TorchSteps:
         counts, noted = self._counts, self._noted
         last: tuple[int, float] | None = None
         number = 0
-        for reference, group, unit, numel in units:
+        for reference, group, unit, numel, device in units:
             parameter = reference()
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
@@ -195,7 +223,7 @@ class TorchSteps:
                 continue  # it did not step
             local = gradient if type(gradient) is torch.Tensor else local_of(gradient)
             dtype = DTYPES.get(local.dtype)
-            if dtype is None or local.is_cuda or local.layout is not torch.strided:
+            if dtype is None or local.is_cuda is (device is None) or local.layout is not torch.strided:
                 raise Refused(f"a gradient is a {local.layout} tensor of {local.dtype} on {local.device}")
             if local.numel() != numel or not local.is_contiguous():
                 raise Refused("a gradient is not contiguous, or of another size than its parameter")
@@ -205,12 +233,22 @@ class TorchSteps:
                 number = known.get(last, -1)
                 if number < 0:
                     number = known[last] = len(scalars)
-                    numbers = kind.numbers(optimizer.param_groups[group], steps)
+                    settings = optimizer.param_groups[group]
+                    numbers = kind.numbers(settings, steps)
+                    if device is not None and kind is _ADAM:
+                        self._correct(device, settings["betas"], steps, 1)
+                        numbers += self._corrections[device, settings["betas"], steps]
                     scalars.append((kind.name, [float(value) for value in numbers]))
             applied.append((unit, local.data_ptr(), dtype, number))
             owners.append(local)
         self._noted.clear()
         return Taken(applied, scalars, owners)
+
+
+def _numbers(of: Sequence[Any]) -> list[float]:
+    """Of tensors with one element, or of numbers; what devices have is read at once."""
+    devices = {one.device.type if isinstance(one, torch.Tensor) else "" for one in of}
+    return [float(one) for one in (torch.stack(tuple(of)).tolist() if devices == {"cuda"} else of)]
 
 
 def _flags_of(group: dict[str, Any], kind: _Kind) -> Hashable:
@@ -249,8 +287,8 @@ def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]
     first = local[0]
     if not all(type(one) in ORDINARY and one.layout is torch.strided for one in local):
         return f"{name} steps tensors of other classes than PyTorch's own"
-    if any(one.is_cuda for one in local):
-        return "tensors on a device are captured in one step"
+    if any(one.device != first.device for one in local) or first.device.type not in ("cpu", "cuda"):
+        return f"{name} steps tensors of a device and of another one, or of one that is neither CPU nor CUDA"
     if not all(one.is_contiguous() and one.shape == first.shape for one in local):
         return f"{name} steps tensors that are not contiguous, or have other shapes than their moments"
     dtypes = [DTYPES.get(one.dtype) for one in local]
@@ -259,4 +297,4 @@ def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]
         return f"{name} steps tensors of {first.dtype}, and only fp32 and bf16 are replayed"
     addresses = tuple(one.data_ptr() for one in local)
     arithmetic = (type(optimizer).__module__, type(optimizer).__qualname__, settings)
-    return Stepped(kind.name, dtypes[0], moments, "cpu", arithmetic, first.numel(), addresses)
+    return Stepped(kind.name, dtypes[0], moments, first.device.type, arithmetic, first.numel(), addresses)

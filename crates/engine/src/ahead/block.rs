@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use shardfast_format::crc64;
-use shardfast_optim::{Dtype, Dtypes, Gradient, Instructions, Scalars, Step, Variant, replay};
+use shardfast_optim::{Dtypes, Gradient, Instructions, Step, Variant, replay};
 
 use crate::error::{Error, Result};
+use crate::provider::Fences;
 use crate::staging::{SLOT_BYTES, Slot};
 
-use super::{Class, Unit};
+use super::{Applied, Class, Unit, Used};
 
 /// As many elements as a slot holds, of one class. Each array of a block has a slot; the gradients of each step another
 /// one. An element has the same place in all of them.
@@ -20,7 +20,7 @@ pub(super) struct Block {
     dtypes: Dtypes,
     pub(super) variant: Option<&'static Variant>,
     /// Locked while gradients are applied to them. Empty if the block is not held.
-    slots: Mutex<Vec<Slot>>,
+    slots: Mutex<Slots>,
     /// Never locked for long: the training waits for it.
     state: Mutex<State>,
     settled: Condvar,
@@ -36,6 +36,14 @@ pub(super) struct Piece {
     at: usize,
 }
 
+/// What a block holds.
+#[derive(Default)]
+pub(super) struct Slots {
+    /// Of the copies under way. Declared before the slots, which go back after the copies have ended.
+    fences: Fences,
+    pub(super) arrays: Vec<Slot>,
+}
+
 #[derive(Default)]
 struct State {
     is_held: bool,
@@ -49,9 +57,11 @@ struct State {
 
 /// The gradients of one step.
 pub(super) struct Waiting {
+    /// Of the copies under way. Declared before the slot, which goes back after the copies have ended.
+    pub(super) fences: Fences,
     pub(super) slot: Slot,
-    /// For each piece how its gradient is stored, and the step's scalars, if it took part.
-    pub(super) steps: Vec<Option<(Dtype, Scalars)>>,
+    /// For each piece what the step used, if it took part.
+    pub(super) steps: Vec<Option<Used>>,
 }
 
 /// Cuts runs of units into blocks, each of one class.
@@ -130,16 +140,27 @@ impl Block {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn lock_slots(&self) -> MutexGuard<'_, Vec<Slot>> {
+    pub(super) fn lock_slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The slots, once all copies have arrived.
+    ///
+    /// # Errors
+    /// `Unavailable` if the device was lost meanwhile.
+    fn arrived(&self) -> Result<MutexGuard<'_, Slots>> {
+        let mut slots = self.lock_slots();
+        slots.fences.wait()?;
+        Ok(slots)
     }
 
     pub(super) fn is_held(&self) -> bool {
         self.lock().is_held
     }
 
-    pub(super) fn hold(&self, slots: Vec<Slot>) {
-        *self.lock_slots() = slots;
+    /// Takes slots whose bytes are there when `fences` was waited for.
+    pub(super) fn hold(&self, arrays: Vec<Slot>, fences: Fences) {
+        *self.lock_slots() = Slots { fences, arrays };
         self.lock().is_held = true;
     }
 
@@ -152,7 +173,7 @@ impl Block {
         self.settled.notify_all();
         drop(state);
         if let Ok(mut slots) = self.slots.try_lock() {
-            slots.clear();
+            *slots = Slots::default();
         }
         if was_held { self.bytes() } else { 0 }
     }
@@ -170,33 +191,35 @@ impl Block {
     /// Applies all gradients that wait, in one pass.
     ///
     /// # Errors
-    /// `Invalid` if they do not fit.
+    /// `Invalid` if they do not fit; `Unavailable` if the device was lost.
     pub(super) fn replay(&self, units: &[Unit]) -> Result<()> {
         let Some(variant) = self.variant else { return Ok(()) };
         let mut slots = self.lock_slots();
-        let waiting = std::mem::take(&mut self.lock().waiting);
-        let applied = match slots.is_empty() {
+        let mut waiting = std::mem::take(&mut self.lock().waiting);
+        let applied = match slots.arrays.is_empty() {
             true => Ok(()),
-            false => self.apply(variant, units, &mut slots, &waiting),
+            false => slots.fences.wait().and_then(|()| self.apply(variant, units, &mut slots.arrays, &mut waiting)),
         };
         drop(slots);
         // What was let go meanwhile could not be given back then.
         if !self.is_held() {
-            self.lock_slots().clear();
+            *self.lock_slots() = Slots::default();
         }
         applied
     }
 
     /// Applies gradients to these slots.
-    fn apply(&self, variant: &Variant, units: &[Unit], slots: &mut [Slot], waiting: &[Waiting]) -> Result<()> {
+    fn apply(&self, variant: &Variant, units: &[Unit], slots: &mut [Slot], waiting: &mut [Waiting]) -> Result<()> {
+        waiting.iter_mut().try_for_each(|of_step| of_step.fences.wait())?;
         for (number, piece) in self.pieces.iter().enumerate() {
             let steps: Vec<Step<'_>> = waiting
                 .iter()
                 .map(|of_step| match of_step.steps[number] {
                     None => Step::Skipped,
-                    Some((dtype, scalars)) => {
-                        let values = &of_step.slot[piece.of_block(dtype.bytes())];
-                        Step::Taken { gradient: Gradient { dtype, values, factor: None }, scalars }
+                    Some(used) => {
+                        let values = &of_step.slot[piece.of_block(used.dtype.bytes())];
+                        let gradient = Gradient { dtype: used.dtype, values, factor: None };
+                        Step::Taken { gradient, scalars: used.scalars_for(variant) }
                     }
                 })
                 .collect();
@@ -223,12 +246,13 @@ impl Block {
     /// # Errors
     /// As [`Block::replay`].
     pub(super) fn tried(&self, variant: &Variant, units: &[Unit]) -> Result<Option<Vec<Vec<Vec<u8>>>>> {
-        let (mut slots, state) = (self.lock_slots(), self.lock());
+        let (mut slots, mut state) = (self.arrived()?, self.lock());
+        let slots = &mut slots.arrays;
         if slots.is_empty() {
             return Ok(None);
         }
         let before: Vec<Vec<u8>> = slots.iter().map(|slot| slot.to_vec()).collect();
-        let applied = self.apply(variant, units, &mut slots, &state.waiting);
+        let applied = self.apply(variant, units, slots, &mut state.waiting);
         let after = |slots: &[Slot]| {
             let of = |piece: &Piece| {
                 let array = |(array, slot): (usize, &Slot)| slot[piece.of_block(self.width(array))].to_vec();
@@ -236,9 +260,31 @@ impl Block {
             };
             self.pieces.iter().map(of).collect()
         };
-        let found = after(&slots);
+        let found = after(slots);
         slots.iter_mut().zip(&before).for_each(|(slot, before)| slot.copy_from_slice(before));
         applied.map(|()| Some(found))
+    }
+
+    /// Whether the gradients of the last step are those that were copied, as far as they are among `live`.
+    ///
+    /// # Errors
+    /// `Unavailable` if the device was lost.
+    pub(super) fn has_gradients(&self, live: &[Applied]) -> Result<bool> {
+        let state = self.lock();
+        let Some(last) = state.waiting.last() else { return Ok(true) };
+        for (piece, step) in self.pieces.iter().zip(&last.steps) {
+            let (Some(Used { dtype, .. }), Some(one)) = (step, live.iter().find(|one| one.unit == piece.unit)) else {
+                continue;
+            };
+            let copied = &last.slot[piece.of_block(dtype.bytes())];
+            let (mut now, mut fences) = (vec![0; copied.len()], Fences::default());
+            one.gradient.fill(piece.of_unit(dtype.bytes()).start, &mut now, &mut fences)?;
+            fences.wait()?;
+            if now != copied {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether gradients of so many steps wait.
@@ -247,11 +293,14 @@ impl Block {
     }
 
     /// Sums what it holds: it does not change any more.
-    pub(super) fn settle(&self) {
-        let slots = self.lock_slots();
+    ///
+    /// # Errors
+    /// `Unavailable` if the device was lost.
+    pub(super) fn settle(&self, sum: fn(&[u8]) -> u64) -> Result<()> {
+        let slots = self.arrived()?;
         let of = |piece: &Piece| {
-            let sum = |(array, slot): (usize, &Slot)| crc64(&slot[piece.of_block(self.width(array))]);
-            slots.iter().enumerate().map(sum).collect()
+            let sum = |(array, slot): (usize, &Slot)| sum(&slot[piece.of_block(self.width(array))]);
+            slots.arrays.iter().enumerate().map(sum).collect()
         };
         let sums = self.pieces.iter().map(of).collect();
         drop(slots);
@@ -259,6 +308,7 @@ impl Block {
         state.is_gone |= !state.is_held;
         state.sums = Some(sums);
         self.settled.notify_all();
+        Ok(())
     }
 
     /// Waits until it is settled.
@@ -284,13 +334,13 @@ impl Block {
         drop(self.when_settled()?);
         let slots = self.lock_slots();
         let from = self.pieces[piece].of_block(self.width(array)).start + at as usize;
-        let bytes = slots.get(array).and_then(|slot| slot.get(from..from + out.len()));
+        let bytes = slots.arrays.get(array).and_then(|slot| slot.get(from..from + out.len()));
         let bytes = bytes.ok_or_else(|| Error::internal("a block that was captured ahead has no such bytes"))?;
         out.copy_from_slice(bytes);
         Ok(())
     }
 
-    /// The CRC-64 of a piece's array at the saved step.
+    /// The checksum of a piece's array at the saved step.
     ///
     /// # Errors
     /// As [`Block::when_settled`].

@@ -7,11 +7,17 @@ use std::sync::Arc;
 use shardfast_format::LeafBody;
 
 use crate::capture::Capture;
-use crate::error::Result;
+use crate::cuda::{CopyStream, Digests};
+use crate::digest::digest;
+use crate::error::{Error, Result};
 use crate::provider::{Evidence, Fences, Provider, Run};
+use crate::staging::SLOT_BYTES;
 use crate::state::State;
 
 use super::{Figures, Shared};
+
+/// Runs that a device sums in one launch: as many as a slot takes with their digests.
+const DIGESTS_MAX: usize = SLOT_BYTES / 24;
 
 /// What a [`Window`](super::Window) holds when the save begins. It is given back when this and what came from it is
 /// dropped.
@@ -40,9 +46,13 @@ impl Captured {
                 for (array, of) in unit.arrays.iter().enumerate() {
                     let range = piece.of_unit(held.width(array));
                     let elements = piece.elements.clone();
-                    runs.entry((of.leaf, of.part)).or_default().push(HeldRun { range, elements, block, number, array });
+                    let run = HeldRun { range, elements, block, number, array, digest: None };
+                    runs.entry((of.leaf, of.part)).or_default().push(run);
                 }
             }
+        }
+        if shared.shared.beside.is_some() {
+            shared.digest(&state, &mut runs);
         }
         for ((leaf, part), mut runs) in runs {
             runs.sort_unstable_by_key(|run| run.range.start);
@@ -54,6 +64,48 @@ impl Captured {
             }
         }
         state
+    }
+
+    /// Has devices sum what they have of these runs, in few launches. What they do not sum is copied for that.
+    fn digest(&self, state: &State, runs: &mut HashMap<(u32, u32), Vec<HeldRun>>) {
+        type Launch<'a> = (Arc<CopyStream>, Vec<(usize, usize)>, Vec<&'a mut HeldRun>);
+        let mut launches: Vec<Launch<'_>> = Vec::new();
+        for ((leaf, part), runs) in runs {
+            let live = state.providers.get(*leaf as usize).and_then(|parts| parts.get(*part as usize));
+            for run in runs {
+                let bytes = run.range.end - run.range.start;
+                let Some((copies, address)) = live.and_then(|live| live.on_device(run.range.start, bytes)) else {
+                    continue;
+                };
+                let open = launches.iter_mut().rev().find(|(known, ..)| Arc::ptr_eq(known, copies));
+                let (_, places, of) = match open {
+                    Some(open) if open.1.len() < DIGESTS_MAX => open,
+                    _ => {
+                        launches.push((Arc::clone(copies), Vec::new(), Vec::new()));
+                        let Some(new) = launches.last_mut() else { continue };
+                        new
+                    }
+                };
+                places.push((address, bytes as usize));
+                of.push(run);
+            }
+        }
+        for (copies, places, of) in launches {
+            let Some(slot) = self.shared.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) else { return };
+            // SAFETY: `Window`'s caller has the units' tensors keep their memory, and the save that gets the state does
+            // not let the program change them before they were summed.
+            #[allow(unsafe_code)]
+            let digests = unsafe { copies.digests(&places, slot) };
+            match digests {
+                Ok(digests) => {
+                    let digests = Arc::new(digests);
+                    for (index, run) in of.into_iter().enumerate() {
+                        run.digest = Some((Arc::clone(&digests), index));
+                    }
+                }
+                Err(error) => _ = self.shared.lock().reason.get_or_insert(error.message),
+            }
+        }
     }
 
     /// What the window did.
@@ -79,6 +131,47 @@ struct HeldRun {
     /// The piece's number in the block.
     number: usize,
     array: usize,
+    /// Where the device puts the digest of what it has.
+    digest: Option<(Arc<Digests>, usize)>,
+}
+
+/// What a device has, with its digest as the checksum.
+struct Digested {
+    live: Run,
+    known: Option<(Arc<Digests>, usize)>,
+}
+
+impl Provider for Digested {
+    fn bytes(&self) -> u64 {
+        self.live.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.live.fill(at, out, fences)
+    }
+
+    /// The digest of all of it: a piece of a block is no longer than a slot, so it is asked for at once.
+    fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
+        if (at, bytes) != (0, self.live.bytes()) {
+            return Err(Error::internal("a device's digest is of a whole piece"));
+        }
+        if let Some((digests, index)) = &self.known {
+            let found = digests.wait()?.get(*index).copied();
+            return found.ok_or_else(|| Error::internal("a device has no such digest"));
+        }
+        let (copied, mut fences) = (&mut slot[..bytes as usize], Fences::default());
+        self.live.fill(0, copied, &mut fences)?;
+        fences.wait()?;
+        Ok(digest(copied))
+    }
+
+    fn capture(&self) -> Capture {
+        self.live.capture()
+    }
+
+    fn is_torn(&self) -> bool {
+        self.live.is_torn()
+    }
 }
 
 /// A part of which some runs were captured ahead.
@@ -148,11 +241,15 @@ impl Provider for Held {
     fn evidence(&self) -> Vec<Evidence> {
         let of = |run: &HeldRun| {
             let (captured, block, number, array) = (Arc::clone(&self.captured), run.block, run.number, run.array);
-            let bytes = run.range.end - run.range.start;
+            let live = Run::new(Arc::clone(&self.live), run.range.start, run.range.end - run.range.start);
+            let live: Arc<dyn Provider> = match captured.shared.beside {
+                Some(_) => Arc::new(Digested { live, known: run.digest.clone() }),
+                None => Arc::new(live),
+            };
             Evidence {
                 name: format!("{}, elements {}..{}", self.name, run.elements.start, run.elements.end),
                 how: captured.shared.blocks[block].variant.map_or("", |variant| variant.name()),
-                live: Arc::new(Run::new(Arc::clone(&self.live), run.range.start, bytes)),
+                live,
                 agrees: Box::new(move |live| {
                     let agrees = captured.shared.blocks[block].sum(number, array)? == live;
                     captured.shared.lock().is_refuted |= !agrees;

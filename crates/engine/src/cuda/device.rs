@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::driver::{
-    CAPTURE_MODE_RELAXED, CAPTURE_STATUS_NONE, Driver, EVENT_BLOCKING_UNTIMED, HOST_REGISTER_PORTABLE,
+    CAPTURE_MODE_RELAXED, CAPTURE_STATUS_NONE, Driver, EVENT_BLOCKING, EVENT_BLOCKING_UNTIMED, HOST_REGISTER_PORTABLE,
     MEMORY_TYPE_UNIFIED, Memcpy2d, STREAM_NON_BLOCKING,
 };
 use super::rows::Rows;
@@ -102,10 +102,10 @@ impl Context {
     }
 
     #[allow(unsafe_code)]
-    fn event(self: &Arc<Context>) -> Result<Event> {
+    fn event(self: &Arc<Context>, flags: c_uint) -> Result<Event> {
         let mut handle = 0;
         // SAFETY: a place for one handle.
-        self.run(|driver| unsafe { driver.cuEventCreate(&mut handle, EVENT_BLOCKING_UNTIMED) })?;
+        self.run(|driver| unsafe { driver.cuEventCreate(&mut handle, flags) })?;
         Ok(Event { context: Arc::clone(self), handle })
     }
 
@@ -114,7 +114,21 @@ impl Context {
         let mut handle = 0;
         // SAFETY: a place for one handle.
         self.run(|driver| unsafe { driver.cuStreamCreate(&mut handle, STREAM_NON_BLOCKING) })?;
-        Ok(Stream { context: Arc::clone(self), handle, event: self.event()? })
+        Ok(Stream { context: Arc::clone(self), handle, event: self.event(EVENT_BLOCKING_UNTIMED)? })
+    }
+}
+
+impl Context {
+    #[allow(unsafe_code)]
+    fn expect_not_capturing(&self, stream: ForeignStream) -> Result<()> {
+        let mut capturing = CAPTURE_STATUS_NONE;
+        // SAFETY: the stream lives, as `ForeignStream::new`'s caller promises; a place for one integer.
+        self.run(|driver| unsafe { driver.cuStreamIsCapturing(stream.handle, &mut capturing) })?;
+        if capturing == CAPTURE_STATUS_NONE {
+            return Ok(());
+        }
+        Err(Error::invalid("a CUDA graph is being captured: save and load before or after that"))
+            .map_err(|error: Error| error.within(format_args!("cuda:{}", self.ordinal)))
     }
 }
 
@@ -188,6 +202,51 @@ impl Drop for Stream {
     }
 }
 
+/// A stream that is not ours: the training's.
+#[derive(Debug, Clone, Copy)]
+pub struct ForeignStream {
+    handle: usize,
+}
+
+impl ForeignStream {
+    /// The stream with this `CUstream` as a number; 0 is the default one.
+    ///
+    /// # Safety
+    /// It must be 0 or a stream of the device with which the value is used, and live while the value is used.
+    #[allow(unsafe_code)] // the one way in for foreign streams
+    pub unsafe fn new(stream: u64) -> ForeignStream {
+        ForeignStream { handle: stream as usize }
+    }
+}
+
+/// A moment of a stream's work, whose time the device notes.
+pub(crate) struct Moment {
+    event: Event,
+}
+
+impl Moment {
+    /// Waits, asleep, until the device is there.
+    ///
+    /// # Errors
+    /// `Unavailable` when the device is lost.
+    #[allow(unsafe_code)]
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the event lives.
+        self.event.context.run(|driver| unsafe { driver.cuEventSynchronize(self.event.handle) })
+    }
+
+    /// Milliseconds from an earlier moment of any stream of the device to this one; `None` before the device is there.
+    #[allow(unsafe_code)]
+    pub(crate) fn ms_since(&self, earlier: &Moment) -> Option<f64> {
+        let mut ms = 0.0;
+        let context = &self.event.context;
+        // SAFETY: a place for one number; both events live and were recorded.
+        let known = context
+            .run(|driver| unsafe { driver.cuEventElapsedTime(&mut ms, earlier.event.handle, self.event.handle) });
+        known.is_ok().then_some(f64::from(ms))
+    }
+}
+
 /// One device, for copies between its memory and the host's.
 pub struct Device {
     context: Arc<Context>,
@@ -217,20 +276,30 @@ impl Device {
     /// `stream` must be 0 or a stream of this device that has not been destroyed.
     #[allow(unsafe_code)] // the one way in for foreign streams
     pub unsafe fn copies_after(self: &Arc<Device>, stream: u64) -> Result<Arc<CopyStream>> {
+        // SAFETY: the caller's promise.
+        self.copies_behind(unsafe { ForeignStream::new(stream) })
+    }
+
+    /// [`Device::copies_after`] of a stream that lives.
+    pub(crate) fn copies_behind(self: &Arc<Device>, stream: ForeignStream) -> Result<Arc<CopyStream>> {
         let idle = lock(&self.idle).pop();
         let own = idle.map_or_else(|| self.context.stream(), Ok)?;
-        let after = stream as usize;
-        let mut capturing = CAPTURE_STATUS_NONE;
-        // SAFETY: the caller's stream lives, ours does too; a place for one integer.
-        self.context.run(|driver| unsafe {
-            driver.cuStreamIsCapturing(after, &mut capturing)?;
-            if capturing != CAPTURE_STATUS_NONE {
-                return Err(Error::invalid("a CUDA graph is being captured: save and load before or after that"));
-            }
-            driver.cuEventRecord(own.event.handle, after)?;
-            driver.cuStreamWaitEvent(own.handle, own.event.handle, 0)
-        })?;
-        Ok(Arc::new(CopyStream { device: Arc::clone(self), own: Some(own), events: Mutex::default() }))
+        let copies = CopyStream { device: Arc::clone(self), own: Some(own), events: Mutex::default() };
+        copies.follow(stream)?;
+        Ok(Arc::new(copies))
+    }
+
+    /// A moment of the work of `stream`, whose time the device notes when it gets there.
+    ///
+    /// # Errors
+    /// As [`CopyStream::follow`].
+    #[allow(unsafe_code)]
+    pub(crate) fn moment(&self, stream: ForeignStream) -> Result<Moment> {
+        let event = self.context.event(EVENT_BLOCKING)?;
+        self.context.expect_not_capturing(stream)?;
+        // SAFETY: both live, as `ForeignStream::new`'s caller promises of the stream.
+        self.context.run(|driver| unsafe { driver.cuEventRecord(event.handle, stream.handle) })?;
+        Ok(Moment { event })
     }
 
     /// Locks memory into place, so that devices copy from and to it at full rate and without waiting.
@@ -294,6 +363,41 @@ impl CopyStream {
         self.own.as_ref().map_or(0, |own| own.handle)
     }
 
+    /// Has later copies begin after all work that `stream` has until now. Does not block.
+    ///
+    /// # Errors
+    /// As [`Device::copies_after`].
+    #[allow(unsafe_code)]
+    pub fn follow(&self, stream: ForeignStream) -> Result<()> {
+        let Some(own) = &self.own else { return Ok(()) };
+        self.device.context.expect_not_capturing(stream)?;
+        // SAFETY: the other stream lives, as `ForeignStream::new`'s caller promises, and ours does too.
+        self.device.context.run(|driver| unsafe {
+            driver.cuEventRecord(own.event.handle, stream.handle)?;
+            driver.cuStreamWaitEvent(own.handle, own.event.handle, 0)
+        })
+    }
+
+    /// Has the work that `stream` is given from now on begin after the copies begun so far. Does not block.
+    ///
+    /// # Errors
+    /// As [`Device::copies_after`].
+    #[allow(unsafe_code)]
+    pub fn precede(&self, stream: ForeignStream) -> Result<()> {
+        let Some(own) = &self.own else { return Ok(()) };
+        self.device.context.expect_not_capturing(stream)?;
+        // SAFETY: as in `follow`.
+        self.device.context.run(|driver| unsafe {
+            driver.cuEventRecord(own.event.handle, own.handle)?;
+            driver.cuStreamWaitEvent(stream.handle, own.event.handle, 0)
+        })
+    }
+
+    /// This stream, for others to be ordered by it while this lives.
+    pub(crate) fn as_foreign(&self) -> ForeignStream {
+        ForeignStream { handle: self.stream() }
+    }
+
     /// Begins copies: `copies` gets a function that begins one.
     ///
     /// # Safety
@@ -331,7 +435,7 @@ impl CopyStream {
     #[allow(unsafe_code)]
     fn wait_behind_an_event(&self) -> Result<()> {
         let idle = lock(&self.events).pop();
-        let event = idle.map_or_else(|| self.device.context.event(), Ok)?;
+        let event = idle.map_or_else(|| self.device.context.event(EVENT_BLOCKING_UNTIMED), Ok)?;
         // SAFETY: both live.
         self.device.context.run(|driver| unsafe {
             driver.cuEventRecord(event.handle, self.stream())?;
@@ -350,6 +454,46 @@ impl Fence for CopyStream {
             // SAFETY: the stream is ours and lives.
             let _ = self.device.context.run(|driver| unsafe { driver.cuStreamSynchronize(self.stream()) });
         })
+    }
+
+    #[allow(unsafe_code)]
+    fn mark(self: Arc<Self>) -> Result<Arc<dyn Fence>> {
+        let idle = lock(&self.events).pop();
+        let event = idle.map_or_else(|| self.device.context.event(EVENT_BLOCKING_UNTIMED), Ok)?;
+        // SAFETY: both live.
+        self.device.context.run(|driver| unsafe { driver.cuEventRecord(event.handle, self.stream()) })?;
+        Ok(Arc::new(Mark { of: self, event: Some(event) }))
+    }
+}
+
+/// The copies that a [`CopyStream`] had begun at a moment.
+struct Mark {
+    of: Arc<CopyStream>,
+    /// Returned when this is dropped.
+    event: Option<Event>,
+}
+
+impl Fence for Mark {
+    #[allow(unsafe_code)]
+    fn wait(&self) -> Result<()> {
+        let Some(event) = &self.event else { return Ok(()) };
+        let context = &self.of.device.context;
+        // SAFETY: the event lives.
+        context.run(|driver| unsafe { driver.cuEventSynchronize(event.handle) }).inspect_err(|_| {
+            // As in `CopyStream::wait`.
+            // SAFETY: the stream is ours and lives.
+            let _ = context.run(|driver| unsafe { driver.cuStreamSynchronize(self.of.stream()) });
+        })
+    }
+
+    fn mark(self: Arc<Self>) -> Result<Arc<dyn Fence>> {
+        Ok(self)
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        lock(&self.of.events).extend(self.event.take());
     }
 }
 

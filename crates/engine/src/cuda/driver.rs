@@ -20,6 +20,9 @@ pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a waiting thread sleeps, and the device records no time.
 pub(crate) const EVENT_BLOCKING_UNTIMED: c_uint = 1 | 2;
 
+/// `CU_EVENT_BLOCKING_SYNC`: a waiting thread sleeps, and the device records the time.
+pub(crate) const EVENT_BLOCKING: c_uint = 1;
+
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(crate) const CAPTURE_MODE_RELAXED: c_uint = 2;
 
@@ -128,6 +131,7 @@ driver! {
     cuEventDestroy_v2(event: usize);
     cuEventRecord(event: usize, stream: usize);
     cuEventSynchronize(event: usize);
+    cuEventElapsedTime(ms: *mut f32, from: usize, to: usize);
     cuMemcpyAsync(dst: usize, src: usize, bytes: usize, stream: usize);
     cuMemcpy2DAsync_v2(rows: *const Memcpy2d, stream: usize);
     cuMemHostRegister_v2(address: usize, bytes: usize, flags: c_uint);

@@ -147,6 +147,11 @@ impl Provider for DeviceMemory {
             })
         }
     }
+
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+        let (address, run) = self.block.run_at(at)?;
+        (run as u64 >= bytes).then_some((&self.place.copies, address))
+    }
 }
 
 impl DeviceMemory {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use libloading::Library;
-use shardfast_engine::cuda::{CopyStream, Device, Devices};
+use shardfast_engine::cuda::{CopyStream, Device, Devices, ForeignStream};
 
 /// A driver of this test's own, with a training thread's context and stream on `cuda:0`.
 pub(crate) struct Fake {
@@ -90,6 +90,19 @@ impl Fake {
         let code = raw!(self, "fakeKernel", stream => u64, address => usize, bytes => usize, value => u8,
             takes_us => u64);
         assert_eq!(code, 0);
+    }
+
+    /// Gives the training's stream work that takes its time and then writes these bytes.
+    pub(crate) fn update(&self, address: usize, bytes: &[u8], takes_us: u64) {
+        let code = raw!(self, "fakeUpdate", self.stream => u64, address => usize, bytes.as_ptr() => *const u8,
+            bytes.len() => usize, takes_us => u64);
+        assert_eq!(code, 0);
+    }
+
+    /// The training's stream.
+    pub(crate) fn foreign(&self) -> ForeignStream {
+        // SAFETY: the stream lives as long as the driver.
+        unsafe { ForeignStream::new(self.stream) }
     }
 
     /// Keeps the training's stream from going on.

@@ -9,13 +9,14 @@ pub(crate) type Code = u32;
 pub(crate) type Answer = Result<(), Code>;
 
 /// Name, number and text of the results that this driver gives by itself.
-const RESULTS: [(&CStr, Code, &CStr); 12] = [
+const RESULTS: [(&CStr, Code, &CStr); 13] = [
     (c"CUDA_ERROR_INVALID_VALUE", INVALID_VALUE, c"invalid argument"),
     (c"CUDA_ERROR_OUT_OF_MEMORY", 2, c"out of memory"),
     (c"CUDA_ERROR_NOT_INITIALIZED", NOT_INITIALIZED, c"initialization error"),
     (c"CUDA_ERROR_INVALID_CONTEXT", INVALID_CONTEXT, c"invalid device context"),
     (c"CUDA_ERROR_ECC_UNCORRECTABLE", 214, c"uncorrectable ECC error encountered"),
     (c"CUDA_ERROR_INVALID_HANDLE", INVALID_HANDLE, c"invalid resource handle"),
+    (c"CUDA_ERROR_NOT_READY", NOT_READY, c"device not ready"),
     (c"CUDA_ERROR_ILLEGAL_ADDRESS", ILLEGAL_ADDRESS, c"an illegal memory access was encountered"),
     (c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", ALREADY_REGISTERED, c"part or all of the memory is registered"),
     (c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", NOT_REGISTERED, c"pointer does not correspond to registered memory"),
@@ -28,6 +29,7 @@ pub(crate) const INVALID_VALUE: Code = 1;
 pub(crate) const NOT_INITIALIZED: Code = 3;
 pub(crate) const INVALID_CONTEXT: Code = 201;
 pub(crate) const INVALID_HANDLE: Code = 400;
+pub(crate) const NOT_READY: Code = 600;
 pub(crate) const ILLEGAL_ADDRESS: Code = 700;
 pub(crate) const ALREADY_REGISTERED: Code = 712;
 pub(crate) const NOT_REGISTERED: Code = 713;

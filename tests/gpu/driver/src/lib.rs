@@ -56,6 +56,7 @@ exports! {
     cuEventDestroy_v2(event: usize) = stream::destroy_event(event);
     cuEventRecord(event: usize, stream: usize) = stream::record(event, stream);
     cuEventSynchronize(event: usize) = stream::synchronize_event(event);
+    cuEventElapsedTime(ms: usize, from: usize, to: usize) = stream::elapsed(ms, from, to);
     cuMemcpyAsync(dst: usize, src: usize, bytes: usize, stream: usize) =
         stream::copy(memory::Copy::flat(dst, src, bytes), stream);
     cuMemcpy2DAsync_v2(rows: usize, stream: usize) = stream::copy(memory::Copy::pitched(rows)?, stream);
@@ -70,6 +71,8 @@ exports! {
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);
     fakeKernel(stream: usize, address: usize, bytes: usize, value: u8, takes_us: u64) =
         stream::kernel(stream, address, bytes, value, takes_us);
+    fakeUpdate(stream: usize, address: usize, from: usize, bytes: usize, takes_us: u64) =
+        stream::update(stream, address, memory::copied(from, bytes), takes_us);
     fakeHold(stream: usize) = stream::hold(stream);
     fakeRelease() = state().release_streams();
     fakeSeed(seed: u64, delay_max_us: u64) = state().seed(seed, delay_max_us);

@@ -209,6 +209,13 @@ impl Memory {
     }
 }
 
+/// What a program's memory holds now.
+pub(crate) fn copied(from: usize, bytes: usize) -> Vec<u8> {
+    let mut copied = vec![0; bytes];
+    load(from, &mut copied);
+    copied
+}
+
 #[allow(unsafe_code)]
 fn load(from: usize, into: &mut [u8]) {
     // SAFETY: the caller of the driver keeps the memory readable until the copy is done, which is what tests are about.

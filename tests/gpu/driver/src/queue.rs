@@ -1,9 +1,9 @@
 //! Streams: queues, each worked off in order by a thread of its own. Events: marks in such a queue.
 
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::answer::{Answer, Code, INVALID_HANDLE};
 
@@ -17,21 +17,31 @@ pub(crate) struct Stream {
 /// Something that happens once.
 #[derive(Default)]
 pub(crate) struct Flag {
-    is_set: Mutex<bool>,
+    /// When it did.
+    at: Mutex<Option<Instant>>,
     changed: Condvar,
 }
 
 impl Flag {
+    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn set(&self) {
-        *self.is_set.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.lock() = Some(Instant::now());
         self.changed.notify_all();
     }
 
     pub(crate) fn wait(&self) {
-        let mut is_set = self.is_set.lock().unwrap_or_else(PoisonError::into_inner);
-        while !*is_set {
-            is_set = self.changed.wait(is_set).unwrap_or_else(PoisonError::into_inner);
+        let mut at = self.lock();
+        while at.is_none() {
+            at = self.changed.wait(at).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// When it happened, if it did.
+    pub(crate) fn at(&self) -> Option<Instant> {
+        *self.lock()
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::answer::{Answer, Code, INVALID_HANDLE, put};
+use crate::answer::{Answer, Code, INVALID_HANDLE, NOT_READY, put};
 use crate::memory::Copy;
 use crate::queue::{Flag, Stream};
 use crate::state::{current, state};
@@ -65,6 +65,13 @@ pub(crate) fn synchronize_event(event: usize) -> Answer {
     state().lost.map_or(Ok(()), Err)
 }
 
+/// Milliseconds between what two events mark, which has happened.
+pub(crate) fn elapsed(place: usize, from: usize, to: usize) -> Answer {
+    let (Some(from), Some(to)) = (recorded(from)?.at(), recorded(to)?.at()) else { return Err(NOT_READY) };
+    let ms = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier).as_secs_f32() * 1e3;
+    put(place, ms(to, from) - ms(from, to))
+}
+
 pub(crate) fn wait_event(handle: usize, event: usize) -> Answer {
     let flag = recorded(event)?;
     if state().forgets_waits {
@@ -98,6 +105,17 @@ pub(crate) fn hold(handle: usize) -> Answer {
     let flag = Arc::<Flag>::default();
     state().held.push(Arc::clone(&flag));
     stream(handle)?.push(move |_| flag.wait())
+}
+
+/// Work that takes its time and then writes these bytes.
+pub(crate) fn update(handle: usize, address: usize, bytes: Vec<u8>, takes_us: u64) -> Answer {
+    stream(handle)?.push(move |_| {
+        thread::sleep(Duration::from_micros(takes_us));
+        let mut state = state();
+        if let Err(code) = state.memory.write(address, bytes.as_ptr() as usize, bytes.len()) {
+            state.lost = Some(code);
+        }
+    })
 }
 
 /// Work that takes its time and then writes memory.

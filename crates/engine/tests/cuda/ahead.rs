@@ -1,0 +1,442 @@
+//! Captures ahead of a save on a device that is behind the host: what is committed is what the device had.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use shardfast_engine::ahead::{
+    AdamScalars, Applied, Array, Beside, Bias, Class, Device, Dtype, Dtypes, Figures, OptimizerKind, Pace, Rehearsed,
+    Scalars, Unit, Variant, Window,
+};
+use shardfast_engine::cuda::{CopyStream, DeviceMemory};
+use shardfast_engine::{
+    Capture, Destination, Engine, Fences, Pending, Prove, Provider, Result, Sink, State, Strided, Want, open, save,
+};
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
+
+use crate::fake::Fake;
+use crate::{DELAY_MAX_US, Dice, LONG};
+
+/// As a fused step of AdamW on a device.
+const VARIANT: &str = "adam.fused.cuda.f32";
+
+/// A device's memory that is captured lazily.
+struct Lazy(DeviceMemory);
+
+impl Provider for Lazy {
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.0.fill(at, out, fences)
+    }
+
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+        self.0.on_device(at, bytes)
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
+}
+
+#[allow(unsafe_code)] // as every caller of the engine hands its memory over
+fn memory(copies: &Arc<CopyStream>, address: usize, bytes: usize) -> DeviceMemory {
+    // SAFETY: the fake device's memory is no memory of this process.
+    unsafe { DeviceMemory::new(copies, Strided::new(address, &[bytes as u64 / 4], &[4], 4)) }
+}
+
+/// A gradient whose memory the framework takes back when nothing refers to it any more.
+struct Given {
+    memory: DeviceMemory,
+    fake: Arc<Fake>,
+    address: usize,
+    is_freed: bool,
+}
+
+impl Provider for Given {
+    fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.memory.fill(at, out, fences)
+    }
+
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+        self.memory.on_device(at, bytes)
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        if self.is_freed {
+            self.fake.free(self.address);
+        }
+    }
+}
+
+/// Parameters with two moments each, on the device and as the host computes them.
+struct Training {
+    fake: Arc<Fake>,
+    /// The address and the bytes of each array.
+    tensors: Vec<[(usize, Vec<u8>); 3]>,
+    /// Where a framework that keeps its gradients' memory has them.
+    gradients: Vec<usize>,
+    catalog: Arc<Catalog>,
+    steps: i32,
+}
+
+fn floats(dice: &mut Dice, numel: u64) -> Vec<u8> {
+    (0..numel).flat_map(|_| (dice.below(2001) as f32 / 1000.0 - 1.0).to_le_bytes()).collect()
+}
+
+impl Training {
+    fn new(fake: &Arc<Fake>, numels: &[u64], dice: &mut Dice) -> Training {
+        let placed = |bytes: Vec<u8>| (fake.alloc(&bytes), bytes);
+        let zeros = |numel: u64| vec![0; numel as usize * 4];
+        let tensors = numels
+            .iter()
+            .map(|&numel| [placed(floats(dice, numel)), placed(zeros(numel)), placed(zeros(numel))])
+            .collect();
+        let leaf = |number: usize, array: usize, numel: u64| {
+            let shape = Dims::from_slice(&[numel]);
+            let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
+            Leaf { name: LeafName::new("model", format!("{number:02}.{array}")), body, layout: String::new() }
+        };
+        let of = |(number, &numel): (usize, &u64)| (0..3).map(move |array| leaf(number, array, numel));
+        let leaves = numels.iter().enumerate().flat_map(of).collect();
+        let gradients = numels.iter().map(|&numel| fake.alloc(&zeros(numel))).collect();
+        Training { fake: Arc::clone(fake), tensors, gradients, catalog: Arc::new(Catalog { leaves }), steps: 0 }
+    }
+
+    fn units(&self, beside: &Beside) -> Vec<Unit> {
+        let unit = |(number, tensors): (usize, &[(usize, Vec<u8>); 3])| Unit {
+            class: 0,
+            numel: tensors[0].1.len() as u64 / 4,
+            arrays: (0u32..3)
+                .zip(tensors)
+                .map(|(array, (address, bytes))| {
+                    let memory = Arc::new(Lazy(memory(beside.blocks(), *address, bytes.len())));
+                    Array { leaf: number as u32 * 3 + array, part: 0, memory }
+                })
+                .collect(),
+        };
+        self.tensors.iter().enumerate().map(unit).collect()
+    }
+
+    fn scalars(&self) -> Scalars {
+        let correction = |beta: f64| 1.0 - beta.powi(self.steps);
+        Scalars::Adam(AdamScalars {
+            lr: 0.01,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            decoupled: true,
+            maximize: false,
+            amsgrad: false,
+            bias: Bias::Host { correction1: correction(0.9), correction2_sqrt: correction(0.999).sqrt() },
+        })
+    }
+
+    /// As the device computes them.
+    fn device_bias(&self) -> [f32; 2] {
+        let correction = |beta: f32| 1.0 - beta.powi(self.steps);
+        [correction(0.9), correction(0.999).sqrt()]
+    }
+
+    /// Asks the device for forward, backward and a step of the optimizer, which takes its time for each tensor. The host
+    /// does not wait. Gradients are written where the last ones were if they are `kept`, else to memory of their own.
+    fn step(&mut self, window: Option<&Window>, dice: &mut Dice, kept: bool) {
+        self.steps += 1;
+        let (scalars, device_bias) = (self.scalars(), self.device_bias());
+        let Scalars::Adam(adam) = scalars else { unreachable!("of Adam") };
+        let [correction1, correction2_sqrt] = device_bias;
+        let of_device = Scalars::Adam(AdamScalars { bias: Bias::Device { correction1, correction2_sqrt }, ..adam });
+        let fake = Arc::clone(&self.fake);
+        let mut applied = Vec::new();
+        let mut given = Vec::new();
+        for (unit, tensors) in self.tensors.iter_mut().enumerate() {
+            let numel = tensors[0].1.len() as u64 / 4;
+            let values = floats(dice, numel);
+            let address = if kept { self.gradients[unit] } else { fake.alloc(&vec![0xdd; values.len()]) };
+            fake.update(address, &values, dice.below(2000));
+            let [(_, p), (_, m), (_, v)] = tensors;
+            let mut block = Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: p, moments: &mut [m, v] };
+            let gradient = Gradient { dtype: Dtype::F32, values: &values, factor: None };
+            let variant = Variant::named(VARIANT).unwrap();
+            replay(Instructions::best(), variant, &mut block, &[Step::Taken { gradient, scalars: of_device }]).unwrap();
+            given.push((unit, address, values.len()));
+        }
+        if let Some(window) = window {
+            window.stepping(Some(fake.foreign())).unwrap();
+        }
+        for (address, bytes) in self.tensors.iter().flatten() {
+            fake.update(*address, bytes, dice.below(300));
+        }
+        let Some(window) = window else {
+            return;
+        };
+        for (unit, address, bytes) in given {
+            let memory = memory(window.gradients().unwrap(), address, bytes);
+            let gradient = Arc::new(Given { memory, fake: Arc::clone(&fake), address, is_freed: !kept });
+            let device_bias = Some(device_bias);
+            applied.push(Applied { unit, dtype: Dtype::F32, gradient, scalars, device_bias });
+        }
+        window.stepped(applied, Some(fake.foreign())).unwrap();
+        if kept {
+            // As `zero_grad(set_to_none=False)`.
+            for (&address, tensors) in self.gradients.iter().zip(&self.tensors) {
+                fake.kernel(address, tensors[0].1.len(), 0, 0);
+            }
+        }
+    }
+
+    fn state(&self, engine: &Engine) -> State {
+        #[allow(unsafe_code)]
+        // SAFETY: the stream lives as long as the driver.
+        let copies = unsafe { engine.copies_after(0, self.fake.stream) }.unwrap();
+        let provider = |(address, bytes): &(usize, Vec<u8>)| -> Vec<Arc<dyn Provider>> {
+            vec![Arc::new(Lazy(memory(&copies, *address, bytes.len())))]
+        };
+        let providers = self.tensors.iter().flatten().map(provider).collect();
+        State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() }
+    }
+
+    /// Begins a save. The training writes over everything as soon as it may.
+    fn save(&self, engine: &Arc<Engine>, place: &Path, window: Option<&Window>) -> Pending {
+        let captured = window.map(Window::close);
+        let state = self.state(engine);
+        let state = match captured {
+            Some(captured) => captured.over(state),
+            None => state,
+        };
+        let url = place.to_str().unwrap().to_owned();
+        let destination =
+            Destination { url, step: None, user: BTreeMap::new(), prove: Prove::default(), blocking: false };
+        let pending = save(engine, destination, state, LONG);
+        if pending.staged(None).is_ok() {
+            for (address, bytes) in self.tensors.iter().flatten() {
+                self.fake.kernel(*address, bytes.len(), 0xee, 0);
+            }
+            pending.confirm_unmodified(Ok(()));
+        }
+        pending
+    }
+
+    /// Puts back what a save let the training write over.
+    fn restore(&self) {
+        for (address, bytes) in self.tensors.iter().flatten() {
+            self.fake.update(*address, bytes, 0);
+        }
+    }
+
+    #[allow(unsafe_code)] // as every caller of the engine hands its memory over
+    fn expect_holds(&self, engine: &Arc<Engine>, place: &Path, seed: u64) {
+        let checkpoint = open(engine, place.to_str().unwrap(), LONG).unwrap();
+        for (leaf, (_, bytes)) in self.tensors.iter().flatten().enumerate() {
+            let mut found = vec![0u8; bytes.len()];
+            let region = Region::whole(&[bytes.len() as u64 / 4]);
+            // SAFETY: `found` is looked at only after the load.
+            let sink = unsafe { Sink::new(found.as_mut_ptr() as usize, &region.lengths, &[4], 4) }.unwrap();
+            let leaf = checkpoint.manifest().find(&self.catalog.leaves[leaf].name).unwrap();
+            checkpoint.load(&[Want { leaf, region, sink }], &[], LONG).unwrap();
+            assert!(found == *bytes, "seed {seed}: other bytes were committed than the device had");
+        }
+    }
+}
+
+fn class(is_known: bool) -> Class {
+    let variant = Variant::named(VARIANT).filter(|_| is_known);
+    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cuda, variant }
+}
+
+/// A job on a device of its own.
+struct Job {
+    fake: Arc<Fake>,
+    engine: Arc<Engine>,
+    place: tempfile::TempDir,
+    training: Training,
+    dice: Dice,
+}
+
+impl Job {
+    /// With a first save, whose plan tells what is written.
+    fn new(seed: u64, numels: &[u64]) -> Job {
+        let fake = Arc::new(Fake::new(seed, DELAY_MAX_US));
+        fake.lock_all();
+        let engine = Engine::with_driver(fake.path().to_str().unwrap(), 300 << 20).unwrap();
+        let mut dice = Dice(seed);
+        let training = Training::new(&fake, numels, &mut dice);
+        let place = tempfile::tempdir().unwrap();
+        training.save(&engine, &place.path().join("first"), None).committed(Some(LONG)).unwrap();
+        training.restore();
+        Job { fake, engine, place, training, dice }
+    }
+
+    fn beside(&self, is_waited: bool, pace: Option<Pace>) -> Beside {
+        Beside::new(&self.engine, 0, self.fake.foreign(), is_waited, pace).unwrap()
+    }
+
+    fn open(&self, is_waited: bool, pace: Option<Pace>) -> Window {
+        let beside = self.beside(is_waited, pace);
+        let units = self.training.units(&beside);
+        let window =
+            Window::open(&self.engine, &self.training.catalog, vec![class(true)], units, Some(beside)).unwrap();
+        window.go_on(Some(self.fake.foreign())).unwrap();
+        window
+    }
+
+    /// Steps of a window, with gradients that are written over if they are `kept`.
+    fn steps(&mut self, window: &Window, steps: u64, kept: bool) {
+        for step in 0..steps {
+            self.training.step(Some(window), &mut self.dice, kept);
+            if step + 1 < steps {
+                window.go_on(Some(self.fake.foreign())).unwrap();
+            }
+        }
+    }
+
+    /// The save that the window was opened for: what it held.
+    fn save(&self, window: Window, seed: u64) -> Figures {
+        let place = self.place.path().join("second");
+        let pending = self.training.save(&self.engine, &place, Some(&window));
+        pending.committed(Some(LONG)).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        self.training.expect_holds(&self.engine, &place, seed);
+        let figures = window.figures();
+        drop((pending, window));
+        figures
+    }
+}
+
+#[test]
+fn what_is_captured_beside_the_training_is_what_the_device_had() {
+    for seed in 1..9 {
+        let is_waited = seed % 2 == 0;
+        let mut job = Job::new(seed, &[300_000, 4097, 15, 270_000]);
+        let window = job.open(is_waited, None);
+        job.steps(&window, 1 + seed % 3, is_waited);
+        let figures = job.save(window, seed);
+        assert!(figures.held_bytes > 6 << 20 && figures.let_go_bytes == 0, "seed {seed}: {figures:?}");
+        job.fake.synchronize();
+    }
+}
+
+#[test]
+fn gradients_that_are_written_over_before_they_were_copied_commit_nothing() {
+    let mut refused = 0;
+    for seed in 1..5 {
+        let mut job = Job::new(seed, &[300_000, 5000]);
+        let window = job.open(false, None);
+        job.steps(&window, 2, true);
+        let place = job.place.path().join("second");
+        match job.training.save(&job.engine, &place, Some(&window)).committed(Some(LONG)) {
+            Ok(()) => job.training.expect_holds(&job.engine, &place, seed),
+            Err(error) => {
+                assert!(error.message.contains("other bits than the tensor had"), "{error}");
+                assert!(window.is_refuted());
+                refused += 1;
+            }
+        }
+        job.fake.synchronize();
+    }
+    assert!(refused > 0, "the training went on before its gradients were copied, and it made no difference");
+}
+
+/// What a rehearsal of two steps finds, and whether it saw gradients change between them.
+fn rehearse(seed: u64, kept: bool, foreign: bool) -> (Vec<Rehearsed>, bool) {
+    let mut job = Job::new(seed, &[300_000, 4097, 15]);
+    let beside = job.beside(false, None);
+    let units = job.training.units(&beside);
+    let window = Window::rehearsal(&job.engine, &job.training.catalog, vec![class(false)], units, Some(beside));
+    job.steps(&window, 2, kept);
+    if foreign {
+        job.fake.kernel(job.training.tensors[0][0].0, 4, 1, 0);
+    }
+    let found = window.rehearse(Some(job.fake.foreign())).unwrap();
+    job.fake.synchronize();
+    (found, window.are_gradients_left())
+}
+
+#[test]
+fn a_rehearsal_finds_the_variant_and_whether_gradients_are_left_alone() {
+    let variant = Rehearsed::By(Variant::named(VARIANT).unwrap());
+    assert_eq!(rehearse(1, false, false), (vec![variant.clone()], true));
+    assert_eq!(rehearse(2, true, false), (vec![variant], false));
+    assert!(
+        matches!(&rehearse(3, false, true).0[..], [Rehearsed::ByNone(why)] if why.contains("this training's bits"))
+    );
+}
+
+#[test]
+fn a_host_that_is_ahead_does_not_wait_for_the_device() {
+    let mut job = Job::new(5, &[300_000, 4097]);
+    let window = job.open(false, None);
+    job.fake.synchronize();
+    job.fake.hold();
+    // The step, its gradients and what comes behind it are asked for while the device stands still.
+    job.training.step(Some(&window), &mut job.dice, false);
+    window.go_on(Some(job.fake.foreign())).unwrap();
+    job.fake.release();
+    job.training.step(Some(&window), &mut job.dice, false);
+    let figures = job.save(window, 5);
+    assert!(figures.held_bytes > 3 << 20 && figures.gradients_kept_bytes > 1 << 20, "{figures:?}");
+}
+
+#[test]
+fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
+    let numels = [3 << 20];
+    let of = |pace: Option<Pace>, steps: u64| {
+        let mut job = Job::new(6, &numels);
+        let window = job.open(false, pace);
+        job.steps(&window, steps, false);
+        let pace = window.pace();
+        (job.save(window, 6), pace)
+    };
+    // 36 MiB of state in blocks of 3 MiB.
+    let (figures, pace) = of(None, 2);
+    assert_eq!((figures.held_bytes, figures.left_bytes), (36 << 20, 0));
+    let pace = pace.expect("it was measured");
+    assert!(pace.bytes_per_ms > 0.0 && pace.room_ms > 0.0, "{pace:?}");
+    let (figures, _) = of(Some(Pace { bytes_per_ms: (1 << 20) as f64, room_ms: 7.0 }), 1);
+    assert_eq!((figures.held_bytes, figures.left_bytes), (6 << 20, 30 << 20), "0.95 of 7 MiB");
+}
+
+#[test]
+fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards() {
+    const CALLS: [&str; 5] =
+        ["cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate", "cuEventSynchronize"];
+    let mut failed = 0;
+    for seed in 0..25u64 {
+        let mut job = Job::new(seed + 1, &[300_000, 4097]);
+        let call = CALLS[seed as usize % CALLS.len()];
+        let window = job.open(seed % 2 == 0, None);
+        job.fake.synchronize();
+        job.fake.fail(call, 1 + job.dice.below(12), 719, seed % 3 == 0);
+        let mut lets_go = false;
+        for _ in 0..2 {
+            let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                job.training.step(Some(&window), &mut job.dice, seed % 2 == 0);
+            }));
+            if tried.is_err() || window.go_on(Some(job.fake.foreign())).is_err() {
+                lets_go = true;
+                break;
+            }
+        }
+        if lets_go {
+            window.let_go("a call failed");
+            failed += 1;
+            drop(window);
+        } else {
+            let place = job.place.path().join("second");
+            match job.training.save(&job.engine, &place, Some(&window)).committed(Some(LONG)) {
+                Ok(()) => job.training.expect_holds(&job.engine, &place, seed),
+                Err(_) => failed += 1,
+            }
+        }
+    }
+    assert!(failed > 5, "{failed}");
+}

@@ -12,5 +12,5 @@ mod driver;
 mod memory;
 mod rows;
 
-pub use device::{CopyStream, Device, Devices, PageLock};
+pub use device::{CopyStream, Device, Devices, Digests, PageLock};
 pub use memory::{DeviceMemory, DeviceSink};

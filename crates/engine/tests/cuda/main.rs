@@ -1,5 +1,6 @@
 //! Copies from and to devices, against a driver that has none: what arrives, when, and what fails how.
 
+mod digest;
 mod fake;
 mod save;
 

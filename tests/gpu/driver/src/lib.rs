@@ -79,7 +79,9 @@ exports! {
         kernel::launch(function, &kernel::Launch { grid, block, shared_bytes, arguments, extra }, stream)
     };
 
-    fakeAlloc(address: usize, bytes: usize) = answer::put(address, state().memory.allocate(bytes, current()?));
+    fakeAlloc(address: usize, bytes: usize) = answer::put(address, state().memory.allocate(bytes, 0, current()?));
+    fakeAllocSkewed(address: usize, bytes: usize, skew: usize) =
+        answer::put(address, state().memory.allocate(bytes, skew, current()?));
     fakeFree(address: usize) = state().memory.free(address);
     fakeWrite(address: usize, from: usize, bytes: usize) = state().memory.write(address, from, bytes);
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);

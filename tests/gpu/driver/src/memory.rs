@@ -80,11 +80,12 @@ impl Copy {
 }
 
 impl Memory {
-    pub(crate) fn allocate(&mut self, bytes: usize, device: usize) -> usize {
+    /// Memory that begins `skew` bytes behind an aligned address.
+    pub(crate) fn allocate(&mut self, bytes: usize, skew: usize, device: usize) -> usize {
         let used = &mut self.used[device];
-        let address = DEVICE_BASE + device * BYTES_PER_DEVICE + *used;
+        let address = DEVICE_BASE + device * BYTES_PER_DEVICE + *used + skew;
         // Never used again, and something lies between: no neighbour hides a copy that is too long.
-        *used += (bytes + 2 * ALIGNMENT).next_multiple_of(ALIGNMENT);
+        *used += (skew + bytes + 2 * ALIGNMENT).next_multiple_of(ALIGNMENT);
         self.allocated.insert(address, vec![0; bytes]);
         address
     }
@@ -95,7 +96,7 @@ impl Memory {
 
     /// Memory that the driver is asked for.
     pub(crate) fn give(&mut self, bytes: usize, device: usize) -> usize {
-        let address = self.allocate(bytes, device);
+        let address = self.allocate(bytes, 0, device);
         self.allocated.insert(address, vec![RUBBISH; bytes]);
         self.given.insert(address);
         address

@@ -12,6 +12,6 @@ mod driver;
 mod memory;
 mod rows;
 
-pub(crate) use device::Moment;
-pub use device::{CopyStream, Device, Devices, ForeignStream, PageLock};
+pub use device::{CopyStream, Device, Devices, Digests, ForeignStream, PageLock};
+pub(crate) use device::{Moment, RUNS_MAX};
 pub use memory::{DeviceMemory, DeviceSink};

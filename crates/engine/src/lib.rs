@@ -15,6 +15,7 @@ mod contents;
 mod copy;
 pub mod cuda;
 pub mod diff;
+pub mod digest;
 pub mod duplicate;
 mod engine;
 pub mod error;

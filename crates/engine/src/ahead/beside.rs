@@ -7,9 +7,10 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::cuda::{CopyStream, ForeignStream, Moment};
+use crate::cuda::{CopyStream, Digests, ForeignStream, Moment};
 use crate::engine::Engine;
 use crate::error::Result;
+use crate::staging::Staging;
 
 /// Bytes of the state that are begun in a step while nothing was measured.
 const FIRST_BYTES: u64 = 256 << 20;
@@ -77,10 +78,11 @@ impl Round {
 }
 
 impl Beside {
-    /// Copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is what an earlier window measured.
+    /// Copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is what an earlier window measured. The first
+    /// call for a device may wait for its work.
     ///
     /// # Errors
-    /// As [`Engine::copies_after`].
+    /// As [`Engine::copies_after`] and [`Device::prepare_digests`](crate::cuda::Device::prepare_digests).
     pub fn new(
         engine: &Engine,
         ordinal: u32,
@@ -89,6 +91,7 @@ impl Beside {
         pace: Option<Pace>,
     ) -> Result<Beside> {
         let (blocks, gradients) = (engine.copies_behind(ordinal, on)?, engine.copies_behind(ordinal, on)?);
+        blocks.device().prepare_digests()?;
         Ok(Beside { blocks, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
     }
 
@@ -179,6 +182,23 @@ impl Beside {
         let copied = times.rounds.iter().filter_map(Round::copied_in).map(|[copied, _]| copied).sum();
         [copied, times.rounds.iter().filter_map(Round::late_ms).sum()]
     }
+}
+
+/// Has a device sum runs of its memory, addresses and lengths in bytes, behind what `copies` was given; `None` if there
+/// is no memory for that.
+///
+/// # Errors
+/// As [`CopyStream::digests`].
+pub(super) fn digests(
+    copies: &Arc<CopyStream>,
+    runs: &[(usize, usize)],
+    staging: &Arc<Staging>,
+) -> Result<Option<Digests>> {
+    let Some(slot) = staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) else { return Ok(None) };
+    // SAFETY: the runs are parts of units, whose memory is kept allocated by the providers that the window and the save
+    // hold; both are held until the digests were waited for.
+    #[allow(unsafe_code)]
+    unsafe { copies.digests(runs, slot) }.map(Some)
 }
 
 impl Times {

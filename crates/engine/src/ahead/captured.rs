@@ -7,17 +7,13 @@ use std::sync::Arc;
 use shardfast_format::LeafBody;
 
 use crate::capture::Capture;
-use crate::cuda::{CopyStream, Digests};
+use crate::cuda::{CopyStream, Digests, RUNS_MAX};
 use crate::digest::digest;
 use crate::error::{Error, Result};
 use crate::provider::{Evidence, Fences, Provider, Run};
-use crate::staging::SLOT_BYTES;
 use crate::state::State;
 
-use super::{Figures, Shared};
-
-/// Runs that a device sums in one launch: as many as a slot takes with their digests.
-const DIGESTS_MAX: usize = SLOT_BYTES / 24;
+use super::{Figures, Shared, beside};
 
 /// What a [`Window`](super::Window) holds when the save begins. It is given back when this and what came from it is
 /// dropped.
@@ -79,7 +75,7 @@ impl Captured {
                 };
                 let open = launches.iter_mut().rev().find(|(known, ..)| Arc::ptr_eq(known, copies));
                 let (_, places, of) = match open {
-                    Some(open) if open.1.len() < DIGESTS_MAX => open,
+                    Some(open) if open.1.len() < RUNS_MAX => open,
                     _ => {
                         launches.push((Arc::clone(copies), Vec::new(), Vec::new()));
                         let Some(new) = launches.last_mut() else { continue };
@@ -91,13 +87,9 @@ impl Captured {
             }
         }
         for (copies, places, of) in launches {
-            let Some(slot) = self.shared.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) else { return };
-            // SAFETY: `Window`'s caller has the units' tensors keep their memory, and the save that gets the state does
-            // not let the program change them before they were summed.
-            #[allow(unsafe_code)]
-            let digests = unsafe { copies.digests(&places, slot) };
-            match digests {
-                Ok(digests) => {
+            match beside::digests(&copies, &places, &self.shared.staging) {
+                Ok(None) => {}
+                Ok(Some(digests)) => {
                     let digests = Arc::new(digests);
                     for (index, run) in of.into_iter().enumerate() {
                         run.digest = Some((Arc::clone(&digests), index));

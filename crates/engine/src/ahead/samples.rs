@@ -4,10 +4,12 @@ use std::ops::Range;
 
 use shardfast_optim::Variant;
 
-use crate::error::Result;
-use crate::provider::Fences;
+use crate::cuda::RUNS_MAX;
+use crate::digest::digest;
+use crate::error::{Error, Result};
+use crate::provider::{Fences, Provider};
 
-use super::{Class, Rehearsed, Shared, Unit};
+use super::{Beside, Class, Rehearsed, Shared, Unit, beside};
 
 /// Elements at the beginning and at the end of a unit that are replayed. More than the widest vectors and than what one
 /// thread of a training steps of a small tensor.
@@ -39,7 +41,50 @@ pub(super) fn of(classes: &[Class], units: &[Unit]) -> Vec<(usize, Range<u64>)> 
 
 /// By class the variant that agrees with the training in every bit of every sample.
 pub(super) fn rehearse(shared: &Shared) -> Vec<Rehearsed> {
+    let unproven = match &shared.beside {
+        None => None,
+        Some(beside) => match digests_agree(shared, beside) {
+            Ok(true) => None,
+            Ok(false) => Some("what the device sums of its memory is not what its memory holds".to_owned()),
+            Err(error) => Some(error.message),
+        },
+    };
+    if let Some(why) = unproven {
+        return vec![Rehearsed::ByNone(why); shared.classes.len()];
+    }
     (0..shared.classes.len()).map(|class| of_class(shared, class)).collect()
+}
+
+/// Whether the device sums the samples as a host does.
+fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
+    let (mut runs, mut expected) = (Vec::new(), Vec::new());
+    for block in &shared.blocks {
+        for piece in &block.pieces {
+            for (array, of) in shared.units[piece.unit].arrays.iter().enumerate() {
+                let range = piece.of_unit(block.width(array));
+                let bytes = range.end - range.start;
+                let Some((_, address)) = of.memory.on_device(range.start, bytes) else { return Ok(false) };
+                runs.push((address, bytes as usize));
+                expected.push(digest(&read(&*of.memory, range)?));
+            }
+        }
+    }
+    for (runs, expected) in runs.chunks(RUNS_MAX).zip(expected.chunks(RUNS_MAX)) {
+        match beside::digests(beside.blocks(), runs, &shared.staging)? {
+            Some(digests) if digests.wait()? == expected => {}
+            Some(_) => return Ok(false),
+            None => return Err(Error::invalid("there was no memory for a rehearsal")),
+        }
+    }
+    Ok(true)
+}
+
+/// A range of what the training has.
+fn read(memory: &dyn Provider, range: Range<u64>) -> Result<Vec<u8>> {
+    let (mut live, mut fences) = (vec![0; (range.end - range.start) as usize], Fences::default());
+    memory.fill(range.start, &mut live, &mut fences)?;
+    fences.wait()?;
+    Ok(live)
 }
 
 fn of_class(shared: &Shared, number: usize) -> Rehearsed {
@@ -62,11 +107,8 @@ fn of_class(shared: &Shared, number: usize) -> Rehearsed {
                 let Some(found) = block.tried(variant, &shared.units)? else { return Ok(false) };
                 for (piece, arrays) in block.pieces.iter().zip(found) {
                     for (array, replayed) in arrays.into_iter().enumerate() {
-                        let memory = &shared.units[piece.unit].arrays[array].memory;
-                        let (mut live, mut fences) = (vec![0; replayed.len()], Fences::default());
-                        memory.fill(piece.of_unit(block.width(array)).start, &mut live, &mut fences)?;
-                        fences.wait()?;
-                        if live != replayed {
+                        let memory = &*shared.units[piece.unit].arrays[array].memory;
+                        if read(memory, piece.of_unit(block.width(array)))? != replayed {
                             return Ok(false);
                         }
                     }

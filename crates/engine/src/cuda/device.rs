@@ -6,12 +6,17 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::driver::{
-    CAPTURE_MODE_RELAXED, CAPTURE_STATUS_NONE, Driver, EVENT_BLOCKING, EVENT_BLOCKING_UNTIMED, HOST_REGISTER_PORTABLE,
-    MEMORY_TYPE_UNIFIED, Memcpy2d, STREAM_NON_BLOCKING,
+    ATTRIBUTE_DEVICE_ORDINAL, ATTRIBUTE_IS_MANAGED, CAPTURE_MODE_RELAXED, CAPTURE_STATUS_NONE, Driver, EVENT_BLOCKING,
+    EVENT_BLOCKING_UNTIMED, HOST_REGISTER_PORTABLE, MEMORY_TYPE_UNIFIED, Memcpy2d, STREAM_NON_BLOCKING,
 };
 use super::rows::Rows;
 use crate::error::{Error, Result};
 use crate::provider::Fence;
+
+mod digest;
+
+pub use digest::Digests;
+pub(crate) use digest::RUNS_MAX;
 
 /// The name of the driver's library on every Linux machine that has one.
 const LIBRARY: &str = "libcuda.so.1";
@@ -252,12 +257,14 @@ pub struct Device {
     context: Arc<Context>,
     /// Idle streams. There are as many as saves and loads were ever in flight at once.
     idle: Mutex<Vec<Stream>>,
+    digests: digest::Kept,
 }
 
 impl Device {
     fn open(driver: Arc<Driver>, ordinal: u32) -> Result<Device> {
         driver.expect_usable()?;
-        Ok(Device { context: Arc::new(Context::retain(driver, ordinal)?), idle: Mutex::default() })
+        let context = Arc::new(Context::retain(driver, ordinal)?);
+        Ok(Device { context, idle: Mutex::default(), digests: digest::Kept::default() })
     }
 
     /// The device's number, as this process counts them.
@@ -326,6 +333,26 @@ impl Device {
         // SAFETY: a place for one integer, which is what the attributes asked for are; any address may be asked about.
         let known = self.context.run(|driver| unsafe { driver.cuPointerGetAttribute(&mut value, attribute, address) });
         known.is_ok().then_some(value)
+    }
+
+    /// Checks that an address is in this device's memory: what else is there must not be taken for it.
+    ///
+    /// # Errors
+    /// `Invalid` if it is another device's, or one that the driver does not know.
+    pub(crate) fn expect_own(&self, address: usize) -> Result<()> {
+        let own = self.ordinal();
+        match self.pointer_attribute(ATTRIBUTE_DEVICE_ORDINAL, address) {
+            Some(ordinal) if ordinal == own => Ok(()),
+            // Managed memory belongs to every device, and the driver copies it in the stream's order as well.
+            Some(_) if self.pointer_attribute(ATTRIBUTE_IS_MANAGED, address) == Some(1) => Ok(()),
+            Some(other) => Err(Error::invalid(format!(
+                "cuda:{own}: expected memory of this device at {address:#x}, found memory of cuda:{other}"
+            ))),
+            None => Err(Error::invalid(format!(
+                "cuda:{own}: expected memory of this device at {address:#x}, found an address that the driver does \
+                 not know: it was freed, or is the host's"
+            ))),
+        }
     }
 }
 

@@ -1,9 +1,9 @@
-//! The functions of the CUDA driver that copies need, found in the machine's own library when the program runs.
+//! The functions of the CUDA driver that copies and digests need, found in the machine's own library when the program runs.
 //!
 //! Signatures and numbers are those of `cuda.h` since version 12.0. Handles are the driver's pointers as integers: they
 //! belong to no thread.
 
-use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
@@ -34,6 +34,12 @@ pub(crate) const MEMORY_TYPE_UNIFIED: c_uint = 4;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every device.
 pub(crate) const HOST_REGISTER_PORTABLE: c_uint = 1;
+
+/// `CU_MEMORYTYPE_HOST`: what the driver says of memory of the host that is page-locked; of other it knows nothing.
+pub(crate) const MEMORY_TYPE_HOST: c_uint = 1;
+
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+pub(crate) const ATTRIBUTE_MEMORY_TYPE: c_uint = 2;
 
 /// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 pub(crate) const ATTRIBUTE_IS_MANAGED: c_uint = 8;
@@ -137,6 +143,14 @@ driver! {
     cuMemHostRegister_v2(address: usize, bytes: usize, flags: c_uint);
     cuMemHostUnregister(address: usize);
     cuPointerGetAttribute(value: *mut c_uint, attribute: c_uint, address: usize);
+    cuModuleLoadData(module: *mut usize, image: *const c_char);
+    cuModuleUnload(module: usize);
+    cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char);
+    cuMemAlloc_v2(address: *mut usize, bytes: usize);
+    cuMemFree_v2(address: usize);
+    cuMemsetD8Async(address: usize, value: c_uchar, bytes: usize, stream: usize);
+    cuLaunchKernel(function: usize, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+        block_z: c_uint, shared_bytes: c_uint, stream: usize, arguments: *mut *mut c_void, extra: *mut *mut c_void);
 }
 
 fn absent(path: &str, error: &libloading::Error) -> Error {
@@ -188,7 +202,8 @@ impl Driver {
         let kind = match code {
             1 | 101 | 900..=908 => Kind::Invalid,
             2 => Kind::Exhausted,
-            34 | 36 | 100 | 800 | 801 | 803 | 804 => Kind::Unsupported,
+            // 209, 218, 221..=223: it cannot compile our kernel for its device.
+            34 | 36 | 100 | 209 | 218 | 221..=223 | 800 | 801 | 803 | 804 => Kind::Unsupported,
             712 => Kind::Conflict,
             _ => Kind::Unavailable,
         };

@@ -3,9 +3,8 @@
 use std::sync::{Arc, OnceLock};
 
 use super::device::CopyStream;
-use super::driver::{ATTRIBUTE_DEVICE_ORDINAL, ATTRIBUTE_IS_MANAGED};
 use super::rows::{Gather, Run};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::host::HostSink;
 use crate::provider::{Fence, Fences, Provider, Strided};
 
@@ -63,25 +62,7 @@ impl Place {
 
     /// Checks the address: the driver would take an unknown one for host memory, and read what is there.
     fn expect_known(&self) -> Result<()> {
-        let check = || {
-            let device = self.copies.device();
-            let own = device.ordinal();
-            match device.pointer_attribute(ATTRIBUTE_DEVICE_ORDINAL, self.address) {
-                Some(ordinal) if ordinal == own => Ok(()),
-                // Managed memory belongs to every device, and the driver copies it in the stream's order as well.
-                Some(_) if device.pointer_attribute(ATTRIBUTE_IS_MANAGED, self.address) == Some(1) => Ok(()),
-                Some(other) => Err(Error::invalid(format!(
-                    "cuda:{own}: expected memory of this device at {:#x}, found memory of cuda:{other}",
-                    self.address
-                ))),
-                None => Err(Error::invalid(format!(
-                    "cuda:{own}: expected memory of this device at {:#x}, found an address that the driver does not \
-                     know: it was freed, or is the host's",
-                    self.address
-                ))),
-            }
-        };
-        self.known.get_or_init(check).clone()
+        self.known.get_or_init(|| self.copies.device().expect_own(self.address)).clone()
     }
 
     /// Begins to copy the runs that `runs` lists, in few large copies.

@@ -319,8 +319,10 @@ fn what_is_captured_beside_the_training_is_what_the_device_had() {
         let mut job = Job::new(seed, &[300_000, 4097, 15, 270_000]);
         let window = job.open(is_waited, None);
         job.steps(&window, 1 + seed % 3, is_waited);
+        let launches = job.fake.calls("cuLaunchKernel");
         let figures = job.save(window, seed);
         assert!(figures.held_bytes > 6 << 20 && figures.let_go_bytes == 0, "seed {seed}: {figures:?}");
+        assert_eq!(job.fake.calls("cuLaunchKernel"), launches + 1, "the proof is one launch");
         job.fake.synchronize();
     }
 }
@@ -407,15 +409,22 @@ fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
 
 #[test]
 fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards() {
-    const CALLS: [&str; 5] =
-        ["cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate", "cuEventSynchronize"];
+    const CALLS: [&str; 6] = [
+        "cuMemcpyAsync",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuEventCreate",
+        "cuEventSynchronize",
+        "cuLaunchKernel",
+    ];
     let mut failed = 0;
-    for seed in 0..25u64 {
+    for seed in 0..30u64 {
         let mut job = Job::new(seed + 1, &[300_000, 4097]);
         let call = CALLS[seed as usize % CALLS.len()];
         let window = job.open(seed % 2 == 0, None);
         job.fake.synchronize();
-        job.fake.fail(call, 1 + job.dice.below(12), 719, seed % 3 == 0);
+        let nth = if call == "cuLaunchKernel" { 1 } else { 1 + job.dice.below(12) };
+        job.fake.fail(call, nth, 719, seed % 3 == 0);
         let mut lets_go = false;
         for _ in 0..2 {
             let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

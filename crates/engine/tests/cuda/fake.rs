@@ -1,6 +1,6 @@
 //! The fake driver as tests use it: it is the rest of the program, such as the framework that owns the tensors.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString, c_char};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -65,8 +65,14 @@ impl Fake {
 
     /// The address of new memory on the device, which holds these bytes.
     pub(crate) fn alloc(&self, bytes: &[u8]) -> usize {
-        let mut address = 0usize;
-        assert_eq!(raw!(self, "fakeAlloc", &raw mut address => *mut usize, bytes.len() => usize), 0);
+        self.alloc_skewed(bytes, 0)
+    }
+
+    /// The same, so many bytes behind an aligned address. What is before it is not allocated.
+    pub(crate) fn alloc_skewed(&self, bytes: &[u8], skew: usize) -> usize {
+        let (mut address, count) = (0usize, bytes.len());
+        let place = &raw mut address;
+        assert_eq!(raw!(self, "fakeAllocSkewed", place => *mut usize, count => usize, skew => usize), 0);
         let from = bytes.as_ptr();
         assert_eq!(raw!(self, "fakeWrite", address => usize, from => *const u8, bytes.len() => usize), 0);
         address
@@ -123,7 +129,7 @@ impl Fake {
     /// Lets the `nth` call of a function from now on fail, and every call after it when that loses the device.
     pub(crate) fn fail(&self, name: &str, nth: u64, code: u32, loses_device: bool) {
         let name = CString::new(name).unwrap();
-        raw!(self, "fakeFail", name.as_ptr() => *const std::ffi::c_char, nth => u64, code => u32, loses_device => bool);
+        raw!(self, "fakeFail", name.as_ptr() => *const c_char, nth => u64, code => u32, loses_device => bool);
     }
 
     /// From now on streams do not wait for events.
@@ -143,11 +149,23 @@ impl Fake {
     /// How often a function was called.
     pub(crate) fn calls(&self, name: &str) -> u64 {
         let (name, mut count) = (CString::new(name).unwrap(), 0u64);
-        raw!(self, "fakeCalls", name.as_ptr() => *const std::ffi::c_char, &raw mut count => *mut u64);
+        raw!(self, "fakeCalls", name.as_ptr() => *const c_char, &raw mut count => *mut u64);
         count
     }
 
-    /// Streams, events, locked ranges and contexts that were not given back.
+    /// Loads a module's text, or says why it cannot.
+    pub(crate) fn load(&self, text: &str) -> Result<(), String> {
+        let (text, mut module, mut why) = (CString::new(text).unwrap(), 0usize, std::ptr::null());
+        let code = raw!(self, "cuModuleLoadData", &raw mut module => *mut usize, text.as_ptr() => *const c_char);
+        if code == 0 {
+            return Ok(());
+        }
+        assert_eq!(raw!(self, "cuGetErrorString", code => u32, &raw mut why => *mut *const c_char), 0);
+        // SAFETY: the driver gives a text that ends in NUL and is never freed.
+        Err(unsafe { CStr::from_ptr(why) }.to_string_lossy().into_owned())
+    }
+
+    /// Streams, events, modules, memory, locked ranges and contexts that were not given back.
     pub(crate) fn live(&self) -> u64 {
         let mut count = 0u64;
         raw!(self, "fakeLive", &raw mut count => *mut u64);

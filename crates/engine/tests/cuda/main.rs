@@ -1,6 +1,7 @@
 //! Copies from and to devices, against a driver that has none: what arrives, when, and what fails how.
 
 mod ahead;
+mod digest;
 mod fake;
 mod save;
 

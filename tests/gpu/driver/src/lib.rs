@@ -5,13 +5,16 @@
 //!   are asynchronous, all others return when they are done.
 //! - Device memory lies at addresses that no program can touch. Copies outside of an allocation, from freed memory or
 //!   into memory that is not locked any more are errors, as on a device.
-//! - What a copy will write is rubbish from the moment at which it was asked for.
+//! - What a copy will write is rubbish from the moment at which it was asked for, and so is new memory.
+//! - Kernels are PTX texts, and run as such.
 //! - `fake…` functions are the rest of the world: they allocate, run "kernels", and let calls fail.
 //!
 //! Each copy of the library file that a process loads is a driver of its own.
 
 mod answer;
+mod kernel;
 mod memory;
+mod ptx;
 mod queue;
 mod state;
 mod stream;
@@ -27,7 +30,7 @@ const DEVICES: i32 = 2;
 macro_rules! exports {
     ($($name:ident($($argument:ident: $type:ty),*) = $body:expr;)*) => {$(
         #[doc = concat!("The driver's `", stringify!($name), "`; addresses are integers.")]
-        #[allow(unsafe_code, non_snake_case)]
+        #[allow(unsafe_code, non_snake_case, clippy::too_many_arguments)]
         // SAFETY: the symbol is the driver's, and nothing links this library beside it.
         #[unsafe(no_mangle)]
         pub extern "C" fn $name($($argument: $type),*) -> u32 {
@@ -64,8 +67,22 @@ exports! {
     cuMemHostUnregister(address: usize) = State::unregister(address);
     cuPointerGetAttribute(value: usize, attribute: u32, address: usize) =
         state().memory.attribute(value, attribute, address);
+    cuModuleLoadData(module: usize, image: usize) = kernel::load(module, &text(image));
+    cuModuleUnload(module: usize) = kernel::unload(module);
+    cuModuleGetFunction(function: usize, module: usize, name: usize) = kernel::function(function, module, &text(name));
+    cuMemAlloc_v2(address: usize, bytes: usize) = answer::put(address, state().memory.give(bytes, current()?));
+    cuMemFree_v2(address: usize) = state().memory.take_back(address);
+    cuMemsetD8Async(address: usize, value: u8, bytes: usize, stream: usize) =
+        stream::set(address, value, bytes, stream);
+    cuLaunchKernel(function: usize, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
+            shared_bytes: u32, stream: usize, arguments: usize, extra: usize) = {
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        kernel::launch(function, &kernel::Launch { grid, block, shared_bytes, arguments, extra }, stream)
+    };
 
-    fakeAlloc(address: usize, bytes: usize) = answer::put(address, state().memory.allocate(bytes, current()?));
+    fakeAlloc(address: usize, bytes: usize) = answer::put(address, state().memory.allocate(bytes, 0, current()?));
+    fakeAllocSkewed(address: usize, bytes: usize, skew: usize) =
+        answer::put(address, state().memory.allocate(bytes, skew, current()?));
     fakeFree(address: usize) = state().memory.free(address);
     fakeWrite(address: usize, from: usize, bytes: usize) = state().memory.write(address, from, bytes);
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);

@@ -1,6 +1,6 @@
 //! Device memory that no program can touch, host memory that is locked, and copies between them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use crate::DEVICES;
@@ -13,12 +13,14 @@ const BYTES_PER_DEVICE: usize = 1 << 48;
 /// Allocations begin at multiples of this, as a device's do.
 const ALIGNMENT: usize = 512;
 
-/// What memory holds that a copy will write.
+/// What memory holds that a copy will write, or that is new.
 const RUBBISH: u8 = 0xdb;
 
 #[derive(Default)]
 pub(crate) struct Memory {
     allocated: BTreeMap<usize, Vec<u8>>,
+    /// Those of them that the driver was asked for.
+    given: BTreeSet<usize>,
     used: [usize; DEVICES as usize],
     registered: BTreeMap<usize, usize>,
     /// Whether all host memory counts as locked.
@@ -78,11 +80,12 @@ impl Copy {
 }
 
 impl Memory {
-    pub(crate) fn allocate(&mut self, bytes: usize, device: usize) -> usize {
+    /// Memory that begins `skew` bytes behind an aligned address.
+    pub(crate) fn allocate(&mut self, bytes: usize, skew: usize, device: usize) -> usize {
         let used = &mut self.used[device];
-        let address = DEVICE_BASE + device * BYTES_PER_DEVICE + *used;
+        let address = DEVICE_BASE + device * BYTES_PER_DEVICE + *used + skew;
         // Never used again, and something lies between: no neighbour hides a copy that is too long.
-        *used += (bytes + 2 * ALIGNMENT).next_multiple_of(ALIGNMENT);
+        *used += (skew + bytes + 2 * ALIGNMENT).next_multiple_of(ALIGNMENT);
         self.allocated.insert(address, vec![0; bytes]);
         address
     }
@@ -91,8 +94,28 @@ impl Memory {
         self.allocated.remove(&address).map(drop).ok_or(INVALID_VALUE)
     }
 
+    /// Memory that the driver is asked for.
+    pub(crate) fn give(&mut self, bytes: usize, device: usize) -> usize {
+        let address = self.allocate(bytes, 0, device);
+        self.allocated.insert(address, vec![RUBBISH; bytes]);
+        self.given.insert(address);
+        address
+    }
+
+    pub(crate) fn take_back(&mut self, address: usize) -> Answer {
+        if !self.given.remove(&address) {
+            return Err(INVALID_VALUE);
+        }
+        self.free(address)
+    }
+
+    /// Allocations that the driver was asked for.
+    pub(crate) fn given(&self) -> usize {
+        self.given.len()
+    }
+
     /// The bytes of a device's memory.
-    fn bytes(&mut self, range: Range<usize>) -> Result<&mut [u8], Code> {
+    pub(crate) fn bytes(&mut self, range: Range<usize>) -> Result<&mut [u8], Code> {
         let (start, allocation) = self.allocated.range_mut(..=range.start).next_back().ok_or(INVALID_VALUE)?;
         allocation.get_mut(range.start - start..range.end - start).ok_or(INVALID_VALUE)
     }
@@ -113,10 +136,17 @@ impl Memory {
     }
 
     pub(crate) fn attribute(&mut self, value: usize, attribute: u32, address: usize) -> Answer {
+        const MEMORY_TYPE: u32 = 2;
+        const MEMORY_TYPE_HOST: u32 = 1;
+        const MEMORY_TYPE_DEVICE: u32 = 2;
         const IS_MANAGED: u32 = 8;
         const DEVICE_ORDINAL: u32 = 9;
+        if attribute == MEMORY_TYPE && !is_device(address) && self.is_registered(&(address..address + 1))? {
+            return put(value, MEMORY_TYPE_HOST);
+        }
         self.bytes(address..address)?;
         match attribute {
+            MEMORY_TYPE => put(value, MEMORY_TYPE_DEVICE),
             IS_MANAGED => put(value, 0u32),
             DEVICE_ORDINAL => put(value, ((address - DEVICE_BASE) / BYTES_PER_DEVICE) as u32),
             _ => Err(INVALID_VALUE),

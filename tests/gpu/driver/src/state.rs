@@ -8,6 +8,7 @@ use crate::DEVICES;
 use crate::answer::{
     Answer, CAPTURE_UNSUPPORTED, Code, ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED, get, put,
 };
+use crate::kernel::Kernels;
 use crate::memory::Memory;
 use crate::queue::{Flag, Stream};
 
@@ -27,8 +28,14 @@ const CONTEXT_FREE: [&str; 9] = [
 ];
 
 /// Calls that would break another thread's capture.
-const UNSAFE_IN_CAPTURE: [&str; 4] =
-    ["cuEventSynchronize", "cuStreamSynchronize", "cuMemHostRegister_v2", "cuMemHostUnregister"];
+const UNSAFE_IN_CAPTURE: [&str; 6] = [
+    "cuEventSynchronize",
+    "cuStreamSynchronize",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+];
 
 /// A call that will fail.
 struct Fault {
@@ -52,6 +59,7 @@ pub(crate) struct State {
     pub(crate) seed: u64,
     pub(crate) delay_max_us: u64,
     pub(crate) memory: Memory,
+    pub(crate) kernels: Kernels,
     pub(crate) streams: HashMap<(usize, usize), Arc<Stream>>,
     /// Each with what was recorded last.
     pub(crate) events: HashMap<usize, Arc<Flag>>,
@@ -185,11 +193,13 @@ impl State {
         self.calls.get(name).copied().unwrap_or(0)
     }
 
-    /// Streams and events that were made and not destroyed, locked ranges and contexts that were not given back.
+    /// Streams, events and modules that were made and not destroyed; memory, locked ranges and contexts that were not
+    /// given back.
     pub(crate) fn live(&self) -> u64 {
         let streams = self.streams.keys().filter(|(handle, _)| *handle != 0).count();
         let contexts: u32 = self.retained.iter().sum();
-        (streams + self.events.len() + self.memory.locked()) as u64 + u64::from(contexts)
+        let memory = self.memory.locked() + self.memory.given();
+        (streams + self.events.len() + self.kernels.modules() + memory) as u64 + u64::from(contexts)
     }
 }
 

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::answer::{Answer, Code, INVALID_HANDLE, NOT_READY, put};
+use crate::answer::{Answer, Code, ILLEGAL_ADDRESS, INVALID_HANDLE, NOT_READY, put};
 use crate::memory::Copy;
 use crate::queue::{Flag, Stream};
-use crate::state::{current, state};
+use crate::state::{State, current, state};
 
 /// The stream of that handle in the thread's context; 0 is the default one.
 fn stream(handle: usize) -> Result<Arc<Stream>, Code> {
@@ -35,6 +35,13 @@ pub(crate) fn destroy(handle: usize) -> Answer {
 pub(crate) fn synchronize(handle: usize) -> Answer {
     stream(handle)?.mark()?.wait();
     state().lost.map_or(Ok(()), Err)
+}
+
+/// Waits for all streams of a device.
+pub(crate) fn synchronize_all(device: usize) -> Answer {
+    let streams: Vec<Arc<Stream>> =
+        state().streams.iter().filter(|((_, of), _)| *of == device).map(|(_, stream)| Arc::clone(stream)).collect();
+    streams.iter().try_for_each(|stream| stream.mark().map(|flag| flag.wait()))
 }
 
 pub(crate) fn create_event(place: usize) -> Answer {
@@ -98,6 +105,26 @@ pub(crate) fn copy(copy: Copy, handle: usize) -> Answer {
         stream.mark()?.wait();
     }
     Ok(())
+}
+
+/// Gives a stream work. A device that fails at it is lost, and does nothing any more.
+pub(crate) fn begin(handle: usize, work: impl FnOnce(&mut State) -> Answer + Send + 'static) -> Answer {
+    stream(handle)?.push(move |delays| {
+        let delay_max_us = state().delay_max_us;
+        delays.sleep(delay_max_us);
+        let mut state = state();
+        if state.lost.is_none()
+            && let Err(code) = work(&mut state)
+        {
+            state.lost = Some(code);
+        }
+    })
+}
+
+/// Sets bytes of a device's memory.
+pub(crate) fn set(address: usize, value: u8, bytes: usize, handle: usize) -> Answer {
+    state().memory.bytes(address..address + bytes)?;
+    begin(handle, move |state| state.memory.fill(address, bytes, value).map_err(|_| ILLEGAL_ADDRESS))
 }
 
 /// Work that goes on until all streams are released.

@@ -154,7 +154,7 @@ fn the_caller_does_not_wait_for_the_training_once_the_kernel_is_loaded() {
 }
 
 #[test]
-fn several_threads_wait_and_a_dropped_one_waits_too() {
+fn several_threads_wait_and_what_was_made_serves_the_next_ones() {
     let fake = Fake::new(9, DELAY_MAX_US);
     let (device, base) = (fake.device(), fake.alloc(&[1; 512]));
     let staging = staging(&device);
@@ -163,22 +163,34 @@ fn several_threads_wait_and_a_dropped_one_waits_too() {
     fake.kernel(base, 512, 3, 5000);
     let copies = fake.copies(&device);
     let begin = || digests(&copies, &[(base, 512), (base + 8, 16)], staging.acquire().unwrap()).unwrap();
-    let (shared, dropped) = (begin(), begin());
+    let (shared, other) = (begin(), begin());
     let expected = [digest(&[3; 512]), digest(&[3; 16])];
     let ((), too_soon) = while_held(&fake, SHORT, || {
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| assert_eq!(shared.wait().unwrap(), expected));
             }
-            drop(dropped);
         });
     });
-    assert!(!too_soon, "a slot was given back that the device was about to write");
+    assert!(!too_soon);
+    drop(other);
     drop(shared);
     for _ in 0..5 {
         assert_eq!(begin().wait().unwrap(), expected);
     }
     assert_eq!((fake.calls("cuMemAlloc_v2"), fake.calls("cuModuleLoadData")), (2, 1), "kept for the next ones");
+}
+
+#[test]
+fn a_slot_is_not_given_back_before_the_device_has_written_it() {
+    let fake = Fake::new(16, DELAY_MAX_US);
+    let (device, base) = (fake.device(), fake.alloc(&[1; 512]));
+    let staging = staging(&device);
+    device.prepare_digests().unwrap();
+    fake.hold();
+    let digests = digests(&fake.copies(&device), &[(base, 512)], staging.acquire().unwrap()).unwrap();
+    let ((), too_soon) = while_held(&fake, SHORT, || drop(digests));
+    assert!(!too_soon, "it was dropped while the device was about to write its slot");
 }
 
 #[test]

@@ -42,6 +42,7 @@ __all__ = [
     "open",
     "save",
     "step_url",
+    "steps_over",
     "time_of",
 ]
 
@@ -497,6 +498,15 @@ def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
 ) -> tuple[int, Checkpoint, list[str]] | None:
     """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
+
+def steps_over(
+    state_bytes: float, gradient_bytes: float, bytes_per_ms: float, room_ms: float, is_waited: bool, steps_max: int
+) -> int:
+    """Over how many steps, at most so many, a save holds up the training least.
+
+    Of what a rank copies from a device: bytes of parameters and moments, bytes of their gradients in a step, bytes that
+    are copied in a millisecond, milliseconds between two steps, and whether the training waits for copies of gradients.
+    """
 
 def best_interval(
     *,

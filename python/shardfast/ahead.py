@@ -20,7 +20,7 @@ from . import adapters as frameworks
 from .catalog import Ints, Refused
 from .errors import Error, Invalid
 from .state import BundleEntry, units_of, walk_units
-from .stepping import Steps
+from .stepping import Stepped, Steps
 
 _log = logging.getLogger("shardfast")
 
@@ -28,6 +28,20 @@ REHEARSAL_STEPS = 2
 """Steps that a rehearsal sees before its save: with one, implementations that differ later could agree."""
 
 _IN_ONE = "on a host the proof reads as much as a copy; a number as over= captures over so many steps"
+_NOT_WAITED = "no step of an optimizer has waited for a save"
+
+STEPS_MAX = 16
+"""Steps over which a save is captured at most if the number is chosen: more gain nothing, by the formulas."""
+
+NOTICED = 0.02
+"""The part of a step for which an optimizer may wait for a save before a capture over several steps is tried."""
+
+
+def _bytes_of(units: Sequence[Stepped]) -> tuple[int, int]:
+    """Bytes of parameters and moments, and of gradients as wide as the parameters."""
+    widths = {"F32": 4, "BF16": 2}
+    state = sum(one.numel * (widths[one.dtype] + (len(one.addresses) - 1) * widths[one.moments]) for one in units)
+    return state, sum(one.numel * widths[one.dtype] for one in units)
 
 
 @dataclass(eq=False, repr=False)
@@ -54,6 +68,11 @@ class Ahead:
     _is_refuted: bool = False
     _is_waited: bool = False
     _pace: tuple[float, float] | None = None
+    _bytes: tuple[int, int] | None = None
+    _waited_ms: float = 0.0
+    _chosen: int = 1
+    _interval: int = 0
+    _is_on_host: bool = False
     _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
     _saves: int = 0
     _stamps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -62,7 +81,7 @@ class Ahead:
         if self.over is not None and (isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1):
             raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1, or None to choose")
         if self.over is None:
-            self.reason = _IN_ONE
+            self.reason = _NOT_WAITED
         elif self.over == 1:
             self.reason = "over=1 says so"
         else:
@@ -71,16 +90,46 @@ class Ahead:
     @property
     def is_off(self) -> bool:
         """Whether no window is ever opened."""
-        return self.over is None or self.over == 1
+        return self.over == 1
 
     @property
     def steps(self) -> int:
-        """Steps over which a save is captured."""
-        return self.over or 1
+        """Steps over which the next save is captured."""
+        return self.over or self._chosen
+
+    def _choose(self) -> None:
+        """Chooses the number of steps, from what saves and windows have measured."""
+        step_ms = self._step_ms()
+        if self._is_on_host or not step_ms or not (self._pace or self._waited_ms > NOTICED * step_ms):
+            return
+        if self._bytes is None:
+            self._chosen = 2  # how many are best is known once a window was opened
+            return
+        state_bytes, gradient_bytes = self._bytes
+        # As long as no window has measured it: in one step all of it is copied in a step and the wait.
+        bytes_per_ms, room_ms = self._pace or (state_bytes / (step_ms + self._waited_ms), step_ms)
+        costs = (float(state_bytes), float(gradient_bytes), bytes_per_ms, room_ms, self._is_waited)
+        self._chosen = _native.steps_over(*costs, min(self._interval or STEPS_MAX, STEPS_MAX))
+        if self._chosen == 1:
+            self.reason = "a capture over several steps would gain nothing"
+
+    def _step_ms(self) -> float:
+        """Milliseconds of a step of the training; 0 if that is not known."""
+        lasted = [later - earlier for earlier, later in zip(self._stamps, list(self._stamps)[1:], strict=False)]
+        return statistics.median(lasted) * 1e3 if lasted else 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Optimizers have waited for saves, in the last step."""
+        if seconds > 0 and self.over is None:
+            self._waited_ms = seconds * 1e3
+            self._choose()
 
     def opens(self, left: int | None) -> bool:
         """Whether a window opens now, so many steps before the next save that is due."""
         if self.is_off or left is None or self._window is not None:
+            return False
+        self._interval = max(self._interval, left)
+        if self.steps == 1:
             return False
         return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
 
@@ -106,6 +155,7 @@ class Ahead:
             entries = walk_units(list(units_of(state)), frameworks.active()).entries
             found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
             self._steps, self._of = [steps for steps in found if steps is not None], described
+            self._bytes = _bytes_of([unit for steps in self._steps for unit in steps.units])
         known = {unit: self._variants.get(unit[:5]) for steps in self._steps for unit in steps.units}
         if not known:
             refused = [steps.reason for steps in self._steps if steps.reason]
@@ -114,6 +164,9 @@ class Ahead:
         self._needs_rehearsal = rehearses = None in known.values()
         if rehearses and left != REHEARSAL_STEPS:
             self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
+            return
+        if self.over is None and all(unit.device == "cpu" for unit in known):
+            self._is_on_host, self._chosen, self.reason = True, 1, _IN_ONE
             return
         classes: dict[Hashable, int] = {}
         given: list[tuple[str, str, str, str, str | None]] = []
@@ -204,6 +257,8 @@ class Ahead:
                 self._variants[kind] = (name, why)
             else:
                 self.reason = why
+        if self.over is None:
+            self._choose()
         without = [why for name, why in self._variants.values() if name is None]
         if without:
             self.reason = without[0]
@@ -213,6 +268,12 @@ class Ahead:
     def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
         """A save with what was captured ahead has ended."""
         self._pace = window.pace() or self._pace
+        state_bytes = sum(int(figures[name]) for name in ("held_bytes", "let_go_bytes", "left_bytes"))
+        if self._bytes is not None and state_bytes:
+            # What this rank writes of them.
+            self._bytes = (state_bytes, self._bytes[1] * state_bytes // self._bytes[0])
+        if self.over is None:
+            self._choose()
         self._is_refuted = self._is_refuted or window.is_refuted()
         if is_committed:
             self._saves += 1
@@ -235,13 +296,11 @@ class Ahead:
 
     def __str__(self) -> str:
         if not self._figures:
-            return f"in one step, because {self.reason}" if self.reason else f"over {self.over} steps from now on"
-        of = self.figures()
-        lasted = [later - earlier for earlier, later in zip(self._stamps, list(self._stamps)[1:], strict=False)]
-        step_ms = statistics.median(lasted) * 1e3 if lasted else 0.0
+            return f"in one step, because {self.reason}" if self.reason else f"over {self.steps} steps from now on"
+        of, step_ms = self.figures(), self._step_ms()
         copying = f"copying takes {of['copy_ms'] / step_ms:.1f}; " if step_ms else ""
         now = f"; now in one step, because {self.reason}" if self.reason else ""
         return (
-            f"over {self.over} steps: {copying}{of['held_bytes'] / 1e9:.3g} GB replayed and proven in each of "
+            f"over {self.steps} steps: {copying}{of['held_bytes'] / 1e9:.3g} GB replayed and proven in each of "
             f"{self._saves} saves{now}"
         )

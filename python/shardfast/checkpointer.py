@@ -246,6 +246,7 @@ class Checkpointer:
         """Passes on how long optimizers have waited for saves since the last call."""
         before, self._waited_s = self._waited_s, in_flight.waited_s
         self._schedule.waited(self._waited_s - before)
+        self.capture.waited(self._waited_s - before)
 
     def _prepare(self, state: dict[str, Any]) -> None:
         """Describes the state and makes page-locked memory for it, so that the first save need not."""

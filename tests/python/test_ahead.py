@@ -434,7 +434,40 @@ def test_more_steps_than_there_are_between_saves(tmp_path):
 def test_nothing_is_chosen_on_a_host(tmp_path):
     model = net()
     ckpt = train(tmp_path, None, model, OPTIMIZERS["adamw"](model.parameters()))
-    assert "the proof reads as much as a copy" in str(ckpt.capture) and replayed(tmp_path) == 0
+    assert replayed(tmp_path) == 0
+    assert "no step of an optimizer has waited" in str(ckpt.capture) or "reads as much as a copy" in str(ckpt.capture)
+
+
+def test_steps_that_wait_for_saves_on_a_host_open_no_window(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(sf.ahead._native, "Window", lambda *given: opened.append(given))
+    monkeypatch.setattr(sf.ahead.Ahead, "waited", lambda self, _: setattr(self, "_chosen", 3 - 2 * self._is_on_host))
+    model = net()
+    ckpt = train(tmp_path, None, model, OPTIMIZERS["adamw"](model.parameters()))
+    assert "the proof reads as much as a copy" in str(ckpt.capture) and not opened
+
+
+def chooses(waits_ms: float, *, step_ms: float = 100.0, state: int = 10**9, gradients: int = 10**9 // 7, **more: object):
+    """A choice by what was measured: steps of this length, an optimizer that waited, and so many bytes."""
+    ahead = sf.ahead.Ahead(None, _bytes=(state, gradients), _interval=50, **more)
+    ahead._stamps.extend(step * step_ms / 1e3 for step in range(10))
+    ahead.waited(waits_ms / 1e3)
+    return ahead
+
+
+def test_the_number_of_steps_is_chosen_from_what_was_measured():
+    assert chooses(1.0).steps == 1, "less than is noticed"
+    assert chooses(80.0).steps == 2, "the copy takes 1.8 steps"
+    assert chooses(150.0).steps == 3, "2.5 steps, of which three cover 2.6"
+    assert chooses(150.0, _is_waited=True).steps == 3
+    assert chooses(1900.0, _is_waited=True).steps in (7, 8), "as in GoCkpt, section 4.2.3"
+    assert chooses(150.0, _is_on_host=True).steps == 1
+    # What a window measured counts, not the wait: the copy of 1 GB takes half a step.
+    assert chooses(150.0, _pace=(2e7, 100.0)).steps == 1
+    narrow = chooses(150.0)
+    narrow._interval = 2
+    narrow._choose()
+    assert narrow.steps == 2, "there are two steps between saves"
 
 
 def test_nothing_keeps_the_memory_of_tensors_after_the_save(tmp_path):

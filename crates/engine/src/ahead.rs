@@ -18,6 +18,7 @@
 mod beside;
 mod block;
 mod captured;
+mod choice;
 mod samples;
 mod seen;
 #[cfg(test)]
@@ -49,6 +50,7 @@ use crate::staging::Staging;
 pub use beside::{Beside, Pace};
 use block::Block;
 pub use captured::Captured;
+pub use choice::Costs;
 use seen::Seen;
 use work::{Ask, Kept};
 

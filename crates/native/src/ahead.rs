@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use shardfast_engine::ahead::{
-    self, AdagradScalars, AdamScalars, Applied, Array, Beside, Bias, Captured, Class, Device, Dtype, Dtypes,
+    self, AdagradScalars, AdamScalars, Applied, Array, Beside, Bias, Captured, Class, Costs, Device, Dtype, Dtypes,
     LionScalars, OptimizerKind, Pace, Rehearsed, Scalars, SgdScalars, Unit, Variant,
 };
 use shardfast_engine::cuda::ForeignStream;
@@ -202,6 +202,19 @@ fn foreign(device: Option<u32>, streams: &Streams) -> PyResult<Option<ForeignStr
     // until the call returns, and is not used after that.
     #[allow(unsafe_code)]
     Ok(Some(unsafe { ForeignStream::new(*stream) }))
+}
+
+/// Over how many steps, at most so many, a save holds up the training least.
+#[pyfunction]
+pub(crate) fn steps_over(
+    state_bytes: f64,
+    gradient_bytes: f64,
+    bytes_per_ms: f64,
+    room_ms: f64,
+    is_waited: bool,
+    steps_max: u32,
+) -> u32 {
+    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms: 0.0 }.steps(steps_max)
 }
 
 fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {

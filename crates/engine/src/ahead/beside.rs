@@ -127,7 +127,6 @@ impl Beside {
 
     /// The time of copies begins behind what the training has asked for until now.
     pub(super) fn begin(&self, on: ForeignStream) -> Result<()> {
-        self.blocks.follow(on)?;
         let begun = Arc::new(self.blocks.device().moment(on)?);
         self.lock().rounds.push(Round { begun, copies: None, bytes: 0, arrived: None });
         Ok(())

@@ -1,6 +1,6 @@
 //! Captures ahead of a save on a device that is behind the host: what is committed is what the device had.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -78,6 +78,14 @@ impl Drop for Given {
     }
 }
 
+/// A step of the training.
+struct Computed {
+    gradients: Vec<Vec<u8>>,
+    after: Vec<[Vec<u8>; 3]>,
+    scalars: Scalars,
+    device_bias: [f32; 2],
+}
+
 /// Parameters with two moments each, on the device and as the host computes them.
 struct Training {
     fake: Arc<Fake>,
@@ -87,6 +95,10 @@ struct Training {
     gradients: Vec<usize>,
     catalog: Arc<Catalog>,
     steps: i32,
+    /// Steps to come, since the host takes longer for them than the device of a real training.
+    next: VecDeque<Computed>,
+    /// Whether kernels take no time: copies are far behind then.
+    is_fast: bool,
 }
 
 fn floats(dice: &mut Dice, numel: u64) -> Vec<u8> {
@@ -109,7 +121,15 @@ impl Training {
         let of = |(number, &numel): (usize, &u64)| (0..3).map(move |array| leaf(number, array, numel));
         let leaves = numels.iter().enumerate().flat_map(of).collect();
         let gradients = numels.iter().map(|&numel| fake.alloc(&zeros(numel))).collect();
-        Training { fake: Arc::clone(fake), tensors, gradients, catalog: Arc::new(Catalog { leaves }), steps: 0 }
+        Training {
+            fake: Arc::clone(fake),
+            tensors,
+            gradients,
+            catalog: Arc::new(Catalog { leaves }),
+            steps: 0,
+            next: VecDeque::new(),
+            is_fast: false,
+        }
     }
 
     fn units(&self, beside: &Beside) -> Vec<Unit> {
@@ -148,38 +168,51 @@ impl Training {
         [correction(0.9), correction(0.999).sqrt()]
     }
 
-    /// Asks the device for forward, backward and a step of the optimizer, which takes its time for each tensor. The host
-    /// does not wait. Gradients are written where the last ones were if they are `kept`, else to memory of their own.
-    fn step(&mut self, window: Option<&Window>, dice: &mut Dice, kept: bool) {
-        self.steps += 1;
-        let (scalars, device_bias) = (self.scalars(), self.device_bias());
-        let Scalars::Adam(adam) = scalars else { unreachable!("of Adam") };
-        let [correction1, correction2_sqrt] = device_bias;
-        let of_device = Scalars::Adam(AdamScalars { bias: Bias::Device { correction1, correction2_sqrt }, ..adam });
+    /// Computes so many steps.
+    fn compute(&mut self, steps: u64, dice: &mut Dice) {
+        let mut now: Vec<[Vec<u8>; 3]> =
+            self.tensors.iter().map(|of| of.each_ref().map(|(_, bytes)| bytes.clone())).collect();
+        for _ in 0..steps {
+            self.steps += 1;
+            let (scalars, device_bias) = (self.scalars(), self.device_bias());
+            let Scalars::Adam(adam) = scalars else { unreachable!("of Adam") };
+            let [correction1, correction2_sqrt] = device_bias;
+            let of_device = Scalars::Adam(AdamScalars { bias: Bias::Device { correction1, correction2_sqrt }, ..adam });
+            let mut gradients = Vec::new();
+            for [p, m, v] in &mut now {
+                let numel = p.len() as u64 / 4;
+                let values = floats(dice, numel);
+                let mut block = Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: p, moments: &mut [m, v] };
+                let gradient = Gradient { dtype: Dtype::F32, values: &values, factor: None };
+                let variant = Variant::named(VARIANT).unwrap();
+                let step = Step::Taken { gradient, scalars: of_device };
+                replay(Instructions::best(), variant, &mut block, &[step]).unwrap();
+                gradients.push(values);
+            }
+            self.next.push_back(Computed { gradients, after: now.clone(), scalars, device_bias });
+        }
+    }
+
+    /// Asks the device for forward, backward and a step of the optimizer. The host does not wait. Gradients are written
+    /// where the last ones were if they are `kept`, else to memory of their own.
+    fn step(&mut self, window: &Window, dice: &mut Dice, kept: bool) {
+        let Computed { gradients, after, scalars, device_bias } = self.next.pop_front().expect("computed before");
         let fake = Arc::clone(&self.fake);
-        let mut applied = Vec::new();
+        let mut takes_us = |limit: u64| if self.is_fast { 0 } else { dice.below(limit) };
         let mut given = Vec::new();
-        for (unit, tensors) in self.tensors.iter_mut().enumerate() {
-            let numel = tensors[0].1.len() as u64 / 4;
-            let values = floats(dice, numel);
+        for (unit, values) in gradients.iter().enumerate() {
             let address = if kept { self.gradients[unit] } else { fake.alloc(&vec![0xdd; values.len()]) };
-            fake.update(address, &values, dice.below(2000));
-            let [(_, p), (_, m), (_, v)] = tensors;
-            let mut block = Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: p, moments: &mut [m, v] };
-            let gradient = Gradient { dtype: Dtype::F32, values: &values, factor: None };
-            let variant = Variant::named(VARIANT).unwrap();
-            replay(Instructions::best(), variant, &mut block, &[Step::Taken { gradient, scalars: of_device }]).unwrap();
+            fake.update(address, values, takes_us(2000));
             given.push((unit, address, values.len()));
         }
-        if let Some(window) = window {
-            window.stepping(Some(fake.foreign())).unwrap();
+        window.stepping(Some(fake.foreign())).unwrap();
+        for (of, after) in self.tensors.iter_mut().zip(after) {
+            for ((address, bytes), after) in of.iter_mut().zip(after) {
+                *bytes = after;
+                fake.update(*address, bytes, takes_us(300));
+            }
         }
-        for (address, bytes) in self.tensors.iter().flatten() {
-            fake.update(*address, bytes, dice.below(300));
-        }
-        let Some(window) = window else {
-            return;
-        };
+        let mut applied = Vec::new();
         for (unit, address, bytes) in given {
             let memory = memory(window.gradients().unwrap(), address, bytes);
             let gradient = Arc::new(Given { memory, fake: Arc::clone(&fake), address, is_freed: !kept });
@@ -270,10 +303,11 @@ impl Job {
         fake.lock_all();
         let engine = Engine::with_driver(fake.path().to_str().unwrap(), 300 << 20).unwrap();
         let mut dice = Dice(seed);
-        let training = Training::new(&fake, numels, &mut dice);
+        let mut training = Training::new(&fake, numels, &mut dice);
         let place = tempfile::tempdir().unwrap();
         training.save(&engine, &place.path().join("first"), None).committed(Some(LONG)).unwrap();
         training.restore();
+        training.compute(3, &mut dice);
         Job { fake, engine, place, training, dice }
     }
 
@@ -293,7 +327,7 @@ impl Job {
     /// Steps of a window, with gradients that are written over if they are `kept`.
     fn steps(&mut self, window: &Window, steps: u64, kept: bool) {
         for step in 0..steps {
-            self.training.step(Some(window), &mut self.dice, kept);
+            self.training.step(window, &mut self.dice, kept);
             if step + 1 < steps {
                 window.go_on(Some(self.fake.foreign())).unwrap();
             }
@@ -317,6 +351,7 @@ fn what_is_captured_beside_the_training_is_what_the_device_had() {
     for seed in 1..9 {
         let is_waited = seed % 2 == 0;
         let mut job = Job::new(seed, &[300_000, 4097, 15, 270_000]);
+        job.training.is_fast = seed > 4;
         let window = job.open(is_waited, None);
         job.steps(&window, 1 + seed % 3, is_waited);
         let launches = job.fake.calls("cuLaunchKernel");
@@ -380,10 +415,10 @@ fn a_host_that_is_ahead_does_not_wait_for_the_device() {
     job.fake.synchronize();
     job.fake.hold();
     // The step, its gradients and what comes behind it are asked for while the device stands still.
-    job.training.step(Some(&window), &mut job.dice, false);
+    job.training.step(&window, &mut job.dice, false);
     window.go_on(Some(job.fake.foreign())).unwrap();
     job.fake.release();
-    job.training.step(Some(&window), &mut job.dice, false);
+    job.training.step(&window, &mut job.dice, false);
     let figures = job.save(window, 5);
     assert!(figures.held_bytes > 3 << 20 && figures.gradients_kept_bytes > 1 << 20, "{figures:?}");
 }
@@ -418,7 +453,7 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
         "cuLaunchKernel",
     ];
     let mut failed = 0;
-    for seed in 0..30u64 {
+    for seed in 0..18u64 {
         let mut job = Job::new(seed + 1, &[300_000, 4097]);
         let call = CALLS[seed as usize % CALLS.len()];
         let window = job.open(seed % 2 == 0, None);
@@ -428,7 +463,7 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
         let mut lets_go = false;
         for _ in 0..2 {
             let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                job.training.step(Some(&window), &mut job.dice, seed % 2 == 0);
+                job.training.step(&window, &mut job.dice, seed % 2 == 0);
             }));
             if tried.is_err() || window.go_on(Some(job.fake.foreign())).is_err() {
                 lets_go = true;
@@ -447,5 +482,5 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
             }
         }
     }
-    assert!(failed > 5, "{failed}");
+    assert!(failed > 3, "{failed}");
 }

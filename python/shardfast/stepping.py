@@ -32,8 +32,8 @@ class Taken(NamedTuple):
     Attributes:
         applied: For each parameter that took part its number among :attr:`Steps.units`, the address and the dtype of
             its contiguous gradient, and the number of its scalars.
-        scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them. On a device Adam's
-            bias corrections stand behind them once more, as the device computes them.
+        scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them. On a device
+            Adam's bias corrections stand behind them once more, as the device computes them.
         owners: Keep the gradients allocated.
     """
 

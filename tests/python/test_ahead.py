@@ -447,10 +447,10 @@ def test_steps_that_wait_for_saves_on_a_host_open_no_window(tmp_path, monkeypatc
     assert "the proof reads as much as a copy" in str(ckpt.capture) and not opened
 
 
-def chooses(waits_ms: float, *, step_ms: float = 100.0, state: int = 10**9, gradients: int = 10**9 // 7, **more: object):
-    """A choice by what was measured: steps of this length, an optimizer that waited, and so many bytes."""
-    ahead = sf.ahead.Ahead(None, _bytes=(state, gradients), _interval=50, **more)
-    ahead._stamps.extend(step * step_ms / 1e3 for step in range(10))
+def chooses(waits_ms: float, **more: object) -> sf.ahead.Ahead:
+    """With steps of 100 ms, an optimizer that waited, 1 GB of state, and gradients of a seventh of that."""
+    ahead = sf.ahead.Ahead(None, _bytes=(10**9, 10**9 // 7), _interval=50, **more)
+    ahead._stamps.extend(step / 10 for step in range(10))
     ahead.waited(waits_ms / 1e3)
     return ahead
 

@@ -12,6 +12,6 @@ mod driver;
 mod memory;
 mod rows;
 
-pub use device::{CopyStream, Device, Devices, Digests, ForeignStream, PageLock};
-pub(crate) use device::{Moment, RUNS_MAX};
+pub(crate) use device::Moment;
+pub use device::{CopyStream, Device, Devices, ForeignStream, PageLock};
 pub use memory::{DeviceMemory, DeviceSink};

@@ -14,6 +14,39 @@
 //!
 //! Zeros at the end of a run up to a multiple of 8 bytes do not change it: compare runs of one length.
 
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::staging::{SLOT_BYTES, Slot};
+
+/// Runs whose addresses, lengths and digests fit in a slot.
+pub(crate) const RUNS_MAX: usize = SLOT_BYTES / 24;
+
+/// What computes digests of a device's memory where it is.
+pub trait Digester: Send + Sync {
+    /// Begins to compute the [`digest`] of each run, an address of the device and a length in bytes, behind what it was
+    /// given to copy before. `scratch`, which is page-locked, is used until the result is dropped. Does not block.
+    ///
+    /// # Errors
+    /// `Invalid` for more runs than fit in a slot, and for memory that is not the device's; `Unsupported` without
+    /// page-locked memory, or where the device cannot compute them; `Unavailable` when the device is lost. After an
+    /// error nothing is under way.
+    ///
+    /// # Safety
+    /// Every run must stay allocated until the result was waited for or dropped.
+    #[allow(unsafe_code)] // the one way in for a device's memory to be digested
+    unsafe fn digests(self: Arc<Self>, runs: &[(usize, usize)], scratch: Slot) -> Result<Arc<dyn Digests>>;
+}
+
+/// Digests of runs, on their way. Dropping them waits.
+pub trait Digests: Send + Sync {
+    /// The digests, in the order of the runs; waits until they have arrived. Several threads may wait.
+    ///
+    /// # Errors
+    /// `Unavailable` when the device is lost; nothing is under way then.
+    fn wait(&self) -> Result<&[u64]>;
+}
+
 /// 2^64 divided by the golden ratio, odd: the increment of SplitMix64.
 const GAMMA: u64 = 0x9E37_79B9_7F4A_7C15;
 

@@ -61,6 +61,7 @@ mod writer;
 pub use capture::{Capture, Captures};
 pub use checkpoint::{Checkpoint, MatchSummary, open};
 pub use diff::{Diff, diff};
+pub use digest::{Digester, Digests, digest};
 pub use duplicate::{Copied, Limit, Synced, copy, copy_between, sync};
 pub use engine::Engine;
 pub use error::{Error, Kind, Result};

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use crate::capture::Capture;
 use crate::copy;
-use crate::cuda::CopyStream;
+use crate::digest::Digester;
 use crate::error::{Error, Result};
 
 /// A stream of bytes of known length, of which any thread can read any range.
@@ -56,8 +56,8 @@ pub trait Provider: Send + Sync {
         false
     }
 
-    /// Where a device has these bytes in one run, and what copies from there; `None` if it has not.
-    fn on_device(&self, _at: u64, _bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+    /// Where a device has these bytes in one run, and what digests them there; `None` if it has not.
+    fn on_device(&self, _at: u64, _bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         None
     }
 

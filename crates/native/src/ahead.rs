@@ -58,7 +58,7 @@ impl Window {
         let places = units.iter().flat_map(|(.., addresses)| addresses).filter_map(|address| runs.get(address));
         let devices: BTreeSet<Option<u32>> = places.map(|part| part.device).collect();
         if devices.len() > 1 {
-            return Err(invalid("what the optimizers step lies on several devices, and is captured in one step"));
+            return Err(invalid("what is stepped lies on several devices, and is captured in one step"));
         }
         let device = devices.into_iter().next().flatten();
         let on = foreign(device, &streams)?;

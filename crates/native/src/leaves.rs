@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Capture, Captures, Compared, Engine, Fences, Memory, Provider, RankSet, Replicas, Sample, Sink, State, Strided,
-    Want,
+    Capture, Captures, Compared, Digester, Engine, Fences, Memory, Provider, RankSet, Replicas, Sample, Sink, State,
+    Strided, Want,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest};
 
@@ -65,7 +65,7 @@ impl<P: Provider> Provider for Held<P> {
         self.memory.sum(at, bytes, slot)
     }
 
-    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         self.memory.on_device(at, bytes)
     }
 

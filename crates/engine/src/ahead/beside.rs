@@ -7,7 +7,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::cuda::{CopyStream, Digests, ForeignStream, Moment};
+use crate::cuda::{CopyStream, ForeignStream, Moment};
+use crate::digest::{Digester, Digests};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::staging::Staging;
@@ -78,8 +79,8 @@ impl Round {
 }
 
 impl Beside {
-    /// Copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is what an earlier window measured. The first
-    /// call for a device may wait for its work.
+    /// Copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is what an earlier window measured. The
+    /// first call for a device may wait for its work.
     ///
     /// # Errors
     /// As [`Engine::copies_after`] and [`Device::prepare_digests`](crate::cuda::Device::prepare_digests).
@@ -187,12 +188,12 @@ impl Beside {
 /// is no memory for that.
 ///
 /// # Errors
-/// As [`CopyStream::digests`].
+/// As [`Digester::digests`].
 pub(super) fn digests(
-    copies: &Arc<CopyStream>,
+    copies: Arc<dyn Digester>,
     runs: &[(usize, usize)],
     staging: &Arc<Staging>,
-) -> Result<Option<Digests>> {
+) -> Result<Option<Arc<dyn Digests>>> {
     let Some(slot) = staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) else { return Ok(None) };
     // SAFETY: the runs are parts of units, whose memory is kept allocated by the providers that the window and the save
     // hold; both are held until the digests were waited for.

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use shardfast_format::LeafBody;
 
 use crate::capture::Capture;
-use crate::cuda::{CopyStream, Digests, RUNS_MAX};
-use crate::digest::digest;
+use crate::digest::{Digester, Digests, RUNS_MAX, digest};
 use crate::error::{Error, Result};
 use crate::provider::{Evidence, Fences, Provider, Run};
 use crate::state::State;
@@ -64,7 +63,7 @@ impl Captured {
 
     /// Has devices sum what they have of these runs, in few launches. What they do not sum is copied for that.
     fn digest(&self, state: &State, runs: &mut HashMap<(u32, u32), Vec<HeldRun>>) {
-        type Launch<'a> = (Arc<CopyStream>, Vec<(usize, usize)>, Vec<&'a mut HeldRun>);
+        type Launch<'a> = (Arc<dyn Digester>, Vec<(usize, usize)>, Vec<&'a mut HeldRun>);
         let mut launches: Vec<Launch<'_>> = Vec::new();
         for ((leaf, part), runs) in runs {
             let live = state.providers.get(*leaf as usize).and_then(|parts| parts.get(*part as usize));
@@ -73,11 +72,14 @@ impl Captured {
                 let Some((copies, address)) = live.and_then(|live| live.on_device(run.range.start, bytes)) else {
                     continue;
                 };
-                let open = launches.iter_mut().rev().find(|(known, ..)| Arc::ptr_eq(known, copies));
+                let open = launches
+                    .iter_mut()
+                    .rev()
+                    .find(|(known, ..)| Arc::as_ptr(known).addr() == Arc::as_ptr(&copies).addr());
                 let (_, places, of) = match open {
                     Some(open) if open.1.len() < RUNS_MAX => open,
                     _ => {
-                        launches.push((Arc::clone(copies), Vec::new(), Vec::new()));
+                        launches.push((copies, Vec::new(), Vec::new()));
                         let Some(new) = launches.last_mut() else { continue };
                         new
                     }
@@ -87,10 +89,9 @@ impl Captured {
             }
         }
         for (copies, places, of) in launches {
-            match beside::digests(&copies, &places, &self.shared.staging) {
+            match beside::digests(copies, &places, &self.shared.staging) {
                 Ok(None) => {}
                 Ok(Some(digests)) => {
-                    let digests = Arc::new(digests);
                     for (index, run) in of.into_iter().enumerate() {
                         run.digest = Some((Arc::clone(&digests), index));
                     }
@@ -124,13 +125,13 @@ struct HeldRun {
     number: usize,
     array: usize,
     /// Where the device puts the digest of what it has.
-    digest: Option<(Arc<Digests>, usize)>,
+    digest: Option<(Arc<dyn Digests>, usize)>,
 }
 
 /// What a device has, with its digest as the checksum.
 struct Digested {
     live: Run,
-    known: Option<(Arc<Digests>, usize)>,
+    known: Option<(Arc<dyn Digests>, usize)>,
 }
 
 impl Provider for Digested {

@@ -1,6 +1,7 @@
 //! Over how many steps a save is captured: the stall that each number leaves, by formula. Pure.
 //!
-//! In a step's time `t` the bus copies `c t` bytes. With `x = state / (c t)` and `r = gradients / state`, in step times:
+//! In the time `t` of a step the bus copies `c t` bytes. Let `x = state / (c t)` and `r = gradients / state`. In step
+//! times:
 //!
 //! - A capture over one step leaves `x - 1`.
 //! - *Hidden* gradients are copied in the time of the blocks: what is held after `K` steps is
@@ -49,8 +50,8 @@ impl Costs {
         (x - held + waited) * self.room_ms + proven * self.proof_ms
     }
 
-    /// The number of steps, at most `steps_max`, that leaves the shortest stall; the smallest of those between which the
-    /// difference is not noticed.
+    /// The number of steps, at most `steps_max`, that leaves the shortest stall; the smallest of those between which
+    /// the difference is not noticed.
     pub fn steps(&self, steps_max: u32) -> u32 {
         let stalls: Vec<f64> = (1..=steps_max.max(1)).map(|steps| self.stall_ms(steps)).collect();
         let least = stalls.iter().copied().fold(f64::INFINITY, f64::min);

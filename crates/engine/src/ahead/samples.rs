@@ -1,11 +1,11 @@
 //! The rehearsal: which implementation of an optimizer the training uses, found by its bits.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use shardfast_optim::Variant;
 
-use crate::cuda::RUNS_MAX;
-use crate::digest::digest;
+use crate::digest::{RUNS_MAX, digest};
 use crate::error::{Error, Result};
 use crate::provider::{Fences, Provider};
 
@@ -70,7 +70,7 @@ fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
         }
     }
     for (runs, expected) in runs.chunks(RUNS_MAX).zip(expected.chunks(RUNS_MAX)) {
-        match beside::digests(beside.blocks(), runs, &shared.staging)? {
+        match beside::digests(Arc::clone(beside.blocks()) as _, runs, &shared.staging)? {
             Some(digests) if digests.wait()? == expected => {}
             Some(_) => return Ok(false),
             None => return Err(Error::invalid("there was no memory for a rehearsal")),

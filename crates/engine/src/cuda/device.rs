@@ -15,9 +15,6 @@ use crate::provider::Fence;
 
 mod digest;
 
-pub use digest::Digests;
-pub(crate) use digest::RUNS_MAX;
-
 /// The name of the driver's library on every Linux machine that has one.
 const LIBRARY: &str = "libcuda.so.1";
 

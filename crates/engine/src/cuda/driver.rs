@@ -1,4 +1,5 @@
-//! The functions of the CUDA driver that copies and digests need, found in the machine's own library when the program runs.
+//! The functions of the CUDA driver that copies and digests need, found in the machine's own library when the program
+//! runs.
 //!
 //! Signatures and numbers are those of `cuda.h` since version 12.0. Handles are the driver's pointers as integers: they
 //! belong to no thread.

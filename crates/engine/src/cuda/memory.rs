@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::device::CopyStream;
 use super::rows::{Gather, Run};
+use crate::digest::Digester;
 use crate::error::Result;
 use crate::host::HostSink;
 use crate::provider::{Fence, Fences, Provider, Strided};
@@ -129,9 +130,9 @@ impl Provider for DeviceMemory {
         }
     }
 
-    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         let (address, run) = self.block.run_at(at)?;
-        (run as u64 >= bytes).then_some((&self.place.copies, address))
+        (run as u64 >= bytes).then(|| (Arc::clone(&self.place.copies) as _, address))
     }
 }
 

@@ -10,7 +10,8 @@ use shardfast_engine::ahead::{
 };
 use shardfast_engine::cuda::{CopyStream, DeviceMemory};
 use shardfast_engine::{
-    Capture, Destination, Engine, Fences, Pending, Prove, Provider, Result, Sink, State, Strided, Want, open, save,
+    Capture, Destination, Digester, Engine, Fences, Pending, Prove, Provider, Result, Sink, State, Strided, Want, open,
+    save,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
@@ -33,7 +34,7 @@ impl Provider for Lazy {
         self.0.fill(at, out, fences)
     }
 
-    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         self.0.on_device(at, bytes)
     }
 
@@ -65,7 +66,7 @@ impl Provider for Given {
         self.memory.fill(at, out, fences)
     }
 
-    fn on_device(&self, at: u64, bytes: u64) -> Option<(&Arc<CopyStream>, usize)> {
+    fn on_device(&self, at: u64, bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         self.memory.on_device(at, bytes)
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use shardfast_engine::cuda::{CopyStream, Device, Digests};
-use shardfast_engine::digest::digest;
+use shardfast_engine::cuda::{CopyStream, Device};
+use shardfast_engine::digest::{Digester, Digests, digest};
 use shardfast_engine::error::Kind;
 use shardfast_engine::staging::{STAGING_BYTES_MIN, Slot, Staging};
 use shardfast_engine::{Fences, Result};
@@ -26,9 +26,9 @@ fn staging(device: &Arc<Device>) -> Arc<Staging> {
 }
 
 #[allow(unsafe_code)] // as every caller of the engine hands a device's memory over
-fn digests(copies: &Arc<CopyStream>, runs: &[(usize, usize)], scratch: Slot) -> Result<Digests> {
+fn digests(copies: &Arc<CopyStream>, runs: &[(usize, usize)], scratch: Slot) -> Result<Arc<dyn Digests>> {
     // SAFETY: tests free nothing that is still digested, unless what comes of that is what they look for.
-    unsafe { copies.digests(runs, scratch) }
+    unsafe { Arc::clone(copies).digests(runs, scratch) }
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! Modules of kernels by their handles, and launches.
 
-use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::Arc;
 
@@ -8,20 +7,6 @@ use crate::answer::{self, Answer, ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_PTX, 
 use crate::ptx::Kernel;
 use crate::state::{current, state};
 use crate::stream;
-
-/// By handle and device.
-#[derive(Default)]
-pub(crate) struct Kernels {
-    modules: HashMap<(usize, usize), Arc<Kernel>>,
-    /// Each with its module's handle.
-    functions: HashMap<(usize, usize), (usize, Arc<Kernel>)>,
-}
-
-impl Kernels {
-    pub(crate) fn modules(&self) -> usize {
-        self.modules.len()
-    }
-}
 
 /// Loads a module. The text of the error says what was refused.
 pub(crate) fn load(place: usize, text: &str) -> Answer {

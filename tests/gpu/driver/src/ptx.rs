@@ -5,6 +5,7 @@
 //! for a register that was never written. The meanings are those of NVIDIA's "Parallel Thread Execution ISA".
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::answer::{Answer, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, MISALIGNED_ADDRESS};
 use crate::memory::Memory;
@@ -14,6 +15,14 @@ const STEPS_MAX: usize = 1 << 20;
 
 /// What a register holds that was never written.
 const RUBBISH: u64 = 0xdbdb_dbdb_dbdb_dbdb;
+
+/// Modules and functions, by handle and device.
+#[derive(Default)]
+pub(crate) struct Kernels {
+    pub(crate) modules: HashMap<(usize, usize), Arc<Kernel>>,
+    /// Each with its module's handle.
+    pub(crate) functions: HashMap<(usize, usize), (usize, Arc<Kernel>)>,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Type {

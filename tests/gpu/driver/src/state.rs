@@ -8,8 +8,8 @@ use crate::DEVICES;
 use crate::answer::{
     Answer, CAPTURE_UNSUPPORTED, Code, ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_VALUE, NOT_INITIALIZED, get, put,
 };
-use crate::kernel::Kernels;
 use crate::memory::Memory;
+use crate::ptx::Kernels;
 use crate::queue::{Flag, Stream};
 
 const CAPTURE_MODE_RELAXED: u32 = 2;
@@ -199,7 +199,7 @@ impl State {
         let streams = self.streams.keys().filter(|(handle, _)| *handle != 0).count();
         let contexts: u32 = self.retained.iter().sum();
         let memory = self.memory.locked() + self.memory.given();
-        (streams + self.events.len() + self.kernels.modules() + memory) as u64 + u64::from(contexts)
+        (streams + self.events.len() + self.kernels.modules.len() + memory) as u64 + u64::from(contexts)
     }
 }
 

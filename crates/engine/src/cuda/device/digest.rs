@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::super::driver::{ATTRIBUTE_MEMORY_TYPE, EVENT_BLOCKING_UNTIMED, MEMORY_TYPE_HOST};
 use super::{Context, CopyStream, Device, Event, lock};
+use crate::digest::{Digester, Digests, RUNS_MAX};
 use crate::error::{Error, Kind, Result};
 use crate::staging::{SLOT_BYTES, Slot};
 
@@ -26,9 +27,6 @@ const PARTS: u32 = 4;
 /// An address and a length.
 const RUN_BYTES: usize = 16;
 const SUM_BYTES: usize = 8;
-
-/// Runs that fit in a slot with their digests.
-pub(crate) const RUNS_MAX: usize = SLOT_BYTES / (RUN_BYTES + SUM_BYTES);
 
 /// What a device keeps for digests.
 #[derive(Default)]
@@ -100,7 +98,7 @@ impl Drop for Buffer {
 
 impl Device {
     /// Loads the kernel for digests and allocates a buffer for it, if that was not done yet. Call it before the first
-    /// [`CopyStream::digests`] where that must not block: while the driver loads a kernel, it may wait for work that
+    /// [`Digester::digests`] where that must not block: while the driver loads a kernel, it may wait for work that
     /// the device has.
     ///
     /// # Errors
@@ -129,19 +127,10 @@ impl Device {
     }
 }
 
-impl CopyStream {
-    /// Begins to compute the [`digest`](crate::digest::digest) of each run, an address of this device and a length in
-    /// bytes, as the device holds it when everything is done that was begun on this stream before. `scratch` must be
-    /// page-locked; it is used until the result is dropped. Does not block, if [`Device::prepare_digests`] was called.
-    ///
-    /// # Errors
-    /// `Invalid` for more runs than `scratch` has room for, and for memory that is not this device's; `Unsupported`
-    /// when `scratch` is not page-locked; and as [`Device::prepare_digests`]. After an error nothing is under way.
-    ///
-    /// # Safety
-    /// Every run must stay allocated until the result was waited for or dropped.
-    #[allow(unsafe_code)] // the one way in for a device's memory to be digested
-    pub unsafe fn digests(self: &Arc<CopyStream>, runs: &[(usize, usize)], mut scratch: Slot) -> Result<Digests> {
+impl Digester for CopyStream {
+    #[allow(unsafe_code)]
+    // SAFETY: as the trait asks of its callers; nothing more is needed.
+    unsafe fn digests(self: Arc<CopyStream>, runs: &[(usize, usize)], mut scratch: Slot) -> Result<Arc<dyn Digests>> {
         let ordinal = self.device.ordinal();
         if runs.len() > RUNS_MAX {
             return Err(Error::invalid(format!(
@@ -171,16 +160,16 @@ impl CopyStream {
         }
         let (kernel, event) = (self.device.kernel()?, self.device.context.event(EVENT_BLOCKING_UNTIMED)?);
         let buffer = self.device.buffer()?;
-        let (stream, runs, found) = (Arc::clone(self), runs.len(), OnceLock::new());
-        let mut digests = Digests { stream, kernel, runs, scratch, event, buffer, found };
+        let (runs, found, stream) = (runs.len(), OnceLock::new(), self);
+        let mut digests = UnderWay { stream, kernel, runs, scratch, event, buffer, found };
         // SAFETY: the caller's promise.
         unsafe { digests.begin() }?;
-        Ok(digests)
+        Ok(Arc::new(digests))
     }
 }
 
 /// Digests of runs, on their way.
-pub struct Digests {
+struct UnderWay {
     stream: Arc<CopyStream>,
     kernel: Arc<Kernel>,
     /// How many.
@@ -194,7 +183,7 @@ pub struct Digests {
     found: OnceLock<Result<Vec<u64>>>,
 }
 
-impl Digests {
+impl UnderWay {
     /// Gives the stream all that there is to do.
     ///
     /// # Safety
@@ -230,14 +219,6 @@ impl Digests {
         })
     }
 
-    /// The digests, in the order of the runs; waits until they have arrived. Several threads may wait.
-    ///
-    /// # Errors
-    /// `Unavailable` when the device is lost; nothing is under way then.
-    pub fn wait(&self) -> Result<&[u64]> {
-        self.found.get_or_init(|| self.find()).as_deref().map_err(Clone::clone)
-    }
-
     #[allow(unsafe_code)]
     fn find(&self) -> Result<Vec<u64>> {
         // SAFETY: the event lives.
@@ -256,7 +237,13 @@ impl Digests {
     }
 }
 
-impl Drop for Digests {
+impl Digests for UnderWay {
+    fn wait(&self) -> Result<&[u64]> {
+        self.found.get_or_init(|| self.find()).as_deref().map_err(Clone::clone)
+    }
+}
+
+impl Drop for UnderWay {
     /// Waits: the slot and the buffer are used by others after this.
     fn drop(&mut self) {
         let _ = self.wait();

@@ -80,7 +80,8 @@ pub(crate) fn run(
     patience: Duration,
 ) -> Result<Written> {
     let again = Again { progress, patience };
-    let chunks = chunks(jobs, store.needs().pieces);
+    let pieces = store.needs().pieces;
+    let chunks = chunks(jobs, pieces);
     expect_room(jobs, &chunks, staging)?;
     let mut files: Vec<File<'_>> = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -105,7 +106,8 @@ pub(crate) fn run(
     // Two saves that each keep such parts could wait for each other's slots.
     let keeps_slots = chunks.iter().any(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file]));
     let _turn = keeps_slots.then(|| staging.turn());
-    let run = Run { files: &files, chunks, sums, next, failure: FirstFailure::default() };
+    let sends_parts = matches!(pieces, Pieces::Parts(_));
+    let run = Run { files: &files, chunks, sends_parts, sums, next, failure: FirstFailure::default() };
     fill_and_write(store, &run, staging, again, blocking);
     progress.staged_in(staging);
     run.failure.into_result()?;
@@ -163,6 +165,15 @@ impl File<'_> {
         Ok(header)
     }
 
+    /// The checksum of a chunk of whole blocks, from theirs; `None` for one that begins with the header.
+    fn crc64(&self, chunk: Chunk) -> Option<u64> {
+        let first = chunk.offset.checked_sub(self.job.layout.data_start)? / BLOCK_BYTES;
+        let (bytes, crcs) = (chunk.bytes as u64, &self.crcs[first as usize..]);
+        let blocks = (0..bytes).step_by(BLOCK_BYTES as usize).map(|at| BLOCK_BYTES.min(bytes - at));
+        let join = |crc, (bytes, block): (u64, &AtomicU64)| crc64_joined(crc, block.load(Ordering::Relaxed), bytes);
+        Some(blocks.zip(crcs).fold(0, join))
+    }
+
     fn entry_crcs(&mut self) -> Vec<u64> {
         let mut of: Vec<Vec<Part>> = self.job.providers.iter().map(|_| Vec::new()).collect();
         for (entry, part) in std::mem::take(self.parts.get_mut().unwrap_or_else(PoisonError::into_inner)) {
@@ -206,6 +217,8 @@ impl Chunk {
 struct Run<'a> {
     files: &'a [File<'a>],
     chunks: Vec<Chunk>,
+    /// Whether the storage takes objects in parts, and may send their checksums.
+    sends_parts: bool,
     sums: Sums<'a>,
     /// The chunk that is filled next. Slots are taken under this lock, so that they go to the chunks in their order.
     next: Mutex<usize>,
@@ -501,7 +514,8 @@ impl<'a> Filled<'a> {
         let before = (slots.len() - 1) * SLOT_BYTES;
         let last = slots.last_mut().map_or(0, |slot| pad(object, slot, chunk.bytes - before));
         let buffers = slots.into_iter().map(|slot| Box::new(slot) as Box<dyn Buffer>).collect();
-        Write { object, offset: chunk.offset, buffers, bytes: before + last, number }
+        let crc64 = self.run.sends_parts.then(|| self.run.files[chunk.file].crc64(chunk)).flatten();
+        Write { object, offset: chunk.offset, buffers, bytes: before + last, number, crc64 }
     }
 }
 

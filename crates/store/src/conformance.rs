@@ -101,7 +101,8 @@ impl<'a> Writes<'a> for OfOne<'a> {
         match self.left.lock().unwrap().pop() {
             Some((offset, piece)) if !piece.bytes().is_empty() => {
                 let bytes = piece.bytes().len();
-                Next::Write(Write { object: self.object, offset, buffers: vec![Box::new(piece)], bytes, number: 0 })
+                let (object, buffers): (_, Vec<Box<dyn Buffer>>) = (self.object, vec![Box::new(piece)]);
+                Next::Write(Write { object, offset, buffers, bytes, number: 0, crc64: None })
             }
             Some(_) if !wait => Next::Later,
             _ => Next::End,
@@ -247,7 +248,7 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
             let buffer = Aligned::new(piece, object.alignment());
             let bytes = buffer.bytes().len();
             let buffers: Vec<Box<dyn Buffer>> = vec![Box::new(buffer)];
-            Next::Write(Write { object, offset: (index * self.piece) as u64, buffers, bytes, number })
+            Next::Write(Write { object, offset: (index * self.piece) as u64, buffers, bytes, number, crc64: None })
         }
 
         fn failed(&self, _: Write<'a>, error: Error) -> Result<()> {
@@ -284,7 +285,8 @@ fn writes_that_fail_come_back(store: &dyn Store) {
     }
     impl<'a> Astray<'a> {
         fn write(&self, number: usize, offset: usize, buffers: Vec<Box<dyn Buffer>>) -> Next<'a> {
-            Next::Write(Write { object: self.object, offset: offset as u64, buffers, bytes: self.piece, number })
+            let (object, offset, bytes) = (self.object, offset as u64, self.piece);
+            Next::Write(Write { object, offset, buffers, bytes, number, crc64: None })
         }
     }
     impl<'a> Writes<'a> for Astray<'a> {

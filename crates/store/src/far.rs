@@ -99,6 +99,16 @@ pub(crate) trait Beyond: Send + Sync {
     /// Copies an object, `bucket/path`, inside the service.
     async fn copy(&self, source: &str, path: &Path, attributes: &Attributes) -> object_store::Result<()>;
 
+    /// Sends a part of an upload with its CRC-64/NVME, which the service compares with the bytes that arrive.
+    async fn put_part(
+        &self,
+        path: &Path,
+        upload: &str,
+        number: usize,
+        payload: PutPayload,
+        crc64: u64,
+    ) -> object_store::Result<PartId>;
+
     /// Copies a range of an object, `bucket/path`, into a part of an upload.
     async fn copy_part(
         &self,

@@ -89,11 +89,13 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let other = endpoint.filter(|endpoint| !is_amazon(endpoint));
     let untrusted = other.map(|endpoint| format!("{endpoint} {bucket}"));
     let service = service_of(endpoint_of(&builder));
+    // Each client would begin a session of its own, or send a checksum of another kind, too.
+    let is_express = builder.get_config_value(&AmazonS3ConfigKey::S3Express).is_some_and(|value| value == "true");
+    let is_one_client = is_express || builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_some();
     let builder = builder
         .with_allow_http(is_plain)
         // The checksum of each part is signed; another pass over its bytes would say nothing more.
         .with_unsigned_payload(true)
-        .with_checksum_algorithm(Checksum::CRC64NVME)
         .with_retry(once());
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
         let http = connector.client();
@@ -108,9 +110,12 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
                 true
             }));
         }
-        let client =
-            Arc::new(builder.with_http_connector(connector).build().map_err(|error| invalid(error.to_string()))?);
-        let beyond = Arc::new(BeyondClient::new(Arc::clone(&client), http, service.clone(), bucket.clone()));
+        let unsummed = builder.with_http_connector(connector);
+        let summed = unsummed.clone().with_checksum_algorithm(Checksum::CRC64NVME);
+        let client = Arc::new(summed.build().map_err(|error| invalid(error.to_string()))?);
+        let unsummed = (!is_one_client).then_some(unsummed);
+        let place = (service.clone(), bucket.clone());
+        let beyond = Arc::new(BeyondClient::new(Arc::clone(&client), unsummed, http, place));
         let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
         Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, untrusted, renew })

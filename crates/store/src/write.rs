@@ -32,6 +32,8 @@ pub struct Write<'a> {
     pub bytes: usize,
     /// The source's number of the write, by which it knows a returned write.
     pub number: usize,
+    /// The CRC-64/NVME of these bytes, if the source knows it: a storage that sends it need not compute it.
+    pub crc64: Option<u64>,
 }
 
 impl Write<'_> {

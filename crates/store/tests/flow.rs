@@ -78,7 +78,7 @@ impl<'a> Writes<'a> for Objects<'a> {
         assert!(wait);
         let Some(number) = self.waiting.lock().unwrap().pop() else { return Next::End };
         let object = &*self.writers[number];
-        Next::Write(Write { object, offset: 0, buffers: vec![buffer(&[0; BYTES])], bytes: BYTES, number })
+        Next::Write(Write { object, offset: 0, buffers: vec![buffer(&[0; BYTES])], bytes: BYTES, number, crc64: None })
     }
 
     fn failed(&self, write: Write<'a>, error: Error) -> Result<()> {

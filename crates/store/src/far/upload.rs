@@ -45,7 +45,7 @@ impl FarWriter {
         Ok((offset / self.part_bytes) as usize)
     }
 
-    fn put_part(&self, part: usize, payload: PutPayload) -> Result<()> {
+    fn put_part(&self, part: usize, payload: PutPayload, crc64: Option<u64>) -> Result<()> {
         let (place, bytes, began) = (&*self.place, payload.content_length() as u64, Instant::now());
         let sent = match &self.upload {
             None => {
@@ -54,7 +54,12 @@ impl FarWriter {
                 place.answered("write", &self.name, put)?.map(|_| PartId { content_id: String::new() })
             }
             Some(upload) => {
-                let put = place.client().put_part(&self.path, upload, part, payload);
+                let put = async {
+                    match crc64.zip(place.bucket.beyond.as_ref()) {
+                        Some((crc64, beyond)) => beyond.put_part(&self.path, upload, part, payload, crc64).await,
+                        None => place.client().put_part(&self.path, upload, part, payload).await,
+                    }
+                };
                 let named = |error: Error| Error { message: format!("part {}: {}", part + 1, error.message), ..error };
                 place.answered("write", &self.name, put)?.map_err(|(error, answer)| (named(error), answer))
             }
@@ -78,7 +83,7 @@ impl FarWriter {
             Ok(part) => part,
             Err(error) => return Err(Box::new((write, error))),
         };
-        let Write { object, offset, buffers, bytes, number } = write;
+        let Write { object, offset, buffers, bytes, number, crc64 } = write;
         let buffers: Vec<Arc<dyn Buffer>> = buffers.into_iter().map(Arc::from).collect();
         let mut left = bytes;
         let payload = buffers.iter().map(|buffer| {
@@ -87,9 +92,9 @@ impl FarWriter {
             Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
         });
         let payload: PutPayload = payload.collect();
-        self.put_part(part, payload).map_err(|error| {
+        self.put_part(part, payload, crc64).map_err(|error| {
             let buffers = buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
-            Box::new((Write { object, offset, buffers, bytes, number }, error))
+            Box::new((Write { object, offset, buffers, bytes, number, crc64 }, error))
         })
     }
 
@@ -120,12 +125,12 @@ impl ObjectWriter for FarWriter {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let part = self.part(offset, bytes.len() as u64)?;
-        self.put_part(part, Bytes::copy_from_slice(bytes).into())
+        self.put_part(part, Bytes::copy_from_slice(bytes).into(), None)
     }
 
     fn finish(&mut self) -> Result<()> {
         if self.bytes == 0 && self.parts()[0].is_none() {
-            self.put_part(0, PutPayload::default())?;
+            self.put_part(0, PutPayload::default(), None)?;
         }
         let parts: Option<Vec<PartId>> = self.parts().iter().cloned().collect();
         let Some(parts) = parts else {

@@ -123,5 +123,5 @@ fn advance<'a, D: Disk>(
 fn whole<'a, D: Disk>(begun: Begun<'a, D>, flight: Flight) -> Write<'a> {
     let Begun { object, number, end, .. } = begun;
     let offset = flight.offset - flight.range.start as u64;
-    Write { object, offset, buffers: vec![flight.buffer], bytes: end, number }
+    Write { object, offset, buffers: vec![flight.buffer], bytes: end, number, crc64: None }
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, SystemTime};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
-use object_store::aws::AmazonS3;
+use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody, HttpResponse};
-use object_store::multipart::PartId;
+use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::signer::{SignedUrlOptions, Signer};
-use object_store::{Attribute, Attributes, Error as ClientError};
+use object_store::{Attribute, Attributes, ClientOptions, Error as ClientError, PutPayload};
 use serde::{Deserialize, Serialize};
 
 use crate::far::xml::{self, UploadList, percent_encoded};
@@ -28,14 +28,22 @@ const VALID: Duration = Duration::from_secs(15 * 60);
 
 pub(super) struct BeyondClient {
     client: Arc<AmazonS3>,
+    /// What builds the same client without checksums of its own; `None` where one client must do for all.
+    unsummed: Option<AmazonS3Builder>,
     http: HttpClient,
     /// The service and the bucket.
     place: (String, String),
 }
 
 impl BeyondClient {
-    pub(super) fn new(client: Arc<AmazonS3>, http: HttpClient, service: String, bucket: String) -> BeyondClient {
-        BeyondClient { client, http, place: (service, bucket) }
+    pub(super) fn new(
+        client: Arc<AmazonS3>,
+        unsummed: Option<AmazonS3Builder>,
+        http: HttpClient,
+        place: (String, String),
+    ) -> BeyondClient {
+        let unsummed = unsummed.map(|builder| builder.with_credentials(Arc::clone(client.credentials())));
+        BeyondClient { client, unsummed, http, place }
     }
 
     /// Makes a request for an object, or for the bucket where the path is empty. An answer without success is an error
@@ -128,6 +136,28 @@ impl Beyond for BeyondClient {
         }
         let answer = text(self.ask(Method::PUT, path, &[], headers).await?).await?;
         quick_xml::de::from_str::<Made>(&answer).map(|_| ()).map_err(|_| other(answer))
+    }
+
+    async fn put_part(
+        &self,
+        path: &Path,
+        upload: &str,
+        number: usize,
+        payload: PutPayload,
+        crc64: u64,
+    ) -> object_store::Result<PartId> {
+        let Some(unsummed) = &self.unsummed else {
+            return self.client.put_part(path, &upload.to_owned(), number, payload).await;
+        };
+        let crc64 = BASE64_STANDARD.encode(crc64.to_be_bytes());
+        let header = HeaderValue::from_str(&crc64).map_err(other)?;
+        let headers = HeaderMap::from_iter([(HeaderName::from_static("x-amz-checksum-crc64nvme"), header)]);
+        // The client library signs the headers that all requests of a client carry: so this part has its own client.
+        let options = ClientOptions::new().with_default_headers(headers);
+        let client = unsummed.clone().with_client_options(options).build()?;
+        let sent = client.put_part(path, &upload.to_owned(), number, payload).await?;
+        let part = PartMetadata { e_tag: sent.content_id, checksum_crc64nvme: Some(crc64) };
+        Ok(PartId { content_id: quick_xml::se::to_string(&part).map_err(other)? })
     }
 
     async fn copy_part(

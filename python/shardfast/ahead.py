@@ -147,6 +147,8 @@ class Ahead:
             self._open(session, described, owner, state, left)
         except Error as error:
             self.reason = str(error)
+        except Exception as error:  # the training goes on
+            self.reason = f"{type(error).__name__}: {error}"
 
     def _open(
         self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
@@ -250,7 +252,11 @@ class Ahead:
             return None
         if not self._is_rehearsal:
             return window
-        found = window.rehearse(self._streams())
+        try:
+            found = window.rehearse(self._streams())
+        except Error as error:
+            self.reason = str(error)
+            return None
         self._is_waited = self._is_waited or not window.are_gradients_left()
         for kind, (name, why, is_known) in zip(self._classes, found, strict=True):
             if is_known:
@@ -293,6 +299,8 @@ class Ahead:
             self._window.go_on(self._streams())
         except Error as error:
             self.let_go(str(error))
+        except Exception as error:  # the training goes on
+            self.let_go(f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
         if not self._figures:

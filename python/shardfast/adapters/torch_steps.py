@@ -167,6 +167,7 @@ class TorchSteps:
 
     def begin(self, steps: int) -> None:
         self._noted.clear()
+        self._corrections.clear()
         self._counts = [0.0] * len(self.units)
         for weak, kind, units in self._of.values():
             optimizer = weak()
@@ -179,7 +180,7 @@ class TorchSteps:
             if kind is not _ADAM:
                 continue
             for betas, device, count in {
-                (optimizer.param_groups[one.group]["betas"], one.device, self._counts[one.unit]) for one in units
+                (tuple(optimizer.param_groups[one.group]["betas"]), one.device, self._counts[one.unit]) for one in units
             }:
                 if device is not None:
                     self._correct(device, betas, count + 1, steps)
@@ -236,8 +237,9 @@ class TorchSteps:
                     settings = optimizer.param_groups[group]
                     numbers = kind.numbers(settings, steps)
                     if device is not None and kind is _ADAM:
-                        self._correct(device, settings["betas"], steps, 1)
-                        numbers += self._corrections[device, settings["betas"], steps]
+                        betas = tuple(settings["betas"])
+                        self._correct(device, betas, steps, 1)
+                        numbers += self._corrections[device, betas, steps]
                     scalars.append((kind.name, [float(value) for value in numbers]))
             applied.append((unit, local.data_ptr(), dtype, number))
             owners.append(local)

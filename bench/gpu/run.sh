@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures Shardfast on a machine with a CUDA device. Needs the checkout, the wheel in target/wheels (or what
 # builds it), and a Python that has torch: `PYTHON=python3.12 bench/gpu/run.sh --where /mnt/nvme`. Installs nothing.
+# `--multistep`, as the first argument, measures saves that are captured over several steps instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -35,4 +36,9 @@ if "$python" -c 'import pytest' 2>/dev/null; then
 else
     echo "bench/gpu: tests/gpu was not run: $python has no pytest"
 fi
-"$python" bench/gpu/measure.py "$@"
+if [[ ${1:-} == --multistep ]]; then
+    shift
+    PYTHONPATH=bench:bench/gpu:$PYTHONPATH "$python" bench/gpu/multistep.py "$@"
+else
+    "$python" bench/gpu/measure.py "$@"
+fi

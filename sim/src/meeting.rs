@@ -15,12 +15,14 @@ use shardfast_coord::{Error as Coord, Meeting as Name};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Destination, Engine, Error, Kind, Pending, Result, save_to};
 
+use crate::dice::Dice;
 use crate::journal::{Journal, of_downward, of_upward};
 use crate::process::{Call, Process, ProcessCoord, Word};
 use crate::scenario::{Scenario, Weather, What};
 use crate::storage::Storage;
 use crate::truth::{Mischief, TOUCHED};
 use crate::view::RankStorage;
+use crate::window;
 
 /// The longest that a message is on its way, unless its link is cut.
 pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
@@ -47,6 +49,8 @@ pub(crate) struct Past {
     /// By topic: when rank 0 had everything.
     pub(crate) complete: BTreeMap<String, Duration>,
     pub(crate) crashed: BTreeMap<u32, Duration>,
+    /// Over all saves and ranks.
+    pub(crate) ahead_bytes: u64,
     /// By the rank below.
     pub(crate) broken: BTreeMap<u32, Duration>,
     /// By the rank below: from when to when nothing came through.
@@ -155,7 +159,8 @@ impl<'a> Meeting<'a> {
             let process = Process::new(rank, sender.clone(), traps);
             let (world, meeting) = (topology.world(), Name(scenario.meeting));
             let coord = ProcessCoord { process: Arc::clone(&process), world, meeting };
-            let engine = Engine::new(Arc::new(coord), STAGING_BYTES_MIN).expect("the least that is allowed");
+            let staging_bytes = if scenario.is_ahead { window::STAGING_BYTES } else { STAGING_BYTES_MIN };
+            let engine = Engine::new(Arc::new(coord), staging_bytes).expect("no less than is allowed");
             Rank {
                 storage: RankStorage::of(storage, &process),
                 process,
@@ -170,6 +175,7 @@ impl<'a> Meeting<'a> {
             promised: BTreeMap::new(),
             complete: BTreeMap::new(),
             crashed: BTreeMap::new(),
+            ahead_bytes: 0,
             broken: BTreeMap::new(),
             partitions: Vec::new(),
             stops: Vec::new(),
@@ -470,9 +476,19 @@ impl<'a> Meeting<'a> {
         let rank_of = &self.ranks[rank as usize];
         let store = rank_of.storage.open(&destination.url);
         let (state, deadline) = (spec.truth.state(rank, mischief, spec.is_lazy), spec.deadline);
+        let mut dice = Dice(u64::from(rank) << 32 | save as u64);
+        let ahead = self.scenario.is_ahead.then(|| window::captured(&rank_of.engine, &state, &mut dice)).flatten();
+        let (state, held) = match ahead {
+            Some((captured, held)) => (captured.over(state), held),
+            None => (state, 0),
+        };
+        self.past.ahead_bytes += held;
         let pending = save_to(&rank_of.engine, store, destination, state, deadline);
         let was_touched = mischief == Some(Mischief::Touched);
         pending.confirm_unmodified(if was_touched { Err(Error::new(Kind::Invalid, TOUCHED)) } else { Ok(()) });
+        if held > 0 {
+            self.note(|| format!("rank {rank} has captured {held} bytes of save {save} ahead of it"));
+        }
         let task = Task { pending, has_ended: false };
         self.ranks[rank as usize].tasks.insert(save, task);
         if self.scenario.saves.get(save + 1).is_some_and(|next| next.overlaps) {

@@ -59,6 +59,8 @@ pub(crate) struct Scenario {
     /// The name of the meeting.
     pub(crate) meeting: [u8; 16],
     pub(crate) saves: Vec<Save>,
+    /// Whether ranks capture part of each save ahead of it.
+    pub(crate) is_ahead: bool,
     pub(crate) faults: Vec<Fault>,
     pub(crate) traps: Vec<(u32, Trap)>,
     /// For what happens on the way.
@@ -129,6 +131,8 @@ impl Scenario {
         let world = dice.pick(&[1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9]);
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
+        // Drawn apart: what is captured ahead changes nothing else of a job.
+        scenario.is_ahead = Dice(seed.rotate_left(48)).once_in(2);
         let is_storm = weather == Weather::Storm;
         if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent) {
             scenario.rival(&mut dice);
@@ -284,6 +288,7 @@ impl Scenario {
             topology,
             meeting,
             saves: Vec::new(),
+            is_ahead: false,
             faults: Vec::new(),
             traps: Vec::new(),
             dice: dice.fork(),

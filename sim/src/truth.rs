@@ -156,6 +156,11 @@ impl Truth {
     pub(crate) fn change(&mut self, dice: &mut Dice) {
         for tensor in &mut self.tensors {
             tensor.bytes = dice.bytes(tensor.bytes.len());
+            if tensor.dtype == DType::F32 {
+                // Whole numbers: a step of an optimizer can be undone.
+                let whole = |bytes: &[u8]| f32::from(u16::from_le_bytes([bytes[0], bytes[1]])).to_le_bytes();
+                tensor.bytes = tensor.bytes.chunks(4).flat_map(whole).collect();
+            }
             if dice.once_in(8) && tensor.borders.len() > 2 {
                 let border = 1 + dice.below(tensor.borders.len() as u64 - 2) as usize;
                 let (before, after) = (tensor.borders[border - 1], tensor.borders[border + 1]);
@@ -205,7 +210,9 @@ impl Truth {
             match mischief {
                 Mischief::Overlap => !run.is_empty() && (run.start > 0 || run.end < first.numel()),
                 Mischief::Shifted => !run.is_empty() && run.start > 0,
-                Mischief::OtherUrl | Mischief::Touched => true,
+                Mischief::OtherUrl => true,
+                // A rank without any tensor has none that could be touched.
+                Mischief::Touched => self.tensors.iter().any(|tensor| !tensor.run(rank).is_empty()),
                 _ => !run.is_empty(),
             }
         })

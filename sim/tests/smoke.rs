@@ -9,7 +9,7 @@ use shardfast_sim::{Medium, Weather, run, run_all};
 const TWICE: u64 = 60;
 
 /// Endings that jobs over any storage meet.
-const ENDINGS: [&str; 15] = [
+const ENDINGS: [&str; 16] = [
     "save: Ok",
     "save: Conflict",
     "save: Corrupt",
@@ -21,6 +21,7 @@ const ENDINGS: [&str; 15] = [
     "call: Missing",
     "call: Lost",
     "call: Unavailable",
+    "captured ahead",
     "load: Ok",
     "load: shared",
     "load: Corrupt",

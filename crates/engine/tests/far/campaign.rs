@@ -277,6 +277,19 @@ impl<'a> Place<'a> {
         requests.sort_by(|a, b| a.request.cmp(&b.request));
         requests
     }
+
+    /// The requests that the operation makes here, and at another place as well: not those that are made because an
+    /// answer was late.
+    pub(crate) fn requests_as(
+        &self,
+        other: &Place<'_>,
+        operation: impl Fn(&Arc<dyn Store>, Duration) -> Result<()>,
+    ) -> Vec<Seen> {
+        let again = other.requests(&operation);
+        let mut requests = self.requests(&operation);
+        requests.retain(|seen| again.iter().any(|other| other.request == seen.request));
+        requests
+    }
 }
 
 /// Saves, with the runs that `runs` makes of the requests of a save.

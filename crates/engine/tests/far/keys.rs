@@ -56,7 +56,8 @@ fn asked(file: &PathBuf) -> usize {
 
 /// Harms the operation at some of its requests.
 fn check(server: &Server, what: &str, place: &Place<'_>, operation: impl Fn(&Arc<dyn Store>, Duration) -> Result<()>) {
-    let requests = place.requests(&operation);
+    let other = if what == "save" { &Place::new(server, "keys/other") } else { place };
+    let requests = place.requests_as(other, &operation);
     let asked_in = server.dir().join("asked");
     // Not the first request: keys that the service has never taken are wrong.
     let moments = (1..=MOMENTS).map(|i| &requests[i * requests.len() / (MOMENTS + 1)]);

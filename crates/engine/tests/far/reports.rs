@@ -14,7 +14,7 @@ fn is_of_no_matter(what: &str) -> bool {
 }
 
 pub(crate) fn list_each_failure(server: &Server) {
-    let requests = Place::new(server, "report/none").requests(save);
+    let requests = Place::new(server, "report/none").requests_as(&Place::new(server, "report/other"), save);
     for (i, seen) in requests.iter().enumerate() {
         let what = &seen.request.what;
         if is_of_no_matter(what) {

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from . import _native
 from . import adapters as frameworks
@@ -35,6 +36,11 @@ STEPS_MAX = 16
 
 NOTICED = 0.02
 """The part of a step for which an optimizer may wait for a save before a capture over several steps is tried."""
+
+
+def _why(error: Exception) -> str:
+    """An error as a reason: ours says what is wrong by itself."""
+    return str(error) if isinstance(error, (Error, Refused)) else f"{type(error).__name__}: {error}"
 
 
 def _bytes_of(units: Sequence[Stepped]) -> tuple[int, int]:
@@ -115,7 +121,8 @@ class Ahead:
 
     def _step_ms(self) -> float:
         """Milliseconds of a step of the training; 0 if that is not known."""
-        lasted = [later - earlier for earlier, later in zip(self._stamps, list(self._stamps)[1:], strict=False)]
+        stamps = list(self._stamps)  # the training adds to it meanwhile
+        lasted = [later - earlier for earlier, later in pairwise(stamps)]
         return statistics.median(lasted) * 1e3 if lasted else 0.0
 
     def waited(self, seconds: float) -> None:
@@ -145,10 +152,8 @@ class Ahead:
             return
         try:
             self._open(session, described, owner, state, left)
-        except Error as error:
-            self.reason = str(error)
         except Exception as error:  # the training goes on
-            self.reason = f"{type(error).__name__}: {error}"
+            self.reason = _why(error)
 
     def _open(
         self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
@@ -163,12 +168,12 @@ class Ahead:
             refused = [steps.reason for steps in self._steps if steps.reason]
             self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
             return
+        if self.over is None and all(unit.device == "cpu" for unit in known):
+            self._is_on_host, self._chosen, self.reason = True, 1, _IN_ONE
+            return
         self._needs_rehearsal = rehearses = None in known.values()
         if rehearses and left != REHEARSAL_STEPS:
             self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
-            return
-        if self.over is None and all(unit.device == "cpu" for unit in known):
-            self._is_on_host, self._chosen, self.reason = True, 1, _IN_ONE
             return
         classes: dict[Hashable, int] = {}
         given: list[tuple[str, str, str, str, str | None]] = []
@@ -212,7 +217,7 @@ class Ahead:
             for steps in self._steps:
                 steps.stepping(optimizer)
         except Exception as error:  # the training goes on
-            self.let_go(f"{type(error).__name__}: {error}")
+            self.let_go(_why(error))
 
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
@@ -234,10 +239,8 @@ class Ahead:
                     if numbers[unit] >= 0
                 ]
             window.stepped(applied, scalars, owners, self._streams())
-        except Refused as refused:
-            self.let_go(str(refused))
         except Exception as error:  # the training goes on
-            self.let_go(f"{type(error).__name__}: {error}")
+            self.let_go(_why(error))
 
     def let_go(self, reason: str) -> None:
         """Gives back what is held: the next save is captured in one step."""
@@ -254,8 +257,8 @@ class Ahead:
             return window
         try:
             found = window.rehearse(self._streams())
-        except Error as error:
-            self.reason = str(error)
+        except Exception as error:  # the save goes on
+            self.reason = _why(error)
             return None
         self._is_waited = self._is_waited or not window.are_gradients_left()
         for kind, (name, why, is_known) in zip(self._classes, found, strict=True):
@@ -274,7 +277,7 @@ class Ahead:
     def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
         """A save with what was captured ahead has ended."""
         self._pace = window.pace() or self._pace
-        state_bytes = sum(int(figures[name]) for name in ("held_bytes", "let_go_bytes", "left_bytes"))
+        state_bytes = sum(int(figures.get(name, 0)) for name in ("held_bytes", "let_go_bytes", "left_bytes"))
         if self._bytes is not None and state_bytes:
             # What this rank writes of them.
             self._bytes = (state_bytes, self._bytes[1] * state_bytes // self._bytes[0])
@@ -297,10 +300,8 @@ class Ahead:
             return
         try:
             self._window.go_on(self._streams())
-        except Error as error:
-            self.let_go(str(error))
         except Exception as error:  # the training goes on
-            self.let_go(f"{type(error).__name__}: {error}")
+            self.let_go(_why(error))
 
     def __str__(self) -> str:
         if not self._figures:

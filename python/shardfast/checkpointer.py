@@ -128,7 +128,7 @@ class Checkpointer:
         frameworks.active()
         frameworks.built_on_others()
         in_flight.prepare()
-        if not self.capture.is_off:
+        if over is not None and not self.capture.is_off:
             in_flight.follow(self.capture)
         prepare(process_group)
 
@@ -230,6 +230,7 @@ class Checkpointer:
         if described is None:
             self.capture.reason = "the state was not the same, and was not described since"
         else:
+            in_flight.follow(self.capture)
             self.capture.open(session, *described, state, left)
 
     def _step_ended(self, step: int) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -468,6 +469,35 @@ def test_the_number_of_steps_is_chosen_from_what_was_measured():
     narrow._interval = 2
     narrow._choose()
     assert narrow.steps == 2, "there are two steps between saves"
+
+
+def test_steps_are_timed_while_the_training_goes_on():
+    # A save that ends chooses, on a thread of its own, while steps are added.
+    ahead, is_over = chooses(150.0), threading.Event()
+
+    def train() -> None:
+        while not is_over.is_set():
+            ahead._stamps.append(time.monotonic())
+
+    training = threading.Thread(target=train)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    training.start()
+    try:
+        for _ in range(3000):
+            ahead._step_ms()
+    finally:
+        is_over.set()
+        training.join()
+        sys.setswitchinterval(interval)
+
+
+def test_optimizers_run_no_hook_of_ours_before_a_capture_ahead_is_tried(tmp_path, monkeypatch):
+    followed = []
+    monkeypatch.setattr(in_flight, "follow", followed.append)
+    for over, expected in ((None, 0), (1, 0), (2, 1)):
+        with sf.Checkpointer(tmp_path / str(over), every=sf.steps(5), over=over):
+            assert len(followed) == expected
 
 
 def test_nothing_keeps_the_memory_of_tensors_after_the_save(tmp_path):

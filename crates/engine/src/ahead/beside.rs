@@ -1,9 +1,10 @@
 //! A window on a device: its copies beside the training's work, in the order in which the device does both.
 //!
-//! The host is ahead of the device: when the program calls, the device may still be at the step before. So the copies
-//! are ordered by the device. Gradients are copied behind the step that used them, blocks behind these, and the next
-//! step of the optimizer comes behind the blocks that were begun. How many are begun is decided by what was measured in
-//! earlier steps: as many as are copied by the time at which the device gets to the next step.
+//! The host is ahead of the device, within a window by one step at most: when the program calls, the device may still
+//! be at the step before. So the copies are ordered by the device. Gradients are copied behind the step that used them,
+//! blocks behind these, and the next step of the optimizer comes behind the blocks that were begun. How many are begun
+//! is decided by what was measured in earlier steps: as many as are copied by the time at which the device gets to the
+//! next step.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

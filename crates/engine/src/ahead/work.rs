@@ -134,6 +134,7 @@ impl Shared {
 
     /// Begins a device's copies, as they are asked for.
     pub(super) fn begin_copies(&self) {
+        // Of all optimizers, since blocks were begun.
         let mut gradient_bytes = 0;
         loop {
             let mut state = self.lock();
@@ -154,8 +155,8 @@ impl Shared {
             state.begins = true;
             drop(state);
             let begun = match ask {
-                Ask::Gradients(applied) => self.keep(applied).map(|bytes| gradient_bytes = bytes),
-                Ask::Blocks => self.begin_blocks(gradient_bytes),
+                Ask::Gradients(applied) => self.keep(applied).map(|bytes| gradient_bytes += bytes),
+                Ask::Blocks => self.begin_blocks(std::mem::take(&mut gradient_bytes)),
             };
             if let Err(error) = begun {
                 self.let_go_from(0, &error.message);
@@ -223,19 +224,16 @@ impl Shared {
         for one in applied {
             of[one.unit] = Some(one);
         }
-        let mut all = Followed::default();
+        // Declared before the fences, which are waited for before the slots go back.
         let mut waiting = Vec::new();
+        let mut all = Followed::default();
         for number in 0..self.blocks.len() {
             if let Some((gradients, bytes)) = self.gradients_of(number, &of, &mut all.fences) {
                 waiting.push((number, gradients));
                 all.bytes += bytes;
             }
         }
-        if let Err(error) = all.fences.mark() {
-            // The slots go back after what was begun for them has ended.
-            let _ = all.fences.wait();
-            return Err(error);
-        }
+        all.fences.mark()?;
         let mut to_replay = Vec::new();
         for (number, mut gradients) in waiting {
             gradients.fences = all.fences.clone();

@@ -391,29 +391,28 @@ impl CopyStream {
     ///
     /// # Errors
     /// As [`Device::copies_after`].
-    #[allow(unsafe_code)]
     pub fn follow(&self, stream: ForeignStream) -> Result<()> {
-        let Some(own) = &self.own else { return Ok(()) };
-        self.device.context.expect_not_capturing(stream)?;
-        // SAFETY: the other stream lives, as `ForeignStream::new`'s caller promises, and ours does too.
-        self.device.context.run(|driver| unsafe {
-            driver.cuEventRecord(own.event.handle, stream.handle)?;
-            driver.cuStreamWaitEvent(own.handle, own.event.handle, 0)
-        })
+        self.order(stream, stream.handle, self.stream())
     }
 
     /// Has the work that `stream` is given from now on begin after the copies begun so far. Does not block.
     ///
     /// # Errors
     /// As [`Device::copies_after`].
-    #[allow(unsafe_code)]
     pub fn precede(&self, stream: ForeignStream) -> Result<()> {
+        self.order(stream, self.stream(), stream.handle)
+    }
+
+    /// Has what `then` is given from now on begin after what `first` was given. One of them is `foreign`, the other
+    /// one ours.
+    #[allow(unsafe_code)]
+    fn order(&self, foreign: ForeignStream, first: usize, then: usize) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
-        self.device.context.expect_not_capturing(stream)?;
-        // SAFETY: as in `follow`.
+        self.device.context.expect_not_capturing(foreign)?;
+        // SAFETY: the other stream lives, as `ForeignStream::new`'s caller promises, and ours does too.
         self.device.context.run(|driver| unsafe {
-            driver.cuEventRecord(own.event.handle, own.handle)?;
-            driver.cuStreamWaitEvent(stream.handle, own.event.handle, 0)
+            driver.cuEventRecord(own.event.handle, first)?;
+            driver.cuStreamWaitEvent(then, own.event.handle, 0)
         })
     }
 

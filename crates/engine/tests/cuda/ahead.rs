@@ -410,7 +410,7 @@ fn a_rehearsal_finds_the_variant_and_whether_gradients_are_left_alone() {
 }
 
 #[test]
-fn a_host_that_is_ahead_does_not_wait_for_the_device() {
+fn a_step_and_what_comes_behind_it_are_asked_for_while_the_device_stands_still() {
     let mut job = Job::new(5, &[300_000, 4097]);
     let window = job.open(false, None);
     job.fake.synchronize();

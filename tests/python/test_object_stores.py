@@ -79,7 +79,8 @@ def test_the_quick_start_works_by_changing_one_string(minio, tmp_path):
     assert (whole[0], first[0], second[0]) == (0, 0, 6)
     assert whole[1] == first[1] + second[1]
     listed = json.loads(command("ls", "--json", url))["checkpoints"]
-    assert [line["step"] for line in listed] == [8, 10], "the rule of retention"
+    committed = [line["step"] for line in listed if line["status"] == "committed"]
+    assert committed == [8, 10], "the rule of retention; the files of a third one may still be leaving"
 
 
 def test_the_command_and_the_verbs_work_there(minio, tmp_path):

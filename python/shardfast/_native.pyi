@@ -37,6 +37,7 @@ __all__ = [
     "best_interval",
     "cli_main",
     "decode",
+    "held_over",
     "mean_time_between_failures",
     "newest",
     "open",
@@ -191,7 +192,7 @@ class Window:
     def stepped(
         self,
         applied: Sequence[tuple[int, int, str, int]],
-        scalars: Sequence[tuple[str, Sequence[float]]],
+        scalars: Sequence[tuple[str, Sequence[float], float | None]],
         owners: object,
         streams: Mapping[int, int],
     ) -> None:
@@ -500,13 +501,27 @@ def newest(
     """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
 
 def steps_over(
-    state_bytes: float, gradient_bytes: float, bytes_per_ms: float, room_ms: float, is_waited: bool, steps_max: int
+    state_bytes: float,
+    gradient_bytes: float,
+    bytes_per_ms: float,
+    room_ms: float,
+    is_waited: bool,
+    proof_ms: float,
+    reached: float,
+    steps_max: int,
 ) -> int:
     """Over how many steps, at most so many, a save holds up the training least.
 
     Of what a rank copies from a device: bytes of parameters and moments, bytes of their gradients in a step, bytes that
-    are copied in a millisecond, milliseconds between two steps, and whether the training waits for copies of gradients.
+    are copied in a millisecond, milliseconds between two steps, whether the training waits for copies of gradients,
+    milliseconds in which a device proves all of the state, and what earlier windows held in parts of what ``held_over``
+    says.
     """
+
+def held_over(
+    state_bytes: float, gradient_bytes: float, bytes_per_ms: float, room_ms: float, is_waited: bool, steps: int
+) -> float:
+    """What part of the state is held after so many steps, by the same formulas."""
 
 def best_interval(
     *,

@@ -74,7 +74,10 @@ class Ahead:
     _is_refuted: bool = False
     _is_waited: bool = False
     _pace: tuple[float, float] | None = None
-    _bytes: tuple[int, int] | None = None
+    _proof_ms: float = 0.0
+    # One window alone says little.
+    _reached: deque[float] = field(default_factory=lambda: deque([1.0, 1.0], maxlen=3))
+    _bytes: tuple[float, float] | None = None
     _waited_ms: float = 0.0
     _chosen: int = 1
     _interval: int = 0
@@ -111,13 +114,26 @@ class Ahead:
         if self._bytes is None:
             self._chosen = 2  # how many are best is known once a window was opened
             return
-        state_bytes, gradient_bytes = self._bytes
         # As long as no window has measured it: in one step all of it is copied in a step and the wait.
-        bytes_per_ms, room_ms = self._pace or (state_bytes / (step_ms + self._waited_ms), step_ms)
-        costs = (float(state_bytes), float(gradient_bytes), bytes_per_ms, room_ms, self._is_waited)
-        self._chosen = _native.steps_over(*costs, min(self._interval or STEPS_MAX, STEPS_MAX))
+        pace = self._pace or (self._bytes[0] / (step_ms + self._waited_ms), step_ms)
+        prices = (self._proof_ms, statistics.median(self._reached))
+        steps_max = min(self._interval or STEPS_MAX, STEPS_MAX)
+        self._chosen = _native.steps_over(*self._bytes, *pace, self._is_waited, *prices, steps_max)
         if self._chosen == 1:
             self.reason = "a capture over several steps would gain nothing"
+
+    def _correct(self, figures: dict[str, float]) -> None:
+        """Takes over what a window measured: the bytes of this rank, the price of the proof, and what was held."""
+        held, steps = figures["held_bytes"], int(figures["steps"])
+        state_bytes = held + figures["let_go_bytes"] + figures["left_bytes"]
+        if self._bytes is None or not state_bytes:
+            return
+        self._bytes = (state_bytes, self._bytes[1] * state_bytes / self._bytes[0])
+        if held:
+            self._proof_ms = figures["device_proof_ms"] * state_bytes / held
+        if self._pace is not None and steps > 1:
+            foreseen = _native.held_over(*self._bytes, *self._pace, self._is_waited, steps)
+            self._reached.append(held / state_bytes / foreseen)
 
     def _step_ms(self) -> float:
         """Milliseconds of a step of the training; 0 if that is not known."""
@@ -226,7 +242,7 @@ class Ahead:
             return
         try:
             applied: list[tuple[int, int, str, int]] = []
-            scalars: list[tuple[str, Sequence[float]]] = []
+            scalars: list[tuple[str, Sequence[float], float | None]] = []
             owners: list[object] = []
             for steps, numbers in zip(self._steps, self._numbers, strict=True):
                 taken = steps.taken(optimizer)
@@ -277,10 +293,7 @@ class Ahead:
     def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
         """A save with what was captured ahead has ended."""
         self._pace = window.pace() or self._pace
-        state_bytes = sum(int(figures.get(name, 0)) for name in ("held_bytes", "let_go_bytes", "left_bytes"))
-        if self._bytes is not None and state_bytes:
-            # What this rank writes of them.
-            self._bytes = (state_bytes, self._bytes[1] * state_bytes // self._bytes[0])
+        self._correct(figures)
         if self.over is None:
             self._choose()
         self._is_refuted = self._is_refuted or window.is_refuted()

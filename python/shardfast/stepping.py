@@ -33,12 +33,13 @@ class Taken(NamedTuple):
         applied: For each parameter that took part its number among :attr:`Steps.units`, the address and the dtype of
             its contiguous gradient, and the number of its scalars.
         scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them. On a device
-            Adam's bias corrections stand behind them once more, as the device computes them.
+            Adam's bias corrections stand behind them once more, as the device computes them. Last what the gradients
+            were multiplied by, in fp32, before the optimizer saw them; ``None`` if they were not.
         owners: Keep the gradients allocated.
     """
 
     applied: Sequence[tuple[int, int, str, int]]
-    scalars: Sequence[tuple[str, Sequence[float]]]
+    scalars: Sequence[tuple[str, Sequence[float], float | None]]
     owners: Sequence[object]
 
 

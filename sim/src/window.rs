@@ -89,7 +89,7 @@ pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Optio
     let step = |(unit, Stepped { live, after, gradient }): (usize, Stepped)| {
         *live.0.lock().unwrap_or_else(PoisonError::into_inner) = after;
         let gradient: Arc<dyn Provider> = Arc::new(gradient);
-        Applied { unit, dtype: Dtype::F32, gradient, scalars: Scalars::Sgd(STEP), device_bias: None }
+        Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars: Scalars::Sgd(STEP), device_bias: None }
     };
     let applied = stepped.into_iter().enumerate().map(step).collect();
     window.stepped(applied, None).ok()?;

@@ -156,6 +156,7 @@ def test_the_report_and_the_text_tell_what_was_done(tmp_path):
         found = pending.report["ahead"]
         assert found["held_bytes"] > 100_000 and found["left_bytes"] == found["let_go_bytes"] == 0
         assert found["gradient_bytes"] * 3 == found["held_bytes"] * 2
+        assert found["steps"] == 3
         assert "replayed and proven in each of 1 saves" in str(ckpt.capture)
 
 
@@ -290,7 +291,7 @@ def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callab
         return found._replace(applied=applied, owners=[*found.owners, stale])
 
     def rate(found, model):
-        return found._replace(scalars=[(kind, [numbers[0] * 1.0001, *numbers[1:]]) for kind, numbers in found.scalars])
+        return found._replace(scalars=[(kind, [one[0] * 1.0001, *one[1:]], None) for kind, one, _ in found.scalars])
 
     return {
         "an ulp": at_twelve(ulp),
@@ -469,6 +470,56 @@ def test_the_number_of_steps_is_chosen_from_what_was_measured():
     narrow._interval = 2
     narrow._choose()
     assert narrow.steps == 2, "there are two steps between saves"
+
+
+def test_what_windows_measured_corrects_the_choice():
+    def after(held: float, proof_ms: float, windows: int) -> int:
+        ahead = chooses(150.0, _pace=(4e6, 100.0))
+        assert ahead.steps == 3
+        found = {"held_bytes": held * 1e9, "let_go_bytes": (1 - held) * 1e9, "left_bytes": 0.0}
+        for _ in range(windows):
+            ahead._correct({**found, "device_proof_ms": proof_ms, "steps": 3.0})
+        ahead._choose()
+        return ahead.steps
+
+    assert after(1.0, 3.0, 3) == 3, "as foreseen"
+    assert after(1.0, 200.0, 1) == 1, "the proof takes longer than what is gained"
+    assert after(0.2, 3.0, 1) == 3, "one window that could not hold what it copied"
+    assert after(0.2, 3.0, 2) == 1, "none can"
+
+
+def test_gradients_in_bf16_that_are_multiplied_by_a_factor(tmp_path, monkeypatch):
+    halves: dict[int, torch.Tensor] = {}
+
+    def run(over: int) -> sf.Checkpointer:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step_all() -> None:
+            halves.clear()
+            for parameter in model.parameters():
+                half = parameter.grad.bfloat16()
+                parameter.grad = half.float() * 0.3
+                halves[parameter.grad.data_ptr()] = half
+            optimizer.step()
+
+        return train(tmp_path / str(over), over, model, [optimizer], step_all=step_all)
+
+    run(1)
+    known = TorchSteps.taken
+
+    def taken(self: TorchSteps, optimizer: object) -> object:
+        found = known(self, optimizer)
+        applied = [(unit, halves[at].data_ptr(), "BF16", number) for unit, at, _, number in found.applied]
+        scalars = [(kind, numbers, 0.3) for kind, numbers, _ in found.scalars]
+        return found._replace(applied=applied, scalars=scalars, owners=list(halves.values()))
+
+    monkeypatch.setattr(TorchSteps, "taken", taken)
+    ckpt = run(3)
+    assert replayed(tmp_path / "3") > 0, str(ckpt.capture)
+    expect_same(tmp_path, "1", "3")
+    figures = ckpt.capture.figures()
+    assert figures["gradient_bytes"] * 3 == figures["held_bytes"], "two steps of gradients half as wide as weights"
 
 
 def test_steps_are_timed_while_the_training_goes_on():

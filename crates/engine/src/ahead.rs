@@ -96,6 +96,8 @@ pub struct Applied {
     /// The unit's gradient. On a host it does not change before [`Window::stepped`] returns; a device's is kept until
     /// it was copied, and may change before that only where the training waits ([`Beside::new`]).
     pub gradient: Arc<dyn Provider>,
+    /// What the training multiplied the gradient by, in `f32`, before the optimizer saw it; `None` if it did not.
+    pub factor: Option<f32>,
     /// The scalars of this step.
     pub scalars: Scalars,
     /// Adam's bias corrections `1 - beta1^t` and `sqrt(1 - beta2^t)` as the device computes them, for implementations
@@ -107,6 +109,7 @@ pub struct Applied {
 #[derive(Clone, Copy)]
 struct Used {
     dtype: Dtype,
+    factor: Option<f32>,
     scalars: Scalars,
     device_bias: Option<[f32; 2]>,
 }
@@ -137,6 +140,8 @@ pub enum Rehearsed {
 /// What a window did.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Figures {
+    /// Steps over which the save is captured: those behind which copies went on, and the save's own.
+    pub steps: u32,
     /// Bytes of the state that are held.
     pub held_bytes: u64,
     /// Bytes of the state that were held and let go.
@@ -158,6 +163,8 @@ pub struct Figures {
     pub replay_ms: f64,
     /// Milliseconds in which the replayed bytes were summed for the proof.
     pub proof_ms: f64,
+    /// Milliseconds in which a device summed what it has of them.
+    pub device_proof_ms: f64,
 }
 
 /// Some steps before a save.
@@ -299,6 +306,7 @@ impl Window {
     /// `Unavailable` if the device is lost, `Invalid` while `on` captures a graph.
     pub fn go_on(&self, on: Option<ForeignStream>) -> Result<()> {
         self.seen().go_on();
+        self.shared.lock().figures.steps += 1;
         let goes_on = |state: &State| !state.ends() && state.next < self.shared.blocks.len();
         if self.workers.is_empty() || !goes_on(&self.shared.lock()) {
             return Ok(());
@@ -445,7 +453,9 @@ impl Shared {
         beside: Option<Beside>,
     ) -> Shared {
         let (catalog, staging) = (Arc::clone(catalog), Arc::clone(&engine.staging));
-        let (held, state, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
+        let figures = Figures { steps: 1, ..Figures::default() };
+        let state = Mutex::new(State { figures, ..State::default() });
+        let (held, changed) = (AtomicUsize::new(0), Condvar::new());
         Shared { catalog, classes, units, blocks, held, staging, beside, state, changed }
     }
 

@@ -45,6 +45,9 @@ pub trait Digests: Send + Sync {
     /// # Errors
     /// `Unavailable` when the device is lost; nothing is under way then.
     fn wait(&self) -> Result<&[u64]>;
+
+    /// Milliseconds in which the device computed them; waits until they have arrived. `None` if that is not known.
+    fn took_ms(&self) -> Option<f64>;
 }
 
 /// 2^64 divided by the golden ratio, odd: the increment of SplitMix64.

@@ -34,6 +34,9 @@ type GivenUnit = (usize, u64, Vec<usize>);
 /// What a step used: the number of the unit, the gradient's address and dtype, and the number of its scalars.
 type GivenStep = (usize, usize, String, usize);
 
+/// The kind of an optimizer, its numbers, and the factor of the gradients.
+type GivenScalars = (String, Vec<f64>, Option<f32>);
+
 #[pymethods]
 impl Window {
     /// Opens a window over these units of what is described, as far as each array is all of a part that is captured
@@ -112,16 +115,18 @@ impl Window {
         &self,
         py: Python<'_>,
         applied: Vec<GivenStep>,
-        scalars: Vec<(String, Vec<f64>)>,
+        scalars: Vec<GivenScalars>,
         owners: Py<PyAny>,
         streams: Streams,
     ) -> PyResult<()> {
         let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
-        let scalars = scalars.iter().map(|(kind, of)| scalars_of(kind, of)).collect::<PyResult<Vec<_>>>()?;
+        let known = |(kind, of, factor): &GivenScalars| Ok((scalars_of(kind, of)?, *factor));
+        let scalars = scalars.iter().map(known).collect::<PyResult<Vec<_>>>()?;
         let owners = Arc::new(owners);
         let one = |(unit, address, dtype, number): GivenStep| {
             let unknown = || invalid(format!("there is no unit {unit}, or there are no scalars {number}"));
-            let (Some(numel), Some(&(scalars, device_bias))) = (window.numel(unit), scalars.get(number)) else {
+            let (Some(numel), Some(&((scalars, device_bias), factor))) = (window.numel(unit), scalars.get(number))
+            else {
                 return Err(unknown());
             };
             let dtype = dtype_of(&dtype)?;
@@ -135,7 +140,7 @@ impl Window {
                     Arc::new(unsafe { Memory::new(block) })
                 }
             };
-            Ok(Applied { unit, dtype, gradient, scalars, device_bias })
+            Ok(Applied { unit, dtype, gradient, factor, scalars, device_bias })
         };
         let applied = applied.into_iter().map(one).collect::<PyResult<Vec<_>>>()?;
         py.detach(|| window.stepped(applied, on)).map_err(raise)
@@ -206,15 +211,32 @@ fn foreign(device: Option<u32>, streams: &Streams) -> PyResult<Option<ForeignStr
 
 /// Over how many steps, at most so many, a save holds up the training least.
 #[pyfunction]
+#[allow(clippy::too_many_arguments)] // what Python measures
 pub(crate) fn steps_over(
     state_bytes: f64,
     gradient_bytes: f64,
     bytes_per_ms: f64,
     room_ms: f64,
     is_waited: bool,
+    proof_ms: f64,
+    reached: f64,
     steps_max: u32,
 ) -> u32 {
-    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms: 0.0 }.steps(steps_max)
+    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms, reached }.steps(steps_max)
+}
+
+/// What part of the state is held after so many steps, by the same formulas.
+#[pyfunction]
+pub(crate) fn held_over(
+    state_bytes: f64,
+    gradient_bytes: f64,
+    bytes_per_ms: f64,
+    room_ms: f64,
+    is_waited: bool,
+    steps: u32,
+) -> f64 {
+    let (proof_ms, reached) = (0.0, 1.0);
+    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms, reached }.held(steps)
 }
 
 fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {

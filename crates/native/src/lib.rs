@@ -35,7 +35,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::ahead::{Window, steps_over};
+    use crate::ahead::{Window, held_over, steps_over};
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, absolute_url, newest, open, step_url};
     #[pymodule_export]

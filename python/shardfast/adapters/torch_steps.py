@@ -209,7 +209,7 @@ class TorchSteps:
             return Taken((), (), ())
         kind, units = found[1], found[2]
         applied: list[tuple[int, int, str, int]] = []
-        scalars: list[tuple[str, Sequence[float]]] = []
+        scalars: list[tuple[str, Sequence[float], float | None]] = []
         owners: list[object] = []
         known: dict[tuple[int, float], int] = {}
         counts, noted = self._counts, self._noted
@@ -240,7 +240,7 @@ class TorchSteps:
                         betas = tuple(settings["betas"])
                         self._correct(device, betas, steps, 1)
                         numbers += self._corrections[device, betas, steps]
-                    scalars.append((kind.name, [float(value) for value in numbers]))
+                    scalars.append((kind.name, [float(value) for value in numbers], None))
             applied.append((unit, local.data_ptr(), dtype, number))
             owners.append(local)
         self._noted.clear()

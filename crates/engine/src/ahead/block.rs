@@ -218,7 +218,7 @@ impl Block {
                     None => Step::Skipped,
                     Some(used) => {
                         let values = &of_step.slot[piece.of_block(used.dtype.bytes())];
-                        let gradient = Gradient { dtype: used.dtype, values, factor: None };
+                        let gradient = Gradient { dtype: used.dtype, values, factor: used.factor };
                         Step::Taken { gradient, scalars: used.scalars_for(variant) }
                     }
                 })

@@ -132,6 +132,7 @@ struct HeldRun {
 struct Digested {
     live: Run,
     known: Option<(Arc<dyn Digests>, usize)>,
+    captured: Arc<Captured>,
 }
 
 impl Provider for Digested {
@@ -150,6 +151,9 @@ impl Provider for Digested {
         }
         if let Some((digests, index)) = &self.known {
             let found = digests.wait()?.get(*index).copied();
+            if *index == 0 {
+                self.captured.shared.lock().figures.device_proof_ms += digests.took_ms().unwrap_or(0.0);
+            }
             return found.ok_or_else(|| Error::internal("a device has no such digest"));
         }
         let (copied, mut fences) = (&mut slot[..bytes as usize], Fences::default());
@@ -236,7 +240,7 @@ impl Provider for Held {
             let (captured, block, number, array) = (Arc::clone(&self.captured), run.block, run.number, run.array);
             let live = Run::new(Arc::clone(&self.live), run.range.start, run.range.end - run.range.start);
             let live: Arc<dyn Provider> = match captured.shared.beside {
-                Some(_) => Arc::new(Digested { live, known: run.digest.clone() }),
+                Some(_) => Arc::new(Digested { live, known: run.digest.clone(), captured: Arc::clone(&self.captured) }),
                 None => Arc::new(live),
             };
             Evidence {

@@ -9,7 +9,9 @@
 //! - *Waited* gradients leave that time to the blocks, and hold up the training: `x - K` is left, and
 //!   `r (1 + 2 + ... + (K - 1))` is waited for, so `K` steps gain `(K - 1) (1 - r K / 2)` over one.
 //!
-//! The second is section 4.2.3 of GoCkpt (arXiv 2511.07035), for a capture that ends at its save.
+//! The second is section 4.2.3 of GoCkpt (arXiv 2511.07035), for a capture that ends at its save. Of the bytes that are
+//! held the proof reads each once more on the device, which is added. A replay that is too slow for its memory lets
+//! blocks go, and so does what else was not foreseen: what earlier windows held, beside what this says, corrects it.
 
 /// What is known of a rank's saves.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,19 +28,37 @@ pub struct Costs {
     pub is_waited: bool,
     /// Milliseconds by which the proof of all of the state makes the training longer.
     pub proof_ms: f64,
+    /// What windows held, in parts of what [`Costs::held`] says with a 1 here; 1 while there was none.
+    pub reached: f64,
 }
 
 /// A stall that is shorter than this part of a step is none.
 const NOTICED: f64 = 0.02;
 
 impl Costs {
+    /// Step times in which the bus copies the state.
+    fn x(&self) -> f64 {
+        self.state_bytes / (self.bytes_per_ms * self.room_ms)
+    }
+
+    /// What part of the state is held after so many steps.
+    pub fn held(&self, steps: u32) -> f64 {
+        self.held_and_waited(steps)[0] / self.x()
+    }
+
     /// Milliseconds by which a save that is captured over so many steps holds up the training.
     pub fn stall_ms(&self, steps: u32) -> f64 {
-        let x = self.state_bytes / (self.bytes_per_ms * self.room_ms);
-        let r = self.gradient_bytes / self.state_bytes;
+        let x = self.x();
         if steps <= 1 {
             return (x - 1.0).max(0.0) * self.room_ms;
         }
+        let [held, waited] = self.held_and_waited(steps);
+        (x - held + waited) * self.room_ms + held / x * self.proof_ms
+    }
+
+    /// In step times, how long the copies of what is held take, and how long the training waits for gradients.
+    fn held_and_waited(&self, steps: u32) -> [f64; 2] {
+        let (x, r) = (self.x(), self.gradient_bytes / self.state_bytes);
         let (mut held, mut waited) = (0.0f64, 0.0);
         for step in 1..=steps {
             let gradients = if step == 1 { 0.0 } else { r * held };
@@ -46,8 +66,7 @@ impl Costs {
             waited += if self.is_waited { gradients } else { 0.0 };
             held = (held + room).min(x);
         }
-        let proven = held.min(x) / x;
-        (x - held + waited) * self.room_ms + proven * self.proof_ms
+        [(held * self.reached).min(x), waited]
     }
 
     /// The number of steps, at most `steps_max`, that leaves the shortest stall; the smallest of those between which
@@ -76,6 +95,7 @@ mod tests {
             room_ms: ROOM_MS,
             is_waited,
             proof_ms: 0.0,
+            reached: 1.0,
         }
     }
 
@@ -202,5 +222,18 @@ mod tests {
         assert!(((paper.stall_ms(1) - paper.stall_ms(7)) / ROOM_MS - 3.0).abs() < 1e-9);
         // A proof that costs more than it saves.
         assert_eq!(Costs { proof_ms: 200.0, ..costs(1.8, 1.0 / 7.0, false) }.steps(16), 1);
+    }
+
+    #[test]
+    fn what_earlier_windows_held_corrects_the_choice() {
+        let costs = costs(2.5, 1.0 / 7.0, false);
+        assert!((costs.held(2) - (2.0 - 1.0 / 7.0) / 2.5).abs() < 1e-9);
+        // Half of it was let go: what is left takes longer than in one step.
+        let slow = Costs { reached: 0.3, ..costs };
+        assert!((slow.held(2) - 0.3 * costs.held(2)).abs() < 1e-9);
+        assert!(slow.stall_ms(2) > costs.stall_ms(1) && slow.steps(2) == 1, "{}", slow.stall_ms(2));
+        // More was idle than the formulas say: fewer steps are enough.
+        assert_eq!((costs.steps(16), Costs { reached: 1.4, ..costs }.steps(16)), (3, 2));
+        assert!((Costs { reached: 1.4, ..costs }.held(9) - 1.0).abs() < 1e-9, "never more than the state");
     }
 }

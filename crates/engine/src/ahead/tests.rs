@@ -241,7 +241,7 @@ fn run(seed: u64, endings: &mut Endings) {
                 continue;
             }
             let gradient: Arc<dyn Provider> = Arc::new(values);
-            applied.push(Applied { unit, dtype: Dtype::F32, gradient, scalars, device_bias: None });
+            applied.push(Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias: None });
         }
         window.stepped(applied, None).unwrap();
         window.go_on(None).unwrap();
@@ -311,7 +311,9 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
     let gradients = BTreeMap::from([(0, dice.floats(4 * 262_144))]);
     let scalars = training.step(&gradients);
     let gradient: Arc<dyn Provider> = Arc::new(gradients[&0].clone());
-    window.stepped(vec![Applied { unit: 0, dtype: Dtype::F32, gradient, scalars, device_bias: None }], None).unwrap();
+    window
+        .stepped(vec![Applied { unit: 0, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias: None }], None)
+        .unwrap();
     let figures = window.figures();
     assert_eq!(figures.let_go_bytes + figures.held_bytes, 12 * MIB);
     assert!(figures.let_go_bytes > 0 && figures.held_bytes > 0, "{figures:?}");

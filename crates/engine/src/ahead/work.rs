@@ -280,8 +280,8 @@ impl Shared {
                 return None;
             }
             bytes += to.len() as u64;
-            let Applied { dtype, scalars, device_bias, .. } = *one;
-            steps.push(Some(Used { dtype, scalars, device_bias }));
+            let Applied { dtype, factor, scalars, device_bias, .. } = *one;
+            steps.push(Some(Used { dtype, factor, scalars, device_bias }));
         }
         Some((Waiting { fences: Fences::default(), slot, steps }, bytes))
     }

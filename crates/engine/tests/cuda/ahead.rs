@@ -218,7 +218,7 @@ impl Training {
             let memory = memory(window.gradients().unwrap(), address, bytes);
             let gradient = Arc::new(Given { memory, fake: Arc::clone(&fake), address, is_freed: !kept });
             let device_bias = Some(device_bias);
-            applied.push(Applied { unit, dtype: Dtype::F32, gradient, scalars, device_bias });
+            applied.push(Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias });
         }
         window.stepped(applied, Some(fake.foreign())).unwrap();
         if kept {
@@ -359,6 +359,8 @@ fn what_is_captured_beside_the_training_is_what_the_device_had() {
         let figures = job.save(window, seed);
         assert!(figures.held_bytes > 6 << 20 && figures.let_go_bytes == 0, "seed {seed}: {figures:?}");
         assert_eq!(job.fake.calls("cuLaunchKernel"), launches + 1, "the proof is one launch");
+        assert!(figures.device_proof_ms > 0.0, "seed {seed}: {figures:?}");
+        assert_eq!(u64::from(figures.steps), 2 + seed % 3, "the window's steps and the save's own");
         job.fake.synchronize();
     }
 }

@@ -263,6 +263,7 @@ fn failed_calls_are_errors_that_leave_nothing_behind() {
         ("cuLaunchKernel", 1, 719, Kind::Unavailable),
         ("cuMemcpyAsync", 2, 719, Kind::Unavailable),
         ("cuEventRecord", 1, 719, Kind::Unavailable),
+        ("cuEventRecord", 2, 719, Kind::Unavailable),
         ("cuEventSynchronize", 1, 719, Kind::Unavailable),
     ] {
         let fake = Fake::new(12, DELAY_MAX_US);
@@ -287,7 +288,7 @@ fn failed_calls_are_errors_that_leave_nothing_behind() {
 
 #[test]
 fn a_failed_call_leaves_no_copy_under_way() {
-    for (call, nth) in [("cuMemsetD8Async", 1), ("cuLaunchKernel", 1), ("cuMemcpyAsync", 2), ("cuEventRecord", 1)] {
+    for (call, nth) in [("cuMemsetD8Async", 1), ("cuLaunchKernel", 1), ("cuMemcpyAsync", 2), ("cuEventRecord", 2)] {
         let fake = Fake::new(13, 0);
         let (device, base) = (fake.device(), fake.alloc(&[1; 64]));
         let staging = staging(&device);

@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::super::driver::{ATTRIBUTE_MEMORY_TYPE, EVENT_BLOCKING_UNTIMED, MEMORY_TYPE_HOST};
-use super::{Context, CopyStream, Device, Event, lock};
+use super::{Context, CopyStream, Device, Event, Moment, lock};
 use crate::digest::{Digester, Digests, RUNS_MAX};
 use crate::error::{Error, Kind, Result};
 use crate::staging::{SLOT_BYTES, Slot};
@@ -159,11 +159,13 @@ impl Digester for CopyStream {
             place[8..].copy_from_slice(&(*bytes as u64).to_le_bytes());
         }
         let (kernel, event) = (self.device.kernel()?, self.device.context.event(EVENT_BLOCKING_UNTIMED)?);
+        let begun = self.device.moment(self.as_foreign())?;
         let buffer = self.device.buffer()?;
         let (runs, found, stream) = (runs.len(), OnceLock::new(), self);
-        let mut digests = UnderWay { stream, kernel, runs, scratch, event, buffer, found };
+        let mut digests = UnderWay { stream, kernel, runs, scratch, event, buffer, found, begun, ended: None };
         // SAFETY: the caller's promise.
         unsafe { digests.begin() }?;
+        digests.ended = digests.stream.device.moment(digests.stream.as_foreign()).ok();
         Ok(Arc::new(digests))
     }
 }
@@ -181,6 +183,9 @@ struct UnderWay {
     /// Given back when this is dropped.
     buffer: Arc<Buffer>,
     found: OnceLock<Result<Vec<u64>>>,
+    /// The time that it takes, for reports.
+    begun: Moment,
+    ended: Option<Moment>,
 }
 
 impl UnderWay {
@@ -240,6 +245,12 @@ impl UnderWay {
 impl Digests for UnderWay {
     fn wait(&self) -> Result<&[u64]> {
         self.found.get_or_init(|| self.find()).as_deref().map_err(Clone::clone)
+    }
+
+    fn took_ms(&self) -> Option<f64> {
+        let ended = self.ended.as_ref()?;
+        ended.wait().ok()?;
+        ended.ms_since(&self.begun)
     }
 }
 

@@ -152,7 +152,9 @@ impl Provider for Digested {
         if let Some((digests, index)) = &self.known {
             let found = digests.wait()?.get(*index).copied();
             if *index == 0 {
-                self.captured.shared.lock().figures.device_proof_ms += digests.took_ms().unwrap_or(0.0);
+                // Before the lock, since it may wait for the device.
+                let took_ms = digests.took_ms().unwrap_or(0.0);
+                self.captured.shared.lock().figures.device_proof_ms += took_ms;
             }
             return found.ok_or_else(|| Error::internal("a device has no such digest"));
         }

@@ -229,21 +229,21 @@ impl Training {
         }
     }
 
-    fn state(&self, engine: &Engine) -> State {
+    fn state(&self, engine: &Engine) -> Result<State> {
         #[allow(unsafe_code)]
         // SAFETY: the stream lives as long as the driver.
-        let copies = unsafe { engine.copies_after(0, self.fake.stream) }.unwrap();
+        let copies = unsafe { engine.copies_after(0, self.fake.stream) }?;
         let provider = |(address, bytes): &(usize, Vec<u8>)| -> Vec<Arc<dyn Provider>> {
             vec![Arc::new(Lazy(memory(&copies, *address, bytes.len())))]
         };
         let providers = self.tensors.iter().flatten().map(provider).collect();
-        State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() }
+        Ok(State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() })
     }
 
     /// Begins a save. The training writes over everything as soon as it may.
-    fn save(&self, engine: &Arc<Engine>, place: &Path, window: Option<&Window>) -> Pending {
+    fn save(&self, engine: &Arc<Engine>, place: &Path, window: Option<&Window>) -> Result<Pending> {
         let captured = window.map(Window::close);
-        let state = self.state(engine);
+        let state = self.state(engine)?;
         let state = match captured {
             Some(captured) => captured.over(state),
             None => state,
@@ -258,7 +258,7 @@ impl Training {
             }
             pending.confirm_unmodified(Ok(()));
         }
-        pending
+        Ok(pending)
     }
 
     /// Puts back what a save let the training write over.
@@ -306,7 +306,7 @@ impl Job {
         let mut dice = Dice(seed);
         let mut training = Training::new(&fake, numels, &mut dice);
         let place = tempfile::tempdir().unwrap();
-        training.save(&engine, &place.path().join("first"), None).committed(Some(LONG)).unwrap();
+        training.save(&engine, &place.path().join("first"), None).unwrap().committed(Some(LONG)).unwrap();
         training.restore();
         training.compute(3, &mut dice);
         Job { fake, engine, place, training, dice }
@@ -338,7 +338,7 @@ impl Job {
     /// The save that the window was opened for: what it held.
     fn save(&self, window: Window, seed: u64) -> Figures {
         let place = self.place.path().join("second");
-        let pending = self.training.save(&self.engine, &place, Some(&window));
+        let pending = self.training.save(&self.engine, &place, Some(&window)).unwrap();
         pending.committed(Some(LONG)).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         self.training.expect_holds(&self.engine, &place, seed);
         let figures = window.figures();
@@ -373,7 +373,7 @@ fn gradients_that_are_written_over_before_they_were_copied_commit_nothing() {
         let window = job.open(false, None);
         job.steps(&window, 2, true);
         let place = job.place.path().join("second");
-        match job.training.save(&job.engine, &place, Some(&window)).committed(Some(LONG)) {
+        match job.training.save(&job.engine, &place, Some(&window)).unwrap().committed(Some(LONG)) {
             Ok(()) => job.training.expect_holds(&job.engine, &place, seed),
             Err(error) => {
                 assert!(error.message.contains("other bits than the tensor had"), "{error}");
@@ -433,6 +433,7 @@ fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
         let mut job = Job::new(6, &numels);
         let window = job.open(false, pace);
         job.steps(&window, steps, false);
+        job.fake.synchronize(); // a time is known when the device was there
         let pace = window.pace();
         (job.save(window, 6), pace)
     };
@@ -479,7 +480,9 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
             drop(window);
         } else {
             let place = job.place.path().join("second");
-            match job.training.save(&job.engine, &place, Some(&window)).committed(Some(LONG)) {
+            // The call may fail as soon as a stream is made for the save's copies.
+            let saved = job.training.save(&job.engine, &place, Some(&window));
+            match saved.and_then(|pending| pending.committed(Some(LONG))) {
                 Ok(()) => job.training.expect_holds(&job.engine, &place, seed),
                 Err(_) => failed += 1,
             }

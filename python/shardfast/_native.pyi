@@ -191,15 +191,16 @@ class Window:
 
     def stepped(
         self,
-        applied: Sequence[tuple[int, int, str, int]],
+        applied: Sequence[tuple[int, object, int]],
         scalars: Sequence[tuple[str, Sequence[float], float | None]],
-        owners: object,
+        place: Callable[[object], tuple[int, int, str, int | None]],
         streams: Mapping[int, int],
     ) -> None:
         """An optimizer has stepped.
 
-        For each unit that took part: its number, the address and the dtype of its gradient, and the number of its
-        scalars. ``owners`` keep a device's gradients allocated.
+        For each unit that took part: its number, its gradient, and the number of its scalars. ``place`` tells where a
+        gradient lies that DLPack's exchange table does not describe: address, elements, dtype, and the number of the
+        device.
         """
 
     def are_gradients_left(self) -> bool:

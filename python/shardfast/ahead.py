@@ -70,7 +70,6 @@ class Ahead:
     _is_rehearsal: bool = False
     _needs_rehearsal: bool = True
     _classes: Sequence[Hashable] = ()
-    _numbers: Sequence[Sequence[int]] = ()
     _is_refuted: bool = False
     _is_waited: bool = False
     _pace: tuple[float, float] | None = None
@@ -211,13 +210,13 @@ class Ahead:
         if not units:
             self.reason = next(why for name, why in self._variants.values() if name is None)
             return
-        for steps in self._steps:
-            steps.begin(left)
+        for steps, of in zip(self._steps, numbers, strict=True):
+            steps.begin(left, of)
         streams = self._streams()
         window = _native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
         window.go_on(streams)
         self._window, self._is_rehearsal = window, rehearses
-        self._classes, self._numbers = list(classes), numbers
+        self._classes = list(classes)
         self.reason = ""
 
     def _streams(self) -> dict[int, int]:
@@ -241,20 +240,11 @@ class Ahead:
         if window is None:
             return
         try:
-            applied: list[tuple[int, int, str, int]] = []
-            scalars: list[tuple[str, Sequence[float], float | None]] = []
-            owners: list[object] = []
-            for steps, numbers in zip(self._steps, self._numbers, strict=True):
-                taken = steps.taken(optimizer)
-                first = len(scalars)
-                scalars += taken.scalars
-                owners += taken.owners
-                applied += [
-                    (numbers[unit], address, dtype, first + number)
-                    for unit, address, dtype, number in taken.applied
-                    if numbers[unit] >= 0
-                ]
-            window.stepped(applied, scalars, owners, self._streams())
+            streams = self._streams()
+            for steps in self._steps:
+                applied, scalars = steps.taken(optimizer)
+                if applied:
+                    window.stepped(applied, scalars, steps.place, streams)
         except Exception as error:  # the training goes on
             self.let_go(_why(error))
 

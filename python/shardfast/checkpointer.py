@@ -228,7 +228,7 @@ class Checkpointer:
             return
         described = self._describer.tensors(state)
         if described is None:
-            self.capture.reason = "the state was not the same, and was not described since"
+            self.capture.reason = "the state has other tensors than at its last save, or some outside of modules"
         else:
             in_flight.follow(self.capture)
             self.capture.open(session, *described, state, left)

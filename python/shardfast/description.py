@@ -582,7 +582,7 @@ def _described(
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
     for leaf in tensors:
-        # Its number in a bundle, if it has one, as all lazily captured tensors do.
+        # Its number in a bundle, if it has one.
         number, *others = numbers[leaf.key, leaf.name]
         if others:
             number = min((number, *others), key=lambda number: (not found.announced[number], number))
@@ -601,7 +601,9 @@ def _described(
     owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
     description = Description(native, values, watched, owner)
-    if any(leaf.source.is_copy for leaf in tensors):
+    # Bundles alone tell whether their tensors are still the same; an optimizer's parameters may stand elsewhere.
+    is_outside = any(number >= found.in_bundles for of in numbers_of.values() for number in of)
+    if is_outside or any(leaf.source.is_copy for leaf in tensors):
         return description, None
     outlines = [outline for outline in (entry.bundle.outline() for entry in found.bundles) if outline is not None]
     outline = outlined(outlines) if len(outlines) == len(found.bundles) else None

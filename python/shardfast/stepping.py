@@ -30,17 +30,15 @@ class Taken(NamedTuple):
     """What a step of an optimizer used.
 
     Attributes:
-        applied: For each parameter that took part its number among :attr:`Steps.units`, the address and the dtype of
-            its contiguous gradient, and the number of its scalars.
+        applied: For each parameter that took part its number in the window, its gradient as a plain tensor, and the
+            number of its scalars.
         scalars: The kind of the optimizer, and the numbers that its kind takes, as the step used them. On a device
             Adam's bias corrections stand behind them once more, as the device computes them. Last what the gradients
             were multiplied by, in fp32, before the optimizer saw them; ``None`` if they were not.
-        owners: Keep the gradients allocated.
     """
 
-    applied: Sequence[tuple[int, int, str, int]]
+    applied: Sequence[tuple[int, object, int]]
     scalars: Sequence[tuple[str, Sequence[float], float | None]]
-    owners: Sequence[object]
 
 
 class Steps(Protocol):
@@ -60,8 +58,11 @@ class Steps(Protocol):
         """The stream on which each device of the optimizers works now, by the device's number; none for a host."""
         ...
 
-    def begin(self, steps: int) -> None:
-        """Notes how often each parameter was stepped so far; later steps are counted, about so many."""
+    def begin(self, steps: int, numbers: Sequence[int]) -> None:
+        """Notes how often each parameter was stepped so far; later steps are counted, about so many.
+
+        ``numbers`` has the number of each unit in the window; -1 for one that is captured otherwise.
+        """
         ...
 
     def stepping(self, optimizer: object) -> None:
@@ -69,9 +70,15 @@ class Steps(Protocol):
         ...
 
     def taken(self, optimizer: object) -> Taken:
-        """What ``optimizer`` used, which has just stepped; nothing if it is none of these.
+        """What ``optimizer`` used, which has just stepped; nothing if it is none of these."""
+        ...
+
+    def place(self, gradient: object) -> tuple[int, int, str, int | None]:
+        """The address of a gradient, its elements, its dtype, and the number of its device; ``None`` for the host.
+
+        It is asked where DLPack's exchange table does not describe the gradient.
 
         Raises:
-            Refused: If its gradients or scalars are of another kind than what can be replayed.
+            Refused: If its elements do not lie in one run, or are neither fp32 nor bf16.
         """
         ...

@@ -107,6 +107,7 @@ def of_class(kind: type, **settings: object) -> Callable:
 
 OPTIMIZERS = {
     "adamw": of_class(torch.optim.AdamW, fused=True),
+    "adamw, a rate that is a tensor": of_class(torch.optim.AdamW, fused=True, lr=torch.tensor(1e-2)),
     "adam, l2, amsgrad, maximize": of_class(
         torch.optim.Adam, fused=True, weight_decay=0.1, amsgrad=True, maximize=True
     ),
@@ -287,8 +288,7 @@ def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callab
     def of_another(found, model):
         # Two tensors of one shape: one gets the other's gradient.
         stale = torch.zeros(333, 302)
-        applied = [(unit, stale.data_ptr() if unit == 2 else at, *rest) for unit, at, *rest in found.applied]
-        return found._replace(applied=applied, owners=[*found.owners, stale])
+        return found._replace(applied=[(unit, stale if unit == 2 else at, of) for unit, at, of in found.applied])
 
     def rate(found, model):
         return found._replace(scalars=[(kind, [one[0] * 1.0001, *one[1:]], None) for kind, one, _ in found.scalars])
@@ -356,9 +356,9 @@ REFUSED = {
     "a root that is not IEEE": (of_class(torch.optim.AdamW), "none of the 2 known implementations of Adam"),
     "no hooks": (unhooked, "announces no steps"),
     "another optimizer": (of_class(torch.optim.RMSprop), "RMSprop is not replayed"),
-    "a rate that is a tensor": (
-        of_class(torch.optim.AdamW, fused=True, lr=torch.tensor(1e-2)),
-        "settings that are tensors",
+    "betas that are tensors": (
+        of_class(torch.optim.AdamW, fused=True, betas=(torch.tensor(0.9), torch.tensor(0.999))),
+        "betas that are",
     ),
     "fp64": (of_class(torch.optim.AdamW, fused=True), "only fp32 and bf16 are replayed"),
     "bf16 by operations": (of_class(torch.optim.SGD, momentum=0.9), "implementations of SGD has this training's bits"),
@@ -489,7 +489,7 @@ def test_what_windows_measured_corrects_the_choice():
 
 
 def test_gradients_in_bf16_that_are_multiplied_by_a_factor(tmp_path, monkeypatch):
-    halves: dict[int, torch.Tensor] = {}
+    halves: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(over: int) -> sf.Checkpointer:
         model = net()
@@ -500,7 +500,7 @@ def test_gradients_in_bf16_that_are_multiplied_by_a_factor(tmp_path, monkeypatch
             for parameter in model.parameters():
                 half = parameter.grad.bfloat16()
                 parameter.grad = half.float() * 0.3
-                halves[parameter.grad.data_ptr()] = half
+                halves[parameter.grad] = half
             optimizer.step()
 
         return train(tmp_path / str(over), over, model, [optimizer], step_all=step_all)
@@ -510,9 +510,8 @@ def test_gradients_in_bf16_that_are_multiplied_by_a_factor(tmp_path, monkeypatch
 
     def taken(self: TorchSteps, optimizer: object) -> object:
         found = known(self, optimizer)
-        applied = [(unit, halves[at].data_ptr(), "BF16", number) for unit, at, _, number in found.applied]
-        scalars = [(kind, numbers, 0.3) for kind, numbers, _ in found.scalars]
-        return found._replace(applied=applied, scalars=scalars, owners=list(halves.values()))
+        applied = [(unit, halves[gradient], number) for unit, gradient, number in found.applied]
+        return found._replace(applied=applied, scalars=[(kind, numbers, 0.3) for kind, numbers, _ in found.scalars])
 
     monkeypatch.setattr(TorchSteps, "taken", taken)
     ckpt = run(3)
@@ -634,7 +633,9 @@ def check_layout(rank: int, world: int, place: Path, layout: str, over: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"), [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("zero1", 2), ("hsdp", 4), ("fsdp2", 4), ("ddp", 4)]
+    ("layout", "world"),
+    # PyTorch itself does not run this model with tensor parallelism over four.
+    [("tp", 2), ("hsdp", 4), *((layout, world) for layout in ("ddp", "fsdp2", "zero1") for world in (2, 4))],
 )
 def test_layouts(ranks, tmp_path, layout, world):
     for over in (1, 4):

@@ -329,6 +329,28 @@ class Interrupt(BaseException):
     """What a signal handler raises, such as ``KeyboardInterrupt``."""
 
 
+def test_parameters_that_stand_in_a_plain_dict(tmp_path):
+    """The optimizer announces their changes, but no bundle tells whether the dict still holds them."""
+    parameters = {f"w{number}": nn.Parameter(torch.zeros(WIDTH, WIDTH)) for number in range(3)}
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    state = {"model": parameters, "optimizer": optimizer}
+    pendings = []
+    for number in range(3):
+        for name in ("w0", "w1", "w2"):
+            parameters[name].grad = torch.full_like(parameters[name], -1.0)
+        optimizer.step()  # the save before is still being copied
+        if number == 2:
+            parameters["more"] = nn.Parameter(torch.full((WIDTH, WIDTH), 7.0))
+        pendings.append(sf.save_async(tmp_path / str(number), state))
+    optimizer.step()
+    for number, pending in enumerate(pendings):
+        pending.committed()
+        expected = {f"w{of}": [number + 1.0] for of in range(3)} | ({"more": [7.0]} if number == 2 else {})
+        found = {name: torch.empty(WIDTH, WIDTH) for name in expected}
+        sf.load(tmp_path / str(number), {"model": found}, only="model")
+        assert {name: one.unique().tolist() for name, one in found.items()} == expected
+
+
 @pytest.mark.parametrize("verb", [sf.save, sf.save_async], ids=["save", "save_async"])
 def test_a_save_whose_call_is_interrupted_holds_what_was_there(tmp_path, verb):
     """The call copies what nobody announces changes of; after it the program may do with that what it likes."""

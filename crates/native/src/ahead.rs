@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 use shardfast_engine::ahead::{
     self, AdagradScalars, AdamScalars, Applied, Array, Beside, Bias, Captured, Class, Costs, Device, Dtype, Dtypes,
     LionScalars, OptimizerKind, Pace, Rehearsed, Scalars, SgdScalars, Unit, Variant,
@@ -11,6 +12,7 @@ use shardfast_engine::ahead::{
 use shardfast_engine::cuda::ForeignStream;
 use shardfast_engine::{Memory, Provider, Strided};
 
+use crate::dlpack::{Dense, Lookup};
 use crate::errors::{invalid, raise};
 use crate::leaves::{Described, Held, PartInRun, Streams};
 use crate::process::Own;
@@ -31,8 +33,11 @@ type GivenClass = (String, String, String, String, Option<String>);
 /// A unit: the number of its class, its elements, and the address of each array.
 type GivenUnit = (usize, u64, Vec<usize>);
 
-/// What a step used: the number of the unit, the gradient's address and dtype, and the number of its scalars.
-type GivenStep = (usize, usize, String, usize);
+/// What a step used: the number of the unit, the gradient, and the number of its scalars.
+type GivenStep<'py> = (usize, Bound<'py, PyAny>, usize);
+
+/// Where a gradient lies, as an adapter tells: address, elements, dtype, and the number of its device.
+type GivenPlace = (usize, u64, String, Option<u32>);
 
 /// The kind of an optimizer, its numbers, and the factor of the gradients.
 type GivenScalars = (String, Vec<f64>, Option<f32>);
@@ -108,42 +113,49 @@ impl Window {
         py.detach(|| window.stepping(on)).map_err(raise)
     }
 
-    /// An optimizer has stepped. `applied` are the units that took part: the number of each, the address of its
-    /// gradient, the gradient's dtype, and the number of its scalars. Host memory must stay as it is during the call;
-    /// `owners` keep a device's gradients allocated.
-    fn stepped(
+    /// An optimizer has stepped. `applied` are the units that took part: the number of each, its gradient, and the
+    /// number of its scalars. `place` tells where a gradient lies that DLPack's exchange table does not describe. The
+    /// gradients must stay as they are during the call; it keeps a device's allocated for as long as it needs them.
+    fn stepped<'py>(
         &self,
-        py: Python<'_>,
-        applied: Vec<GivenStep>,
+        applied: Bound<'py, PyList>,
         scalars: Vec<GivenScalars>,
-        owners: Py<PyAny>,
+        place: &Bound<'py, PyAny>,
         streams: Streams,
     ) -> PyResult<()> {
-        let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
+        let (py, window, on) = (applied.py(), self.window.get()?, foreign(self.device, &streams)?);
         let known = |(kind, of, factor): &GivenScalars| Ok((scalars_of(kind, of)?, *factor));
         let scalars = scalars.iter().map(known).collect::<PyResult<Vec<_>>>()?;
-        let owners = Arc::new(owners);
-        let one = |(unit, address, dtype, number): GivenStep| {
+        let (owners, mut lookup) = (Arc::new(applied.clone().unbind().into_any()), Lookup::default());
+        let mut used = Vec::with_capacity(applied.len());
+        for one in &applied {
+            let (unit, gradient, number): GivenStep<'py> = one.extract()?;
             let unknown = || invalid(format!("there is no unit {unit}, or there are no scalars {number}"));
             let (Some(numel), Some(&((scalars, device_bias), factor))) = (window.numel(unit), scalars.get(number))
             else {
                 return Err(unknown());
             };
-            let dtype = dtype_of(&dtype)?;
+            let found = match lookup.dense(&gradient) {
+                Some(found) => found,
+                None => dense(place.call1((&gradient,))?.extract()?)?,
+            };
+            if found.numel != numel || found.device != self.device {
+                return Err(invalid("a gradient has another size than its parameter, or lies on another device"));
+            }
+            let Dense { address, dtype, .. } = found;
             let block = Strided::new(address, &[numel], &[dtype.bytes() as i64], dtype.bytes() as u64);
             let gradient: Arc<dyn Provider> = match window.gradients() {
                 Some(copies) => Arc::new(Held::on_device(copies, &block, &owners)),
                 None => {
-                    // SAFETY: Python's adapters give the address of a contiguous gradient of so many elements, which
-                    // they hold and do not write during this call; it is not read after that.
+                    // SAFETY: the gradient is a tensor of so many elements in one run, which the caller holds and does
+                    // not write during this call; it is not read after that.
                     #[allow(unsafe_code)]
                     Arc::new(unsafe { Memory::new(block) })
                 }
             };
-            Ok(Applied { unit, dtype, gradient, factor, scalars, device_bias })
-        };
-        let applied = applied.into_iter().map(one).collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| window.stepped(applied, on)).map_err(raise)
+            used.push(Applied { unit, dtype, gradient, factor, scalars, device_bias });
+        }
+        py.detach(|| window.stepped(used, on)).map_err(raise)
     }
 
     /// By class the name of the variant that has the training's bits, or why there is none, and whether that is known.
@@ -237,6 +249,10 @@ pub(crate) fn held_over(
 ) -> f64 {
     let (proof_ms, reached) = (0.0, 1.0);
     Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms, reached }.held(steps)
+}
+
+fn dense((address, numel, dtype, device): GivenPlace) -> PyResult<Dense> {
+    Ok(Dense { address, numel, dtype: dtype_of(&dtype)?, device })
 }
 
 fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {

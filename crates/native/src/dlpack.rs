@@ -5,10 +5,12 @@
 #![allow(unsafe_code)] // the table is one of function pointers
 
 use std::ffi::{c_int, c_void};
+use std::marker::PhantomData;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
+use shardfast_engine::ahead::Dtype;
 
 /// Name of the capsule, and of the type's attribute that holds it.
 const CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
@@ -17,8 +19,14 @@ const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
 /// The major version whose structures are those below.
 const MAJOR: u32 = 1;
 
-/// The code of complex types, `kDLComplex`.
+/// Codes of element types, `DLDataTypeCode`: floating point, `bfloat16`, complex.
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
 const COMPLEX: u8 = 5;
+
+/// Kinds of devices, `DLDeviceType`.
+const CPU: i32 = 1;
+const CUDA: i32 = 2;
 
 /// `DLPackExchangeAPI`.
 #[repr(C)]
@@ -46,6 +54,35 @@ struct Tensor {
     shape: *const i64,
     strides: *const i64,
     byte_offset: u64,
+}
+
+/// A description whose arrays belong to a tensor, and stay while that is not changed, which needs the interpreter.
+struct Told<'a> {
+    of: Tensor,
+    tensor: PhantomData<&'a ()>,
+}
+
+impl std::ops::Deref for Told<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.of
+    }
+}
+
+impl Told<'_> {
+    fn address(&self) -> u64 {
+        (self.data as u64).wrapping_add(self.byte_offset)
+    }
+
+    /// Each as long as the tensor has axes, or empty if the table gives none.
+    fn shape_and_strides(&self) -> [&[i64]; 2] {
+        [self.shape, self.strides].map(|numbers| match numbers.is_null() || self.ndim <= 0 {
+            true => &[][..],
+            // SAFETY: `ndim` numbers of the tensor's, which is borrowed.
+            false => unsafe { std::slice::from_raw_parts(numbers, self.ndim as usize) },
+        })
+    }
 }
 
 /// Where the place of a type's tensors comes from.
@@ -90,7 +127,7 @@ impl Places {
             self.bytes.extend_from_slice(&(kind as usize).to_ne_bytes());
             let function = match origin {
                 Origin::Table(exchange) => {
-                    let may_be_view = place(py, tensor, exchange, &mut self.bytes)?;
+                    let may_be_view = place(tensor, exchange, &mut self.bytes)?;
                     function.filter(|_| may_be_view)
                 }
                 Origin::Function(function) => Some(function),
@@ -116,6 +153,55 @@ impl Places {
     }
 }
 
+/// A tensor whose elements lie in one run, in row-major order.
+pub(crate) struct Dense {
+    pub(crate) address: usize,
+    pub(crate) numel: u64,
+    pub(crate) dtype: Dtype,
+    /// The CUDA device that has it; `None` for the host.
+    pub(crate) device: Option<u32>,
+}
+
+/// Looks up dense tensors, most of which have the same type.
+#[derive(Default)]
+pub(crate) struct Lookup<'py>(Option<(Bound<'py, PyType>, Option<&'py Exchange>)>);
+
+impl<'py> Lookup<'py> {
+    /// Where the tensor lies; `None` if its type has no exchange table of a known version, or if the table does not
+    /// describe a dense tensor of a `Dtype` on a CPU or a CUDA device.
+    pub(crate) fn dense(&mut self, tensor: &Bound<'py, PyAny>) -> Option<Dense> {
+        let exchange = match &self.0 {
+            Some((kind, exchange)) if kind.as_type_ptr() == tensor.get_type_ptr() => *exchange,
+            _ => {
+                let kind = tensor.get_type();
+                let exchange = exchange(&kind).ok();
+                self.0 = Some((kind, exchange));
+                exchange
+            }
+        };
+        let found = tell(tensor, exchange?).ok()?;
+        let [shape, strides] = found.shape_and_strides();
+        let mut numel = 1;
+        for (axis, &length) in shape.iter().enumerate().rev() {
+            if length > 1 && strides.get(axis).is_some_and(|&stride| stride != numel) {
+                return None;
+            }
+            numel *= length;
+        }
+        let dtype = match found.dtype {
+            [FLOAT, 32, 1, 0] => Dtype::F32,
+            [BFLOAT, 16, 1, 0] => Dtype::Bf16,
+            _ => return None,
+        };
+        let device = match found.device_type {
+            CPU => None,
+            CUDA => Some(found.device_id as u32),
+            _ => return None,
+        };
+        Some(Dense { address: found.address() as usize, numel: numel as u64, dtype, device })
+    }
+}
+
 fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
     let capsule = kind.getattr(ATTRIBUTE)?.cast_into::<PyCapsule>()?;
     let pointer = capsule.pointer_checked(Some(CAPSULE))?.cast::<Exchange>();
@@ -128,34 +214,32 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
     Ok(exchange)
 }
 
-/// Appends what the table returns, and whether the tensor may be a conjugate view, which is complex, or a negative one:
-/// the imaginary parts of a conjugate view, whose strides are even.
-fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<bool> {
+/// What the table returns of a tensor of its type.
+fn tell<'a>(tensor: &'a Bound<'_, PyAny>, exchange: &Exchange) -> PyResult<Told<'a>> {
     let function = exchange.tensor_from_py_object;
     let function =
         function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
     let mut found = std::mem::MaybeUninit::<Tensor>::zeroed();
     // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `found` has room.
     if unsafe { function(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
-        return Err(PyErr::take(py).unwrap_or_else(|| PyTypeError::new_err("DLPack cannot describe a tensor")));
+        let unknown = || PyTypeError::new_err("DLPack cannot describe a tensor");
+        return Err(PyErr::take(tensor.py()).unwrap_or_else(unknown));
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
-    let found = unsafe { found.assume_init() };
-    out.extend_from_slice(&(found.data as u64).wrapping_add(found.byte_offset).to_ne_bytes());
+    Ok(Told { of: unsafe { found.assume_init() }, tensor: PhantomData })
+}
+
+/// Appends what the table returns, and whether the tensor may be a conjugate view, which is complex, or a negative one:
+/// the imaginary parts of a conjugate view, whose strides are even.
+fn place(tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<bool> {
+    let found = tell(tensor, exchange)?;
+    out.extend_from_slice(&found.address().to_ne_bytes());
     for number in [found.device_type, found.device_id, found.ndim] {
         out.extend_from_slice(&number.to_ne_bytes());
     }
     out.extend_from_slice(&found.dtype);
-    let mut both = [&[][..], &[]];
-    for (numbers, slice) in [found.shape, found.strides].into_iter().zip(&mut both) {
-        if !numbers.is_null() && found.ndim > 0 {
-            // SAFETY: `ndim` numbers that stay while the tensor is not changed, which needs the interpreter.
-            *slice = unsafe { std::slice::from_raw_parts(numbers, found.ndim as usize) };
-            for number in *slice {
-                out.extend_from_slice(&number.to_ne_bytes());
-            }
-        }
-    }
+    let both = found.shape_and_strides();
+    both.iter().copied().flatten().for_each(|number| out.extend_from_slice(&number.to_ne_bytes()));
     let [shape, strides] = both;
     let shortest = shape.iter().zip(strides).filter(|(length, _)| **length > 1).map(|(_, stride)| *stride).min();
     Ok(found.dtype[0] == COMPLEX || shortest.is_some_and(|stride| stride != 1))
@@ -165,7 +249,8 @@ fn place(py: Python<'_>, tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &m
 mod tests {
     use super::*;
 
-    static NUMBERS: [i64; 4] = [2, 3, 3, 1];
+    /// The shape 2 × 3, its strides by rows, and by columns.
+    static NUMBERS: [i64; 6] = [2, 3, 3, 1, 1, 2];
 
     fn places_of(tensors: &[Bound<'_, PyAny>], function: Option<&Py<PyAny>>) -> PyResult<Places> {
         let mut places = Places::default();
@@ -173,8 +258,8 @@ mod tests {
         Ok(places)
     }
 
-    /// Describes an object with an attribute `data`, and with `code` if its type is not float; refuses any
-    /// other.
+    /// Describes an object with an attribute `data`, with `code` if its type is not float, and with `by_columns` if its
+    /// elements lie so; refuses any other.
     ///
     /// # Safety
     /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
@@ -187,6 +272,7 @@ mod tests {
                 return -1;
             };
             let code = object.getattr("code").and_then(|code| code.extract()).unwrap_or(2);
+            let strides = if object.hasattr("by_columns").unwrap_or(false) { 4 } else { 2 };
             let found = Tensor {
                 data: data as *const c_void,
                 device_type: 1,
@@ -194,7 +280,7 @@ mod tests {
                 ndim: 2,
                 dtype: [code, 32, 1, 0],
                 shape: NUMBERS.as_ptr(),
-                strides: NUMBERS[2..].as_ptr(),
+                strides: NUMBERS[strides..].as_ptr(),
                 byte_offset: 16,
             };
             // SAFETY: there is room for one, as the caller promises.
@@ -240,7 +326,7 @@ mod tests {
             assert_ne!(each[0], each[1], "the type in Python counts");
             assert_ne!(places_of(&[tensor(&one, 8192)], None).unwrap().bytes, each[0]);
             assert_eq!(each[0][8..16], (4096u64 + 16).to_ne_bytes());
-            assert_eq!(each[0][32..], NUMBERS.map(i64::to_ne_bytes).concat());
+            assert_eq!(each[0][32..], NUMBERS[..4].iter().flat_map(|one| one.to_ne_bytes()).collect::<Vec<_>>());
             assert!(places.objects.is_empty());
         });
     }
@@ -273,6 +359,29 @@ mod tests {
             assert_eq!(views.objects.len(), 1, "a complex tensor may be a conjugate view");
             let error = places_of(&[one.call0().unwrap()], Some(&function)).err().unwrap();
             assert!(error.value(py).to_string().contains("data"), "what is raised is passed on: {error}");
+        });
+    }
+
+    #[test]
+    fn a_tensor_in_one_run_is_found_by_its_table() {
+        Python::initialize();
+        Python::attach(|py| {
+            let known = kind(py, MAJOR);
+            let tensor = |attributes: &[(&str, usize)]| {
+                let tensor = known.call0().unwrap();
+                attributes.iter().for_each(|(name, value)| tensor.setattr(*name, value).unwrap());
+                tensor
+            };
+            let mut lookup = Lookup::default();
+            let Dense { address, numel, dtype, device } = lookup.dense(&tensor(&[("data", 4096)])).unwrap();
+            assert_eq!((address, numel, dtype, device), (4096 + 16, 6, Dtype::F32, None));
+            assert!(lookup.dense(&tensor(&[("data", 4096), ("by_columns", 1)])).is_none(), "not in one run");
+            assert!(lookup.dense(&tensor(&[("data", 4096), ("code", 4)])).is_none(), "bfloat of 32 bits");
+            assert!(lookup.dense(&tensor(&[])).is_none(), "the table raises");
+            assert!(!PyErr::occurred(py));
+            let other = py.eval(c"type('Tensor', (), {})()", None, None).unwrap();
+            assert!(lookup.dense(&other).is_none(), "it has no table");
+            assert!(lookup.dense(&kind(py, MAJOR + 1).call0().unwrap()).is_none(), "its table is not known");
         });
     }
 

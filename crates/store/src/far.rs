@@ -60,6 +60,10 @@ const MIB: u64 = 1 << 20;
 /// Reads that are made at a time at most, each on a thread: as many as a slow connection has use for.
 const READS_MAX: usize = 32;
 
+/// The longest request of a read: 16 MiB and a gap. Requests of 9 MiB took 1.17 times as long, and the server's processor
+/// 1.07 times (medians of 13 rounds by turns, MinIO beside its clients).
+const REQUEST_BYTES: u64 = 17 * MIB;
+
 /// All services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
 
@@ -435,7 +439,7 @@ impl Store for FarStore {
         let in_flight = self.shared.far.reads_max;
         Needs {
             pieces: Pieces::Parts(self.shared.far.parts),
-            reads: ReadNeeds { gap_bytes: MIB, request_bytes: 9 * MIB, in_flight },
+            reads: ReadNeeds { gap_bytes: MIB, request_bytes: REQUEST_BYTES, in_flight },
             refuses_taken_names: false,
             lists_are_current: true,
         }

@@ -97,7 +97,6 @@ class _One(NamedTuple):
     parameter: weakref.ref[torch.Tensor]
     group: int
     unit: int
-    numel: int
     device: int | None
 
 
@@ -115,6 +114,7 @@ class TorchSteps:
         self._settings: dict[int, Hashable] = {}
         self._noted: dict[int, torch.Tensor | None] = {}
         self._counts: list[float] = []
+        self._numbers: Sequence[int] = ()
         self._devices: set[int] = set()
         self._corrections: dict[tuple[int, tuple[float, float], float], tuple[float, ...]] = {}
         for optimizer, is_hooked in optimizers:
@@ -136,7 +136,7 @@ class TorchSteps:
         for number, group in enumerate(optimizer.param_groups):
             settings = _flags_of(group, kind)
             if _has_tensors(group):
-                self._refuse(f"{type(optimizer).__name__} has settings that are tensors, such as its learning rate")
+                self._refuse(f"{type(optimizer).__name__} has settings that are tensors on a device, or betas that are")
                 continue
             for parameter in group["params"]:
                 moments, state = kind.moments(group), optimizer.state.get(parameter, {})
@@ -149,7 +149,7 @@ class TorchSteps:
                     device = place.index if place.type == "cuda" else None
                     if device is not None:
                         self._devices.add(device)
-                    found.append(_One(weakref.ref(parameter), number, len(self.units), unit.numel, device))
+                    found.append(_One(weakref.ref(parameter), number, len(self.units), device))
                     self.units.append(unit)
                 else:
                     self._refuse(unit)
@@ -165,7 +165,8 @@ class TorchSteps:
     def streams(self) -> dict[int, int]:
         return {device: int(torch.cuda.current_stream(device).cuda_stream) for device in self._devices}
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
         self._noted.clear()
         self._corrections.clear()
         self._counts = [0.0] * len(self.units)
@@ -206,45 +207,50 @@ class TorchSteps:
         found = self._of.get(id(optimizer))
         is_known = found is not None and found[0]() is optimizer
         if found is None or not is_known or _was_skipped(optimizer):
-            return Taken((), (), ())
+            return Taken((), ())
         kind, units = found[1], found[2]
-        applied: list[tuple[int, int, str, int]] = []
+        applied: list[tuple[int, object, int]] = []
         scalars: list[tuple[str, Sequence[float], float | None]] = []
-        owners: list[object] = []
         known: dict[tuple[int, float], int] = {}
-        counts, noted = self._counts, self._noted
-        last: tuple[int, float] | None = None
+        counts, noted, numbers, plain = self._counts, self._noted, self._numbers, torch.Tensor
+        last_group, last_steps = -1, -1.0
         number = 0
-        for reference, group, unit, numel, device in units:
+        # The training waits for this loop, a thousand parameters long.
+        for reference, group, unit, device in units:
             parameter = reference()
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
                 gradient = noted.get(unit)
-            if gradient is None:
-                continue  # it did not step
-            local = gradient if type(gradient) is torch.Tensor else local_of(gradient)
-            dtype = DTYPES.get(local.dtype)
-            if dtype is None or local.is_cuda is (device is None) or local.layout is not torch.strided:
-                raise Refused(f"a gradient is a {local.layout} tensor of {local.dtype} on {local.device}")
-            if local.numel() != numel or not local.is_contiguous():
-                raise Refused("a gradient is not contiguous, or of another size than its parameter")
+                if gradient is None:
+                    continue  # it did not step
             steps = counts[unit] = counts[unit] + 1
-            if (group, steps) != last:
-                last = (group, steps)
-                number = known.get(last, -1)
-                if number < 0:
-                    number = known[last] = len(scalars)
-                    settings = optimizer.param_groups[group]
-                    numbers = kind.numbers(settings, steps)
-                    if device is not None and kind is _ADAM:
-                        betas = tuple(settings["betas"])
-                        self._correct(device, betas, steps, 1)
-                        numbers += self._corrections[device, betas, steps]
-                    scalars.append((kind.name, [float(value) for value in numbers], None))
-            applied.append((unit, local.data_ptr(), dtype, number))
-            owners.append(local)
-        self._noted.clear()
-        return Taken(applied, scalars, owners)
+            if group != last_group or steps != last_steps:
+                last_group, last_steps = group, steps
+                number = known.setdefault((group, steps), len(scalars))
+                if number == len(scalars):
+                    scalars.append((kind.name, self._scalars_of(optimizer, kind, group, steps, device), None))
+            window_number = numbers[unit]
+            if window_number >= 0:
+                applied.append((window_number, gradient if type(gradient) is plain else local_of(gradient), number))
+        noted.clear()
+        return Taken(applied, scalars)
+
+    def _scalars_of(self, optimizer: Any, kind: _Kind, group: int, steps: float, device: int | None) -> list[float]:
+        """The scalars of the group's parameters in their ``steps``-th step."""
+        settings = optimizer.param_groups[group]
+        found = kind.numbers(settings, steps)
+        if device is not None and kind is _ADAM:
+            betas = tuple(settings["betas"])
+            self._correct(device, betas, steps, 1)
+            found += self._corrections[device, betas, steps]
+        return [float(value) for value in found]
+
+    def place(self, gradient: Any) -> tuple[int, int, str, int | None]:
+        dtype = DTYPES.get(gradient.dtype)
+        if dtype is None or gradient.layout is not torch.strided or not gradient.is_contiguous():
+            raise Refused(f"a gradient is a {gradient.layout} tensor of {gradient.dtype}, or not contiguous")
+        device = gradient.device.index if gradient.is_cuda else None
+        return gradient.data_ptr(), gradient.numel(), dtype, device
 
 
 def _numbers(of: Sequence[Any]) -> list[float]:
@@ -258,7 +264,14 @@ def _flags_of(group: dict[str, Any], kind: _Kind) -> Hashable:
 
 
 def _has_tensors(group: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in group.values())
+    """Whether settings are tensors that cannot be read as numbers behind each step.
+
+    The host would wait for those of a device. With betas that are tensors PyTorch computes the corrections in fp32. A
+    learning rate on the host is a number.
+    """
+    settings = [value for value in group.values() if isinstance(value, torch.Tensor)]
+    betas = [beta for beta in group.get("betas", ()) if isinstance(beta, torch.Tensor)]
+    return bool(betas) or any(value.device.type != "cpu" for value in settings)
 
 
 def _settings_of(optimizer: Any, kind: _Kind) -> Hashable:

@@ -25,6 +25,7 @@ def show(results: dict[str, Any]) -> None:
         "small": _small,
         "footprint": _footprint,
         "stores": _stores,
+        "hooks": _hooks,
         "replay": _replay,
         "planning": _planning,
     }
@@ -222,6 +223,17 @@ def _store_costs(found: dict[str, Any]) -> list[Row]:
         near, far = (places[place]["call_ms"]["median"] for place in ("local disk", "S3"))
         text = f"{far:.2f} ms, {far / near:.2f} ×"
         rows.append((f"stall, {case}, S3", f"1.1 × a local save's, {near:.2f} ms", text, far <= 1.1 * near))
+    return rows
+
+
+def _hooks(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for name, goal_ms in (("in a window, ms", 1.0), ("outside of windows, ms", 0.02)):
+        if found[name]:
+            ms = found[name]["median"]
+            rows.append(
+                (f"hooks of a step {name.removesuffix(', ms')}", f"{goal_ms:g} ms", f"{ms:.3f} ms", ms <= goal_ms)
+            )
     return rows
 
 

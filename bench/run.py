@@ -20,6 +20,7 @@ import crashes
 import footprint
 import fsdp
 import goals
+import hooks
 import machine
 import planning
 import replay
@@ -48,6 +49,7 @@ MEASURES = {
     "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),
     "footprint": (footprint.measure, "memory beside the state"),
     "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
+    "hooks": (hooks.measure, "what captures ahead of a save cost the host in a step of 1,000 tensors"),
     "replay": (replay.measure, "replayed steps of AdamW beside loads and stores alone, and beside PyTorch's"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }

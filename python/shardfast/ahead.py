@@ -254,8 +254,10 @@ class Ahead:
             self._window.let_go(reason)
             self._window, self.reason = None, reason
 
-    def take(self) -> _native.Window | None:
-        """What was captured ahead of the save that begins now, if anything."""
+    def take(self, described: _native.Described) -> _native.Window | None:
+        """What was captured ahead of the save of what is described, which begins now; if anything was."""
+        if described is not self._of:
+            self.let_go("the state has other tensors than when its capture began")
         window, self._window = self._window, None
         if window is None:
             return None

@@ -230,6 +230,15 @@ class InFlight:
                 _log.debug("%s: %s", pending.url, error)
         self.waited_s += time.perf_counter() - began
 
+    def changing(self, by: str) -> None:
+        """Tensors are about to change that saves copy.
+
+        ``by`` says what changes them; it is empty for a step of an optimizer, which captures ahead follow.
+        """
+        self.staged()
+        if by:
+            self.let_go(f"{by} changed tensors")
+
     def follow(self, ahead: Ahead) -> None:
         """Tells that capture of every step of an optimizer from now on."""
         for adapter in frameworks.active():

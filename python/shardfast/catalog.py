@@ -401,8 +401,10 @@ class Bundle(Protocol):
     parameters: dict[str, Any]
     """By FQN the parameters that a module holds, as tensors or parts, or the tensors that an optimizer steps."""
 
-    def announce(self, notice: Callable[[], None]) -> Sequence[Any]:
+    def announce(self, notice: Callable[[str], None]) -> Sequence[Any]:
         """Calls ``notice`` before the framework changes the bundle's tensors, for as long as the bundle lives.
+
+        Its argument names what changes them; it is empty for a step of an optimizer.
 
         Calling it again changes nothing, and copies and pickles of the framework's objects know nothing of it.
 

@@ -113,7 +113,7 @@ class Checkpointer:
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._closed = False
-        self._describer = Describer(in_flight.staged)
+        self._describer = Describer(in_flight.changing)
         self._is_prepared = False
         self.capture = capture
         self._running: list[tuple[Pending, Future[None]]] = []

@@ -69,7 +69,7 @@ EAGER_BYTES_MAX = 4 << 20
 COMPARED: Sequence[Compared] = ("never", "every save", "first save", "on request")
 """For a tensor with several names, the first of these that any name has applies."""
 
-Notice = Callable[[], None]
+Notice = Callable[[str], None]
 Patterns = tuple[str, ...]
 """Of keys, or of leaves where they hold a slash, as in ``only`` of a load."""
 
@@ -112,7 +112,8 @@ def describe(state: object, *, pickle: bool = False, notice: Notice | None = Non
     Args:
         state: As the user gave it.
         pickle: Whether values without a form as data are pickled.
-        notice: Called before announced changes of tensors; without it no tensor is captured lazily.
+        notice: Called before announced changes of tensors (:meth:`Bundle.announce`); without it no tensor is captured
+            lazily.
 
     Raises:
         Invalid: Naming what cannot be stored, or two things of one name.

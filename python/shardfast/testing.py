@@ -172,7 +172,7 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
     def contents() -> list[bytes]:
         return [b"".join(snapshot(adapter, tensor).contents) for tensor in tensors]
 
-    def notice() -> None:
+    def notice(by: str) -> None:
         if not is_over:
             before.append(contents())
 
@@ -195,7 +195,7 @@ def check_announced(adapter: Adapter, bundle: Bundle, change: Callable[[], None]
 
 def check_writes_are_seen(adapter: Adapter, bundle: Bundle, write: Callable[[Any], None]) -> None:
     """Checks that a hold shows which of a bundle's announced tensors ``write`` wrote, without announcement."""
-    tensors = bundle.announce(lambda: None)
+    tensors = bundle.announce(lambda by: None)
     hold, counted = _held(adapter, tensors)
     for number, tensor in enumerate(tensors):
         stamp = hold.stamp(counted)

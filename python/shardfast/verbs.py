@@ -138,7 +138,7 @@ def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Ses
     session = current(timeout_s, process_group)
     describer = _describers.get(session)
     if describer is None:
-        describer = _describers[session] = Describer(in_flight.staged)
+        describer = _describers[session] = Describer(in_flight.changing)
     return session, describer
 
 
@@ -155,11 +155,11 @@ def begin(
     prove_except: str | Sequence[str] = (),
     timeout_s: float,
     blocking: bool = False,
-    window: Callable[[], _native.Window | None] = lambda: None,
+    window: Callable[[_native.Described], _native.Window | None] = lambda described: None,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before.
 
-    ``window`` gives what was captured ahead of this save.
+    ``window`` gives what was captured ahead of this save of what is described.
     """
 
     def prepare() -> tuple[Pending, _native.Pending]:
@@ -175,7 +175,7 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
-        ahead = window()
+        ahead = window(said.native)
         begun = _native.save(
             session,
             place,

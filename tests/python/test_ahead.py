@@ -1,6 +1,7 @@
 """Saves that are captured over several steps hold the same bytes as those of an identical run that are not."""
 
 import contextlib
+import copy
 import gc
 import json
 import logging
@@ -420,6 +421,43 @@ def test_what_is_loaded_in_a_window_is_let_go(tmp_path):
                 sf.load(tmp_path / "step-00000007", state)
     assert ckpt.committed == 14 and replayed(tmp_path, 14) == 0
     assert "a checkpoint was loaded" in str(ckpt.capture)
+
+
+def reload(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: one * 0.5 for name, one in model.state_dict().items()})
+
+
+def reload_optimizer(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def forget_moments(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def move(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[2].weight.data = model[2].weight.data * 0.5
+
+
+def widen(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    more = nn.Linear(7, 7)
+    model[2].register_module("more", more)
+    optimizer.add_param_group({"params": list(more.parameters())})
+
+
+@pytest.mark.parametrize("change", [reload, reload_optimizer, forget_moments, move, widen])
+def test_what_changes_otherwise_than_by_steps_in_a_window_is_captured_in_one_step(tmp_path, change):
+    for over in (1, 5):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def each(step: int, model=model, optimizer=optimizer) -> None:
+            if step == 12:  # the window of step 14 is open
+                change(model, optimizer)
+
+        ckpt = train(tmp_path / str(over), over, model, [optimizer], each)
+    assert ckpt.committed == 21 and replayed(tmp_path / "5", 14) == 0 < replayed(tmp_path / "5", 21)
+    expect_same(tmp_path, "1", "5")
 
 
 @pytest.mark.parametrize("over", [0, -1, 1.5, True, "4"])

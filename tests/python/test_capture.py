@@ -429,7 +429,7 @@ def check_writes_to_dtensors(rank, world):
         ("optimizer/state.weight.exp_avg", lambda: state["exp_avg"].mul_(1)),
         ("optimizer/state.weight.exp_avg_sq", lambda: state["exp_avg_sq"].to_local().mul_(1)),
     ]
-    describer = Describer(lambda: None)
+    describer = Describer(lambda by: None)
     natives = []
     for name, write in writes:  # from the second time on, the state is described already
         described = describer.describe({"model": model, "optimizer": optimizer}, pickle=False)

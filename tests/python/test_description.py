@@ -199,7 +199,7 @@ def fresh(state):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_remembered_description_is_a_fresh_one(table, seed):
     made, reused = State(seed), 0
-    describer, last, leaves = Describer(lambda: None), None, None
+    describer, last, leaves = Describer(lambda by: None), None, None
     for _ in range(60):
         for _ in range(made.dice.randrange(2)):
             # What torch refuses after what was done before is not done.
@@ -227,7 +227,7 @@ def test_a_remembered_description_is_a_fresh_one(table, seed):
 def test_unchanged_states_are_not_described_again(table):
     made = State(0)
     made.step()
-    describer = Describer(lambda: None)
+    describer = Describer(lambda by: None)
     first = describer.describe(made.state, pickle=False)
     for _ in range(5):
         made.step()
@@ -273,7 +273,7 @@ def test_a_state_is_asked_once_for_each_state_dict():
             pass
 
     made, loader = State(0), Loader()
-    describer = Describer(lambda: None)
+    describer = Describer(lambda by: None)
     for number in range(1, 5):
         describer.describe({**made.state, "loader": loader}, pickle=False)
         assert loader.asked == number
@@ -284,7 +284,7 @@ def check_layouts(rank, world):
     reused = {}
     for layout in ("ddp", "fsdp", "fsdp_tp"):
         model, optimizer = build(layout)
-        describer, natives = Describer(lambda: None), []
+        describer, natives = Describer(lambda by: None), []
         for step in range(3):
             train(model, optimizer, range(step, step + 1))
             state = {"model": model, "optimizer": optimizer, "extra": {"step": step}}

@@ -201,7 +201,7 @@ def check_described_once(rank, world):
     for kind in WIDE:
         model, optimizer = wide(*kind)
         step_wide(model, optimizer)
-        describer = Describer(lambda: None)
+        describer = Describer(lambda by: None)
         first = describer.describe(state_of(model, optimizer), pickle=False)
         for _ in range(2):
             step_wide(model, optimizer)

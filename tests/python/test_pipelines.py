@@ -167,7 +167,7 @@ def check_described_once(rank, world):
     for kind in WIDE:
         stages, optimizer = wide(kind, rank)
         step_wide(stages, optimizer)
-        describer = Describer(lambda: None)
+        describer = Describer(lambda by: None)
         first = describer.describe(state_of(stages, optimizer), pickle=False)
         for _ in range(2):
             step_wide(stages, optimizer)

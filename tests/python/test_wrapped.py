@@ -128,7 +128,7 @@ def test_what_is_inside_comes_back(tmp_path):
 
 
 def check_described_once(model, optimizer):
-    describer, state = Describer(lambda: None), state_of(model, optimizer)
+    describer, state = Describer(lambda by: None), state_of(model, optimizer)
 
     def values(described):
         return sorted(value.encoded() for value in described.values)
@@ -145,7 +145,7 @@ def check_described_once(model, optimizer):
     wrapping.label = "other"  # a value of the state
     again = describer.describe(state, pickle=False)
     assert again.native is first.native
-    assert values(again) == values(Describer(lambda: None).describe(state, pickle=False)) != values(first)
+    assert values(again) == values(Describer(lambda by: None).describe(state, pickle=False)) != values(first)
     wrapping.scale = wrapping.scale.clone()
     assert describer.describe(state, pickle=False).native is not first.native
 
@@ -154,7 +154,7 @@ def test_what_wraps_others_is_described_once():
     model, optimizer = made(0)
     model.coded = nn.Parameter(Coded.of(torch.ones(2, BLOCK)), requires_grad=False)
     check_described_once(model, optimizer)
-    describer = Describer(lambda: None)
+    describer = Describer(lambda by: None)
     first = describer.describe({"model": model}, pickle=False)
     assert describer.describe({"model": model}, pickle=False).native is first.native
     model.coded.codes = model.coded.codes.clone()
@@ -166,7 +166,7 @@ def test_what_an_optimizer_steps_inside_of_a_tensor_is_captured_lazily():
     optimizer = Momentum(model.parameters())
     model(torch.ones(64)).sum().backward()
     optimizer.step()
-    describer, inside = Describer(lambda: None), "optimizer/state.weight.momentum"
+    describer, inside = Describer(lambda by: None), "optimizer/state.weight.momentum"
     for _ in range(2):
         described = describer.describe(state_of(model, optimizer), pickle=False)
         places = [place for one in described.watched for place in one.places]

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..catalog import Hold, Inside, Kind, Outline, Refused
 
-Notice = Callable[[], None]
+Notice = Callable[[str], None]
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -45,7 +45,7 @@ def announce_steps(notice: Notice) -> None:
     """
 
     def before_step(optimizer: object, args: object, kwargs: object) -> None:
-        notice()
+        notice("")
 
     register_optimizer_step_pre_hook(before_step)
 
@@ -79,7 +79,7 @@ class _BeforeLoad:
         self.notice = notice
 
     def __call__(self, *args: object) -> None:
-        self.notice()
+        self.notice("load_state_dict()")
 
     def __deepcopy__(self, memo: object) -> _BeforeLoad:
         return self

@@ -169,7 +169,7 @@ class Modules:
     def steps(self) -> None:
         return None
 
-    def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
+    def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         for module in self._modules:
             announce_loads(module, notice)
         return ()

@@ -163,7 +163,7 @@ class Optimizers:
         mine = value.detach()[part.start : part.start + part.tensor.numel()] if part.length else value.detach()
         return Part(mine, part.shape, part.regions, part.text, part.holders, part.sharers, within=value)
 
-    def announce(self, notice: Callable[[], None]) -> Sequence[torch.Tensor]:
+    def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         announce_steps(notice)
         announced = []
         for outer, optimizer, holder in self._held:

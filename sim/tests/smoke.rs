@@ -8,6 +8,10 @@ use shardfast_sim::{Medium, Weather, run, run_all};
 /// Seeds that are run twice, and must go the same way.
 const TWICE: u64 = 60;
 
+/// Calm jobs whose first two saves overlap, and whose ranks always hold the same. The ranks get the answers to these
+/// saves in different orders, and begin the third save with different plans.
+const WITH_DIFFERENT_PLANS: [u64; 2] = [3610, 3780];
+
 /// Endings that jobs over any storage meet.
 const ENDINGS: [&str; 16] = [
     "save: Ok",
@@ -76,6 +80,14 @@ fn keeps_every_promise(medium: Medium, seeds: u64, endings: &[&str], times_min: 
 #[test]
 fn every_promise_is_kept_on_a_disk() {
     keeps_every_promise(Medium::Disk, 1500, &["call: OutcomeUnknown", "crashes: 2"], 5);
+}
+
+#[test]
+fn ranks_that_remember_different_plans_save_together() {
+    for seed in WITH_DIFFERENT_PLANS {
+        let run = run(seed, Medium::Disk);
+        assert_eq!((run.weather, run.broken), (Weather::Calm, None), "seed {seed}");
+    }
 }
 
 #[test]

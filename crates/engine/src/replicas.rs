@@ -8,12 +8,14 @@
 //! Ranks that know the holders of their tensors send one digest for each set of ranks; the others send everything, and
 //! so do all ranks when digests differ, for the error message. A rank that remembers the plan, and that its replicas
 //! were equal, reads nothing more. If another rank's plan has changed meanwhile, its new regions are compared with what
-//! the first rank wrote; if that is only a share of the region, the save fails, and the next one compares anew.
+//! the first rank wrote; if that is only a share of the region, the save fails, and the next one compares anew. A
+//! region is new on a rank that did not hold it in the plan that the first rank remembers. After saves that overlap,
+//! ranks may remember different plans; rank 0 then looks up what each rank held in them.
 //!
 //! Copies that are not compared may differ: each region of theirs comes from one rank, the lowest that holds it.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, Region, sha256};
@@ -22,7 +24,7 @@ use shardfast_plan::{RankSet, Replicas, Write};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan};
-use crate::plans::{PlanId, Rules};
+use crate::plans::{Basis, GlobalPlan, Holdings, PlanId, Rules};
 use crate::state::{Compared, PartRange, Prove, State};
 use crate::sums::{self, Part, Summed};
 
@@ -268,7 +270,8 @@ pub(crate) fn prove(
         None => copies.held(),
     });
     let mut decide = |said: Vec<Said>| {
-        let (world, verdict) = (said.len(), decide(said)?);
+        let known = operation.engine.plans.lock().unwrap_or_else(PoisonError::into_inner).all.clone();
+        let (world, verdict) = (said.len(), decide(said, &known)?);
         if let (Verdict::Equal, Some(all)) = (&verdict, &plan.all) {
             all.proven();
         }
@@ -281,7 +284,8 @@ pub(crate) fn prove(
     Ok(())
 }
 
-fn decide(said: Vec<Said>) -> Result<Verdict> {
+/// Decides over the messages of all ranks. `known` are the plans that rank 0 remembers.
+fn decide(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Result<Verdict> {
     let (mut digests, mut held) = (Vec::new(), Vec::new());
     for said in said {
         match said {
@@ -290,7 +294,7 @@ fn decide(said: Vec<Said>) -> Result<Verdict> {
         }
     }
     if digests.is_empty() {
-        return compare(&held).map(|()| Verdict::Equal);
+        return compare(&held, known).map(|()| Verdict::Equal);
     }
     Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::NeedAll })
 }
@@ -311,7 +315,8 @@ fn are_equal(said: &[Vec<Digests>]) -> bool {
     })
 }
 
-/// The copies of one region: the ranks that have each content, those that trust, and those to which it is new.
+/// The copies of one region: the ranks that have each content, those that trust, and those that did not hold it in the
+/// last plan that they know to have equal replicas.
 #[derive(Default)]
 struct Found {
     contents: BTreeMap<u64, Vec<u32>>,
@@ -319,10 +324,38 @@ struct Found {
     new: Vec<u32>,
 }
 
-fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> {
-    let trusted = ranks.iter().find_map(|(trusted, ..)| *trusted);
+/// Whether that rank held that region in that plan and compared it with its replicas, as far as rank 0 remembers.
+fn held_in(known: &[Arc<GlobalPlan>], plan: PlanId, rank: u32, name: &LeafName, region: &Region) -> bool {
+    let held = known.iter().find(|known| known.id == plan).and_then(|plan| match &plan.basis {
+        Basis::Catalogs { holdings, .. } => holdings.get(rank as usize),
+        // Claims do not name regions.
+        Basis::Claims(_) => None,
+    });
+    held.is_some_and(|Holdings { catalog, rules }| {
+        let leaf = catalog.leaves.binary_search_by(|leaf| leaf.name.cmp(name));
+        leaf.is_ok_and(|leaf| match &catalog.leaves[leaf].body {
+            LeafBody::Tensor { parts, .. } => {
+                parts.contains(region) && rules.unshared.binary_search(&(leaf as u32)).is_err()
+            }
+            _ => false,
+        })
+    })
+}
+
+/// The members of all sets that contain `rank`, or that share a member with another such set.
+fn joined(rank: u32, mut sets: Vec<Vec<u32>>) -> BTreeSet<u32> {
+    let mut joined = BTreeSet::from([rank]);
+    while let Some(at) = sets.iter().position(|set| set.iter().any(|rank| joined.contains(rank))) {
+        joined.extend(sets.swap_remove(at));
+    }
+    joined
+}
+
+fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)], known: &[Arc<GlobalPlan>]) -> Result<()> {
+    // A rank trusts only a plan in which replicas were equal.
+    let proven: BTreeSet<PlanId> = ranks.iter().filter_map(|(trusted, ..)| *trusted).collect();
     let mut found: BTreeMap<(&LeafName, &Region), Found> = BTreeMap::new();
-    for (rank, (_, before, held)) in (0u32..).zip(ranks) {
+    for (rank, (.., held)) in (0u32..).zip(ranks) {
         for Held { name, copies } in held {
             for Copy { region, crc, is_new } in copies {
                 let found = found.entry((name, region)).or_default();
@@ -330,7 +363,7 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
                     Some(crc) => found.contents.entry(*crc).or_default().push(rank),
                     None => found.trusting.push(rank),
                 }
-                if *is_new || *before != trusted {
+                if *is_new {
                     found.new.push(rank);
                 }
             }
@@ -346,15 +379,28 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)]) -> Result<()> 
             let said: Vec<String> =
                 contents.into_iter().map(|(crc, ranks)| format!("{crc:016x} on {}", RankSet::new(ranks))).collect();
             problems.push(format!("{name}: its replicas of {region} differ, by their CRC-64: {}", said.join(", ")));
-        } else if trusting.len() as u64 > 0
-            && !new.is_empty()
-            && contents.values().flatten().all(|rank| new.contains(rank))
-        {
-            let (new, trusting) = (RankSet::new(new), RankSet::new(trusting));
-            problems.push(format!(
-                "{name}: {region} is new on {new}, and {trusting} had begun to save without comparing it; save again: \
-                 the next save compares it"
-            ));
+        } else if let Some(&first) = trusting.first() {
+            let holders: Vec<u32> = contents.values().flatten().chain(&trusting).copied().collect();
+            let held = |&plan: &PlanId| {
+                let has_held = |rank: &u32| {
+                    let (trusted, before, _) = &ranks[*rank as usize];
+                    *trusted == Some(plan)
+                        || (*before == Some(plan) && new.binary_search(rank).is_err())
+                        || held_in(known, plan, *rank, name, region)
+                };
+                holders.iter().copied().filter(has_held).collect()
+            };
+            // Copies are equal by their checksums, and by each plan that some rank trusts.
+            let equal = joined(first, contents.values().cloned().chain(proven.iter().map(held)).collect());
+            let new: Vec<u32> = holders.iter().copied().filter(|rank| !equal.contains(rank)).collect();
+            if !new.is_empty() {
+                let trusting = trusting.into_iter().filter(|rank| equal.contains(rank));
+                let (new, trusting) = (RankSet::new(new), RankSet::new(trusting));
+                problems.push(format!(
+                    "{name}: {region} is new on {new}, and {trusting} had begun to save without comparing it; save \
+                     again: the next save compares it"
+                ));
+            }
         }
     }
     if problems.is_empty() {
@@ -385,4 +431,82 @@ fn tensors(catalog: &Catalog) -> impl Iterator<Item = (u32, &LeafName, &Vec<Regi
 
 fn regions(catalog: &Catalog) -> impl Iterator<Item = (&LeafName, &Region)> {
     tensors(catalog).flat_map(|(_, name, parts)| parts.iter().map(move |region| (name, region)))
+}
+
+#[cfg(test)]
+mod tests {
+    use shardfast_format::{DType, Leaf};
+
+    use super::*;
+    use crate::error::Kind;
+
+    fn name() -> LeafName {
+        LeafName::new("model", "w")
+    }
+
+    fn region() -> Region {
+        Region::whole(&[8, 5])
+    }
+
+    /// A plan in which the ranks of `holders` held the region, and those of `excluded` did not compare it.
+    fn plan(id: PlanId, holders: &[u32], excluded: &[u32]) -> Arc<GlobalPlan> {
+        let holdings = (0..3).map(|rank| {
+            let parts = if holders.contains(&rank) { vec![region()] } else { Vec::new() };
+            let body = LeafBody::Tensor { dtype: DType::U8, shape: vec![8, 5].into(), parts };
+            let unshared = if excluded.contains(&rank) { vec![0] } else { Vec::new() };
+            Holdings {
+                catalog: Catalog { leaves: vec![Leaf { name: name(), body, layout: String::new() }] },
+                rules: Rules { unshared, ..Rules::default() },
+            }
+        });
+        let basis = Basis::Catalogs { holdings: holdings.collect(), writes: vec![Vec::new(); 3] };
+        GlobalPlan::new(id, basis, false)
+    }
+
+    /// The message of a rank that trusts this plan, with a checksum if it has written all of the region.
+    fn trusting(plan: PlanId, crc: Option<u64>) -> Said {
+        let copies = vec![Copy { region: region(), crc, is_new: false }];
+        Said::Held { trusted: Some(plan), before: Some(plan), held: vec![Held { name: name(), copies }] }
+    }
+
+    /// The message of a rank that remembers no plan with equal replicas, and has read all of the region.
+    fn reading() -> Said {
+        let copies = vec![Copy { region: region(), crc: Some(7), is_new: true }];
+        Said::Held { trusted: None, before: None, held: vec![Held { name: name(), copies }] }
+    }
+
+    fn problem(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Option<String> {
+        let error = decide(said, known).map(|verdict| assert!(verdict == Verdict::Equal)).err()?;
+        assert_eq!(error.kind, Kind::Invalid);
+        Some(error.message)
+    }
+
+    /// Answers to saves that overlap reach ranks in different orders, and each rank remembers the plan that came last.
+    #[test]
+    fn ranks_may_trust_different_plans_of_what_they_held() {
+        let said = || vec![trusting(1, None), trusting(2, None), reading()];
+        let both = [plan(1, &[0, 1, 2], &[]), plan(2, &[0, 1, 2], &[])];
+        assert_eq!(problem(said(), &both), None);
+        // Plan 1 compares ranks 0 and 2, plan 2 ranks 0 and 1.
+        assert_eq!(problem(said(), &[plan(1, &[0, 2], &[]), plan(2, &[0, 1], &[])]), None);
+    }
+
+    #[test]
+    fn what_is_new_is_compared_or_refused() {
+        let said = || vec![trusting(1, None), trusting(2, None), reading()];
+        let without = [plan(1, &[0, 1], &[]), plan(2, &[0, 1], &[])];
+        let new_on_2 = "model/w: [0:8, 0:5] is new on rank 2, and ranks 0-1 had begun";
+        assert!(problem(said(), &without).is_some_and(|problem| problem.starts_with(new_on_2)));
+        let excluded = [plan(1, &[0, 1, 2], &[2]), plan(2, &[0, 1, 2], &[2])];
+        assert!(problem(said(), &excluded).is_some_and(|problem| problem.starts_with(new_on_2)));
+        assert!(problem(said(), &[]).is_some());
+        // Rank 0 has written all of it.
+        assert_eq!(problem(vec![trusting(1, Some(7)), trusting(1, None), reading()], &without), None);
+        let differ = problem(vec![trusting(1, Some(8)), trusting(1, None), reading()], &without);
+        assert!(differ.is_some_and(|problem| problem.contains("its replicas of [0:8, 0:5] differ")));
+        // The checksums do not cover rank 1, which trusts a plan in which no other rank held the region.
+        let apart = [plan(1, &[0], &[]), plan(2, &[1], &[])];
+        let new = problem(vec![trusting(1, Some(7)), trusting(2, None), reading()], &apart);
+        assert!(new.is_some_and(|problem| problem.contains("is new on ranks 0, 2, and rank 1 had begun")));
+    }
 }

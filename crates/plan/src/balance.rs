@@ -7,7 +7,10 @@
 //!    parts were arbitrarily divisible. These are quotas: parts are assigned whole while they fit under the tolerance,
 //!    from the largest on, to the rank with most of its quota left, and one that fits nowhere is cut there. A cut fills
 //!    a quota, so a class has at most as many cuts as members, and mostly far fewer.
-//! 3. Other programs can open the files of keys that consist of whole tensors. Such parts are cut only if cutting the
+//! 3. A part without rows to cut can exceed a quota, also on a rank whose tolerance the large parts of other classes
+//!    have used up. If a rank is above the tolerance after step 2, the planner repeats the step with the parts without
+//!    rows first, and cuts the large ones around them.
+//! 4. Other programs can open the files of keys that consist of whole tensors. Such parts are cut only if cutting the
 //!    others does not bring the heaviest rank under the tolerance, and then those of the largest such key first:
 //!    optimizer states before weights.
 
@@ -107,11 +110,15 @@ pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<
     items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
     let levels = levels(world, classes, &amounts);
     let limit = tolerated(levels.least);
-    for cut in 0..=SPARED_MAX {
+    // Of a single class, the holder with most room is never above its level, and a small part fits under the limit.
+    let are_several = classes.iter().filter(|class| class.len() > 1).nth(1).is_some();
+    let orders = if are_several { &[Order::BySize, Order::UncuttableFirst][..] } else { &[Order::BySize] };
+    let attempts = orders.iter().flat_map(|&order| (0..=SPARED_MAX).map(move |cut| (order, cut)));
+    for (order, cut) in attempts {
         if best.0 <= limit {
             break;
         }
-        let shares = Cutting::new(classes, &levels, limit).run(items, cut);
+        let shares = Cutting::new(classes, &levels, limit).run(items, order, cut);
         let heaviest = heaviest(&self::loads(world, items, &shares));
         if heaviest < best.0 {
             best = (heaviest, shares);
@@ -176,6 +183,15 @@ fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     shares
 }
 
+/// The order in which [`Cutting`] assigns items.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// Class by class, from the largest item on.
+    BySize,
+    /// The items without rows to cut of all classes, from the largest on, and then the others by size.
+    UncuttableFirst,
+}
+
 /// Assigns items to quotas.
 struct Cutting<'a> {
     classes: &'a [Vec<u32>],
@@ -195,18 +211,27 @@ impl<'a> Cutting<'a> {
         Cutting { classes, levels, limit, expected: levels.loads.clone(), shares: Vec::new() }
     }
 
-    /// Shares all items, and cuts none with a priority above `cut`.
-    fn run(mut self, items: &[Item], cut: u32) -> Vec<Share> {
+    /// Shares all items in that order, and cuts none with a priority above `cut`.
+    fn run(mut self, items: &[Item], order: Order, cut: u32) -> Vec<Share> {
+        let quotas = self.levels.quotas.iter();
+        let mut rooms: Vec<Vec<i64>> =
+            quotas.map(|quotas| quotas.iter().map(|&quota| quota as i64).collect()).collect();
+        let is_first = |&i: &usize| {
+            order == Order::UncuttableFirst && items[i].rows == 1 && self.classes[items[i].class].len() > 1
+        };
+        let (mut first, others): (Vec<usize>, Vec<usize>) = (0..items.len()).partition(is_first);
+        first.sort_by_key(|&i| Reverse(items[i].bytes));
+        first.into_iter().for_each(|i| self.place(items, i, &mut rooms[items[i].class]));
         let mut by_class: Vec<Vec<usize>> = vec![Vec::new(); self.classes.len()];
-        items.iter().enumerate().for_each(|(i, item)| by_class[item.class].push(i));
+        others.into_iter().for_each(|i| by_class[items[i].class].push(i));
         for (class, members) in by_class.into_iter().enumerate() {
             if let &[rank] = self.classes[class].as_slice() {
                 self.shares.extend(members.into_iter().map(|item| Share { item, rank, rows: None }));
                 continue;
             }
-            let rooms = self.classes[class].iter().zip(&self.levels.quotas[class]);
+            let rooms = rooms[class].iter().zip(&self.classes[class]);
             let mut rooms: BinaryHeap<(i64, Reverse<u32>)> =
-                rooms.map(|(&rank, &quota)| (quota as i64, Reverse(rank))).collect();
+                rooms.map(|(&room, &rank)| (room, Reverse(rank))).collect();
             let (spared, cuttable): (Vec<usize>, Vec<usize>) =
                 members.into_iter().partition(|&i| items[i].spared > cut);
             for (members, may_cut) in [(spared, false), (cuttable, true)] {
@@ -216,6 +241,20 @@ impl<'a> Cutting<'a> {
         }
         self.shares.sort_unstable();
         self.shares
+    }
+
+    /// Assigns an item whole to the holder that then has the lowest load. `rooms` are what is left of its class's quotas.
+    fn place(&mut self, items: &[Item], i: usize, rooms: &mut [i64]) {
+        let Item { bytes, class, .. } = items[i];
+        let members = self.classes[class].iter().zip(rooms).map(|(&rank, room)| {
+            let beyond = bytes.saturating_sub((*room).max(0) as u64);
+            (self.expected[rank as usize].saturating_add(beyond), rank, room)
+        });
+        if let Some((load, rank, room)) = members.min_by_key(|(load, _, room)| (*load, Reverse(**room))) {
+            self.expected[rank as usize] = load;
+            *room -= bytes as i64;
+            self.shares.push(Share { item: i, rank, rows: None });
+        }
     }
 
     /// Assigns what is left, from the largest on, where there is most room.

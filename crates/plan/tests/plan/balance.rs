@@ -111,42 +111,70 @@ fn worst_fit(world: u32, tensors: &[Tensor]) -> u64 {
     loads.into_iter().max().unwrap()
 }
 
+/// The most bytes of small parts that stay together: a block, or all below one name, of one key and one set of holders.
+/// The names here have no dots, so all of a key are below one.
+fn together(tensors: &[Tensor]) -> u64 {
+    let mut below: BTreeMap<(bool, u32), u64> = BTreeMap::new();
+    for tensor in tensors.iter().filter(|tensor| tensor.bytes() <= BLOCK / 4 && tensor.mask.count_ones() > 1) {
+        *below.entry((tensor.whole, tensor.mask)).or_default() += tensor.bytes();
+    }
+    below.into_values().fold(BLOCK, u64::max)
+}
+
+/// Checks that the plan of these tensors writes everything once and as evenly as promised.
+fn check(world: u32, tensors: &[Tensor]) -> Result<(), TestCaseError> {
+    let catalogs = catalogs(world, tensors);
+    let plan = save(&catalogs).unwrap();
+    prop_assert_eq!(&plan, &save(&catalogs).unwrap());
+
+    let mut written: BTreeMap<&LeafName, Vec<Region>> = BTreeMap::new();
+    let mut cuts = 0;
+    for (catalog, writes) in catalogs.iter().zip(&plan) {
+        for write in writes {
+            let name = &catalog.leaves[write.leaf as usize].name;
+            written.entry(name).or_default().push(region(catalog, write));
+            cuts += usize::from(write.rows.is_some());
+        }
+    }
+    for leaf in catalogs.iter().flat_map(|catalog| &catalog.leaves) {
+        let LeafBody::Tensor { shape, .. } = &leaf.body else { continue };
+        prop_assert_eq!(tiles(shape, &written[&leaf.name]), Ok(()));
+    }
+
+    let found = heaviest(&catalogs, &plan);
+    let (least, uncut) = (least(world, tensors), worst_fit(world, tensors));
+    let row = tensors.iter().map(|tensor| tensor.row).max().unwrap();
+    let together = together(tensors);
+    let near = least + (least / 50).max(together) + row;
+    prop_assert!(found >= least && found <= uncut + together, "{found} where {least} can be had, and {uncut} uncut");
+    prop_assert!(found <= near, "{found} where {least} can be had, and {uncut} uncut");
+    if uncut <= least + (least / 50).max(BLOCK) {
+        prop_assert_eq!(cuts, 0);
+    }
+    prop_assert!(cuts <= 2 * tensors.len() + world as usize * 4, "{cuts} pieces");
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
     fn the_heaviest_rank_is_as_light_as_replicas_allow((world, mut tensors) in job()) {
         tensors.sort_by_key(|tensor| !tensor.whole);
-        let catalogs = catalogs(world, &tensors);
-        let plan = save(&catalogs).unwrap();
-        prop_assert_eq!(&plan, &save(&catalogs).unwrap());
-
-        let mut written: BTreeMap<&LeafName, Vec<Region>> = BTreeMap::new();
-        let mut cuts = 0;
-        for (catalog, writes) in catalogs.iter().zip(&plan) {
-            for write in writes {
-                let name = &catalog.leaves[write.leaf as usize].name;
-                written.entry(name).or_default().push(region(catalog, write));
-                cuts += usize::from(write.rows.is_some());
-            }
-        }
-        for leaf in catalogs.iter().flat_map(|catalog| &catalog.leaves) {
-            let LeafBody::Tensor { shape, .. } = &leaf.body else { continue };
-            prop_assert_eq!(tiles(shape, &written[&leaf.name]), Ok(()));
-        }
-
-        let found = heaviest(&catalogs, &plan);
-        let (least, uncut) = (least(world, &tensors), worst_fit(world, &tensors));
-        let row = tensors.iter().map(|tensor| tensor.row).max().unwrap();
-        let near = least + (least / 50).max(BLOCK);
-        // What is small and stays together is a block at the most.
-        prop_assert!(found >= least && found <= uncut + BLOCK, "{found} where {least} can be had, and {uncut} uncut");
-        prop_assert!(found <= near + row, "{found} where {least} can be had, and {uncut} uncut");
-        if uncut <= near {
-            prop_assert_eq!(cuts, 0);
-        }
-        prop_assert!(cuts <= 2 * tensors.len() + world as usize * 4, "{cuts} pieces");
+        check(world, &tensors)?;
     }
+}
+
+/// Ranks share large tensors, and some of them also a small one, which is not cut. The planner once gave the small one to
+/// a rank whose tolerance the large ones had used up.
+#[test]
+fn a_small_tensor_does_not_come_on_top_of_the_tolerance() {
+    let tensor = |rows, row, mask, whole| Tensor { rows, row, mask, whole };
+    // A case of the random test. The tolerance is a block, and the heaviest rank was 5,955 bytes above it.
+    check(7, &[tensor(40_961, 8, 0b101_1101, true), tensor(11_137, 1, 0b101_0100, false)]).unwrap();
+    // The tolerance is 2 %, and the heaviest rank was 1,912 bytes above it.
+    let rows = [(1_273_750, 0b0011), (1_226_250, 0b0011), (2_500_000, 0b1100), (2000, 0b0101)];
+    check(4, &rows.map(|(rows, mask)| tensor(rows, 8, mask, true))).unwrap();
 }
 
 /// Any sharing is even where everybody holds everything: the DDP of a large model, and of a larger job.

@@ -559,6 +559,18 @@ def test_gradients_in_bf16_that_are_multiplied_by_a_factor(tmp_path, monkeypatch
     assert figures["gradient_bytes"] * 3 == figures["held_bytes"], "two steps of gradients half as wide as weights"
 
 
+def test_gradients_of_a_pytorch_without_dlpacks_table(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    asked = []
+    known = TorchSteps.place
+    monkeypatch.setattr(TorchSteps, "place", lambda self, gradient: asked.append(1) or known(self, gradient))
+    for over in (1, 3):
+        model = net()
+        ckpt = train(tmp_path / str(over), over, model, [torch.optim.AdamW(model.parameters(), fused=True)])
+    assert asked and replayed(tmp_path / "3") > 0, str(ckpt.capture)
+    expect_same(tmp_path, "1", "3")
+
+
 def test_steps_are_timed_while_the_training_goes_on():
     # A save that ends chooses, on a thread of its own, while steps are added.
     ahead, is_over = chooses(150.0), threading.Event()

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from older import IS_OLDER
@@ -13,6 +14,9 @@ pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newe
 
 KILLS = int(os.environ.get("SHARDFAST_AHEAD_KILLS", "5"))
 """Kills of a usual run; a campaign sets more."""
+
+DEADLINE_S = 120
+"""For the first save with replayed bytes: long enough for a busy machine."""
 
 TRAINING = """
 import hashlib, sys, time
@@ -52,6 +56,13 @@ with sf.Checkpointer(place, every=sf.steps(6), keep=sf.last(2), over=4) as ckpt:
 """
 
 
+def await_file(path: Path) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert path.exists(), "no save held replayed bytes"
+
+
 def test_a_training_that_is_killed_goes_on_from_what_it_had(tmp_path):
     dice = random.Random(4)
     begins = []
@@ -60,10 +71,11 @@ def test_a_training_that_is_killed_goes_on_from_what_it_had(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             begins.append(int(process.stdout.readline() or "-1"))
-            time.sleep(dice.uniform(0.0, 2.0) if len(begins) > 1 else 1.0)
+            if len(begins) == 1:
+                await_file(tmp_path / "seen.replayed")
+            time.sleep(dice.uniform(0.0, 2.0))
             assert process.poll() is None, process.stderr.read()
         finally:
             process.kill()
             process.communicate()
     assert begins[0] == 0 and begins == sorted(begins) and begins[-1] >= begins[1] > 0, begins
-    assert (tmp_path / "seen.replayed").exists(), "no save held replayed bytes"

@@ -243,7 +243,8 @@ impl<'a> Cutting<'a> {
         self.shares
     }
 
-    /// Assigns an item whole to the holder that then has the lowest load. `rooms` are what is left of its class's quotas.
+    /// Assigns an item whole to the holder that then has the lowest load. `rooms` are what is left of its class's
+    /// quotas.
     fn place(&mut self, items: &[Item], i: usize, rooms: &mut [i64]) {
         let Item { bytes, class, .. } = items[i];
         let members = self.classes[class].iter().zip(rooms).map(|(&rank, room)| {

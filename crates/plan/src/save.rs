@@ -21,9 +21,9 @@ use crate::write::Write;
 /// replicas make possible, regions are cut by rows, those of keys that consist of whole tensors last. A leaf may be
 /// absent on some ranks. The same catalogs give the same plan everywhere.
 ///
-/// So the heaviest rank writes at most 2 % or 64 KiB more than replicas make possible. Two things can make it more: rows
-/// are not cut, and a rank can write up to one row more for each set of holders that it belongs to; and one rank writes
-/// all parts of up to 16 KiB below one name, also where they are more than 64 KiB in all.
+/// So the heaviest rank writes at most 2 % or 64 KiB more than replicas make possible. Two things can make it more.
+/// Rows are not cut, and a rank can write up to one row more for each set of holders that it belongs to. One rank
+/// writes all parts of up to 16 KiB below one name, also where they are more than 64 KiB in all.
 ///
 /// # Errors
 /// [`Error::Invalid`] with every problem of every leaf: a name that occurs twice on a rank; ranks that disagree on what

@@ -2,7 +2,7 @@
 //!
 //! Replicas that drifted apart unnoticed (statistics of normalisation layers under data parallelism) belong together: a
 //! mean of one rank beside a variance of another is a state of no rank. So one rank writes the small parts below one
-//! name, and also neighbours up to a block in all. That avoids file entries of a few bytes, and keeps the balance to 2 %
+//! name, and also neighbours up to a block in all. That avoids file entries of a few bytes. It keeps the balance to 2 %
 //! or a block, unless the small parts below one name are more than a block in all: one rank still writes them.
 
 use std::collections::HashMap;

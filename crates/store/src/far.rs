@@ -60,7 +60,7 @@ const MIB: u64 = 1 << 20;
 /// Reads that are made at a time at most, each on a thread: as many as a slow connection has use for.
 const READS_MAX: usize = 32;
 
-/// The longest request of a read: 16 MiB and a gap. Requests of 9 MiB took 1.17 times as long, and the server's processor
+/// The longest request of a read: 16 MiB and a gap. With 9 MiB loads took 1.17 times as long, the server's processor
 /// 1.07 times (medians of 13 rounds by turns, MinIO beside its clients).
 const REQUEST_BYTES: u64 = 17 * MIB;
 

@@ -8,8 +8,8 @@ use shardfast_store::servers::Server;
 use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{direct, is_whole, save, store};
 
-/// Space for three checkpoints of 9.5 MiB and a part of the next one. MinIO takes a part if twice its length is free, so
-/// the 8 MiB of the third checkpoint need 16, whichever of its objects come first; the fourth finds 12.
+/// Space for three checkpoints of 9.5 MiB and a part of the next one. MinIO takes a part if twice its length is free:
+/// the 8 MiB of the third checkpoint need 16, whichever of its objects come first, and the fourth finds 12.
 pub(crate) const SPACE_MIB: u32 = 41;
 
 const SAVES: usize = 3;

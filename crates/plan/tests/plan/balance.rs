@@ -165,8 +165,8 @@ proptest! {
     }
 }
 
-/// Ranks share large tensors, and some of them also a small one, which is not cut. The planner once gave the small one to
-/// a rank whose tolerance the large ones had used up.
+/// Ranks share large tensors, and some of them also a small one, which is not cut. The planner once gave the small one
+/// to a rank whose tolerance the large ones had used up.
 #[test]
 fn a_small_tensor_does_not_come_on_top_of_the_tolerance() {
     let tensor = |rows, row, mask, whole| Tensor { rows, row, mask, whole };

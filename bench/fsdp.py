@@ -96,7 +96,7 @@ def _worker(settings: Settings) -> dict[str, Any]:
         for _ in range(rival_rounds + 1):
             dist.barrier()
             began = time.perf_counter()
-            Describer(lambda: None).describe(state, pickle=False)
+            Describer(lambda by: None).describe(state, pickle=False)
             described.append((time.perf_counter() - began) * 1e3)
         calls = [_call(settings, state, number) for number in range(rounds + 1)]
         rival = DcpAsync(process=False)

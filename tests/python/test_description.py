@@ -191,7 +191,7 @@ ACTIONS = [name for name in vars(State) if not name.startswith("_") and name not
 
 def fresh(state):
     """A description without memory of an earlier one, and the values."""
-    leaves = describe(state, notice=lambda: None)
+    leaves = describe(state, notice=lambda by: None)
     values = {(leaf.key, leaf.name): leaf.value.encoded() for leaf in leaves if hasattr(leaf, "value")}
     return [native_leaf(leaf) for leaf in leaves], values
 
@@ -305,7 +305,7 @@ def test_a_call_waits_for_no_device_whose_tensors_announce_their_changes(monkeyp
     small = {"optimizer": "step", "model": "bias", "ema": "small"}
 
     def captures():
-        leaves = [leaf for leaf in describe(made.state, notice=lambda: None) if hasattr(leaf, "capture")]
+        leaves = [leaf for leaf in describe(made.state, notice=lambda by: None) if hasattr(leaf, "capture")]
         return {
             key: {leaf.capture for leaf in leaves if leaf.key == key and leaf.name.endswith(name)}
             for key, name in small.items()

@@ -350,16 +350,20 @@ class Troubled:
 
 
 def train(rank, world, url, steps):
-    """Trains twice, the second time from what the first one saved; when each rank awaits the next save at each step."""
+    """Trains twice, the second time from what the first one saved; when each rank awaits the next save at each step.
+
+    The third save of the first training fails. Saves are at most 107 steps apart, so that each rank, at whatever pace,
+    learns of it before its last save, and the second training saves at least once, however long saves take.
+    """
     seen, failures, said = [], 0, []
-    for _ in range(2):
+    for is_first in (True, False):
         trouble, saves = Troubled(False), 0
         state = {"model": {"w": torch.ones(1000)}, "trouble": trouble}
-        with sf.Checkpointer(url, every=sf.optimal(mtbf="2s"), timeout_s=20) as ckpt:
+        with sf.Checkpointer(url, every=sf.optimal(mtbf="2s", at_most=107), timeout_s=20) as ckpt:
             start = ckpt.restore(state)
             for step in range(start + 1, start + steps + 1):
                 time.sleep(0.001 * (1 + rank))
-                trouble.is_bad = rank == 1 and saves == 2
+                trouble.is_bad = is_first and rank == 1 and saves == 2
                 try:
                     saves += ckpt.step(step, state)
                 except (sf.Error, RuntimeError):

@@ -9,13 +9,20 @@ names=()    # steps in order
 outcomes=() # "passed", "FAILED" or "not run", by step
 seconds=()  # by step
 ready=true  # whether .venv and the wheel are there
+logs=$(mktemp -d) # what each step printed, by its number
+trap 'rm -rf "$logs"' EXIT
 
-# step NAME COMMAND...: runs one command and remembers how it ended.
+# step NAME COMMAND...: runs one command and remembers how it ended, and what it printed.
 step() {
-    local name=$1 started=$SECONDS outcome=passed
+    local name=$1 log=$logs/${#names[@]} started=$SECONDS outcome=passed
     shift
     printf '\n=== %s\n' "$name"
-    "$@" || outcome=FAILED
+    # Not in a pipeline: `setup` sets a variable of this shell.
+    exec {copied}> >(tee "$log")
+    local tee=$!
+    "$@" >&"$copied" 2>&1 {copied}>&- || outcome=FAILED
+    exec {copied}>&-
+    wait "$tee"
     names+=("$name") outcomes+=("$outcome") seconds+=($((SECONDS - started)))
     printf -- '--- %s: %s, %d s\n' "$name" "$outcome" $((SECONDS - started))
 }
@@ -44,7 +51,7 @@ stubs() { (cd / && "$bin/stubtest" shardfast._native); }
 step "rustfmt" rust_format
 step "object-storage servers" scripts/servers.sh install
 step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-step "cargo test" cargo test --workspace --locked --quiet
+step "cargo test" cargo test --workspace --no-fail-fast --locked --quiet
 step "fuzz seeds" cargo run --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --example seeds --locked --quiet
 step "cargo doc" env RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --locked --quiet
 step "environment and wheel" setup
@@ -62,6 +69,13 @@ venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py t
 venv_step "memory that Python owns" scripts/memcheck.sh
 venv_step "structure" "$bin/pytest" --quiet tests/structure
 venv_step "guide as a site" scripts/site.sh
+
+for i in "${!names[@]}"; do
+    [[ ${outcomes[i]} == FAILED ]] || continue
+    printf '\n=== once more, of what "%s" printed: tests that failed, and the end\n' "${names[i]}"
+    { grep -E -A 5 '^(---- .* stdout|FAILED|ERROR)' "$logs/$i" | tail -n 60 || true; } | cut -c1-500
+    tail -n 20 "$logs/$i" | cut -c1-500
+done
 
 printf '\n=== summary\n'
 failed=()

@@ -27,16 +27,20 @@ impl Journal {
     }
 }
 
-/// Without what differs between runs: temporary files have names from the system's random numbers, and how far a rank's
-/// part of a save had come when one of its threads failed is up to its other threads.
+/// Without what differs between runs: temporary files have names from the system's random numbers; how far a rank's part
+/// of a save had come when one of its threads failed is up to its other threads, as is which part of an object fails
+/// first if all of them fail.
 fn without_chance(text: &str) -> String {
     let text = ["planned, not yet captured", "captured, not yet staged", "staged, not yet durable"]
         .iter()
         .fold(text.to_owned(), |text, stage| text.replace(&format!(" (its part was {stage})"), ""));
-    const TEMPORARY: &str = ".tmp-";
-    let mut parts = text.split(TEMPORARY);
-    let first = parts.next().unwrap_or_default().to_owned();
-    parts.fold(first, |known, rest| known + TEMPORARY + rest.trim_start_matches(|c: char| c.is_ascii_hexdigit()))
+    let without = |text: String, name: &str, number: fn(char) -> bool| {
+        let mut parts = text.split(name);
+        let first = parts.next().unwrap_or_default().to_owned();
+        parts.fold(first, |known, rest| known + name + rest.trim_start_matches(number))
+    };
+    let text = without(text, ".tmp-", |c| c.is_ascii_hexdigit());
+    without(text, ": part ", |c| c.is_ascii_digit())
 }
 
 pub(crate) fn of_upward(message: &Upward) -> String {

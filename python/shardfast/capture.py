@@ -193,7 +193,8 @@ class InFlight:
         self._unstaged: tuple[Pending, ...] = ()
         self._watched: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
-        self._aheads: weakref.WeakSet[Ahead] = weakref.WeakSet()
+        # Gone through twice in each step of an optimizer: a `WeakSet` takes more time than the rest of the hooks.
+        self._aheads: tuple[weakref.ref[Ahead], ...] = ()
         self.is_over = False
         self.waited_s = 0.0
 
@@ -243,20 +244,24 @@ class InFlight:
         """Tells that capture of every step of an optimizer from now on."""
         for adapter in frameworks.active():
             adapter.follow(self._stepping, self._stepped)
-        self._aheads.add(ahead)
+        others = (one for one in self._aheads if one() not in (None, ahead))
+        self._aheads = (*others, weakref.ref(ahead))
 
     def _stepping(self, optimizer: object) -> None:
-        for ahead in tuple(self._aheads):
-            ahead.stepping(optimizer)
+        for one in self._aheads:
+            if (ahead := one()) is not None:
+                ahead.stepping(optimizer)
 
     def _stepped(self, optimizer: object) -> None:
-        for ahead in tuple(self._aheads):
-            ahead.stepped(optimizer)
+        for one in self._aheads:
+            if (ahead := one()) is not None:
+                ahead.stepped(optimizer)
 
     def let_go(self, reason: str) -> None:
         """Gives back what is captured ahead of saves: tensors change otherwise than by steps."""
-        for ahead in tuple(self._aheads):
-            ahead.let_go(reason)
+        for one in self._aheads:
+            if (ahead := one()) is not None:
+                ahead.let_go(reason)
 
     def conclude(self) -> None:
         """Waits until every save has ended. For the end of the process: no save is watched any more afterwards."""

@@ -27,9 +27,9 @@ impl Journal {
     }
 }
 
-/// Without what differs between runs: temporary files have names from the system's random numbers; how far a rank's part
-/// of a save had come when one of its threads failed is up to its other threads, as is which part of an object fails
-/// first if all of them fail.
+/// Without what differs between runs: temporary files have names from the system's random numbers; how far a rank's
+/// part of a save had come when one of its threads failed is up to its other threads, as is which part of an object
+/// fails first if all of them fail.
 fn without_chance(text: &str) -> String {
     let text = ["planned, not yet captured", "captured, not yet staged", "staged, not yet durable"]
         .iter()

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 # What torch imports when first used, and slowly: once here instead of in every rank.
 IMPORTED_FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
-DEADLINE_S = 120.0
+DEADLINE_S = 60.0
 STACKS_S = 0.5  # to write where all threads stand
 GRACE_S = 5.0  # for the ranks that wait for one that failed
 

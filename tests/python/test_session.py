@@ -334,5 +334,6 @@ def test_survivors_of_a_killed_rank_say_the_same(job, victim, when):
     ]
     expected = rf"raised Unavailable: \w+ \S+: rank {victim} is lost: its process ended or cannot be reached"
     assert all(len(lines) == 1 and re.fullmatch(expected, lines[0]) for lines in told), outputs
-    # In the midst of its work a root may have told some only how an operation ended: these are in the next one.
-    assert when == "busy" or len({line for lines in told for line in lines}) == 1, outputs
+    # A rank that passes words on may have told some only how an operation ended: these are in the next one.
+    operations_max = 2 if when == "busy" and victim in (0, 1) else 1
+    assert len({line for lines in told for line in lines}) <= operations_max, outputs

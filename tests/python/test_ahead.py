@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -225,6 +226,110 @@ def test_scaled_gradients_and_steps_that_are_skipped(tmp_path, fused):
     expect_same(tmp_path, "1", "5")
 
 
+def in_backward(model: nn.Module) -> tuple[list[torch.optim.Optimizer], Callable]:
+    each = {one: torch.optim.AdamW([one], lr=1e-2, fused=True) for one in model.parameters()}
+
+    def step_of(parameter: nn.Parameter) -> None:
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for parameter in each:
+        parameter.register_post_accumulate_grad_hook(step_of)
+    return list(each.values()), lambda number, backward: backward()
+
+
+def with_one(step: Callable) -> Callable:
+    def make(model: nn.Module) -> tuple[list[torch.optim.Optimizer], Callable]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return [optimizer], lambda number, backward: step(number, backward, optimizer)
+
+    return make
+
+
+def by_closure(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward()
+
+    optimizer.step(closure)
+
+
+def in_another_thread(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    backward()
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    optimizer.zero_grad()
+
+
+def gradients_zeroed(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def unevenly(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    """Between two calls of the checkpointer the optimizer may step twice, or not at all."""
+    for _ in range({12: 2, 13: 0}.get(number, 1)):
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def not_a_number(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    backward()
+    if number == 12:
+        optimizer.param_groups[0]["params"][0].grad[3, 5] = float("nan")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_a_child(number: int, backward: Callable, optimizer: torch.optim.Optimizer) -> None:
+    """A fork of the process, in the window, steps its own copy."""
+    backward()
+    if number == 12:
+        child = os.fork()
+        if not child:
+            optimizer.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The threads of PyTorch's operations do not outlive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+WAYS = (by_closure, in_another_thread, gradients_zeroed, unevenly, not_a_number, in_a_child)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("make", [in_backward, *map(with_one, WAYS)], ids=["in_backward", *(w.__name__ for w in WAYS)])
+def test_ways_to_step(tmp_path, make):
+    for over in (1, 4):
+        model = net()
+        optimizers, step_of = make(model)
+        state = {"model": model, "optimizers": optimizers}
+        with sf.Checkpointer(tmp_path / str(over), every=sf.steps(EVERY), over=over) as ckpt:
+            for step in range(1, STEPS + 1):
+
+                def backward(step: int = step, model: nn.Module = model) -> torch.Tensor:
+                    loss = model(batch(step)).square().mean()
+                    loss.backward()
+                    return loss
+
+                step_of(step, backward)
+                step_and_copy(ckpt, step, state)
+    assert replayed(tmp_path / "4", 14) > 0 and replayed(tmp_path / "4") > 0, str(ckpt.capture)
+    expect_same(tmp_path, "1", "4")
+
+
 def test_a_save_that_was_not_due_uses_what_is_there(tmp_path):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -375,6 +480,23 @@ def test_what_cannot_be_replayed_is_captured_in_one_step_and_said(tmp_path, name
     ckpt = train(tmp_path, 3, model, make(model.parameters()))
     assert str(ckpt.capture).startswith("in one step, because ") and why in str(ckpt.capture), str(ckpt.capture)
     assert ckpt.committed == 21 and replayed(tmp_path) == 0
+
+
+def test_small_tensors_are_copied_in_the_call_and_said(tmp_path):
+    model = nn.Linear(40, 3)
+    ckpt = train(tmp_path, 3, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)])
+    why = "every tensor that Adam steps is copied in the call, as small ones are"
+    assert str(ckpt.capture).startswith(f"in one step, because {why}"), str(ckpt.capture)
+
+
+def test_an_optimizer_of_small_tensors_does_not_keep_another_one_from_several_steps(tmp_path):
+    for over in (1, 3):
+        model = nn.Sequential(net(), nn.Linear(14, 3))
+        adam = torch.optim.AdamW(model[0].parameters(), lr=1e-2, fused=True)
+        sgd = torch.optim.SGD(model[1].parameters(), lr=1e-2, momentum=0.9, fused=True)
+        train(tmp_path / str(over), over, model, [adam, sgd])
+    assert replayed(tmp_path / "3") > 0
+    expect_same(tmp_path, "1", "3")
 
 
 def test_settings_that_change_the_arithmetic_are_rehearsed_again(tmp_path):

@@ -90,6 +90,10 @@ fn read(memory: &dyn Provider, range: Range<u64>) -> Result<Vec<u8>> {
 fn of_class(shared: &Shared, number: usize) -> Rehearsed {
     let Class { kind, dtypes, device, .. } = shared.classes[number];
     let of = |unit: usize| shared.units[unit].class == number;
+    if !(0..shared.units.len()).any(|unit| of(unit) && !shared.units[unit].arrays.is_empty()) {
+        let why = "is copied in the call, as small ones are, or does not lie in one run";
+        return Rehearsed::ByNone(format!("every tensor that {kind} steps {why}"));
+    }
     let blocks = || shared.blocks.iter().filter(|block| block.pieces.iter().any(|piece| of(piece.unit)));
     if blocks().next().is_none() || blocks().any(|block| !block.is_held()) {
         let why = shared.lock().reason.clone();

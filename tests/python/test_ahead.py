@@ -297,19 +297,9 @@ def in_a_child(number: int, backward: Callable, optimizer: torch.optim.Optimizer
     optimizer.zero_grad()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The threads of PyTorch's operations do not outlive a fork."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 WAYS = (by_closure, in_another_thread, gradients_zeroed, unevenly, not_a_number, in_a_child)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("make", [in_backward, *map(with_one, WAYS)], ids=["in_backward", *(w.__name__ for w in WAYS)])
 def test_ways_to_step(tmp_path, make):
     for over in (1, 4):

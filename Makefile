@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test frameworks oldest memcheck servers wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test campaigns frameworks oldest memcheck servers wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | frameworks | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | campaigns | frameworks | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and shardfast built from these sources.
 setup:
@@ -17,6 +17,10 @@ demo: setup
 # Everything that CI runs.
 test:
 	@scripts/test.sh
+
+# Many more seeds and kills than `make test` has, for an hour or two.
+campaigns: setup
+	@scripts/campaigns.sh
 
 # The tests with the packages of trainers, in an environment of their own.
 frameworks: setup

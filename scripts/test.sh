@@ -1,38 +1,19 @@
 #!/usr/bin/env bash
-# Everything that CI runs, each step named and timed. All steps run even when one fails, so that one run tells
-# everything; steps that need what a failed step makes are reported as not run.
+# Everything that CI runs. Steps that need what a failed step makes are reported as not run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly bin=$PWD/.venv/bin
-names=()    # steps in order
-outcomes=() # "passed", "FAILED" or "not run", by step
-seconds=()  # by step
-ready=true  # whether .venv and the wheel are there
-logs=$(mktemp -d) # what each step printed, by its number
-trap 'rm -rf "$logs"' EXIT
+source scripts/steps.sh
 
-# step NAME COMMAND...: runs one command and remembers how it ended, and what it printed.
-step() {
-    local name=$1 log=$logs/${#names[@]} started=$SECONDS outcome=passed
-    shift
-    printf '\n=== %s\n' "$name"
-    # Not in a pipeline: `setup` sets a variable of this shell.
-    exec {copied}> >(tee "$log")
-    local tee=$!
-    "$@" >&"$copied" 2>&1 {copied}>&- || outcome=FAILED
-    exec {copied}>&-
-    wait "$tee"
-    names+=("$name") outcomes+=("$outcome") seconds+=($((SECONDS - started)))
-    printf -- '--- %s: %s, %d s\n' "$name" "$outcome" $((SECONDS - started))
-}
+readonly bin=$PWD/.venv/bin
+ready=true # whether .venv and the wheel are there
 
 # venv_step NAME COMMAND...: a step that needs the environment.
 venv_step() {
     if $ready; then
         step "$@"
     else
-        names+=("$1") outcomes+=("not run") seconds+=(0)
+        left_out "$1"
     fi
 }
 
@@ -70,21 +51,4 @@ venv_step "memory that Python owns" scripts/memcheck.sh
 venv_step "structure" "$bin/pytest" --quiet tests/structure
 venv_step "guide as a site" scripts/site.sh
 
-for i in "${!names[@]}"; do
-    [[ ${outcomes[i]} == FAILED ]] || continue
-    printf '\n=== once more, of what "%s" printed: tests that failed, and the end\n' "${names[i]}"
-    { grep -E -A 5 '^(---- .* stdout|FAILED|ERROR)' "$logs/$i" | tail -n 60 || true; } | cut -c1-500
-    tail -n 20 "$logs/$i" | cut -c1-500
-done
-
-printf '\n=== summary\n'
-failed=()
-for i in "${!names[@]}"; do
-    printf '%6d s  %-8s %s\n' "${seconds[i]}" "${outcomes[i]}" "${names[i]}"
-    [[ ${outcomes[i]} == passed ]] || failed+=("${names[i]}")
-done
-if ((${#failed[@]})); then
-    printf '%6d s  FAILED: %s\n' "$SECONDS" "$(IFS=, && echo "${failed[*]}" | sed 's/,/, /g')"
-    exit 1
-fi
-printf '%6d s  all %d steps passed\n' "$SECONDS" "${#names[@]}"
+summary

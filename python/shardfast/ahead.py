@@ -8,6 +8,7 @@ proves that they are those of the tensors. What is not known to have the same bi
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import time
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from . import _native
 from . import adapters as frameworks
@@ -30,6 +32,8 @@ REHEARSAL_STEPS = 2
 
 _IN_ONE = "on a host the proof reads as much as a copy; a number as over= captures over so many steps"
 _NOT_WAITED = "no step of an optimizer has waited for a save"
+_NO_GAIN = "a capture over several steps would gain nothing"
+_REFUTED = "a save found that tensors were changed by something else than steps of the optimizer"
 
 STEPS_MAX = 16
 """Steps over which a save is captured at most if the number is chosen: more gain nothing, by the formulas."""
@@ -41,6 +45,14 @@ NOTICED = 0.02
 def _why(error: Exception) -> str:
     """An error as a reason: ours says what is wrong by itself."""
     return str(error) if isinstance(error, (Error, Refused)) else f"{type(error).__name__}: {error}"
+
+
+def _spoken(size: float) -> str:
+    """Bytes for people, with three digits: ``31.5 GB``."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e3:.3g} kB"
 
 
 def _bytes_of(units: Sequence[Stepped]) -> tuple[int, int]:
@@ -58,7 +70,7 @@ class Ahead:
         over: Steps over which a save is captured; ``None`` to choose.
 
     Attributes:
-        reason: Why the next save is captured in one step; empty if it is not.
+        reason: Why saves are captured in one step now; empty if they are not.
     """
 
     over: int | None
@@ -79,7 +91,11 @@ class Ahead:
     _bytes: tuple[float, float] | None = None
     _waited_ms: float = 0.0
     _chosen: int = 1
+    # Steps between saves, as the last one was followed by; steps to the next save at the last call.
     _interval: int = 0
+    _left: int = 0
+    # Why a part is captured in one step where the others are not.
+    _rest: str = ""
     _is_on_host: bool = False
     _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
     _saves: int = 0
@@ -101,9 +117,15 @@ class Ahead:
         return self.over == 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether something is being captured ahead of a save now."""
+        return self._window is not None
+
+    @property
     def steps(self) -> int:
-        """Steps over which the next save is captured."""
-        return self.over or self._chosen
+        """Steps over which the next save is captured: no more than there are between saves."""
+        steps = self.over or self._chosen
+        return min(steps, self._interval) if self._interval else steps
 
     def _choose(self) -> None:
         """Chooses the number of steps, from what saves and windows have measured."""
@@ -119,7 +141,9 @@ class Ahead:
         steps_max = min(self._interval or STEPS_MAX, STEPS_MAX)
         self._chosen = _native.steps_over(*self._bytes, *pace, self._is_waited, *prices, steps_max)
         if self._chosen == 1:
-            self.reason = "a capture over several steps would gain nothing"
+            self.reason = _NO_GAIN
+        elif self.reason == _NO_GAIN:
+            self.reason = ""
 
     def _correct(self, figures: dict[str, float]) -> None:
         """Takes over what a window measured: the bytes of this rank, the price of the proof, and what was held."""
@@ -131,7 +155,8 @@ class Ahead:
         if held:
             self._proof_ms = figures["device_proof_ms"] * state_bytes / held
         if self._pace is not None and steps > 1:
-            foreseen = _native.held_over(*self._bytes, *self._pace, self._is_waited, steps)
+            # The save begins with what was held before its own step, the last of them.
+            foreseen = _native.held_over(*self._bytes, *self._pace, self._is_waited, steps - 1)
             self._reached.append(held / state_bytes / foreseen)
 
     def _step_ms(self) -> float:
@@ -148,10 +173,17 @@ class Ahead:
 
     def opens(self, left: int | None) -> bool:
         """Whether a window opens now, so many steps before the next save that is due."""
-        if self.is_off or left is None or self._window is not None:
+        if self.is_off or left is None:
             return False
-        self._interval = max(self._interval, left)
+        is_behind_save, self._left = left >= self._left, left
+        if is_behind_save and left != self._interval:
+            self._interval = left
+            self._choose()
+        if self._window is not None:
+            return False
         if self.steps == 1:
+            if self._interval == 1:
+                self.reason = "every step is saved"
             return False
         return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
 
@@ -163,7 +195,7 @@ class Ahead:
         ``described`` are the leaves of that state, ``owner`` keeps their memory allocated.
         """
         if self._is_refuted:
-            self.reason = "a save found that tensors were changed by something else than steps of the optimizer"
+            self.reason = _REFUTED
             return
         try:
             self._open(session, described, owner, state, left)
@@ -217,7 +249,10 @@ class Ahead:
         window.go_on(streams)
         self._window, self._is_rehearsal = window, rehearses
         self._classes = list(classes)
-        self.reason = ""
+        if rehearses:
+            self.reason = "its optimizers are being rehearsed"
+        without = [variant[1] for variant in known.values() if variant is not None and variant[0] is None]
+        self._rest = next(iter([*without, *(steps.reason for steps in self._steps if steps.reason)]), "")
 
     def _streams(self) -> dict[int, int]:
         """The streams on which the optimizers' devices work now."""
@@ -254,14 +289,21 @@ class Ahead:
             self._window.let_go(reason)
             self._window, self.reason = None, reason
 
+    def _expect_sound(self) -> None:
+        """Lets go of what is held if a save has found other bits than those that were rolled forward."""
+        if self._is_refuted:
+            self.let_go(_REFUTED)
+
     def take(self, described: _native.Described) -> _native.Window | None:
         """What was captured ahead of the save of what is described, which begins now; if anything was."""
+        self._expect_sound()
         if described is not self._of:
             self.let_go("the state has other tensors than when its capture began")
         window, self._window = self._window, None
         if window is None:
             return None
         if not self._is_rehearsal:
+            self.reason = ""
             return window
         try:
             found = window.rehearse(self._streams())
@@ -272,26 +314,41 @@ class Ahead:
         for kind, (name, why, is_known) in zip(self._classes, found, strict=True):
             if is_known:
                 self._variants[kind] = (name, why)
-            else:
-                self.reason = why
+        unknown = [why for _, why, is_known in found if not is_known]
+        self._needs_rehearsal = bool(unknown)
+        without = [why for name, why, is_known in found if is_known and name is None]
+        if unknown or len(without) == len(found):
+            self.reason = [*unknown, *without][0]
+        else:
+            self.reason = ""
         if self.over is None:
             self._choose()
-        without = [why for name, why in self._variants.values() if name is None]
         if without:
-            self.reason = without[0]
             _log.info("captured in one step: %s", without[0])
         return None
 
-    def ended(self, window: _native.Window, figures: dict[str, float], *, is_committed: bool) -> None:
-        """A save with what was captured ahead has ended."""
+    @staticmethod
+    def waited_in(window: _native.Window) -> float:
+        """Seconds that the training is known to have waited for copies in that window."""
+        figures = json.loads(window.figures())
+        return float(figures["wait_ms"] + figures["gradient_ms"]) / 1e3
+
+    def ended(self, window: _native.Window, of: dict[str, Any], *, is_committed: bool) -> None:
+        """A save with what was captured ahead has ended, and did this."""
+        figures = {name: float(figure) for name, figure in of.items() if name != "reason"}
         self._pace = window.pace() or self._pace
         self._correct(figures)
         if self.over is None:
             self._choose()
         self._is_refuted = self._is_refuted or window.is_refuted()
-        if is_committed:
+        if self._is_refuted:
+            self.reason = _REFUTED
+        elif is_committed and figures["held_bytes"]:
             self._saves += 1
             self._figures.append(figures)
+            self._rest = window.reason() or self._rest
+        elif is_committed:
+            self.reason = window.reason() or "nothing was copied in time"
 
     def figures(self) -> dict[str, float]:
         """Of the last saves with what was captured ahead, for each figure the median; nothing without such a save."""
@@ -301,6 +358,7 @@ class Ahead:
     def passed(self) -> None:
         """A step of the training is over: copies go on."""
         self._stamps.append(time.monotonic())
+        self._expect_sound()
         if self._window is None:
             return
         try:
@@ -309,12 +367,13 @@ class Ahead:
             self.let_go(_why(error))
 
     def __str__(self) -> str:
+        now = f"in one step, because {self.reason}" if self.reason else ""
         if not self._figures:
-            return f"in one step, because {self.reason}" if self.reason else f"over {self.steps} steps from now on"
+            return now or f"over {self.steps} steps from now on"
         of, step_ms = self.figures(), self._step_ms()
         copying = f"copying takes {of['copy_ms'] / step_ms:.1f}; " if step_ms else ""
-        now = f"; now in one step, because {self.reason}" if self.reason else ""
+        rest = f"; the rest in one step, because {self._rest}" if self._rest else ""
         return (
-            f"over {self.steps} steps: {copying}{of['held_bytes'] / 1e9:.3g} GB replayed and proven in each of "
-            f"{self._saves} saves{now}"
+            f"over {of['steps']:.0f} steps: {copying}{_spoken(of['held_bytes'])} replayed and proven in each of "
+            f"{self._saves} saves{rest}{'; now ' if now else ''}{now}"
         )

@@ -46,7 +46,7 @@ class Pending:
     ) -> None:
         self.url = url
         self.window = window
-        self.ahead: dict[str, float] | None = None
+        self.ahead: dict[str, Any] | None = None
         self._pending = pending
         self._watched = watched
         self._broken: str | None = None
@@ -102,7 +102,7 @@ class Pending:
         report: dict[str, Any] = json.loads(self._pending.report())
         window = self.window
         if window is not None:
-            self.ahead = json.loads(window.figures())
+            self.ahead = {**json.loads(window.figures()), "reason": window.reason()}
         if self.ahead is not None:
             report["ahead"] = self.ahead
         return report

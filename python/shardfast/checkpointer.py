@@ -18,7 +18,7 @@ from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
-from .schedule import Keep, Schedule, Steps, noted
+from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
@@ -69,6 +69,8 @@ class Checkpointer:
         newest: The step of the newest save that was begun or restored by this object; ``None`` before.
         committed: The newest step that this object knows to be durable; ``None`` before.
         restored: What :meth:`restore` loaded; ``None`` before.
+        report: What this rank's part of the newest save that has ended did: the dict of :attr:`Pending.report`;
+            ``None`` before. Its ``ahead`` says over how many steps the save was captured, and why in one.
         capture: How saves are captured, as a text: see ``over``.
     """
 
@@ -90,10 +92,11 @@ class Checkpointer:
         if keep is not None and not isinstance(keep, Keep):
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
         capture = Ahead(over)
-        if isinstance(every, Steps) and not capture.is_off and capture.steps > every.count:
+        apart = None if every is None else every.steps_max()
+        if over is not None and apart is not None and over > apart:
             raise Invalid(
-                f"over={over}: expected no more steps than there are between saves, and every={every!r}: capture over "
-                "fewer steps, or save less often"
+                f"over={over}: expected no more steps than there are between saves, and every= says {apart} at most: "
+                "capture over fewer steps, or save less often"
             )
         self.url = expect_url(url)
         if self.url == "/" or self.url.endswith(("://", ":///")):
@@ -101,6 +104,7 @@ class Checkpointer:
         self.newest: int | None = None
         self.committed: int | None = None
         self.restored: LoadPlan | None = None
+        self.report: dict[str, Any] | None = None
         self.every = None if every is None else every.of_run()
         self._schedule = self.every or Schedule()
         # What the schedule has counted of in_flight.waited_s.
@@ -223,6 +227,8 @@ class Checkpointer:
         self.capture.passed()
         due = self._schedule.next_due(step)
         left = None if due is None else due - step
+        if left is None:
+            self.capture.reason = "its schedule does not tell when the next save is due"
         session = met(self._process_group)
         if session is None or left is None or not self.capture.opens(left):
             return
@@ -232,12 +238,14 @@ class Checkpointer:
         else:
             in_flight.follow(self.capture)
             self.capture.open(session, *described, state, left)
+        if self.capture.is_open:
+            self._schedule.capture_begun()
 
     def _step_ended(self, step: int) -> None:
         """Lets the schedule measure the step; rank 0 gives its newest notes to the saves in flight."""
         running = [pending for pending, _ in self._running if not pending.done()]
         self._count_waits()
-        self._schedule.step_ended(step, in_flight=bool(running))
+        self._schedule.step_ended(step, in_flight=bool(running) or self.capture.is_open)
         if running and self._is_root:
             notes = self._schedule.notes()
             for pending in running:
@@ -293,6 +301,11 @@ class Checkpointer:
             timeout_s=self._timeout_s,
             window=self.capture.take,
         )
+        window = pending.window
+        if window is None:
+            pending.ahead = {"steps": 1, "reason": self.capture.reason}
+        else:
+            self._schedule.waited(self.capture.waited_in(window))
         self.newest = step
         retention = self._retention if self._is_root else None
         leaving, self._leaving = self._leaving, []
@@ -311,7 +324,7 @@ class Checkpointer:
         try:
             failure = self._clear(retention, leaving)
             pending.end()
-            self._captured(pending, is_committed=True)
+            self._ended(pending, is_committed=True)
             self.committed = max(step, self.committed or 0)
             lag_s = pending.report["phases_ms"]["committed"] / 1e3
             self._schedule.committed(number, pending.committed_notes(), lag_s)
@@ -327,15 +340,15 @@ class Checkpointer:
             if failure is not None:
                 raise failure
         except Exception as error:
-            self._captured(pending, is_committed=False)
+            self._ended(pending, is_committed=False)
             pending.fail(error)  # for the log, if no later call of this object raises it
             raise
 
-    def _captured(self, pending: Pending, *, is_committed: bool) -> None:
-        """Notes what was captured ahead of a save that has ended; the window would keep the tensors' memory."""
-        window = pending.window
+    def _ended(self, pending: Pending, *, is_committed: bool) -> None:
+        """Notes what a save did that has ended. What was captured ahead of it would keep the tensors' memory."""
+        self.report, window = pending.report, pending.window
         if window is not None:
-            self.capture.ended(window, pending.report["ahead"], is_committed=is_committed)
+            self.capture.ended(window, self.report["ahead"], is_committed=is_committed)
             pending.window = None
 
     def _clear(self, retention: _native.Retention | None, leaving: list[int] | None) -> Exception | None:

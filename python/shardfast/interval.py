@@ -90,10 +90,14 @@ def _is_interval(figure: Figure) -> bool:
 
 
 class _Flight:
-    """The steps during which one save was in flight."""
+    """The steps during which one save was captured and written.
 
-    def __init__(self, now: float) -> None:
-        self.began, self.steps, self.seconds, self.waited_s = now, 0, 0.0, 0.0
+    Attributes:
+        is_ahead: Whether the save has not begun: part of it is being captured ahead of it.
+    """
+
+    def __init__(self, now: float, *, is_ahead: bool) -> None:
+        self.began, self.steps, self.seconds, self.waited_s, self.is_ahead = now, 0, 0.0, 0.0, is_ahead
 
 
 class Costs:
@@ -126,7 +130,7 @@ class Costs:
             self._lags.append(figure.lag_s)
 
     def step_ended(self, *, in_flight: bool) -> None:
-        """A step has ended; ``in_flight``: a save still is. A step in which one ended is none of the quiet ones."""
+        """A step has ended; ``in_flight``: a save still is captured or written. None of these steps is a quiet one."""
         now = self._clock()
         if self._last is not None:
             seconds = now - self._last
@@ -140,10 +144,17 @@ class Costs:
         if not in_flight:
             self._land()
 
+    def capture_begun(self) -> None:
+        """Part of a save is captured ahead of it. If another one is in flight, what follows counts for the new one."""
+        self._land()
+        self._flight = _Flight(self._clock(), is_ahead=True)
+
     def save_begun(self) -> None:
         """A save begins. If another one is in flight, what follows counts for the new one."""
-        self._land()
-        self._flight = _Flight(self._clock())
+        if self._flight is None or not self._flight.is_ahead:
+            self._land()
+            self._flight = _Flight(self._clock(), is_ahead=False)
+        self._flight.began, self._flight.is_ahead = self._clock(), False
 
     def waited(self, seconds: float) -> None:
         """The training has waited so long for the save in flight: it costs this at least."""
@@ -156,6 +167,9 @@ class Costs:
 
     def _land(self) -> None:
         if self._flight is None:
+            return
+        if self._flight.is_ahead:  # let go: the save itself is still to come
+            self._flight = None
             return
         cost = self._cost(self._flight)
         # The first save of a process costs more: memory is made, the state described, replicas are compared.
@@ -190,6 +204,8 @@ class Costs:
         While the first save is in flight, it counts with what it has cost so far.
         """
         flight, known = self._flight, list(self._costs)
+        if flight is not None and flight.is_ahead:
+            flight = None
         if known:
             cost = median(known)
         elif self._first is not None:
@@ -214,17 +230,24 @@ class Costs:
         measured = self.measured()
         if measured is None:
             return None
-        step_s, cost_s, lag_s = measured
-        steps, waste, limit = _native.best_interval(
-            step_s=step_s,
-            cost_s=cost_s,
-            lag_s=lag_s,
-            mtbf_s=mtbf_s,
-            restart_s=restart_s,
-            at_least=at_least,
-            at_most=at_most,
-        )
-        return Figure(steps, step_s, cost_s, lag_s, mtbf_s, waste, limit)
+        return best(measured, mtbf_s=mtbf_s, restart_s=restart_s, at_least=at_least, at_most=at_most)
+
+
+def best(
+    measured: tuple[float, float, float], *, mtbf_s: float, restart_s: float, at_least: int, at_most: int | None
+) -> Figure:
+    """The interval that wastes least, by a quiet step, the cost of a save and its lag, in seconds."""
+    step_s, cost_s, lag_s = measured
+    steps, waste, limit = _native.best_interval(
+        step_s=step_s,
+        cost_s=cost_s,
+        lag_s=lag_s,
+        mtbf_s=mtbf_s,
+        restart_s=restart_s,
+        at_least=at_least,
+        at_most=at_most,
+    )
+    return Figure(steps, step_s, cost_s, lag_s, mtbf_s, waste, limit)
 
 
 def mean_time_between_failures(expected_s: float, restarts: int, trained_s: float) -> float:

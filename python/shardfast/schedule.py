@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import interval
 from .errors import Invalid
@@ -37,11 +37,18 @@ class Schedule:
         """Returns the first step after ``step`` at which a save is due; ``None`` if that is not known yet."""
         return None
 
+    def steps_max(self) -> int | None:
+        """Returns the most steps from one save that is due to the next; ``None`` if there is no bound."""
+        return None
+
     def restored(self, step: int, notes: Mapping[str, str], seconds: float) -> None:
         """The run goes on from a checkpoint with these notes, whose load took so long. No save is in flight."""
 
     def step_ended(self, step: int, *, in_flight: bool) -> None:
-        """``step`` steps have ended; ``in_flight``: a save still is."""
+        """``step`` steps have ended; ``in_flight``: a save still is, or something is being captured ahead of one."""
+
+    def capture_begun(self) -> None:
+        """From now on part of the state is captured, ahead of the next save."""
 
     def save_begun(self, step: int) -> int:
         """A save begins, due or not; returns its number. Of the last two numbers no save is in flight but the last."""
@@ -75,6 +82,10 @@ class Steps(Schedule):
         """Returns the first step after ``step`` at which a save is due."""
         return (step // self.count + 1) * self.count
 
+    def steps_max(self) -> int:
+        """Returns the interval."""
+        return self.count
+
 
 class Optimal(Schedule):
     """Due where the least time is wasted by saves and by failures together; see :func:`optimal`.
@@ -105,11 +116,13 @@ class Optimal(Schedule):
         self._outcomes: dict[int, Record | None] = {}
 
     def __str__(self) -> str:
-        """The interval in force, what it rests on, and the waste that is expected, in plain words."""
+        """The newest interval, what it rests on, the waste that is expected, and what is due next, in words."""
         record = self._newest
         if record is None or record.figure is None:
             said = f"every {self._first} steps until saves are measured"
-            return f"{said}; one failure in {spoken(self._mtbf_s)} is expected"
+            return (
+                f"{said}; one failure in {spoken(self._mtbf_s)} is expected; the next save is due at step {self._due}"
+            )
         figure, steps = record.figure, self._bounded(record.figure.steps)
         why = {
             "waste": "",
@@ -121,7 +134,8 @@ class Optimal(Schedule):
         return (
             f"every {steps} steps ({spoken(steps * figure.step_s)}){why.get(figure.limit, '')}: a save costs "
             f"{spoken(figure.cost_s)} and commits after {spoken(figure.lag_s)}; one failure in {spoken(figure.mtbf_s)} "
-            f"is expected ({restarts} in {spoken(record.trained_s)}); expected waste {figure.waste:.2%}"
+            f"is expected ({restarts} in {spoken(record.trained_s)}); expected waste {figure.waste:.2%}; "
+            f"the next save is due at step {self._due}"
         )
 
     def of_run(self) -> Optimal:
@@ -136,6 +150,10 @@ class Optimal(Schedule):
         """Returns the first step after ``step`` at which a save is due; ``None`` until a save that is due has begun."""
         return self._due if step < self._due else None
 
+    def steps_max(self) -> int | None:
+        """Returns the upper bound of the interval."""
+        return self._at_most
+
     def restored(self, step: int, notes: Mapping[str, str], seconds: float) -> None:
         """Goes on from what the checkpoint notes, the same on every rank."""
         record = Record.read(notes.get(NOTE))
@@ -143,10 +161,10 @@ class Optimal(Schedule):
             self._restart_s = seconds
             if record is not None:
                 self._restarts, self._trained_s = record.restarts + 1, record.trained_s
-        self._base = self._newest = record
+        self._base, self._newest = record, None if record is None else self._as_now(record)
         self._costs.restored(record.figure if record else None)
         self._number, self._outcomes, self._seen = 0, {}, step
-        self._due = self._after(step, record)
+        self._due = self._soon_after(step)
 
     def step_ended(self, step: int, *, in_flight: bool) -> None:
         """Measures the step."""
@@ -159,10 +177,16 @@ class Optimal(Schedule):
         """Measures the save, and sets the step of the next one; returns its number."""
         self._costs.save_begun()
         self._number += 1
-        # The first two saves have none two before them: the checkpoint that was restored stands in.
-        record = self._base if self._number <= 2 else self._outcomes.pop(self._number - 2, None)
-        self._due = self._after(step, record)
+        # The first two saves have none two before them.
+        if self._number <= 2:
+            self._due = self._soon_after(step)
+        else:
+            self._due = self._after(step, self._outcomes.pop(self._number - 2, None))
         return self._number
+
+    def capture_begun(self) -> None:
+        """Measures the steps from here on as those of the next save."""
+        self._costs.capture_begun()
 
     def waited(self, seconds: float) -> None:
         """Counts the wait as a cost of the save that was begun last."""
@@ -174,6 +198,21 @@ class Optimal(Schedule):
         record = Record.read(notes.get(NOTE))
         self._outcomes[number] = record
         self._newest = record or self._newest
+
+    def _as_now(self, record: Record) -> Record:
+        """A record with the interval that follows from it now: after a restart, by this call's arguments."""
+        noted = record.figure
+        if noted is None:
+            return record
+        mtbf_s = interval.mean_time_between_failures(self._mtbf_s, self._restarts, record.trained_s)
+        figure = interval.best(
+            (noted.step_s, noted.cost_s, noted.lag_s),
+            mtbf_s=mtbf_s,
+            restart_s=record.restart_s,
+            at_least=self._at_least,
+            at_most=self._at_most,
+        )
+        return replace(record, restarts=self._restarts, figure=figure)
 
     def notes(self) -> dict[str, str]:
         """Returns the record of the run so far, with the interval that follows from what this rank measured."""
@@ -191,6 +230,14 @@ class Optimal(Schedule):
         if record is None or record.figure is None:
             return (step // self._first + 1) * self._first
         return step + self._bounded(record.figure.steps)
+
+    def _soon_after(self, step: int) -> int:
+        """The same for the first saves behind a restart, which the interval of the checkpoint may put off too far.
+
+        It knows neither of this restart nor of what else has changed, such as the mean time that the user expects.
+        Where restarts come before the next save they are never counted, and nothing would ever shorten it.
+        """
+        return min(self._after(step, self._base), self._after(step, None))
 
     def _bounded(self, steps: int) -> int:
         steps = max(steps, self._at_least)

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -169,6 +170,40 @@ def schedules(optimizers: list[torch.optim.Optimizer]) -> Callable[[int], None]:
     return lambda step: [one.step() for one in made]
 
 
+@pytest.mark.parametrize("over", [2, 3, 6])
+def test_numbers_of_steps_and_accumulated_gradients(tmp_path, over):
+    for steps in (1, over):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def step_all(model=model, optimizer=optimizer) -> None:
+            model(batch(99)).square().mean().backward()  # on top of the gradients that are there
+            optimizer.step()
+
+        ckpt = train(tmp_path / str(steps), steps, model, [optimizer], step_all=step_all)
+    assert ckpt.report["ahead"]["steps"] == over and ckpt.capture._figures[0]["steps"] == over
+    assert replayed(tmp_path / str(over), 14) > 0
+    expect_same(tmp_path, "1", str(over))
+
+
+def test_more_steps_than_the_schedule_leaves_between_saves_are_as_many_as_there_are(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.optimal(mtbf="6h"), over=6) as ckpt:
+        # As if three steps were best, whatever is measured; another schedule has none to tell.
+        ckpt._schedule._first = 3
+        ckpt._schedule._due = 3
+        ckpt._schedule.notes = dict
+        for step in range(1, 13):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step_and_copy(ckpt, step, state)
+    assert [one["steps"] for one in ckpt.capture._figures] == [3] * 3, "the first one was the rehearsal"
+    assert str(ckpt.capture).startswith("over 3 steps: ")
+
+
 def test_groups_optimizers_schedules_clipping_and_what_is_frozen_or_unused(tmp_path):
     for over in (1, 4):
         model = net()
@@ -320,6 +355,36 @@ def test_ways_to_step(tmp_path, make):
     expect_same(tmp_path, "1", "4")
 
 
+def test_a_run_that_resumes_from_replayed_bytes_goes_on_as_the_one_that_did_not_stop(tmp_path):
+    for place in ("whole", "resumed"):
+        model = net()
+        if place == "resumed":
+            shutil.copytree(tmp_path / "whole", tmp_path / place)
+            shutil.rmtree(tmp_path / place / "step-00000021")
+            nn.init.zeros_(model[0].weight)
+        train(tmp_path / place, 4, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)])
+        assert replayed(tmp_path / "whole", 14) > 0
+    expect_same(tmp_path, "whole", "resumed", (21,))
+
+
+def test_a_window_that_is_open_is_let_go_when_an_earlier_save_finds_other_bits(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=4) as ckpt:
+        for step in range(1, STEPS + 1):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step_and_copy(ckpt, step, state)
+            if step == 19:
+                assert ckpt.capture.is_open
+                ckpt.capture._is_refuted = True  # as the thread that concludes saves tells
+        assert not ckpt.capture.is_open
+    assert replayed(tmp_path, 14) > 0 and replayed(tmp_path, 21) == 0
+    assert "changed by something else" in ckpt.report["ahead"]["reason"]
+
+
 def test_a_save_that_was_not_due_uses_what_is_there(tmp_path):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -387,6 +452,18 @@ def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callab
         stale = torch.zeros(333, 302)
         return found._replace(applied=[(unit, stale if unit == 2 else at, of) for unit, at, of in found.applied])
 
+    def doubled(found, model):
+        return found._replace(applied=[(unit, at * 2 if unit == 2 else at, of) for unit, at, of in found.applied])
+
+    def of_another_step() -> Callable:
+        kept: list[object] = []
+
+        def stale(found, model):
+            kept.append([(unit, at.clone(), of) for unit, at, of in found.applied])
+            return found._replace(applied=kept[-2]) if len(kept) > 1 else found
+
+        return stale
+
     def rate(found, model):
         return found._replace(scalars=[(kind, [one[0] * 1.0001, *one[1:]], None) for kind, one, _ in found.scalars])
 
@@ -397,6 +474,8 @@ def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callab
         "clamped": at_twelve(clamped),
         "a gradient lost": taken(lost),
         "a gradient of another tensor": taken(of_another),
+        "a gradient doubled": taken(doubled),
+        "gradients of another step": taken(of_another_step()),
         "another learning rate": taken(rate),
     }
 
@@ -459,6 +538,10 @@ REFUSED = {
     ),
     "fp64": (of_class(torch.optim.AdamW, fused=True), "only fp32 and bf16 are replayed"),
     "bf16 by operations": (of_class(torch.optim.SGD, momentum=0.9), "implementations of SGD has this training's bits"),
+    "gradients that the step changes": (
+        of_class(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+        "implementations of SGD has this training's bits",
+    ),
 }
 DTYPES = {"fp64": torch.float64, "bf16 by operations": torch.bfloat16}
 
@@ -489,14 +572,15 @@ def test_an_optimizer_of_small_tensors_does_not_keep_another_one_from_several_st
     expect_same(tmp_path, "1", "3")
 
 
-def test_settings_that_change_the_arithmetic_are_rehearsed_again(tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("maximize", True), ("dampening", 0.5), ("weight_decay", 0.1)])
+def test_settings_that_change_the_arithmetic_are_rehearsed_again(tmp_path, name, value):
     for over in (1, 3):
         model = net()
-        (optimizer,) = of_class(torch.optim.SGD, fused=True, momentum=0.9)(model.parameters())
+        (optimizer,) = of_class(torch.optim.SGD, momentum=0.9)(model.parameters())
 
         def change(step, optimizer=optimizer):
             if step == 15:  # between the window of step 14 and that of step 21
-                optimizer.param_groups[0]["maximize"] = True
+                optimizer.param_groups[0][name] = value
 
         ckpt = train(tmp_path / str(over), over, model, [optimizer], change)
     assert replayed(tmp_path / "3", 14) > 0 and replayed(tmp_path / "3", 21) == 0, str(ckpt.capture)
@@ -579,9 +663,28 @@ def test_steps_that_are_no_number(tmp_path, over):
         sf.Checkpointer(tmp_path, every=sf.steps(5), over=over)
 
 
+def test_a_schedule_that_does_not_tell_when_a_save_is_due(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
+    with sf.Checkpointer(tmp_path, over=4) as ckpt:
+        model(batch(1)).sum().backward()
+        optimizer.step()
+        ckpt.step(1, state)
+        ckpt.save(1, state)
+        ckpt.wait()
+        why = "its schedule does not tell when the next save is due"
+        assert str(ckpt.capture) == f"in one step, because {why}"
+        assert ckpt.report["ahead"] == {"steps": 1, "reason": why}
+        assert ckpt.report["bytes_written"] > 0
+
+
 def test_more_steps_than_there_are_between_saves(tmp_path):
-    with pytest.raises(sf.Invalid, match="over=6: expected no more steps than there are between saves"):
-        sf.Checkpointer(tmp_path, every=sf.steps(5), over=6)
+    for every in (sf.steps(5), sf.optimal(mtbf="6h", at_most=5)):
+        with pytest.raises(
+            sf.Invalid, match="over=6: expected no more steps than there are between saves, and every= "
+        ):
+            sf.Checkpointer(tmp_path, every=every, over=6)
 
 
 def test_nothing_is_chosen_on_a_host(tmp_path):
@@ -633,7 +736,8 @@ def test_what_windows_measured_corrects_the_choice():
         ahead._choose()
         return ahead.steps
 
-    assert after(1.0, 3.0, 3) == 3, "as foreseen"
+    # One step of the bus, and one less the gradients of what was held.
+    assert after((1 + 6 / 7) / 2.5, 3.0, 3) == 3, "as foreseen"
     assert after(1.0, 200.0, 1) == 1, "the proof takes longer than what is gained"
     assert after(0.2, 3.0, 1) == 3, "one window that could not hold what it copied"
     assert after(0.2, 3.0, 2) == 1, "none can"

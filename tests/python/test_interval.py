@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import shardfast as sf
@@ -155,13 +156,64 @@ def test_a_note_that_is_none_is_no_record(change):
 
 def test_a_schedule_says_in_words_what_it_does():
     every = sf.optimal(mtbf="6h")
-    assert str(every) == "every 50 steps until saves are measured; one failure in 6 h is expected"
+    said = "every 50 steps until saves are measured; one failure in 6 h is expected; the next save is due at step 50"
+    assert str(every) == said
     every.restored(100, {NOTE: Record(1, 7200.0, 4.0, FIGURE).text()}, 3.0)
+    # Three failures and the expected one's time: 8 h / 3.
     assert str(every) == (
-        "every 57 steps (25.7 s): a save costs 800 ms and commits after 12 s; one failure in 6 h is expected "
-        "(1 restart in 2 h); expected waste 1.90%"
+        "every 274 steps (2.06 min): a save costs 800 ms and commits after 12 s; one failure in 2.67 h is expected "
+        "(2 restarts in 2 h); expected waste 1.46%; the next save is due at step 150"
     )
-    assert every.next_due(100) == 157
+    # Soon, by what the checkpoint notes and as without it: it does not know of this restart.
+    assert every.next_due(100) == 150
+
+
+@pytest.mark.parametrize(("noted", "due"), [(57, 150), (20, 120), (50_000, 150)])
+def test_the_first_saves_after_a_restart_come_soon(noted, due):
+    """A wrong guess of the mean time between failures would put them off beyond the next failure, again and again."""
+    every = sf.optimal(mtbf="35d")
+    every.restored(100, {NOTE: Record(0, 7200.0, 4.0, replace(FIGURE, steps=noted)).text()}, 3.0)
+    assert every.next_due(100) == due
+    every.step_ended(due, in_flight=False)
+    every.save_begun(due)
+    assert every.next_due(due) - due in (20, 50)
+
+
+def test_what_a_restarted_run_says_follows_from_its_own_arguments():
+    notes = {NOTE: Record(0, 7200.0, 4.0, FIGURE).text()}
+    bounded, hasty = sf.optimal(mtbf="6h", at_most=10), sf.optimal(mtbf="10s")
+    for every in (bounded, hasty):
+        every.restored(100, notes, 3.0)
+    assert "every 10 steps (4.5 s), since at_most=10" in str(bounded)
+    assert "(1 restart in 2 h)" in str(hasty) and "one failure in 60.1 min" in str(hasty)
+
+
+def test_a_window_is_a_part_of_its_save():
+    """Steps in which part of a save is captured ahead of it are none of the quiet ones: they are its cost."""
+    clock = Clock()
+    costs = Costs(clock)
+
+    def steps(count, seconds, in_flight):
+        for _ in range(count):
+            clock.now += seconds
+            costs.step_ended(in_flight=in_flight)
+
+    steps(20, 1.0, in_flight=False)
+    for _ in range(3):
+        costs.capture_begun()
+        steps(3, 1.5, in_flight=True)
+        costs.save_begun()
+        steps(2, 1.25, in_flight=True)
+        steps(1, 1.0, in_flight=False)
+        costs.committed(2.5)
+        steps(20, 1.0, in_flight=False)
+    step_s, cost_s, _ = costs.measured()
+    assert (step_s, cost_s) == (1.0, 3 * 0.5 + 2 * 0.25)
+    # One that was let go is no save.
+    costs.capture_begun()
+    steps(2, 9.0, in_flight=True)
+    steps(1, 9.0, in_flight=False)
+    assert costs.measured()[1] == cost_s
 
 
 # Simulated runs
@@ -396,7 +448,7 @@ def test_a_checkpoint_notes_the_run_and_keeps_the_users_metrics(tmp_path):
     again = sf.Checkpointer(tmp_path, every=schedule)
     assert str(again.every).startswith("every 2 steps until"), "a schedule begins anew with each run"
     assert again.restore(state) == 6
-    assert "0 restarts" in str(again.every)
+    assert "1 restart in" in str(again.every)
     assert again.every.notes()[NOTE] == Record.read(again.every.notes()[NOTE]).text()
     assert Record.read(again.every.notes()[NOTE]).restarts == 1
 

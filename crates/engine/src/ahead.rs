@@ -362,6 +362,7 @@ impl Window {
             return Ok(());
         };
         beside.follow(on)?;
+        let applied = self.shared.of_held(applied);
         if self.workers.is_empty() {
             self.shared.follow(&applied)?.fences.wait()?;
             self.seen().add(applied);

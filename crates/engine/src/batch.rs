@@ -119,7 +119,8 @@ fn prove(evidence: &[Evidence], sums: &[u64]) -> Result<()> {
             return Err(Error::invalid(format!(
                 "{}: what was captured ahead of the save and rolled forward has other bits than the tensor had when \
                  the save began, so it was changed by something else than the optimizer's step (clamped or copied \
-                 into after it, or its gradient was changed); nothing was committed, and later saves of this process \
+                 into after it, or its gradient was changed; on a device also if the step made it NaN, of which a \
+                 host has other bits); nothing was committed, and later saves of this process \
                  are captured in one step, as with over=1",
                 one.name
             )));

@@ -56,6 +56,12 @@ pub trait Provider: Send + Sync {
         false
     }
 
+    /// The same bytes where the program has them, if the save has some of them already: those are the same, but may
+    /// have to be waited for.
+    fn live(&self) -> Option<Arc<dyn Provider>> {
+        None
+    }
+
     /// Where a device has these bytes in one run, and what digests them there; `None` if it has not.
     fn on_device(&self, _at: u64, _bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         None
@@ -199,6 +205,10 @@ impl Provider for Run {
 
     fn is_held(&self, at: u64, bytes: u64) -> bool {
         self.of.is_held(self.at + at, bytes)
+    }
+
+    fn live(&self) -> Option<Arc<dyn Provider>> {
+        self.of.live().map(|of| Arc::new(Run::new(of, self.at, self.bytes)) as _)
     }
 }
 

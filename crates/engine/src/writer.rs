@@ -285,14 +285,19 @@ impl FileJob {
         first..self.layout.offsets.partition_point(|&offset| offset < range.end)
     }
 
-    /// Whether the save has all entries' bytes in a range of the file already.
+    /// Whether the save has all entries' bytes in a range of the file already, some of them by a capture ahead.
     fn is_held(&self, range: Range<u64>) -> bool {
+        let mut is_ahead = false;
         let is_held = |entry: usize| {
             let (start, provider) = (self.layout.offsets[entry], &self.providers[entry]);
             let (from, to) = (range.start.max(start), range.end.min(start + provider.bytes()));
-            from >= to || provider.is_held(from - start, to - from)
+            if from < to && provider.is_held(from - start, to - from) {
+                is_ahead = true;
+                return true;
+            }
+            from >= to || provider.capture() == Capture::Inline
         };
-        self.entries_in(range.clone()).all(is_held)
+        self.entries_in(range.clone()).all(is_held) && is_ahead
     }
 }
 
@@ -544,6 +549,9 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<Option<Unsumme
         let from = chunk.offset.max(start);
         let to = end.min(start + provider.bytes());
         if from < to {
+            // The program waits for this chunk, which must not wait for the replay of a part of it.
+            let live = if chunk.is_held { None } else { provider.live() };
+            let provider = live.as_ref().unwrap_or(provider);
             let (first, last) = ((from - chunk.offset) as usize, (to - chunk.offset) as usize);
             // The blocks that are this entry's alone, and what lies before and behind them.
             let blocks = first.next_multiple_of(BLOCK).min(last);

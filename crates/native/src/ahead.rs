@@ -126,7 +126,7 @@ impl Window {
         let (py, window, on) = (applied.py(), self.window.get()?, foreign(self.device, &streams)?);
         let known = |(kind, of, factor): &GivenScalars| Ok((scalars_of(kind, of)?, *factor));
         let scalars = scalars.iter().map(known).collect::<PyResult<Vec<_>>>()?;
-        let (owners, mut lookup) = (Arc::new(applied.clone().unbind().into_any()), Lookup::default());
+        let mut lookup = Lookup::default();
         let mut used = Vec::with_capacity(applied.len());
         for one in &applied {
             let (unit, gradient, number): GivenStep<'py> = one.extract()?;
@@ -145,7 +145,7 @@ impl Window {
             let Dense { address, dtype, .. } = found;
             let block = Strided::new(address, &[numel], &[dtype.bytes() as i64], dtype.bytes() as u64);
             let gradient: Arc<dyn Provider> = match window.gradients() {
-                Some(copies) => Arc::new(Held::on_device(copies, &block, &owners)),
+                Some(copies) => Arc::new(Held::on_device(copies, &block, &Arc::new(gradient.unbind()))),
                 None => {
                     // SAFETY: the gradient is a tensor of so many elements in one run, which the caller holds and does
                     // not write during this call; it is not read after that.

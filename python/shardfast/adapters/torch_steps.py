@@ -260,7 +260,10 @@ def _numbers(of: Sequence[Any]) -> list[float]:
 
 
 def _flags_of(group: dict[str, Any], kind: _Kind) -> Hashable:
-    return tuple((flag, group.get(flag)) for flag in kind.flags)
+    """The settings that decide which operations a step makes: flags, and numbers that are nothing at zero."""
+    numbers = ((name, group.get(name)) for name in ("momentum", "dampening", "weight_decay", "lr_decay"))
+    used = ((name, isinstance(number, torch.Tensor) or bool(number)) for name, number in numbers)
+    return (*((flag, group.get(flag)) for flag in kind.flags), *used)
 
 
 def _has_tensors(group: dict[str, Any]) -> bool:

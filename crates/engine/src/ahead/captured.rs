@@ -237,6 +237,10 @@ impl Provider for Held {
         done >= at + bytes
     }
 
+    fn live(&self) -> Option<Arc<dyn Provider>> {
+        Some(Arc::clone(&self.live))
+    }
+
     fn evidence(&self) -> Vec<Evidence> {
         let of = |run: &HeldRun| {
             let (captured, block, number, array) = (Arc::clone(&self.captured), run.block, run.number, run.array);

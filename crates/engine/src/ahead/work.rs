@@ -164,6 +164,15 @@ impl Shared {
         }
     }
 
+    /// Of these gradients those of which something is held: a device's memory is kept for no others.
+    pub(super) fn of_held(&self, mut applied: Vec<Applied>) -> Vec<Applied> {
+        let mut is_held = vec![false; self.units.len()];
+        let held = self.blocks.iter().filter(|block| block.is_held());
+        held.flat_map(|block| &block.pieces).for_each(|piece| is_held[piece.unit] = true);
+        applied.retain(|one| is_held[one.unit]);
+        applied
+    }
+
     /// Begins to copy gradients, and keeps them until they were copied; how many bytes are copied.
     fn keep(&self, gradients: Vec<Applied>) -> Result<u64> {
         let begun = Instant::now();

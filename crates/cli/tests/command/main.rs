@@ -336,6 +336,26 @@ fn interval_tells_how_often_a_planned_job_should_save() {
 }
 
 #[test]
+fn interval_takes_a_save_that_costs_nothing_and_a_restart_that_takes_no_time() {
+    let free = json(&[&PLANNED[..], &["--cost", "0", "--restart", "0s"]].concat(), 0);
+    assert_eq!((free["cost_s"].as_f64(), free["restart_s"].as_f64()), (Some(0.0), Some(0.0)));
+    // The storage alone decides, as beside any cost that is small enough.
+    assert_eq!((free["steps"].as_u64(), free["limit"].as_str()), (Some(24), Some("storage")));
+    let said = text(&[&PLANNED[..], &["--cost", "0", "--restart", "0"]].concat(), 0);
+    assert!(said.contains("\n  a save     costs the training nothing, commits 42 s after its step\n"), "{said}");
+    assert!(said.contains("restarts not counted"), "{said}");
+}
+
+#[test]
+fn interval_shows_waste_beyond_all_numbers_in_words() {
+    let mut planned = PLANNED.to_vec();
+    planned[8] = "10ms";
+    let said = text(&planned, 0);
+    assert!(said.contains("\n  waste      more than 1000%, lost to saves and failures\n"), "{said}");
+    assert_eq!(json(&planned, 0)["waste"].as_f64(), Some(f64::MAX));
+}
+
+#[test]
 fn interval_refuses_what_is_no_job() {
     let refused = |at: usize, with: &str| {
         let mut planned = PLANNED.to_vec();
@@ -348,7 +368,20 @@ fn interval_refuses_what_is_no_job() {
     assert!(refused(4, "0").contains("0"));
     assert!(error(&PLANNED[..9], 2).contains("--storage"));
     let bounds = error(&[&PLANNED[..], &["--at-least", "9", "--at-most", "8"]].concat(), 2);
-    assert!(bounds.starts_with("shardfast: Invalid: at_least=9, at_most=8: expected at_least"), "{bounds}");
+    assert!(bounds.starts_with("shardfast: Invalid: --at-least 9, --at-most 8: expected --at-least to be"), "{bounds}");
+    assert!(bounds.contains("lower it or raise --at-most"), "{bounds}");
+    let none = error(&[&PLANNED[..], &["--at-least", "0"]].concat(), 2);
+    assert!(none.starts_with("shardfast: Invalid: --at-least 0: expected a number of steps"), "{none}");
+    for option in ["--cost", "--restart", "--step", "--mtbf"] {
+        let mut planned: Vec<&str> = PLANNED.to_vec();
+        match PLANNED.iter().position(|&known| known == option) {
+            Some(at) => planned[at + 1] = "-5s",
+            None => planned.extend([option, "-5s"]),
+        }
+        let negative = error(&planned, 2);
+        assert!(negative.contains("'-5s'") && negative.contains(option), "{negative}");
+        assert!(negative.contains("expected a time"), "{negative}");
+    }
 }
 
 fn finding<'a>(report: &'a Json, name: &str) -> &'a Json {

@@ -1,6 +1,6 @@
 //! A training with faults, by seeds: what is committed is always what the training had at the save.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -84,9 +84,13 @@ struct Training {
 impl Training {
     fn new(numels: &[u64], dice: &mut Dice) -> Training {
         let live = |bytes| Arc::new(Live(Mutex::new(bytes)));
-        let zeros = |numel: u64| vec![0; numel as usize * 4];
-        let tensors = numels.iter().map(|&numel| [live(dice.floats(numel)), live(zeros(numel)), live(zeros(numel))]);
-        let tensors: Vec<[Arc<Live>; 3]> = tensors.collect();
+        let mut of = |&numel: &u64| {
+            // A mean of squares is not negative: NaN would hide what steps do.
+            let squares =
+                dice.floats(numel).chunks(4).flat_map(|four| [four[0], four[1], four[2], four[3] & 0x7f]).collect();
+            [live(dice.floats(numel)), live(dice.floats(numel)), live(squares)]
+        };
+        let tensors: Vec<[Arc<Live>; 3]> = numels.iter().map(&mut of).collect();
         let leaf = |number: usize, array: usize, numel: u64| {
             let shape = Dims::from_slice(&[numel]);
             let body = LeafBody::Tensor { dtype: DType::F32, parts: vec![Region::whole(&shape)], shape };
@@ -111,6 +115,15 @@ impl Training {
                 .collect(),
         };
         self.tensors.iter().enumerate().map(unit).collect()
+    }
+
+    /// Changes a bit of a parameter or of one of its moments; whose.
+    fn change_bit(&self, dice: &mut Dice) -> usize {
+        let unit = dice.below(self.tensors.len() as u64) as usize;
+        let mut bytes = self.tensors[unit][dice.below(3) as usize].lock();
+        let at = dice.below(bytes.len() as u64) as usize;
+        bytes[at] ^= 1 << dice.below(8);
+        unit
     }
 
     fn scalars(&self) -> Scalars {
@@ -188,14 +201,111 @@ fn expect_holds(engine: &Arc<Engine>, place: &std::path::Path, expected: &[Vec<u
     checkpoint.manifest().info.user.get("shardfast.replayed").cloned().unwrap_or_default()
 }
 
+/// When something else than a step of the optimizer changes what the training or the window has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Moment {
+    /// A tensor, between two steps, while blocks are copied.
+    DuringCopies,
+    /// A tensor, once the copies are paused, before the optimizer steps.
+    BeforeStep,
+    /// A tensor, after a step, before its gradients are copied.
+    AfterStep,
+    /// A tensor, after a step's gradients were copied, before further blocks are.
+    AfterGradients,
+    /// A tensor, after the last step, while blocks are copied.
+    BeforeClose,
+    /// A tensor, between the end of the window and the save.
+    AfterClose,
+    /// A gradient, after the step that used it, before it is copied.
+    Gradient,
+    /// The window is not told of a gradient.
+    GradientLost,
+}
+
+impl Moment {
+    const ALL: [Moment; 8] = [
+        Moment::DuringCopies,
+        Moment::BeforeStep,
+        Moment::AfterStep,
+        Moment::AfterGradients,
+        Moment::BeforeClose,
+        Moment::AfterClose,
+        Moment::Gradient,
+        Moment::GradientLost,
+    ];
+}
+
+/// The changes of one run for which its save may be refused.
+struct Faults {
+    /// The only moment at which something is changed; `None` for any number of them, by chance.
+    planned: Option<Moment>,
+    /// The step at which it is.
+    step: u64,
+    /// Parameters that were changed, or one of whose moments or gradients was.
+    units: BTreeSet<usize>,
+}
+
+impl Faults {
+    fn are_due(&self, moment: Moment, step: u64, dice: &mut Dice) -> bool {
+        match self.planned {
+            Some(planned) => (planned, self.step) == (moment, step),
+            None => dice.once_in(20),
+        }
+    }
+
+    /// Changes a bit of a parameter or a moment, if this is due.
+    fn change_tensor(&mut self, moment: Moment, step: u64, training: &Training, dice: &mut Dice) {
+        if self.are_due(moment, step, dice) {
+            self.units.insert(training.change_bit(dice));
+        }
+    }
+
+    /// The gradients of which the window is told, by unit.
+    fn change_gradients(
+        &mut self,
+        step: u64,
+        gradients: BTreeMap<usize, Vec<u8>>,
+        dice: &mut Dice,
+    ) -> Vec<(usize, Arc<Live>)> {
+        let mut told = Vec::new();
+        for (unit, mut values) in gradients {
+            if self.are_due(Moment::Gradient, step, dice) {
+                values[3] ^= 0x20;
+                self.units.insert(unit);
+            }
+            if self.are_due(Moment::GradientLost, step, dice) {
+                self.units.insert(unit);
+                continue;
+            }
+            told.push((unit, Arc::new(Live(Mutex::new(values)))));
+        }
+        told
+    }
+}
+
 #[derive(Default)]
 struct Endings {
     replayed: u64,
-    refused: u64,
+    /// Saves that were refused, by the planned moment.
+    refused: BTreeMap<Option<Moment>, u64>,
     let_go: u64,
 }
 
-/// A training that saves at its end, what it changes otherwise than by steps, and what else goes wrong.
+/// Lets blocks be copied for a while, or until no more are.
+fn wait_for_copies(window: &Window, dice: &mut Dice) {
+    if dice.once_in(3) {
+        return std::thread::sleep(Duration::from_micros(dice.below(4000)));
+    }
+    let (begun, shared) = (Instant::now(), &window.shared);
+    let is_copying = |state: MutexGuard<'_, State>| state.copies || state.next < shared.blocks.len();
+    while is_copying(shared.lock()) {
+        assert!(begun.elapsed() < LONG, "a window copies without end: {:?}", window.figures());
+        std::thread::yield_now();
+    }
+}
+
+/// A training that saves at its end, what it changes otherwise than by steps, and what else goes wrong. Its save is
+/// refused, or has the bytes that the training had when the save began.
 fn run(seed: u64, endings: &mut Endings) {
     let mut dice = Dice(seed);
     let place = tempfile::tempdir().unwrap();
@@ -204,15 +314,24 @@ fn run(seed: u64, endings: &mut Endings) {
     let numels: Vec<u64> =
         (0..1 + dice.below(5)).map(|_| [1, 15, 4096, 262_145, 600_001][dice.below(5) as usize]).collect();
     let mut training = Training::new(&numels, &mut dice);
-    let (first, _) = training.save(&engine, &place.path().join("first"), None);
+    let (first, saved) = training.save(&engine, &place.path().join("first"), None);
     first.committed(None).unwrap();
+    training.live().zip(saved).for_each(|(live, saved)| *live.lock() = saved);
 
+    let steps = 1 + dice.below(STEPS);
+    let planned = Moment::ALL.get((seed % 10) as usize).copied();
+    let mut faults = Faults { planned, step: dice.below(steps), units: BTreeSet::new() };
     let window = Window::open(&engine, &training.catalog, vec![class()], training.units(), None).unwrap();
+    if dice.once_in(4) {
+        // Nothing was copied yet: the save is not refused for this.
+        training.change_bit(&mut dice);
+    }
     window.go_on(None).unwrap();
-    let mut is_foreign = false;
-    for _ in 0..1 + dice.below(STEPS) {
-        std::thread::sleep(Duration::from_micros(dice.below(4000)));
+    for step in 0..steps {
+        wait_for_copies(&window, &mut dice);
+        faults.change_tensor(Moment::DuringCopies, step, &training, &mut dice);
         window.stepping(None).unwrap();
+        faults.change_tensor(Moment::BeforeStep, step, &training, &mut dice);
         let mut gradients: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
         for (number, &numel) in numels.iter().enumerate() {
             if !dice.once_in(6) {
@@ -220,36 +339,33 @@ fn run(seed: u64, endings: &mut Endings) {
             }
         }
         let scalars = training.step(&gradients);
-        if dice.once_in(12) {
-            // A tensor that something else changes.
-            let live = training.live().nth(dice.below(numels.len() as u64 * 3) as usize).unwrap();
-            let mut bytes = live.lock();
-            let at = dice.below(bytes.len() as u64) as usize;
-            bytes[at] ^= 1 << dice.below(8);
-            is_foreign = true;
+        faults.change_tensor(Moment::AfterStep, step, &training, &mut dice);
+        let told = faults.change_gradients(step, gradients, &mut dice);
+        let applied = told.iter().map(|(unit, gradient)| Applied {
+            unit: *unit,
+            dtype: Dtype::F32,
+            gradient: Arc::clone(gradient) as _,
+            factor: None,
+            scalars,
+            device_bias: None,
+        });
+        window.stepped(applied.collect(), None).unwrap();
+        if dice.once_in(2) {
+            // They were copied: the save is not refused for this.
+            told.iter().for_each(|(_, gradient)| gradient.lock().iter_mut().for_each(|byte| *byte = !*byte));
         }
-        let mut applied = Vec::new();
-        for (&unit, values) in &gradients {
-            let mut values = values.clone();
-            if dice.once_in(40) {
-                // A gradient that something else changed behind the step.
-                values[3] ^= 0x20;
-                is_foreign = true;
-            }
-            if dice.once_in(40) {
-                is_foreign = true;
-                continue;
-            }
-            let gradient: Arc<dyn Provider> = Arc::new(values);
-            applied.push(Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias: None });
-        }
-        window.stepped(applied, None).unwrap();
+        faults.change_tensor(Moment::AfterGradients, step, &training, &mut dice);
         window.go_on(None).unwrap();
         if dice.once_in(15) {
             window.let_go("the test says so");
         }
     }
+    if dice.once_in(2) {
+        wait_for_copies(&window, &mut dice);
+    }
+    faults.change_tensor(Moment::BeforeClose, faults.step, &training, &mut dice);
     let captured = window.close();
+    faults.change_tensor(Moment::AfterClose, faults.step, &training, &mut dice);
     let figures = window.figures();
     endings.let_go += figures.let_go_bytes;
     let is_dropped_first = dice.once_in(2);
@@ -269,9 +385,12 @@ fn run(seed: u64, endings: &mut Endings) {
             endings.replayed += figures.held_bytes;
         }
         Err(error) => {
-            assert!(is_foreign && error.message.contains("other bits than the tensor had"), "seed {seed}: {error}");
+            let of_unit = |unit: &usize| error.message.starts_with(&format!("model/{unit:02}."));
+            let names_what_changed = faults.units.iter().any(of_unit);
+            let says_why = error.message.contains("other bits than the tensor had");
+            assert!(says_why && names_what_changed, "seed {seed}, {planned:?} of {:?}: {error}", faults.units);
             assert!(window.is_none_or(|window| window.is_refuted()), "seed {seed}");
-            endings.refused += 1;
+            *endings.refused.entry(planned).or_default() += 1;
         }
     }
     drop(second);
@@ -288,7 +407,10 @@ fn what_is_committed_is_what_the_training_had() {
     let mut endings = Endings::default();
     (0..seeds()).for_each(|seed| run(seed, &mut endings));
     let Endings { replayed, refused, let_go } = endings;
-    assert!(replayed > 10 * MIB && refused > 0 && let_go > 0, "{replayed} {refused} {let_go}");
+    assert!(replayed > 10 * MIB && let_go > 0, "{replayed} {let_go}");
+    for moment in Moment::ALL {
+        assert!(refused.contains_key(&Some(moment)), "no save was refused for {moment:?}: {refused:?}");
+    }
 }
 
 #[test]

@@ -26,6 +26,7 @@ def show(results: dict[str, Any]) -> None:
         "footprint": _footprint,
         "stores": _stores,
         "hooks": _hooks,
+        "windows": _windows,
         "replay": _replay,
         "planning": _planning,
     }
@@ -155,6 +156,11 @@ def _footprint(found: dict[str, Any]) -> list[Row]:
         for name, value in found.items()
         if name.startswith(prefix)
     ]
+
+
+def _windows(found: dict[str, Any]) -> list[Row]:
+    is_within = bool(found["within"])
+    return [("memory, captures over several steps", "budget + 64 MiB", "within" if is_within else "beyond", is_within)]
 
 
 def _stores(found: dict[str, Any]) -> list[Row]:

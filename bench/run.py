@@ -33,6 +33,7 @@ import stall
 import stores
 import training
 import transfer
+import windows
 from ceiling import expect_fio
 from ranks import Settings
 
@@ -50,6 +51,7 @@ MEASURES = {
     "footprint": (footprint.measure, "memory beside the state"),
     "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
     "hooks": (hooks.measure, "what captures ahead of a save cost the host in a step of 1,000 tensors"),
+    "windows": (windows.measure, "captures over four steps beside one, on a host: memory, time to the commit"),
     "replay": (replay.measure, "replayed steps of AdamW beside loads and stores alone, and beside PyTorch's"),
     "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }

@@ -134,7 +134,7 @@ class Optimal(Schedule):
         return (
             f"every {steps} steps ({spoken(steps * figure.step_s)}){why.get(figure.limit, '')}: a save costs "
             f"{spoken(figure.cost_s)} and commits after {spoken(figure.lag_s)}; one failure in {spoken(figure.mtbf_s)} "
-            f"is expected ({restarts} in {spoken(record.trained_s)}); expected waste {figure.waste:.2%}; "
+            f"is expected ({restarts} in {spoken(record.trained_s)}); expected waste {_share(figure.waste)}; "
             f"the next save is due at step {self._due}"
         )
 
@@ -327,6 +327,11 @@ def last(count: int) -> Keep:
 def every(count: int) -> Keep:
     """Keeps checkpoints whose step ``count`` divides: ``Checkpointer(url, keep=sf.last(3) | sf.every(10_000))``."""
     return Keep(every=_positive("every", count))
+
+
+def _share(waste: float) -> str:
+    """A waste in percent; one that no training survives without its size, as ``shardfast interval`` says it."""
+    return f"{waste:.2%}" if waste <= 10 else "more than 1000%"
 
 
 def _positive(name: str, count: int) -> int:

@@ -51,7 +51,7 @@ COLUMNS = {"steps_s": "time of all steps", "lag_s": "commit after the step", "pr
 
 def _worker(settings: Settings, budget: int) -> dict[str, Any]:
     os.environ[session.STAGING_BYTES] = str(budget)  # before the process's session is made
-    trainer = Trainer(int(settings.gigabytes * 1e9) // 8)
+    trainer = Trainer(settings.total_bytes // 4)
     # The one that can be replayed on a host.
     trainer.optimizer = torch.optim.AdamW(trainer.module.parameters(), lr=1e-6, fused=True)
     trainer.plain_s(3)

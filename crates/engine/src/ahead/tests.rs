@@ -1,6 +1,7 @@
 //! A training with faults, by seeds: what is committed is always what the training had at the save.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -411,6 +412,68 @@ fn what_is_committed_is_what_the_training_had() {
     for moment in Moment::ALL {
         assert!(refused.contains_key(&Some(moment)), "no save was refused for {moment:?}: {refused:?}");
     }
+}
+
+/// A tensor whose copies are counted, and wait until they may end.
+struct Slow {
+    live: Arc<Live>,
+    begun: AtomicUsize,
+    may_end: AtomicBool,
+}
+
+impl Provider for Slow {
+    fn bytes(&self) -> u64 {
+        self.live.bytes()
+    }
+
+    fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()> {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        expect_soon(|| self.may_end.load(Ordering::SeqCst));
+        self.live.fill(at, out, fences)
+    }
+
+    fn capture(&self) -> Capture {
+        Capture::Lazy
+    }
+}
+
+fn expect_soon(is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < LONG, "it never was so");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_step_waits_for_the_block_under_way_and_no_other_begins_before_it_is_over() {
+    const SHORT: Duration = Duration::from_millis(50);
+    let engine = Engine::new(shardfast_coord::solo(), 1024 * MIB).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let training = Training::new(&[4 * 262_144], &mut Dice(1));
+    training.save(&engine, &place.path().join("first"), None).0.committed(None).unwrap();
+    let mut units = training.units();
+    let (begun, may_end) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let slow = Arc::new(Slow { live: Arc::clone(&training.tensors[0][0]), begun, may_end });
+    units[0].arrays[0].memory = Arc::clone(&slow) as _;
+    let window = Window::open(&engine, &training.catalog, vec![class()], units, None).unwrap();
+    window.go_on(None).unwrap();
+    expect_soon(|| slow.begun.load(Ordering::SeqCst) == 1);
+    let steps = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            window.stepping(None).unwrap();
+            steps.store(true, Ordering::SeqCst);
+        });
+        std::thread::sleep(SHORT);
+        let is_early = steps.load(Ordering::SeqCst);
+        slow.may_end.store(true, Ordering::SeqCst);
+        assert!(!is_early, "the optimizer stepped while a block was copied");
+    });
+    std::thread::sleep(SHORT);
+    assert_eq!(slow.begun.load(Ordering::SeqCst), 1, "a block was copied while the optimizer stepped");
+    window.go_on(None).unwrap();
+    expect_soon(|| slow.begun.load(Ordering::SeqCst) > 1);
 }
 
 #[test]

@@ -807,7 +807,10 @@ def check_layout(rank: int, world: int, place: Path, layout: str, over: int) -> 
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [("hsdp", 4), *((layout, world) for layout in ("ddp", "fsdp2", "tp", "zero1") for world in (2, 4))],
+    [
+        *(("hsdp", world) for world in (2, 4)),
+        *((layout, world) for layout in ("ddp", "fsdp2", "tp", "zero1") for world in (1, 2, 4)),
+    ],
 )
 def test_layouts(ranks, tmp_path, layout, world):
     for over in (1, 4):

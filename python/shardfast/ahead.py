@@ -375,5 +375,5 @@ class Ahead:
         rest = f"; the rest in one step, because {self._rest}" if self._rest else ""
         return (
             f"over {of['steps']:.0f} steps: {copying}{_spoken(of['held_bytes'])} replayed and proven in each of "
-            f"{self._saves} saves{rest}{'; now ' if now else ''}{now}"
+            f"{self._saves} {'save' if self._saves == 1 else 'saves'}{rest}{'; now ' if now else ''}{now}"
         )

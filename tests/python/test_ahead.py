@@ -161,7 +161,7 @@ def test_the_report_and_the_text_tell_what_was_done(tmp_path):
         assert found["held_bytes"] > 100_000 and found["left_bytes"] == found["let_go_bytes"] == 0
         assert found["gradient_bytes"] * 3 == found["held_bytes"] * 2
         assert found["steps"] == 3
-        assert "replayed and proven in each of 1 saves" in str(ckpt.capture)
+        assert "replayed and proven in each of 1 save" in str(ckpt.capture)
 
 
 def schedules(optimizers: list[torch.optim.Optimizer]) -> Callable[[int], None]:

@@ -261,7 +261,7 @@ impl Faults {
         }
     }
 
-    /// The gradients of which the window is told, by unit.
+    /// Changes or loses gradients of a step, if this is due. Returns what the test passes to the window, with its unit.
     fn change_gradients(
         &mut self,
         step: u64,

@@ -568,6 +568,9 @@ def step_url(run_url: str, step: int) -> str:
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""
 
+def interpreter_ends() -> None:
+    """The interpreter is about to end: the engine's threads do not ask it to give back tensors any more."""
+
 def cli_main(argv: Sequence[str], host: Callable[[], tuple[int | None, Sequence[tuple[str, str, str, str]]]]) -> int:
     """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code.
 

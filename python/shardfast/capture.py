@@ -271,6 +271,7 @@ class InFlight:
         finally:
             # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True
+            _native.interpreter_ends()
             self._watched.put(None)
             if self._watcher is not None:
                 self._watcher.join()

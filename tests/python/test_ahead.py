@@ -798,6 +798,29 @@ def test_replicas_hold_what_they_write_whole_parameters(ranks, tmp_path, world):
     expect_same(tmp_path, "1", "3")
 
 
+def check_cut(rank: int, world: int, place: Path, layout: str, over: int) -> list[float]:
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(40, 6000, bias=False))
+    if layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    ckpt = train(place, over, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)])
+    return [one["held_bytes"] for one in ckpt.capture._figures]
+
+
+@pytest.mark.parametrize(("layout", "world", "is_held"), [("hsdp", 4, True), ("ddp", 4, True), ("ddp", 2, False)])
+def test_a_parameter_that_must_be_cut_is_cut_with_its_moments(ranks, tmp_path, layout, world, is_held):
+    """At the same rows, so replicas hold theirs of it; on two ranks the moments are cut, and the weights stay whole."""
+    for over in (1, 3):
+        found = ranks(world)(check_cut, tmp_path / str(over), layout, over)
+    held = [of_rank[-1] if of_rank else 0 for of_rank in found]
+    total = 3 * 4 * 40 * 6000 if is_held else 0
+    assert replayed(tmp_path / "3") == sum(held) == total, found
+    assert max(held) == total / world, held
+    expect_same(tmp_path, "1", "3")
+
+
 def check_layout(rank: int, world: int, place: Path, layout: str, over: int) -> tuple[int, str]:
     model, optimizers = wrapped(layout, world)
     ckpt = train(place, over, model, optimizers)

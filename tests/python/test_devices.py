@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import ctypes, json, sys, time
+import ctypes, json, sys, time, weakref
 from shardfast import _native
 
 driver, url = ctypes.CDLL("libcuda.so.1"), sys.argv[1]
@@ -98,6 +98,40 @@ checkpoint.load(
 )
 assert read(big_to, len(big)) == b"\\x07" * len(big), "not what the device held at the call"
 assert read(small_to, len(small)) == small
+
+# Gradients of a window are given back as soon as they were copied, without another call.
+class Gradient:
+    pass
+arrays = [allocate(bytes(4 << 20)) for _ in range(3)]
+floats = _native.Described([
+    ("tensor", "model", str(i), "", "F32", (1 << 20,), [((0,), (1 << 20,), at, (4,), 0)], "lazy", None, "never")
+    for i, at in enumerate(arrays)
+])
+roomy = _native.Session.solo(staging_bytes=256 << 20)
+before = _native.save(roomy, url + "/c", floats, [], None, step=None, user={}, timeout_s=20.0,
+                      streams={0: stream.value})
+before.staged()
+before.confirm_unmodified()
+before.committed()
+on = {0: stream.value}
+adam = [("adam", "F32", "F32", "cuda", "adam.fused.cuda.f32")]
+window = _native.Window(roomy, floats, None, adam, [(0, 1 << 20, arrays)], on, False, None)
+window.go_on(on)
+window.stepping(on)
+figures = json.loads(window.figures())
+assert figures["held_bytes"] == 12 << 20, figures
+gradient_at = allocate(bytes(4 << 20))
+gradient = Gradient()
+known = weakref.ref(gradient)
+numbers = [1e-3, 0.9, 0.99, 1e-8, 0.01, 1, 0, 0, 0.1, 0.1, 0.1, 0.1]
+window.stepped([(0, gradient, 0)], [("adam", numbers, None)], lambda one: (gradient_at, 1 << 20, "F32", 0), on)
+del gradient
+until = time.monotonic() + 20
+while known() is not None:
+    assert time.monotonic() < until, "the gradient is still held"
+    time.sleep(0.001)
+window.let_go("seen")
+del window
 
 # A device that is lost fails the save, and nothing is published.
 call("fakeFail", b"cuMemcpyAsync", u64(1), 700, True)

@@ -43,8 +43,9 @@ FORBIDDEN = {
 }
 # In these crates texts count, too: names of attributes stand in them.
 WITH_TEXTS = {"native"}
-# Where the interpreter is taken back: to make Python's errors, and for what only Python knows of the machine.
-ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs"}
+# Where the interpreter is taken back: to make Python's errors, for what only Python knows of the machine, and by the
+# interpreter itself.
+ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crates/native/src/owner.rs"}
 
 
 def crates() -> dict[str, dict[str, str]]:

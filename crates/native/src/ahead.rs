@@ -15,6 +15,7 @@ use shardfast_engine::{Memory, Provider, Strided};
 use crate::dlpack::{Dense, Lookup};
 use crate::errors::{invalid, raise};
 use crate::leaves::{Described, Held, PartInRun, Streams};
+use crate::owner::Owner;
 use crate::process::Own;
 use crate::session::Session;
 
@@ -61,7 +62,7 @@ impl Window {
         pace: Option<(f64, f64)>,
     ) -> PyResult<Window> {
         let classes = classes.iter().map(class).collect::<PyResult<Vec<_>>>()?;
-        let (runs, owner) = (described.runs(), Arc::new(owner));
+        let (runs, owner) = (described.runs(), Arc::new(Owner::new(owner)));
         let engine = session.engine()?;
         let places = units.iter().flat_map(|(.., addresses)| addresses).filter_map(|address| runs.get(address));
         let devices: BTreeSet<Option<u32>> = places.map(|part| part.device).collect();
@@ -145,7 +146,7 @@ impl Window {
             let Dense { address, dtype, .. } = found;
             let block = Strided::new(address, &[numel], &[dtype.bytes() as i64], dtype.bytes() as u64);
             let gradient: Arc<dyn Provider> = match window.gradients() {
-                Some(copies) => Arc::new(Held::on_device(copies, &block, &Arc::new(gradient.unbind()))),
+                Some(copies) => Arc::new(Held::on_device(copies, &block, &Arc::new(Owner::new(gradient.unbind())))),
                 None => {
                     // SAFETY: the gradient is a tensor of so many elements in one run, which the caller holds and does
                     // not write during this call; it is not read after that.

@@ -14,6 +14,7 @@ use shardfast_engine::{
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest};
 
 use crate::errors::{invalid, raise};
+use crate::owner::Owner;
 use crate::parts::{Block, blocks};
 use crate::spots::Spots;
 use crate::values::{Encoded, Value};
@@ -25,19 +26,19 @@ const GUARDED_RUN_BYTES_MIN: u64 = 4096;
 pub(crate) struct Held<P> {
     memory: P,
     capture: Capture,
-    _owner: Arc<Py<PyAny>>,
+    _owner: Arc<Owner>,
 }
 
 impl Held<Memory> {
     /// Host memory that is read while the program goes on.
-    pub(crate) fn lazily(block: &Strided, owner: &Arc<Py<PyAny>>) -> Held<Memory> {
+    pub(crate) fn lazily(block: &Strided, owner: &Arc<Owner>) -> Held<Memory> {
         Held { memory: memory(block, true), capture: Capture::Lazy, _owner: Arc::clone(owner) }
     }
 }
 
 impl Held<DeviceMemory> {
     /// A device's memory that is read while the program goes on.
-    pub(crate) fn on_device(copies: &Arc<CopyStream>, block: &Strided, owner: &Arc<Py<PyAny>>) -> Held<DeviceMemory> {
+    pub(crate) fn on_device(copies: &Arc<CopyStream>, block: &Strided, owner: &Arc<Owner>) -> Held<DeviceMemory> {
         Held { memory: device_memory(copies, block), capture: Capture::Lazy, _owner: Arc::clone(owner) }
     }
 }
@@ -172,7 +173,7 @@ struct Now {
     copies: BTreeMap<u32, Arc<CopyStream>>,
     /// The bytes of each spot, if this save samples them.
     samples: Vec<Sample>,
-    owner: Arc<Py<PyAny>>,
+    owner: Arc<Owner>,
     blocking: bool,
 }
 
@@ -354,7 +355,7 @@ impl Described {
             copied: self.copied_inline()?,
             copies: copies.made,
             samples: if blocking { Vec::new() } else { self.spots.look() },
-            owner: Arc::new(owner),
+            owner: Arc::new(Owner::new(owner)),
             blocking,
         };
         let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));

@@ -14,6 +14,7 @@ mod loading;
 mod mapped;
 mod near;
 mod outline;
+mod owner;
 mod parts;
 mod pending;
 mod process;
@@ -50,6 +51,8 @@ mod _native {
     use crate::mapped::{Mapped, Part};
     #[pymodule_export]
     use crate::outline::Outline;
+    #[pymodule_export]
+    use crate::owner::interpreter_ends;
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]

@@ -99,16 +99,12 @@ pub(crate) struct Share {
 /// and the lower rank.
 pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     let whole = worst_fit(world, classes, items);
-    let loads = loads(world, items, &whole);
-    let heaviest = |loads: &[u64]| loads.iter().copied().max().unwrap_or(0);
-    let mut best = (heaviest(&loads), whole);
-    let total: u128 = loads.iter().map(|&load| u128::from(load)).sum();
+    let mut best = (heaviest(world, items, &whole), whole);
+    let total: u128 = items.iter().map(|item| u128::from(item.bytes)).sum();
     if best.0 <= tolerated((total / (world as u128).max(1)) as u64) || total > TOTAL_MAX {
         return best.1;
     }
-    let mut amounts = vec![0u64; classes.len()];
-    items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
-    let levels = levels(world, classes, &amounts);
+    let levels = levels(world, classes, &amounts(classes, items));
     let limit = tolerated(levels.least);
     // Of a single class, the holder with most room is never above its level, and a small part fits under the limit.
     let are_several = classes.iter().filter(|class| class.len() > 1).nth(1).is_some();
@@ -119,7 +115,7 @@ pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<
             break;
         }
         let shares = Cutting::new(classes, &levels, limit).run(items, order, cut);
-        let heaviest = heaviest(&self::loads(world, items, &shares));
+        let heaviest = heaviest(world, items, &shares);
         if heaviest < best.0 {
             best = (heaviest, shares);
         }
@@ -132,14 +128,27 @@ fn tolerated(least: u64) -> u64 {
     least.saturating_add((least / TOLERANCE).max(BLOCK_BYTES))
 }
 
-fn loads(world: usize, items: &[Item], shares: &[Share]) -> Vec<u64> {
+/// The load up to which these items are shared evenly.
+pub(crate) fn tolerated_load(world: usize, classes: &[Vec<u32>], items: &[Item]) -> u64 {
+    tolerated(levels(world, classes, &amounts(classes, items)).least)
+}
+
+/// Bytes by class.
+fn amounts(classes: &[Vec<u32>], items: &[Item]) -> Vec<u64> {
+    let mut amounts = vec![0u64; classes.len()];
+    items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
+    amounts
+}
+
+/// The load of the rank that writes most.
+pub(crate) fn heaviest(world: usize, items: &[Item], shares: &[Share]) -> u64 {
     let mut loads = vec![0u64; world];
     for share in shares {
         let item = items[share.item];
         let bytes = share.rows.map_or(item.bytes, |rows| item.bytes / item.rows * rows.count);
         loads[share.rank as usize] = loads[share.rank as usize].saturating_add(bytes);
     }
-    loads
+    loads.into_iter().max().unwrap_or(0)
 }
 
 /// A rank writes what it alone holds; then each item from the largest on goes to the least loaded of its holders.

@@ -4,30 +4,45 @@
 //! writes of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the
 //! leaf called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
 //!
-//! Where the planner would have to cut a unit to keep the balance, it takes the unit apart: then it cuts the moments
-//! before the parameter, as ever. It takes the largest unit apart, then the two largest, then four, and so on, until it
-//! cuts none that is whole.
+//! A unit that must be cut is cut at the same rows in all of its parts, so that each rank still has a run of the
+//! parameter with its moments. Where that would cut weights that could stay whole, or would be less even, the planner
+//! takes units apart instead: then it cuts the moments before the parameter, as ever. It takes the largest unit apart,
+//! then the two largest, then four, and so on, until it cuts none that is whole.
 
 use std::collections::HashMap;
 
 use shardfast_format::LeafName;
 
-use crate::balance::{Item, Share};
+use crate::balance::{Item, Share, heaviest, tolerated_load};
 use crate::together::divide_together;
 
-/// As [`divide_together`], with what belongs to one parameter on one rank.
+/// As [`divide_together`], with what belongs to one parameter on one rank, or in the same rows on several.
 pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Share> {
     let units = units(classes, items, names);
-    let mut apart = 0;
-    loop {
-        let whole = &units[apart..];
-        let shares = divide_with(world, classes, items, names, whole);
-        let is_cut = |unit: &[usize]| shares.iter().any(|share| share.rows.is_some() && unit.contains(&share.item));
-        if whole.is_empty() || !whole.iter().any(|unit| is_cut(unit)) {
-            return shares;
-        }
+    let cut_alike = divide_with(world, classes, items, names, &units);
+    let (mut apart, mut shares) = (0, cut_alike.clone());
+    while units[apart..].iter().any(|unit| is_cut(unit, &shares)) {
         apart = (apart * 2).max(1).min(units.len());
+        shares = divide_with(world, classes, items, names, &units[apart..]);
     }
+    if apart == 0 {
+        return shares;
+    }
+    let load = |shares: &[Share]| heaviest(world, items, shares);
+    let is_even = load(&cut_alike) <= tolerated_load(world, classes, items).max(load(&shares));
+    let keeps_as_many_whole = cut_priority(items, &cut_alike) <= cut_priority(items, &shares);
+    if is_even && keeps_as_many_whole { cut_alike } else { shares }
+}
+
+/// Whether some of these items are cut.
+fn is_cut(unit: &[usize], shares: &[Share]) -> bool {
+    shares.iter().any(|share| share.rows.is_some() && unit.contains(&share.item))
+}
+
+/// The highest priority against cuts of what is cut.
+fn cut_priority(items: &[Item], shares: &[Share]) -> u32 {
+    let cut = shares.iter().filter(|share| share.rows.is_some());
+    cut.map(|share| items[share.item].spared).max().unwrap_or_default()
 }
 
 /// What the items of a unit have in common: the parameter's name, which part of it they are, their class and rows.
@@ -102,54 +117,95 @@ fn divide_with(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::write::Rows;
 
     const MIB: u64 = 1 << 20;
 
-    /// By name the ranks that write it, of one class on `world` ranks.
-    fn ranks(world: u32, parts: &[(&str, &str, u64, u64)]) -> Vec<Vec<u32>> {
-        let names: Vec<LeafName> = parts.iter().map(|(key, name, ..)| LeafName::new(*key, *name)).collect();
-        let item = |&(_, _, bytes, rows): &(&str, &str, u64, u64)| Item { bytes, rows, spared: 0, class: 0 };
-        let items: Vec<Item> = parts.iter().map(item).collect();
-        let names: Vec<&LeafName> = names.iter().collect();
-        let shares = divide_units(world as usize, &[(0..world).collect()], &items, &names);
-        let of = |item| shares.iter().filter(|share| share.item == item).map(|share| share.rank).collect();
-        (0..parts.len()).map(of).collect()
+    /// Key, name, bytes and rows of an item.
+    type Of<'a> = (&'a str, &'a str, u64, u64);
+
+    /// By item the ranks that write it, and which rows, of one class on two ranks. `spared` are the priorities of
+    /// items of the model and of others.
+    fn shares(items: &[Of<'_>], spared: [u32; 2]) -> Vec<Vec<(u32, Option<Rows>)>> {
+        let names: Vec<LeafName> = items.iter().map(|(key, name, ..)| LeafName::new(*key, *name)).collect();
+        let item = |&(key, _, bytes, rows): &Of<'_>| {
+            let spared = spared[usize::from(key != "model")];
+            Item { bytes, rows, spared, class: 0 }
+        };
+        let found: Vec<Item> = items.iter().map(item).collect();
+        let shares = divide_units(2, &[vec![0, 1]], &found, &names.iter().collect::<Vec<_>>());
+        let of = |item| {
+            let own = shares.iter().filter(|share| share.item == item);
+            own.map(|share| (share.rank, share.rows)).collect()
+        };
+        (0..items.len()).map(of).collect()
     }
 
     #[test]
     fn what_belongs_to_one_parameter_goes_to_one_rank() {
-        let found = ranks(
-            2,
-            &[
-                ("model", "a", 8 * MIB, 64),
-                ("model", "b", 8 * MIB, 64),
-                ("optimizer", "state.a.exp_avg", 8 * MIB, 64),
-                ("optimizer", "state.a.exp_avg_sq", 8 * MIB, 64),
-                ("optimizer", "state.b.exp_avg", 8 * MIB, 64),
-                ("optimizer", "state.b.exp_avg_sq", 8 * MIB, 64),
-            ],
-        );
+        let items = [
+            ("model", "a", 8 * MIB, 64),
+            ("model", "b", 8 * MIB, 64),
+            ("optimizer", "state.a.exp_avg", 8 * MIB, 64),
+            ("optimizer", "state.a.exp_avg_sq", 8 * MIB, 64),
+            ("optimizer", "state.b.exp_avg", 8 * MIB, 64),
+            ("optimizer", "state.b.exp_avg_sq", 8 * MIB, 64),
+        ];
+        let found = shares(&items, [2, 1]);
         let [a, b] = [&found[0], &found[1]];
         assert!(a.len() == 1 && b.len() == 1 && a != b, "{found:?}");
         assert!([2, 3].iter().all(|&of| found[of] == *a) && [4, 5].iter().all(|&of| found[of] == *b), "{found:?}");
     }
 
     #[test]
-    fn a_unit_that_is_more_than_its_share_is_taken_apart() {
-        let found = ranks(
-            2,
-            &[
-                ("model", "a", 100 * MIB, 64),
-                ("model", "b", 10 * MIB, 64),
-                ("model", "c", 10 * MIB, 64),
-                ("optimizer", "state.a.momentum", 100 * MIB, 64),
-                ("optimizer", "state.b.momentum", 10 * MIB, 64),
-                ("optimizer", "state.c.momentum", 10 * MIB, 64),
-            ],
-        );
+    fn weights_that_can_stay_whole_are_not_cut_for_their_moments() {
+        let items = [
+            ("model", "a", 100 * MIB, 64),
+            ("model", "b", 10 * MIB, 64),
+            ("model", "c", 10 * MIB, 64),
+            ("optimizer", "state.a.momentum", 100 * MIB, 64),
+            ("optimizer", "state.b.momentum", 10 * MIB, 64),
+            ("optimizer", "state.c.momentum", 10 * MIB, 64),
+        ];
+        let found = shares(&items, [2, 1]);
         assert_ne!(found[0], found[3], "the balance counts more: {found:?}");
         assert_eq!(found[1..3], found[4..], "the small ones stay whole: {found:?}");
-        assert!(found.iter().all(|ranks| ranks.len() == 1), "nothing is cut: {found:?}");
+        assert!(found.iter().all(|shares| shares.len() == 1), "nothing is cut: {found:?}");
+    }
+
+    #[test]
+    fn what_must_be_cut_is_cut_at_the_same_rows() {
+        let shards = [
+            ("model", "a", 90 * MIB, 90),
+            ("model", "b", 10 * MIB, 10),
+            ("optimizer", "state.a.exp_avg", 90 * MIB, 90),
+            ("optimizer", "state.a.exp_avg_sq", 90 * MIB, 90),
+        ];
+        let found = shares(&shards, [0, 0]);
+        assert!(found[0].len() == 2 && found[0] == found[2] && found[2] == found[3], "{found:?}");
+        assert_eq!(found[1].len(), 1, "{found:?}");
+        // Whole tensors of a model open elsewhere, and are not cut for this.
+        let found = shares(&shards, [2, 1]);
+        assert_eq!([found[0].len(), found[1].len()], [1, 1], "{found:?}");
+        assert!(found[2..].iter().any(|moment| moment.len() == 2), "{found:?}");
+        // Where they must be cut, they are cut with their moments.
+        let one = [("model", "a", 200 * MIB, 200), ("optimizer", "state.a.momentum", 20 * MIB, 200)];
+        let found = shares(&one, [2, 1]);
+        assert!(found[0].len() == 2 && found[0] == found[1], "{found:?}");
+    }
+
+    #[test]
+    fn rows_that_are_too_large_together_are_not_cut_together() {
+        // Three rows: together 100 and 200 MiB, apart 150 and 150.
+        let three = |key, name| (key, name, 75 * MIB, 3);
+        let moment = |name| three("optimizer", name);
+        let found =
+            shares(&[three("model", "a"), moment("state.a.x"), moment("state.a.y"), moment("state.a.z")], [0, 0]);
+        let mib = |rank| {
+            let of = |share: &(u32, Option<Rows>)| share.1.map_or(75, |rows| 25 * rows.count);
+            found.iter().flatten().filter(|share| share.0 == rank).map(of).sum::<u64>()
+        };
+        assert_eq!([mib(0), mib(1)], [150, 150], "{found:?}");
     }
 
     #[test]

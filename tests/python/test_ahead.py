@@ -414,6 +414,42 @@ def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
     assert "changed by something else" in str(ckpt.capture)
 
 
+def train_with_another_number(rank: int, world: int, place: Path) -> tuple[list[str], str]:
+    """Rank 1 changes a number of its own shard in the window of the second save; what each save raised, by rank."""
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    state, failures = {"model": model, "optimizer": optimizer}, []
+    ckpt = sf.Checkpointer(place, every=sf.steps(EVERY), over=4)
+    for step in range(1 + ckpt.restore(state), STEPS + 8):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        if (rank, step) == (1, 12):
+            model[2].weight.to_local().data[7, 7] += 0.01
+        optimizer.zero_grad()
+        try:
+            step_and_copy(ckpt, step, state)
+            if step % EVERY == 0:
+                ckpt.wait()
+        except sf.Invalid as error:
+            failures.append(str(error))
+    ckpt.close()
+    return failures, str(ckpt.capture)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_bits_on_one_rank_fail_the_save_on_all(ranks, tmp_path, world):
+    found = ranks(world)(train_with_another_number, tmp_path)
+    said = {tuple(failures) for failures, _ in found}
+    assert len(said) == 1 and len(found[0][0]) == 1, said
+    assert "has other bits than the tensor had" in found[0][0][0] and "2.weight" in found[0][0][0]
+    steps = sorted(int(one.parent.name[-8:]) for one in tmp_path.glob("step-*/COMMIT"))
+    assert steps == [7, 21, 28]
+    # The others go on ahead.
+    assert ["changed by something else" in text for _, text in found] == [rank == 1 for rank in range(world)]
+    assert 0 < replayed(tmp_path, 28) < sum(file.stat().st_size for file in (tmp_path / "step-00000028").rglob("*"))
+
+
 # One step, and why
 
 

@@ -106,7 +106,7 @@ pub struct Applied {
 }
 
 /// What a step used for a piece, beside the gradient.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 struct Used {
     dtype: Dtype,
     factor: Option<f32>,

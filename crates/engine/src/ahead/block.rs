@@ -178,6 +178,21 @@ impl Block {
         if was_held { self.bytes() } else { 0 }
     }
 
+    /// Finds out whether what a step used can be replayed, by a step of no elements: behind the save it would be too
+    /// late.
+    ///
+    /// # Errors
+    /// `Invalid` if not.
+    pub(super) fn expect_fits(&self, used: &Used) -> Result<()> {
+        let Some(variant) = self.variant else { return Ok(()) };
+        let gradient = Gradient { dtype: used.dtype, values: &[], factor: used.factor };
+        let step = Step::Taken { gradient, scalars: used.scalars_for(variant) };
+        let mut moments: Vec<&mut [u8]> = (1..self.arrays).map(|_| &mut [][..]).collect();
+        let (parameter, moments) = (&mut [][..], &mut moments[..]);
+        let mut block = shardfast_optim::Block { offset: 0, numel: 0, dtypes: self.dtypes, parameter, moments };
+        replay(Instructions::best(), variant, &mut block, &[step]).map_err(|error| Error::invalid(error.to_string()))
+    }
+
     /// Adds gradients; whether none waited before.
     pub(super) fn wait_for(&self, gradients: Waiting) -> bool {
         let mut state = self.lock();

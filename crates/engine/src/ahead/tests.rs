@@ -516,6 +516,37 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
 }
 
 #[test]
+fn a_step_that_does_not_fit_lets_go_before_the_save() {
+    let mut dice = Dice(1);
+    let engine = Engine::new(shardfast_coord::solo(), 1024 * MIB).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let mut training = Training::new(&[1000, 2000], &mut dice);
+    training.save(&engine, &place.path().join("first"), None).0.committed(None).unwrap();
+    let window = Window::open(&engine, &training.catalog, vec![class()], training.units(), None).unwrap();
+    window.go_on(None).unwrap();
+    expect_soon(|| window.figures().held_bytes > 0);
+    window.stepping(None).unwrap();
+    let gradients = BTreeMap::from([(0, dice.floats(1000)), (1, dice.floats(2000))]);
+    let scalars = training.step(&gradients);
+    let other = Scalars::Lion(LionScalars { lr: 0.1, beta1: 0.9, beta2: 0.99, weight_decay: 0.0 });
+    let applied = gradients.into_iter().zip([scalars, other]).map(|((unit, gradient), scalars)| {
+        let gradient: Arc<dyn Provider> = Arc::new(gradient);
+        Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias: None }
+    });
+    // No replay can find it out.
+    let under_way = window.shared.blocks[0].lock_slots();
+    window.stepped(applied.collect(), None).unwrap();
+    assert_eq!(window.figures().held_bytes, 0);
+    drop(under_way);
+    assert!(window.reason().is_some_and(|reason| reason.contains("scalars")), "{:?}", window.reason());
+    let (second, expected) = training.save(&engine, &place.path().join("second"), Some(window.close()));
+    second.committed(None).unwrap();
+    expect_holds(&engine, &place.path().join("second"), &expected, 0);
+    drop((window, second));
+    expect_soon(|| engine.staging.kept() == 0);
+}
+
+#[test]
 fn a_block_that_is_let_go_during_its_replay_gives_its_memory_back() {
     let engine = Engine::new(shardfast_coord::solo(), 1 << 30).unwrap();
     let training = Training::new(&[1000], &mut Dice(2));

@@ -269,19 +269,23 @@ impl Shared {
             return None;
         }
         let mut slot = self.slot_for_gradients(number)?;
-        let mut steps = Vec::with_capacity(block.pieces.len());
+        let mut steps: Vec<Option<Used>> = Vec::with_capacity(block.pieces.len());
         let mut bytes = 0;
         for piece in &block.pieces {
             let Some(one) = applied[piece.unit] else {
                 steps.push(None);
                 continue;
             };
-            let (from, to) = (piece.of_unit(one.dtype.bytes()), piece.of_block(one.dtype.bytes()));
-            let length = self.units[piece.unit].numel * one.dtype.bytes() as u64;
-            let filled = match slot.get_mut(to.clone()) {
+            let Applied { dtype, factor, scalars, device_bias, .. } = *one;
+            let used = Used { dtype, factor, scalars, device_bias };
+            let (from, to) = (piece.of_unit(dtype.bytes()), piece.of_block(dtype.bytes()));
+            let length = self.units[piece.unit].numel * dtype.bytes() as u64;
+            // Of one block most parameters step alike.
+            let fits = if steps.contains(&Some(used)) { Ok(()) } else { block.expect_fits(&used) };
+            let filled = fits.and_then(|()| match slot.get_mut(to.clone()) {
                 Some(out) if one.gradient.bytes() == length => one.gradient.fill(from.start, out, fences),
                 _ => Err(Error::invalid("a gradient has another size than its parameter")),
-            };
+            });
             if let Err(error) = filled {
                 // The slot goes back after what was begun for it has ended.
                 let _ = fences.wait();
@@ -289,8 +293,7 @@ impl Shared {
                 return None;
             }
             bytes += to.len() as u64;
-            let Applied { dtype, factor, scalars, device_bias, .. } = *one;
-            steps.push(Some(Used { dtype, factor, scalars, device_bias }));
+            steps.push(Some(used));
         }
         Some((Waiting { fences: Fences::default(), slot, steps }, bytes))
     }

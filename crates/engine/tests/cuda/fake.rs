@@ -82,6 +82,11 @@ impl Fake {
         assert_eq!(raw!(self, "fakeFree", address => usize), 0);
     }
 
+    /// Frees memory behind what the training's stream has to do, as frameworks use freed memory again.
+    pub(crate) fn free_behind(&self, address: usize) {
+        assert_eq!(raw!(self, "fakeFreeBehind", self.stream => u64, address => usize), 0);
+    }
+
     /// What the device's memory holds now.
     pub(crate) fn peek(&self, address: usize, bytes: usize) -> Vec<u8> {
         let mut out = vec![0; bytes];

@@ -84,6 +84,7 @@ exports! {
     fakeAllocSkewed(address: usize, bytes: usize, skew: usize) =
         answer::put(address, state().memory.allocate(bytes, skew, current()?));
     fakeFree(address: usize) = state().memory.free(address);
+    fakeFreeBehind(stream: usize, address: usize) = stream::free(stream, address);
     fakeWrite(address: usize, from: usize, bytes: usize) = state().memory.write(address, from, bytes);
     fakeRead(address: usize, to: usize, bytes: usize) = state().memory.read(address, to, bytes);
     fakeKernel(stream: usize, address: usize, bytes: usize, value: u8, takes_us: u64) =

@@ -145,6 +145,18 @@ pub(crate) fn update(handle: usize, address: usize, bytes: Vec<u8>, takes_us: u6
     })
 }
 
+/// Frees memory behind what the stream has to do, as frameworks use freed memory again. From any thread.
+pub(crate) fn free(handle: usize, address: usize) -> Answer {
+    let streams = &state().streams;
+    let found = streams.iter().find(|((known, _), _)| *known == handle).map(|(_, stream)| Arc::clone(stream));
+    found.ok_or(INVALID_HANDLE)?.push(move |_| {
+        let mut state = state();
+        if let Err(code) = state.memory.free(address) {
+            state.lost = Some(code);
+        }
+    })
+}
+
 /// Work that takes its time and then writes memory.
 pub(crate) fn kernel(handle: usize, address: usize, bytes: usize, value: u8, takes_us: u64) -> Answer {
     stream(handle)?.push(move |_| {

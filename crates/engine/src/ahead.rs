@@ -36,8 +36,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use shardfast_format::{Catalog, LeafBody};
 pub use shardfast_optim::{
-    AdagradScalars, AdamScalars, Bias, Device, Dtype, Dtypes, Kind as OptimizerKind, LionScalars, Scalars, SgdScalars,
-    Variant,
+    AdamScalars, Bias, Device, Dtype, Dtypes, Kind as OptimizerKind, Scalars, SgdScalars, Variant,
 };
 
 use crate::background;

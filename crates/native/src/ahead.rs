@@ -6,8 +6,8 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use shardfast_engine::ahead::{
-    self, AdagradScalars, AdamScalars, Applied, Array, Beside, Bias, Captured, Class, Costs, Device, Dtype, Dtypes,
-    LionScalars, OptimizerKind, Pace, Rehearsed, Scalars, SgdScalars, Unit, Variant,
+    self, Applied, Array, Beside, Captured, Class, Costs, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed,
+    Scalars, Unit, Variant,
 };
 use shardfast_engine::cuda::ForeignStream;
 use shardfast_engine::{Memory, Provider, Strided};
@@ -256,14 +256,18 @@ fn dense((address, numel, dtype, device): GivenPlace) -> PyResult<Dense> {
     Ok(Dense { address, numel, dtype: dtype_of(&dtype)?, device })
 }
 
+fn kind_of(name: &str) -> PyResult<OptimizerKind> {
+    match name {
+        "adam" => Ok(OptimizerKind::Adam),
+        "sgd" => Ok(OptimizerKind::Sgd),
+        "adagrad" => Ok(OptimizerKind::Adagrad),
+        "lion" => Ok(OptimizerKind::Lion),
+        other => Err(invalid(format!("there is no kind of steps {other:?}"))),
+    }
+}
+
 fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {
-    let kind = match kind.as_str() {
-        "adam" => OptimizerKind::Adam,
-        "sgd" => OptimizerKind::Sgd,
-        "adagrad" => OptimizerKind::Adagrad,
-        "lion" => OptimizerKind::Lion,
-        other => return Err(invalid(format!("there is no kind of steps {other:?}"))),
-    };
+    let kind = kind_of(kind)?;
     let dtypes = Dtypes { parameter: dtype_of(parameter)?, moments: dtype_of(moments)? };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda };
     let known = |name: &String| Variant::named(name).ok_or_else(|| invalid(format!("there is no variant {name:?}")));
@@ -280,42 +284,14 @@ fn dtype_of(name: &str) -> PyResult<Dtype> {
 
 /// The scalars of a step, in the order of their fields; flags are 0 or 1. Behind those of Adam its bias corrections as
 /// a device computes them, which are `f32`.
-fn scalars_of(kind: &str, of: &[f64]) -> PyResult<(Scalars, Option<[f32; 2]>)> {
-    let (of, device_bias) = match (kind, of) {
-        ("adam", [of @ .., correction1, correction2_sqrt]) if of.len() == 10 => {
-            (of, Some([*correction1 as f32, *correction2_sqrt as f32]))
+fn scalars_of(name: &str, of: &[f64]) -> PyResult<(Scalars, Option<[f32; 2]>)> {
+    let kind = kind_of(name)?;
+    let (own, device_bias) = match (kind, of) {
+        (OptimizerKind::Adam, [own @ .., correction1, correction2_sqrt]) if own.len() == 10 => {
+            (own, Some([*correction1 as f32, *correction2_sqrt as f32]))
         }
         _ => (of, None),
     };
-    let scalars = match (kind, of) {
-        (
-            "adam",
-            &[lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, correction1, correction2_sqrt],
-        ) => Scalars::Adam(AdamScalars {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            decoupled: decoupled != 0.0,
-            maximize: maximize != 0.0,
-            amsgrad: amsgrad != 0.0,
-            bias: Bias::Host { correction1, correction2_sqrt },
-        }),
-        ("sgd", &[lr, momentum, dampening, weight_decay, nesterov, maximize, first]) => Scalars::Sgd(SgdScalars {
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov: nesterov != 0.0,
-            maximize: maximize != 0.0,
-            first: first != 0.0,
-        }),
-        ("adagrad", &[corrected_lr, eps, weight_decay, maximize]) => {
-            Scalars::Adagrad(AdagradScalars { corrected_lr, eps, weight_decay, maximize: maximize != 0.0 })
-        }
-        ("lion", &[lr, beta1, beta2, weight_decay]) => Scalars::Lion(LionScalars { lr, beta1, beta2, weight_decay }),
-        _ => return Err(invalid(format!("{} numbers are no scalars of {kind:?}", of.len()))),
-    };
-    Ok((scalars, device_bias))
+    let scalars = Scalars::from_numbers(kind, own);
+    Ok((scalars.ok_or_else(|| invalid(format!("{} numbers are no scalars of {name:?}", of.len())))?, device_bias))
 }

@@ -20,6 +20,39 @@ pub enum Scalars {
 }
 
 impl Scalars {
+    /// The scalars of a step of `kind` from numbers in the order of their fields, flags as 0 and 1 (any other number
+    /// counts as 1), bias corrections as the host computes them; `None` if there are more or fewer fields.
+    pub fn from_numbers(kind: Kind, numbers: &[f64]) -> Option<Scalars> {
+        let is = |number: f64| number != 0.0;
+        Some(match (kind, numbers) {
+            (
+                Kind::Adam,
+                &[lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, correction1, correction2_sqrt],
+            ) => Scalars::Adam(AdamScalars {
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                decoupled: is(decoupled),
+                maximize: is(maximize),
+                amsgrad: is(amsgrad),
+                bias: Bias::Host { correction1, correction2_sqrt },
+            }),
+            (Kind::Sgd, &[lr, momentum, dampening, weight_decay, nesterov, maximize, first]) => {
+                let (nesterov, maximize, first) = (is(nesterov), is(maximize), is(first));
+                Scalars::Sgd(SgdScalars { lr, momentum, dampening, weight_decay, nesterov, maximize, first })
+            }
+            (Kind::Adagrad, &[corrected_lr, eps, weight_decay, maximize]) => {
+                Scalars::Adagrad(AdagradScalars { corrected_lr, eps, weight_decay, maximize: is(maximize) })
+            }
+            (Kind::Lion, &[lr, beta1, beta2, weight_decay]) => {
+                Scalars::Lion(LionScalars { lr, beta1, beta2, weight_decay })
+            }
+            _ => return None,
+        })
+    }
+
     /// The optimizer that has such scalars.
     pub fn kind(&self) -> Kind {
         match self {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
-use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
+use shardfast_optim::{Block, Gradient, Instructions, LionScalars, Step, replay};
 
 use super::*;
 use crate::capture::Capture;

@@ -1,9 +1,6 @@
 //! Reads the files that `tests/gpu/record.py` writes; its head describes them.
 
-use shardfast_optim::{
-    AdagradScalars, AdamScalars, Bias, Block, Dtype, Gradient, Instructions, Kind, LionScalars, Scalars, SgdScalars,
-    Step, Variant, replay,
-};
+use shardfast_optim::{AdamScalars, Bias, Block, Dtype, Gradient, Instructions, Kind, Scalars, Step, Variant, replay};
 
 /// A file: steps of one implementation.
 #[derive(Debug)]
@@ -143,57 +140,20 @@ fn array(line: &str, numel: usize, dtype: Dtype) -> Result<Vec<u8>, String> {
     if found == numel { Ok(bytes) } else { Err(format!("expected {numel} elements, found {found}")) }
 }
 
-/// The scalars of a step: numbers in the order of the fields, those of Adam's bias last.
+/// The scalars of a step: numbers in the order of the fields, behind those of Adam whether its bias is the device's.
 fn scalars(kind: Kind, numbers: &[f64]) -> Result<Scalars, String> {
-    let is = |number: f64| number != 0.0;
-    Ok(match (kind, numbers) {
-        (
-            Kind::Adam,
-            &[
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                decoupled,
-                maximize,
-                amsgrad,
-                correction1,
-                correction2_sqrt,
-                of_device,
-            ],
-        ) => Scalars::Adam(AdamScalars {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            decoupled: is(decoupled),
-            maximize: is(maximize),
-            amsgrad: is(amsgrad),
-            bias: if is(of_device) {
-                Bias::Device { correction1: correction1 as f32, correction2_sqrt: correction2_sqrt as f32 }
-            } else {
-                Bias::Host { correction1, correction2_sqrt }
-            },
-        }),
-        (Kind::Sgd, &[lr, momentum, dampening, weight_decay, nesterov, maximize, first]) => Scalars::Sgd(SgdScalars {
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov: is(nesterov),
-            maximize: is(maximize),
-            first: is(first),
-        }),
-        (Kind::Adagrad, &[corrected_lr, eps, weight_decay, maximize]) => {
-            Scalars::Adagrad(AdagradScalars { corrected_lr, eps, weight_decay, maximize: is(maximize) })
+    let (own, of_device) = match (kind, numbers) {
+        (Kind::Adam, [own @ .., of_device]) => (own, *of_device != 0.0),
+        _ => (numbers, false),
+    };
+    let found = Scalars::from_numbers(kind, own);
+    match found.ok_or_else(|| format!("{} numbers are not the scalars of {kind:?}", numbers.len()))? {
+        Scalars::Adam(adam @ AdamScalars { bias: Bias::Host { correction1, correction2_sqrt }, .. }) if of_device => {
+            let bias = Bias::Device { correction1: correction1 as f32, correction2_sqrt: correction2_sqrt as f32 };
+            Ok(Scalars::Adam(AdamScalars { bias, ..adam }))
         }
-        (Kind::Lion, &[lr, beta1, beta2, weight_decay]) => {
-            Scalars::Lion(LionScalars { lr, beta1, beta2, weight_decay })
-        }
-        _ => return Err(format!("{} numbers are not the scalars of {kind:?}", numbers.len())),
-    })
+        scalars => Ok(scalars),
+    }
 }
 
 fn is_nan(element: &[u8]) -> bool {

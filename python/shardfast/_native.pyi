@@ -38,6 +38,7 @@ __all__ = [
     "cli_main",
     "decode",
     "held_over",
+    "interpreter_ends",
     "mean_time_between_failures",
     "newest",
     "open",

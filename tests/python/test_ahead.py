@@ -385,15 +385,12 @@ def spoilers() -> dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], Callab
     }
 
 
-@pytest.mark.parametrize("name", spoilers())
-def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    each = spoilers()[name](monkeypatch, model)
-    state = {"model": model, "optimizer": optimizer}
-    failures = []
-    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=4)
-    for step in range(1, STEPS + 8):
+def failures_of(
+    ckpt: sf.Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer, each: Callable[[int], None]
+) -> list[str]:
+    """Trains for four saves, ``each`` behind the steps of the optimizer: what the saves raised."""
+    state, failures = {"model": model, "optimizer": optimizer}, []
+    for step in range(1 + ckpt.restore(state), STEPS + 8):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         each(step)
@@ -404,6 +401,16 @@ def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
                 ckpt.wait()
         except sf.Invalid as error:
             failures.append(str(error))
+    return failures
+
+
+@pytest.mark.parametrize("name", spoilers())
+def test_what_was_not_stepped_alike_fails_the_save(tmp_path, monkeypatch, name):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    each = spoilers()[name](monkeypatch, model)
+    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(EVERY), over=4)
+    failures = failures_of(ckpt, model, optimizer, each)
     with contextlib.suppress(sf.Invalid):
         ckpt.close()
     assert failures and all("has other bits than the tensor had" in one for one in failures), failures
@@ -419,20 +426,13 @@ def train_with_another_number(rank: int, world: int, place: Path) -> tuple[list[
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    state, failures = {"model": model, "optimizer": optimizer}, []
-    ckpt = sf.Checkpointer(place, every=sf.steps(EVERY), over=4)
-    for step in range(1 + ckpt.restore(state), STEPS + 8):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
+
+    def each(step: int) -> None:
         if (rank, step) == (1, 12):
             model[2].weight.to_local().data[7, 7] += 0.01
-        optimizer.zero_grad()
-        try:
-            step_and_copy(ckpt, step, state)
-            if step % EVERY == 0:
-                ckpt.wait()
-        except sf.Invalid as error:
-            failures.append(str(error))
+
+    ckpt = sf.Checkpointer(place, every=sf.steps(EVERY), over=4)
+    failures = failures_of(ckpt, model, optimizer, each)
     ckpt.close()
     return failures, str(ckpt.capture)
 

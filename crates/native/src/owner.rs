@@ -50,7 +50,7 @@ fn ask() -> bool {
     asked
 }
 
-/// Gives back what was dropped: whoever attaches does.
+/// Called by the interpreter. PyO3 gives back what was dropped when this thread attaches.
 extern "C" fn give_back(_: *mut c_void) -> c_int {
     IS_ASKED.store(false, Ordering::SeqCst);
     Python::try_attach(|_| ());

@@ -6,8 +6,8 @@
 //!
 //! A unit that must be cut is cut at the same rows in all of its parts, so that each rank still has a run of the
 //! parameter with its moments. Where that would cut weights that could stay whole, or would be less even, the planner
-//! takes units apart instead: then it cuts the moments before the parameter, as ever. It takes the largest unit apart,
-//! then the two largest, then four, and so on, until it cuts none that is whole.
+//! takes units apart instead: then it cuts the moments before the parameter. First it takes the largest unit apart. As
+//! long as it still cuts one that is not apart, it goes on with the two largest, then four, and so on.
 
 use std::collections::HashMap;
 

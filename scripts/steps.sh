@@ -7,7 +7,17 @@ names=()    # steps in order
 outcomes=() # "passed", "FAILED" or "not run", by step
 seconds=()  # by step
 logs=$(mktemp -d) # what each step printed, by its number
-trap 'rm -rf "$logs"' EXIT
+aside=""          # what `beside` began and `joined` has not waited for: its name,
+aside_pid=""      # its process
+aside_started=0   # and when it began
+trap '[[ -z $aside ]] || kill "$aside_pid"; rm -rf "$logs"' EXIT
+
+# ended NAME OUTCOME STARTED: remembers how a step ended that began at this second.
+ended() {
+    local took=$((SECONDS - $3))
+    names+=("$1") outcomes+=("$2") seconds+=("$took")
+    printf -- '--- %s: %s, %d s\n' "$1" "$2" "$took"
+}
 
 # step NAME COMMAND...: runs one command and remembers how it ended, and what it printed.
 step() {
@@ -20,8 +30,29 @@ step() {
     "$@" >&"$copied" 2>&1 {copied}>&- || outcome=FAILED
     exec {copied}>&-
     wait "$tee"
-    names+=("$name") outcomes+=("$outcome") seconds+=($((SECONDS - started)))
-    printf -- '--- %s: %s, %d s\n' "$name" "$outcome" $((SECONDS - started))
+    ended "$name" "$outcome" "$started"
+}
+
+# beside NAME COMMAND...: begins a step that runs beside those that follow, until `joined`; one at a time. For a step
+# that leaves processors idle.
+beside() {
+    aside=$1 aside_started=$SECONDS
+    shift
+    printf '\n=== %s: runs beside the steps below\n' "$aside"
+    "$@" >"$logs/aside" 2>&1 &
+    aside_pid=$!
+}
+
+# joined: waits for the step that `beside` began, and prints what it prints.
+joined() {
+    local name=$aside outcome=passed
+    [[ -n $name ]] || return 0
+    printf '\n=== %s\n' "$name"
+    tail --pid="$aside_pid" --lines=+1 --follow "$logs/aside"
+    wait "$aside_pid" || outcome=FAILED
+    aside=""
+    mv "$logs/aside" "$logs/${#names[@]}"
+    ended "$name" "$outcome" "$aside_started"
 }
 
 # left_out NAME: remembers a step that cannot run.

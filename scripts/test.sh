@@ -8,12 +8,14 @@ source scripts/steps.sh
 readonly bin=$PWD/.venv/bin
 ready=true # whether .venv and the wheel are there
 
-# venv_step NAME COMMAND...: a step that needs the environment.
-venv_step() {
+# venv_step, venv_beside NAME COMMAND...: as `step` and `beside`, for a step that needs the environment.
+venv_step() { when_ready step "$@"; }
+venv_beside() { when_ready beside "$@"; }
+when_ready() {
     if $ready; then
-        step "$@"
+        "$@"
     else
-        left_out "$1"
+        left_out "$2"
     fi
 }
 
@@ -41,8 +43,9 @@ venv_step "ruff format" "$bin/ruff" format --check .
 venv_step "mypy" "$bin/mypy"
 venv_step "mypy, a user's script" user_types
 venv_step "stubs" stubs
-venv_step "wheels for other machines" scripts/wheel.sh
-venv_step "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
+venv_step "wheels for other machines" scripts/wheel.sh here
+# It leaves much of two processors idle, as the steps below do.
+venv_beside "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
     --ignore=tests/frameworks --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py
 venv_step "pytest, trainers' packages" scripts/frameworks.sh
 venv_step "pytest, oldest PyTorch" scripts/oldest.sh
@@ -50,5 +53,6 @@ venv_step "README and guide" "$bin/pytest" --quiet tests/python/test_readme.py t
 venv_step "memory that Python owns" scripts/memcheck.sh
 venv_step "structure" "$bin/pytest" --quiet tests/structure
 venv_step "guide as a site" scripts/site.sh
+joined
 
 summary

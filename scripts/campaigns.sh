@@ -24,6 +24,5 @@ step "changes in windows" engine SHARDFAST_AHEAD_SEEDS=500 --lib ahead::
 # Without the stacks that pytest shows of a test that takes five minutes.
 step "kills in windows" env SHARDFAST_AHEAD_KILLS=200 .venv/bin/pytest --quiet --override-ini faulthandler_timeout=0 \
     tests/python/test_ahead_kills.py
-step "wheels for other machines" scripts/wheel.sh
 step "stored values" .venv/bin/python fuzz/values.py --seconds 600 --start 1000000
 summary

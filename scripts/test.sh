@@ -43,7 +43,7 @@ venv_step "ruff format" "$bin/ruff" format --check .
 venv_step "mypy" "$bin/mypy"
 venv_step "mypy, a user's script" user_types
 venv_step "stubs" stubs
-venv_step "wheels for other machines" scripts/wheel.sh here
+venv_step "wheels for other machines" scripts/wheel.sh
 # It leaves much of two processors idle, as the steps below do.
 venv_beside "pytest" "$bin/pytest" --quiet tests --ignore=tests/structure --ignore=tests/wheel \
     --ignore=tests/frameworks --ignore=tests/python/test_readme.py --ignore=tests/python/test_guide.py

@@ -10,7 +10,8 @@ from test_replay import IS_OLDER
 pytestmark = [
     pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels"),
     pytest.mark.skipif(
-        torch.backends.cpu.get_cpu_capability() != "AVX2", reason="PyTorch's vectors have another length here"
+        torch.backends.cpu.get_cpu_capability() != "AVX2",
+        reason="PyTorch's vectors have another length here; with ATEN_CPU_CAPABILITY=avx2 they have this one",
     ),
 ]
 

@@ -40,6 +40,17 @@ def not_compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+def without_compiling(rank, world, function, *args):
+    torch.compile = as_it_is
+    return function(rank, world, *args)
+
+
+@pytest.fixture
+def ranks(ranks):
+    """Ranks that compile nothing, as this process does."""
+    return lambda world: functools.partial(ranks(world), without_compiling)
+
+
 def net(seed):
     torch.manual_seed(seed)
     # 8192 elements each, so that halves are long enough to be quantised; biases are too short.

@@ -1,5 +1,6 @@
 """The code that a Markdown page shows, in the order in which a reader meets it."""
 
+import ast
 import contextlib
 import io
 import re
@@ -14,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A fenced block, with the comment before it that says on how many ranks it runs.
 FENCE = re.compile(r"(?:^<!-- ranks: (\d+) -->\n+)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+# Statements that a block on ranks has from the blocks before it.
+DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 class Block(NamedTuple):
@@ -61,8 +65,17 @@ def execute(block: Block, namespace: dict[str, object]) -> str:
     return printed.getvalue()
 
 
-def execute_on_rank(rank: int, world: int, block: Block, namespace: dict[str, object]) -> str:
-    """Runs a Python block in a process that was forked for it; what it prints there."""
+def definitions(block: Block) -> Block:
+    """What the block imports and defines."""
+    kept = [line for line in ast.parse(block.text).body if isinstance(line, DEFINES)]
+    return block._replace(text=ast.unparse(ast.Module(kept, [])))
+
+
+def execute_on_rank(rank: int, world: int, before: list[Block], block: Block) -> str:
+    """Runs a Python block behind what others define; what it prints."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for one in before:
+        execute(definitions(one), namespace)
     return execute(block, namespace)
 
 
@@ -76,15 +89,17 @@ def run_page(page: str, ranks: Callable) -> None:
     """Runs the page's Python and its `shardfast` commands in order.
 
     A `text` block directly behind one of these shows what it prints. Unmarked Python shares one namespace; a block on
-    ranks begins with a copy of it in each rank.
+    ranks begins with what that has imported and defined.
     """
     namespace: dict[str, object] = {"__name__": "__main__"}
+    before: list[Block] = []
     printed = ""
     for block in blocks(page):
         if block.language == "python" and block.ranks:
-            printed = ranks(block.ranks)(execute_on_rank, block, namespace)[0]
+            printed = ranks(block.ranks)(execute_on_rank, before, block)[0]
         elif block.language == "python":
             printed = execute(block, namespace)
+            before.append(block)
         elif block.language == "sh":
             lines = [line for line in block.text.splitlines() if line.startswith("shardfast ")]
             printed = "".join(run_command(shlex.split(line)) for line in lines)

@@ -662,7 +662,7 @@ def test_every_kind_of_optimizer_goes_on(ranks, tmp_path):
     ranks(2)(check_kinds, str(tmp_path))
 
 
-def zero(url, resume):
+def zero(rank, world, url, resume):
     """Two steps and a save, or a load, with optimizer state of which every rank holds other parameters' (ZeRO 1)."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
@@ -679,10 +679,8 @@ def zero(url, resume):
 
 def test_optimizers_whose_parameters_are_dealt_out(ranks, tmp_path):
     url = f"{tmp_path}/checkpoint"
-    straight = ranks(2)(lambda rank, world: zero(url, resume=False))
-    resumed = ranks(2)(lambda rank, world: zero(url, resume=True)) + ranks(4)(
-        lambda rank, world: zero(url, resume=True)
-    )
+    straight = ranks(2)(zero, url, False)
+    resumed = ranks(2)(zero, url, True) + ranks(4)(zero, url, True)
     assert resumed == straight[:1] * 6
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)

@@ -7,6 +7,7 @@ import pytest
 import shardfast as sf
 import torch
 from layouts import build, train
+from older import TABLE
 from shardfast.adapters import torch as torch_adapter
 from shardfast.adapters import torch_memory
 from shardfast.catalog import Memory
@@ -279,8 +280,10 @@ def test_a_state_is_asked_once_for_each_state_dict():
         assert loader.asked == number
 
 
-def check_layouts(rank, world):
+def check_layouts(rank, world, table):
     """Whether sharded states are described once: by layout."""
+    if table == "without the table" and hasattr(torch.Tensor, TABLE):
+        delattr(torch.Tensor, TABLE)
     reused = {}
     for layout in ("ddp", "fsdp", "fsdp_tp"):
         model, optimizer = build(layout)
@@ -294,7 +297,7 @@ def check_layouts(rank, world):
 
 
 def test_sharded_states_are_described_once(table, ranks):
-    for reused in ranks(4)(check_layouts):
+    for reused in ranks(4)(check_layouts, table):
         assert reused == {"ddp": True, "fsdp": True, "fsdp_tp": True}
 
 

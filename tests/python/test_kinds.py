@@ -5,10 +5,7 @@ Each runs in a child, so that one that ends by a signal is a failure with its na
 
 import contextlib
 import importlib
-import json
 import os
-import signal
-import traceback
 import warnings
 
 import numpy as np
@@ -21,38 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What is imported when first used: once here instead of in every child.
+# What is imported when first used: once for all children, which are forked behind the import of this module.
 for module in ("torch._dynamo", "shardfast.verbs", "shardfast.inspection", "shardfast.adapters.torch"):
     importlib.import_module(module)
 
-DEADLINE_S = 60
 SHAPE = (3, 4)
-
-
-def in_child(function, *args):
-    """What ``function`` returns in a forked process; fails when that ends in another way, or not in time."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(DEADLINE_S)
-            torch.set_num_threads(1)
-            try:
-                said = [True, function(*args)]
-            except BaseException:
-                said = [False, traceback.format_exc()]
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(said, pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code == 0, f"the process was ended by {signal.Signals(-code).name}"
-    is_well, outcome = json.loads(text)
-    assert is_well, outcome
-    return outcome
 
 
 def plain():
@@ -264,9 +234,9 @@ def check(said, expected, names, why):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *INSIDE])
-def test_a_tensor_of_any_kind_is_stored_or_refused_by_name(kind):
+def test_a_tensor_of_any_kind_is_stored_or_refused_by_name(alone, kind):
     saves, loads = KINDS[kind][1:] if kind in KINDS else ("transform", "transform")
-    for place, said in in_child(used_in_child, kind).items():
+    for place, said in alone(used_in_child, kind).items():
         names = PLACES[place][1]
         is_less = kind == "subclass" and place in REPLACED
         for verb in ("save", "save_async"):
@@ -381,9 +351,9 @@ def under_mode(mode, directory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_saves_and_loads_do_not_depend_on_modes(tmp_path, mode):
+def test_saves_and_loads_do_not_depend_on_modes(alone, tmp_path, mode):
     """But where a mode gives no memory to anything: there a load that needs some is refused."""
-    said, wrong = in_child(under_mode, mode, str(tmp_path))
+    said, wrong = alone(under_mode, mode, str(tmp_path))
     assert wrong == []
     for what, text in said.items():
         if text:

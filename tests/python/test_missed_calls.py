@@ -9,6 +9,7 @@ import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from shardfast import session
 
 SHORT_S = 1.5
 LONG_S = 40.0
@@ -219,6 +220,7 @@ def test_saves_in_the_background_find_together_again(ranks, tmp_path):
 
 
 def check_warned(rank, world, directory, alone):
+    session.PATIENCE_S = 2.0
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
@@ -231,8 +233,7 @@ def check_warned(rank, world, directory, alone):
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_warning_comes_long_before_the_failure(ranks, tmp_path, monkeypatch, alone):
-    monkeypatch.setattr("shardfast.session.PATIENCE_S", 2.0)
+def test_a_warning_comes_long_before_the_failure(ranks, tmp_path, alone):
     records = ranks(2)(check_warned, str(tmp_path), alone)
     assert records[1 - alone] == []
     (level, message), *more = records[alone]
@@ -242,6 +243,7 @@ def test_a_warning_comes_long_before_the_failure(ranks, tmp_path, monkeypatch, a
 
 
 def check_warned_first(rank, world, directory):
+    session.PATIENCE_S = 1.0
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -252,8 +254,7 @@ def check_warned_first(rank, world, directory):
     return records
 
 
-def test_a_warning_comes_before_the_ranks_have_ever_met(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardfast.session.PATIENCE_S", 1.0)
+def test_a_warning_comes_before_the_ranks_have_ever_met(ranks, tmp_path):
     first, second = ranks(2)(check_warned_first, str(tmp_path))
     assert first == []
     assert len(second) == 1 and "rank 1 of 2: rank 0 has not made this call" in second[0]

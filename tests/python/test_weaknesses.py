@@ -11,7 +11,6 @@ import pickletools
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -71,22 +70,17 @@ def save_for_ever(run):
             ckpt.step(step, {"w": {name: torch.full((300_000,), float(step)) for name in "abc"}})
 
 
-def test_w2_a_crash_in_a_save_leaves_the_one_before(tmp_path):
+def test_w2_a_crash_in_a_save_leaves_the_one_before(rank_server, tmp_path):
     """W2: killed at any moment, what was committed loads and what was not is passed over; nothing is mixed."""
     chance = random.Random(0)
     for attempt in range(6):
         run = tmp_path / str(attempt)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                save_for_ever(run)
-            finally:
-                os._exit(1)
+        pid, pipe = rank_server.start(save_for_ever, (run,))
         while not below(run, "COMMIT"):
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        rank_server.end(save_for_ever, pid)
+        os.close(pipe)
         committed = max(int(path.parent.name.removeprefix("step-")) for path in below(run, "COMMIT"))
         state = {"w": {name: torch.zeros(300_000) for name in "abc"}}
         assert sf.Checkpointer(run).restore(state) == committed
@@ -490,20 +484,21 @@ def test_h1_replicas_with_other_contents_are_refused_on_request(ranks, tmp_path)
         assert "on rank 0" in contents and "on rank 1" in contents
 
 
-def test_h3_a_commit_that_is_seen_is_whole(tmp_path):
+def save_full(url, number):
+    sf.save(url, {"w": {"w": torch.full((200_000,), 3.0)}, "extra": {"n": number}})
+
+
+def test_h3_a_commit_that_is_seen_is_whole(rank_server, tmp_path):
     """H3: whoever sees COMMIT, from another process, finds everything behind it proven."""
     for number in range(10):
         url = tmp_path / str(number)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                sf.save(url, {"w": {"w": torch.full((200_000,), 3.0)}, "extra": {"n": number}})
-            finally:
-                os._exit(0)
+        pid, pipe = rank_server.start(save_full, (url, number))
         while not (url / "COMMIT").exists():
             pass
         copy = shutil.copytree(url, tmp_path / f"copy{number}", ignore=shutil.ignore_patterns(".tmp-*"))
-        os.waitpid(pid, 0)
+        with os.fdopen(pipe, "rb") as ended:
+            assert pickle.load(ended) == (True, None)
+        rank_server.end(save_full, pid)
         assert reader.Checkpoint(copy).value("extra", "n", 0) == number
         assert command("verify", copy).returncode == 0
 

@@ -5,7 +5,7 @@
 menu:
 	@echo "make setup | demo | test | campaigns | frameworks | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
-# A virtual environment in .venv with the pinned tools and shardfast built from these sources.
+# A virtual environment in .venv with the pinned tools and the wheel built from these sources, as it is shipped.
 setup:
 	@scripts/setup.sh
 
@@ -16,11 +16,11 @@ demo: setup
 
 # Everything that CI runs.
 test:
-	@scripts/test.sh
+	@python3 scripts/test.py
 
-# Many more seeds and kills than `make test` has, for an hour or two.
+# What `make test` leaves out: many more seeds and kills, second instances, MinIO, chance failures; for two hours.
 campaigns: setup
-	@scripts/campaigns.sh
+	@python3 scripts/campaigns.py
 
 # The tests with the packages of trainers, in an environment of their own.
 frameworks: setup
@@ -38,7 +38,7 @@ memcheck: setup
 servers:
 	@scripts/servers.sh install
 
-# Wheels for other machines in dist/: Linux with glibc 2.28 or later, x86_64 and aarch64; built, audited, tried out.
+# The wheels that are shipped in dist/: Linux with glibc 2.28 or later, x86_64 and aarch64; built, audited, tried out.
 wheel: setup
 	@scripts/wheel.sh
 

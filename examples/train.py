@@ -194,6 +194,7 @@ def main() -> None:
     checkpointer.close()
     if distributed:
         dist.destroy_process_group()
+    tell({"rank": rank, "ended": os.getpid()})
 
 
 if __name__ == "__main__":

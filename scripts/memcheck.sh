@@ -6,7 +6,7 @@
 # sanitizer knows each of them. It does not see a use of a freed list, dict, tuple or float while Python keeps it for
 # the next one, nor what Python's own functions read; mistakes show where their items are followed.
 #
-# A step of `make test`: it builds the extension once more, and takes three to six minutes on two cores.
+# A step of `make campaigns`: it builds the extension once more, and takes three to six minutes on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests of tests/python that depend on PyTorch's version with the oldest PyTorch that Shardfast works with; the
-# arguments are pytest's (instead of these tests). Their environment, target/oldest, holds that PyTorch and the
-# shardfast of .venv.
+# Runs tests of tests/python with the oldest PyTorch that Shardfast works with:
 #
-# A step of `make test`. The first time it installs the PyTorch, which takes minutes and 5 GB on x86_64, unless uv has
-# it in its cache.
+#   scripts/oldest.sh                 all that can depend on PyTorch's version
+#   scripts/oldest.sh gate            a choice of them, for every change: what looks into PyTorch's objects
+#   scripts/oldest.sh ARGUMENT...     pytest with these arguments
+#
+# Their environment, target/oldest, holds that PyTorch and the shardfast of .venv. The first time this installs the
+# PyTorch, which takes minutes and 5 GB on x86_64, unless uv has it in its cache.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,6 +27,12 @@ find_python() {
     return 1
 }
 
+# What `gate` runs: how modules, optimizers and wrappers are understood, described and captured.
+chosen=(adapters_torch capture description fsdp kinds load_hooks optimizers wrapped)
+
+# Of these, what takes longest: two ranks show the same of a version as more.
+too_long=('test_fsdp.py::test_every_layout_into_every_other[3]' 'test_fsdp.py::test_every_layout_into_every_other[4]')
+
 # The files that say nothing about PyTorch's version: processes that end or fail, connections, the command, the guide,
 # places in a file system.
 others=(collection devices exit failures guide import missed_calls package places readme schedule seccomp session
@@ -33,10 +41,18 @@ others=(collection devices exit failures guide import missed_calls package place
 python=$(find_python)
 make_environment oldest "$python"
 install_what_is_tested oldest
-if (($# == 0)); then
+if [[ $* == gate ]]; then
+    set --
+    for name in "${chosen[@]}"; do
+        set -- "$@" "tests/python/test_$name.py"
+    done
+    for test in "${too_long[@]}"; do
+        set -- "$@" "--deselect=tests/python/$test"
+    done
+elif (($# == 0)); then
     set -- tests/python
-    for other in "${others[@]}"; do
-        set -- "$@" "--ignore=tests/python/test_$other.py"
+    for name in "${others[@]}"; do
+        set -- "$@" "--ignore=tests/python/test_$name.py"
     done
 fi
 exec target/oldest/bin/python -m pytest --quiet "$@"

@@ -72,9 +72,13 @@ install_node() {
         npm install --prefix "$servers/$1" --loglevel=error --ignore-scripts --no-audit --no-fund "$2"
 }
 
-# install_one NAME: installs this server unless it is there; says on standard error why it cannot.
+# install_one NAME: installs this server unless it is there; says on standard error why it cannot. Tests that run beside
+# each other ask for the same server: one of them installs it.
 install_one() {
-    local name=$1 version=${versions[$1]} log=$servers/$1.log tool command
+    local name=$1 version=${versions[$1]} log=$servers/$1.log tool command lock
+    mkdir -p "$servers"
+    exec {lock}>"$servers/$name.lock"
+    flock "$lock"
     if is_stamped "$servers" "$name" "$version"; then
         return
     fi
@@ -89,7 +93,6 @@ install_one() {
         return 1
     fi
     echo "servers: installing $name $version"
-    mkdir -p "$servers"
     rm -f "$servers/$name.stamp"
     if ! "${command[@]}" >"$log" 2>&1; then
         printf 'servers: %s is not installed: %s (%s has the rest)\n' "$name" "$(reason <"$log")" "$log" >&2

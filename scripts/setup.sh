@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout ready: the pinned tools, and shardfast built from the sources as they stand.
-# Does only what has changed since the last time.
+# Makes .venv in the checkout ready: the pinned tools, and the wheel of this machine as it is shipped, built from the
+# sources as they stand (target/wheels). Does only what has changed since the last time.
+#
+#   scripts/setup.sh                all of it
+#   scripts/setup.sh environment    the tools only
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -50,11 +53,12 @@ if ! is_stamped requirements "$requirements"; then
     echo "$requirements" >.venv/requirements.stamp
 fi
 
+[[ ${1-} != environment ]] || exit 0
 sources=$(sources_digest)
-if ! is_stamped shardfast "$sources"; then
+if ! is_stamped shardfast "$sources" || ! ls target/wheels/*.whl >/dev/null 2>&1; then
     echo "setup: building the wheel (the first time takes minutes)"
     rm -rf target/wheels
-    .venv/bin/maturin build --release --locked --interpreter .venv/bin/python --out target/wheels
+    scripts/wheel.sh build "$(uname -m)" target/wheels
     .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --reinstall target/wheels/shardfast-*.whl
     echo "$sources" >.venv/shardfast.stamp
 fi

@@ -176,6 +176,7 @@ def check_further(kind, url, layout=alone):
     return before
 
 
+@pytest.mark.smoke
 @every_kind
 def test_state_comes_back(tmp_path, kind):
     before = check_further(kind, tmp_path / "one")
@@ -468,6 +469,7 @@ def check_cut(rank, world, url):
             sf.load(f"{url}/{other}", {"model": into})
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_quantised_weights(tmp_path, kind):
     x = torch.randn(3, 64)
@@ -605,6 +607,7 @@ def test_tied_quantised_weights(tmp_path):
 BNB = {"AdamW8bit": bitsandbytes.optim.AdamW8bit, "Lion8bit": bitsandbytes.optim.Lion8bit}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", BNB)
 def test_bitsandbytes(tmp_path, name):
     make = BNB[name]
@@ -694,6 +697,7 @@ def check_flash(url, layout=alone):
     assert losses(*into, 3, first=3) == expected
 
 
+@pytest.mark.smoke
 def test_flashoptim(tmp_path):
     check_flash(tmp_path / "one")
 

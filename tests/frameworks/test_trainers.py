@@ -202,6 +202,7 @@ def titan(seed, implementation="for-loop", sharded=False, policy=None, parts=("0
     return Run(state, step, stages, list(optimizers), [schedulers])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_torchtitan(tmp_path, implementation):
     check(functools.partial(titan, implementation=implementation), tmp_path)
@@ -254,6 +255,7 @@ def accelerated(seed, accumulated=1):
     return Run(state, step, [inner], [plain], [scheduler])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_accelerate(tmp_path, accumulated):
     check_plain(tmp_path / "1", check(functools.partial(accelerated, accumulated=accumulated), tmp_path))
@@ -293,6 +295,7 @@ def fabricated(seed, strategy="auto", devices=1):
     return Run(state, step, [inner], [plain], [scheduler])
 
 
+@pytest.mark.smoke
 def test_fabric(tmp_path):
     check_plain(tmp_path / "1", check(fabricated, tmp_path))
 
@@ -373,6 +376,7 @@ def fit(module, numbers, callback):
     return callback.run_of(trainer, module)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_lightning(tmp_path, is_manual):
     seen = {}
@@ -409,6 +413,7 @@ def lit(seed):
     return run._replace(modules=[module])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("made", [accelerated, fabricated, lit])
 def test_what_steps_past_hooks_is_captured_in_the_call(tmp_path, made):
     """Writes that nothing announces and no version counter shows, as early as possible."""

@@ -81,7 +81,7 @@ def train(
 def step_and_copy(ckpt: sf.Checkpointer, step: int, state: dict) -> None:
     """Saves as due, and leaves time for what is copied ahead: steps here are shorter than any real one."""
     ckpt.step(step, state)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (window := ckpt.capture._window) is not None and time.monotonic() < until:
         if json.loads(window.figures())["left_bytes"] == 0:
             return

@@ -442,13 +442,12 @@ def test_a_load_that_fails_on_one_rank(ranks, tmp_path):
 
 
 def check_late(rank, world, directory):
-    def late():
-        if rank == 1:
-            time.sleep(1.0)
-        sf.save(f"{directory}/one", own_key(rank), timeout_s=0.3)
-
     sf.save(f"{directory}/zero", own_key(rank, 10), timeout_s=TIMEOUT_S)
-    seen = failure(late)
+    if rank == 1:
+        dist.barrier()  # rank 0 has given up
+    seen = failure(lambda: sf.save(f"{directory}/one", own_key(rank), timeout_s=0.3))
+    if rank == 0:
+        dist.barrier()
     expect_all_is_well(rank, world, directory)
     return seen
 

@@ -17,7 +17,9 @@ from older import IS_OLDER
 pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 1000
+STEPS = int(os.environ.get("SHARDFAST_REPLAY_STEPS", "100"))
+"""Steps of a usual run; a campaign sets more."""
+
 NUMELS = [*range(1, 34), 200, 1013]
 
 Row = list[float]
@@ -84,7 +86,7 @@ def hostile(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch
 def gradient(step: int, numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Random and hostile values; late in a run some are infinite or not a number."""
     values = hostile(numel, dtype, generator) if step % 3 == 2 else torch.randn(numel, generator=generator).to(dtype)
-    if step > 900 and step % 10 == 0:
+    if step > STEPS * 0.8 and step % 10 == 0:
         values[torch.rand(numel, generator=generator) < 0.02] = float("inf")
         values[torch.rand(numel, generator=generator) < 0.02] = float("nan")
     return values

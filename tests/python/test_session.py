@@ -1,6 +1,8 @@
 """Ranks find each other through the job's rendezvous store or its environment, never through its process groups."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -219,6 +221,14 @@ def test_a_rank_that_cannot_listen_does_not_keep_the_others_waiting(ranks):
     assert time.monotonic() - started < 15
 
 
+def free_port():
+    """A port that no connection gets until it is used: those of clients are above these."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 @pytest.fixture
 def job(tmp_path):
     """Starts the ranks of a job that knows nothing but its environment."""
@@ -226,8 +236,7 @@ def job(tmp_path):
 
     def start(world, script, root=None, **environment):
         if root is None:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                root = f"127.0.0.1:{probe.getsockname()[1]}"
+            root = f"127.0.0.1:{free_port()}"
         for rank in range(world):
             variables = {
                 "RANK": str(rank),

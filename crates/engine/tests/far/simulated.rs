@@ -21,7 +21,7 @@ const THREADS: usize = 16;
 
 /// Seeds of a usual run; a campaign sets more.
 fn seeds() -> u64 {
-    std::env::var("SHARDFAST_FAR_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(64)
+    std::env::var("SHARDFAST_FAR_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(24)
 }
 
 fn place(service: &SimS3, name: &str) -> Arc<dyn Store> {

@@ -8,9 +8,13 @@ use shardfast_store::servers::Server;
 use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{direct, is_whole, save, store};
 
-/// Space for three checkpoints of 9.5 MiB and a part of the next one. MinIO takes a part if twice its length is free:
-/// the 8 MiB of the third checkpoint need 16, whichever of its objects come first, and the fourth finds 12.
+/// MiB of space for three checkpoints of 9.5 MiB, what stands beside them, and a part of the next checkpoint. MinIO
+/// takes a part if twice its length is free: the 8 MiB of the third checkpoint need 16, whichever of its objects come
+/// first. versitygw takes parts as long as there is room, and needs as much again to put them together.
 pub(crate) const SPACE_MIB: u32 = 41;
+
+/// MiB of what stands beside the checkpoints: the 8 MiB of the fourth one find 7.
+const BESIDE_MIB: usize = 5;
 
 const SAVES: usize = 3;
 
@@ -20,6 +24,8 @@ pub(crate) fn is_used_up(server: &Server) {
     for place in earlier {
         save(&direct(&place.direct()), DEADLINE).unwrap();
     }
+    let beside = direct(&server.s3("beside"));
+    beside.put("all", &vec![1; BESIDE_MIB << 20]).unwrap();
     // MinIO looks once a second how much is free.
     std::thread::sleep(Duration::from_secs(2));
     // Twice: what the first one had sent does not fill the place.
@@ -38,6 +44,7 @@ pub(crate) fn is_used_up(server: &Server) {
     }
     assert!(earlier.iter().all(|place| is_whole(&place.direct()) == Ok(true)));
     places[0].remove();
+    beside.delete("all").unwrap();
     let began = Instant::now();
     while let Err(error) = save(&direct(&last.direct()), DEADLINE) {
         assert!(error.kind == Kind::Exhausted && began.elapsed() < DEADLINE, "{error}");

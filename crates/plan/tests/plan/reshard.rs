@@ -221,8 +221,13 @@ fn case() -> impl Strategy<Value = (Vec<(DType, Vec<u64>)>, Job, Job, Limits)> {
         .prop_flat_map(|tensors| (Just(tensors.clone()), job(tensors.len()), job(tensors.len()), limits()))
 }
 
+/// Cases of a usual run; a campaign sets more.
+fn cases() -> u32 {
+    std::env::var("SHARDFAST_PLAN_CASES").map_or(3000, |cases| cases.parse().expect("a number"))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn what_is_saved_under_one_layout_loads_under_any_other((tensors, saving, loading, limits) in case()) {

@@ -1,16 +1,18 @@
-//! Writes the seed corpus of every fuzz target, `corpus/<target>/<number>`, from the well-formed files of the tests.
+//! Writes the seed corpus of every fuzz target, `fuzz/corpus/<target>/<number>`, from the well-formed files of the
+//! tests.
+#![allow(clippy::single_range_in_vec_init)] // the ranks of a value are ranges, often one
 
-#[path = "../crates/format/tests/format/sample.rs"]
+#[path = "../tests/format/sample.rs"]
 mod sample;
-#[path = "../crates/format/tests/hostile/seeds.rs"]
+#[path = "../tests/hostile/seeds.rs"]
 mod seeds;
-#[path = "../crates/format/tests/format/values.rs"]
+#[path = "../tests/format/values.rs"]
 mod values;
 
 use std::path::Path;
 
 fn main() -> std::io::Result<()> {
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
     let targets = [
         ("header", seeds::headers()),
         ("manifest", seeds::manifests()),

@@ -1,0 +1,72 @@
+"""Everything that CI runs: the steps, in the order in which they begin where processors are short."""
+
+from steps import Step, main
+
+BIN = ".venv/bin"
+
+NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "python/test_readme.py", "python/test_guide.py")
+"""Parts of tests/ that steps of their own run."""
+
+
+def shell(command: str) -> list[str]:
+    return ["bash", "-euo", "pipefail", "-c", command]
+
+
+def cargo(*arguments: str) -> list[str]:
+    return ["cargo", *arguments, "--locked", "--quiet"]
+
+
+def pytest(*arguments: str) -> list[str]:
+    """What runs for every change, not what the campaigns add."""
+    return [f"{BIN}/pytest", "--quiet", "-m", "not campaign", *arguments]
+
+
+# As a user would: away from the checkout and its configuration, against what is installed.
+STUBS = shell('bin=$PWD/.venv/bin; cd /; "$bin/stubtest" shardfast._native')
+USER_TYPES = shell(
+    'here=$PWD; cd /; "$here/.venv/bin/mypy" --strict --config-file= --cache-dir="$here/.mypy_cache/user" '
+    '"$here/tests/python/typing/user_script.py"'
+)
+
+# What others wait for.
+MADE = [
+    Step("object-storage servers", ["scripts/servers.sh", "install", "versitygw", "moto", "s3rver", "azurite"]),
+    Step("environment", ["scripts/setup.sh", "environment"]),
+    Step("wheel", ["scripts/setup.sh"], after=("environment",), cores=1.2),
+    Step("Rust tests, built", cargo("test", "--workspace", "--no-run"), cores=1.2),
+]
+
+CHECKED = [
+    Step(
+        "pytest",
+        pytest("--numprocesses=3", "--dist=worksteal", "tests", *(f"--ignore=tests/{part}" for part in NOT_IN_PYTEST)),
+        after=("object-storage servers", "wheel", "Rust tests, built"),
+        cores=1.5,
+    ),
+    Step(
+        "cargo test",
+        [f"{BIN}/cargo-nextest", "nextest", "run", "--workspace", "--locked", "--cargo-quiet"],
+        after=("object-storage servers", "environment", "Rust tests, built"),
+        cores=1.5,
+    ),
+    Step("pytest, oldest PyTorch", ["scripts/oldest.sh", "gate"], after=("wheel",)),
+    Step("pytest, trainers' packages", ["scripts/frameworks.sh", "gate"], after=("wheel",)),
+    Step(
+        "clippy", cargo("clippy", "--workspace", "--all-targets", "--", "-D", "warnings"), after=("Rust tests, built",)
+    ),
+    Step("README and guide", pytest("tests/python/test_readme.py", "tests/python/test_guide.py"), after=("wheel",)),
+    Step("wheel, audited and tried", pytest("tests/wheel"), after=("wheel",)),
+    Step("guide as a site", ["scripts/site.sh"], after=("wheel",)),
+    Step("cargo doc", ["scripts/docs.sh", "rust"], after=("clippy",)),
+    Step("documentation's examples in Rust", cargo("test", "--workspace", "--doc"), after=("Rust tests, built",)),
+    Step("structure", pytest("tests/structure"), after=("environment",)),
+    Step("mypy", [f"{BIN}/mypy"], after=("environment",)),
+    Step("mypy, a user's script", USER_TYPES, after=("wheel",)),
+    Step("stubs", STUBS, after=("wheel",)),
+    Step("rustfmt", shell("cargo fmt --all --check; cargo fmt --manifest-path fuzz/Cargo.toml --check")),
+    Step("ruff check", [f"{BIN}/ruff", "check", "."], after=("environment",)),
+    Step("ruff format", [f"{BIN}/ruff", "format", "--check", "."], after=("environment",)),
+]
+
+if __name__ == "__main__":
+    main([*MADE, *CHECKED])

@@ -1,0 +1,34 @@
+"""Saves that nobody minds but who waits for them, so that what a test does to their tensors meanwhile comes in time."""
+
+import contextlib
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from shardfast.capture import Pending, in_flight
+
+
+class Aside:
+    """Stands for the queue from which the thread that watches saves takes them: it gets none that begins now."""
+
+    def __init__(self, queue: SimpleQueue) -> None:
+        self.queue = queue
+        self.held: list[Pending] = []
+
+    def put(self, pending: Pending) -> None:
+        self.held.append(pending)
+
+    def get(self) -> Pending:
+        return self.queue.get()
+
+
+@contextlib.contextmanager
+def unminded() -> Iterator[None]:
+    """Saves that begin here are watched until somebody waits for them, however soon all is copied. Also a decorator."""
+    aside = Aside(in_flight._watched)
+    in_flight._watched = aside
+    try:
+        yield
+    finally:
+        in_flight._watched = aside.queue
+        for pending in aside.held:
+            aside.queue.put(pending)

@@ -12,17 +12,14 @@ from steps import Step, main
 BIN = ".venv/bin"
 
 
-def given(variables: dict[str, int], *command: str) -> list[str]:
+def given(variables: dict[str, object], *command: str) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
 
 
-def nextest(variables: dict[str, int], *arguments: str) -> list[str]:
-    return given(variables, f"{BIN}/cargo-nextest", "nextest", "run", "--locked", "--cargo-quiet", *arguments)
-
-
-def engine(variables: dict[str, int], *arguments: str) -> list[str]:
-    """Tests of the engine with so many seeds, in one process."""
-    return given(variables, "cargo", "test", "--locked", "--quiet", "--package", "shardfast-engine", *arguments)
+def nextest(variables: dict[str, object], *arguments: str) -> list[str]:
+    """Tests in Rust with these numbers. Of the whole workspace: for a part of it cargo compiles dependencies anew."""
+    command = [f"{BIN}/cargo-nextest", "nextest", "run", "--workspace", "--locked", "--cargo-quiet"]
+    return given(variables, *command, "--profile", "campaigns", *arguments)
 
 
 def simulated(*arguments: str) -> list[str]:
@@ -34,6 +31,33 @@ def pytest(*arguments: str) -> list[str]:
 
 
 SERVERS = "object-storage servers"
+
+# What `make test` cuts to a third or less.
+FULL = {
+    "SHARDFAST_SIM_TIMES": 5,
+    "SHARDFAST_FAULTS_ONE_IN": 1,
+    "SHARDFAST_DAMAGE_ONE_IN": 1,
+    "SHARDFAST_TEST_KILLS": 200,
+    "SHARDFAST_CALLS_ONE_IN": 1,
+    "SHARDFAST_TEST_PAIRS": 320,
+    "SHARDFAST_PLAN_CASES": 10000,
+    "SHARDFAST_AHEAD_SEEDS": 60,
+    "SHARDFAST_DEVICE_SEEDS": 18,
+    "SHARDFAST_DIGESTS_ONE_IN": 1,
+}
+SHORTENED = """
+binary(smoke) | test(/^(damage::bytes_all|kill::kills|crash::a_system|reshard::|ahead::|digest::digests_of)/)
+| test(what_is_saved_under) | test(what_is_committed) | test(each_request_of)
+"""
+
+# What runs on versitygw in `make test`, and what is about MinIO itself.
+ON_MINIO = {
+    "SHARDFAST_TEST_S3": "minio",
+    "SHARDFAST_FAULTS_ONE_IN": 1,
+    "SHARDFAST_TEST_CRASHES": 8,
+    "SHARDFAST_FAR_SEEDS": 64,
+}
+ON_A_SERVER = "binary(far) | binary(gcs) | binary(servers) & test(/^minio/) | test(minio_gives)"
 
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
@@ -57,14 +81,21 @@ STEPS = [
     # These take all processors.
     Step("jobs on a disk", simulated("--seeds", "0..10000"), cores=1.5),
     Step("jobs at a service of objects", simulated("--seeds", "0..2500", "--storage", "objects"), cores=1.5),
-    Step("faults at any request", engine({"SHARDFAST_FAR_SEEDS": 500}, "--test", "far", "seeded"), cores=1.5),
+    Step("Rust tests at their full numbers", nextest(FULL, "-E", SHORTENED), after=(SERVERS,), cores=1.5),
+    Step("MinIO", nextest(ON_MINIO, "--run-ignored", "all", "-E", ON_A_SERVER), after=(SERVERS,), cores=1.5),
     Step(
-        "a server that is killed",
-        engine({"SHARDFAST_TEST_CRASHES": 50}, "--test", "far", "outlives"),
+        "Python tests on MinIO",
+        given({"SHARDFAST_TEST_S3": "minio"}, *pytest("tests/python/test_object_stores.py")),
         after=(SERVERS,),
     ),
-    Step("sweeps beside savers", engine({"SHARDFAST_SWEEP_SEEDS": 1000}, "--test", "checkpoint", "sweep::"), cores=1.5),
-    Step("changes in windows", engine({"SHARDFAST_AHEAD_SEEDS": 500}, "--lib", "ahead::"), cores=1.5),
+    Step("faults at any request", nextest({"SHARDFAST_FAR_SEEDS": 500}, "-E", "test(seeded_faults)"), cores=1.5),
+    Step(
+        "a server that is killed",
+        nextest({"SHARDFAST_TEST_CRASHES": 50}, "-E", "test(outlives_the_death)"),
+        after=(SERVERS,),
+    ),
+    Step("sweeps beside savers", nextest({"SHARDFAST_SWEEP_SEEDS": 1000}, "-E", "test(/^sweep::/)"), cores=1.5),
+    Step("changes in windows", nextest({"SHARDFAST_AHEAD_SEEDS": 500}, "-E", "test(/^ahead::tests/)"), cores=1.5),
     # What fails by chance; it brings its own load.
     Step("chance", ["python3", "scripts/chance.py"], after=("oldest PyTorch",), cores=2),
 ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the wheels that are shipped: Linux on x86_64 and aarch64 with glibc 2.28 or later.
 #
-#   scripts/wheel.sh                     both, in dist/, and checks them (tests/wheel); `make setup` built this machine's
+#   scripts/wheel.sh                     both, in dist/, and checks them (tests/wheel); `make setup` has made one
 #   scripts/wheel.sh build MACHINE OUT   one of them, in the folder OUT
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -29,9 +29,10 @@ class Server:
 
 @contextmanager
 def running(name: str) -> Iterator[Server]:
-    """The server of that name; skips the test where it cannot be installed."""
+    """The server of that name; skips the test where it cannot be installed, but not in CI, which has all it needs."""
     installed = subprocess.run([SCRIPT, "install", name], check=False, capture_output=True, text=True)
     if installed.returncode != 0:
+        assert "CI" not in os.environ, installed.stderr
         pytest.skip(f"{name} cannot be installed on this machine: {installed.stderr.strip()}")
     start = [SCRIPT, "start", "--with", str(os.getpid()), name]
     server = Server(subprocess.run(start, check=True, stdout=subprocess.PIPE, text=True).stdout)

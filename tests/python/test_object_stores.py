@@ -17,8 +17,8 @@ SHARDFAST = Path(sys.executable).parent / "shardfast"
 
 
 @pytest.fixture(scope="module")
-def minio():
-    with running("minio") as server, pytest.MonkeyPatch.context() as patch:
+def service():
+    with running(os.environ.get("SHARDFAST_TEST_S3", "versitygw")) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
         yield server
@@ -43,8 +43,8 @@ def expect_known(rank, world, layout, url):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(("fsdp", 2), ("fsdp", 3)), (("fsdp_tp", 4), ("tp", 2))])
-def test_what_some_ranks_saved_others_load(ranks, minio, saved, loaded):
-    url = minio.s3(f"resharded/{saved[0]}")
+def test_what_some_ranks_saved_others_load(ranks, service, saved, loaded):
+    url = service.s3(f"resharded/{saved[0]}")
     ranks(saved[1])(save_known, saved[0], url)
     ranks(loaded[1])(expect_known, loaded[0], url)
     assert "sound" in command("verify", url)
@@ -72,9 +72,9 @@ def fresh():
     return {"model": model, "optimizer": optimizer, "extra": {"random": sf.random_state()}}, model, optimizer
 
 
-def test_the_quick_start_works_by_changing_one_string(minio, tmp_path):
+def test_the_quick_start_works_by_changing_one_string(service, tmp_path):
     whole = train(f"{tmp_path}/run", 10, *fresh())
-    url = minio.s3("quick")
+    url = service.s3("quick")
     first, second = train(url, 6, *fresh()), train(url, 10, *fresh())
     assert (whole[0], first[0], second[0]) == (0, 0, 6)
     assert whole[1] == first[1] + second[1]
@@ -83,9 +83,9 @@ def test_the_quick_start_works_by_changing_one_string(minio, tmp_path):
     assert committed == [8, 10], "the rule of retention; the files of a third one may still be leaving"
 
 
-def test_the_command_and_the_verbs_work_there(minio, tmp_path):
+def test_the_command_and_the_verbs_work_there(service, tmp_path):
     state, model, _ = fresh()
-    url, other = minio.s3("verbs/one"), minio.s3("verbs/two")
+    url, other = service.s3("verbs/one"), service.s3("verbs/two")
     sf.save(url, state)
     with torch.no_grad():
         model[0].bias += 1
@@ -94,7 +94,7 @@ def test_the_command_and_the_verbs_work_there(minio, tmp_path):
     assert "0.weight" in command("inspect", url, "--leaf", "*weight")
     assert "model/0.bias" in command("diff", url, other, code=1)
     assert "sound" in command("verify", url)
-    command("export", url, minio.s3("verbs/exported"), "--key", "model")
+    command("export", url, service.s3("verbs/exported"), "--key", "model")
     command("export", url, f"{tmp_path}/exported", "--key", "model")
     with pytest.raises(sf.Conflict, match="a checkpoint is committed there already"):
         sf.save(url, state)
@@ -104,10 +104,10 @@ def test_the_command_and_the_verbs_work_there(minio, tmp_path):
     assert plan.bytes_wanted > 0
 
 
-def test_checkpoints_are_copied_between_stores(minio, tmp_path):
+def test_checkpoints_are_copied_between_stores(service, tmp_path):
     state, model, _ = fresh()
     state["model"].register_buffer("large", torch.arange(5_000_000, dtype=torch.float32))
-    run, far, back = f"{tmp_path}/run", minio.s3("copied/run"), f"{tmp_path}/back"
+    run, far, back = f"{tmp_path}/run", service.s3("copied/run"), f"{tmp_path}/back"
     for step in (1, 2):
         sf.save(f"{run}/step-{step:08}", state)
     command("sync", run, far)
@@ -120,9 +120,9 @@ def test_checkpoints_are_copied_between_stores(minio, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
 
 
-def test_a_large_tensor_goes_in_parts_and_comes_back(minio):
+def test_a_large_tensor_goes_in_parts_and_comes_back(service):
     state = {"model": {"w": torch.arange(6_000_001, dtype=torch.float32)}, "extra": {"n": 1}}
-    url = minio.s3("large")
+    url = service.s3("large")
     sf.save_async(url, state).committed()
     loaded = {"model": {"w": torch.zeros(6_000_001)}, "extra": {"n": 0}}
     sf.load(url, loaded)
@@ -142,20 +142,20 @@ def test_a_large_tensor_goes_in_parts_and_comes_back(minio):
         ("s4://{bucket}/x", sf.Unsupported, "memory://, az://, gs://, s3://"),
     ],
 )
-def test_bad_places_are_refused_by_name(minio, url, kind, message):
+def test_bad_places_are_refused_by_name(service, url, kind, message):
     with pytest.raises(kind, match=message) as raised:
-        sf.save(url.format(endpoint=minio.endpoint, bucket=minio.bucket), {"extra": {"a": 1}})
+        sf.save(url.format(endpoint=service.endpoint, bucket=service.bucket), {"extra": {"a": 1}})
     assert "hunter2" not in str(raised.value)
 
 
-def test_wrong_and_absent_credentials_are_told_apart(minio, monkeypatch):
+def test_wrong_and_absent_credentials_are_told_apart(service, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(sf.Invalid, match=r"SignatureDoesNotMatch.*credentials do not allow it"):
-        sf.save(minio.s3("credentials/wrong"), {"extra": {"a": 1}})
+        sf.save(service.s3("credentials/wrong"), {"extra": {"a": 1}})
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(sf.Invalid, match="no credentials"):
-        sf.save(minio.s3("credentials/none"), {"extra": {"a": 1}})
+        sf.save(service.s3("credentials/none"), {"extra": {"a": 1}})
 
 
 def profile(monkeypatch, folder, config, credentials=""):
@@ -168,17 +168,17 @@ def profile(monkeypatch, folder, config, credentials=""):
     monkeypatch.setenv("AWS_PROFILE", "team")
 
 
-def test_keys_and_endpoints_come_from_profiles(minio, monkeypatch, tmp_path):
-    config = f"[default]\nregion = nowhere\n[profile team]\nregion = us-east-1\nendpoint_url = {minio.endpoint}\n"
-    keys = f"[team]\naws_access_key_id = {minio.key}\naws_secret_access_key = {minio.secret}\n"
+def test_keys_and_endpoints_come_from_profiles(service, monkeypatch, tmp_path):
+    config = f"[default]\nregion = nowhere\n[profile team]\nregion = us-east-1\nendpoint_url = {service.endpoint}\n"
+    keys = f"[team]\naws_access_key_id = {service.key}\naws_secret_access_key = {service.secret}\n"
     profile(monkeypatch, tmp_path, config, keys)
-    sf.save(f"s3://{minio.bucket}/profiles/keys", {"extra": {"a": 1}})
-    printed = {"Version": 1, "AccessKeyId": minio.key, "SecretAccessKey": minio.secret}
+    sf.save(f"s3://{service.bucket}/profiles/keys", {"extra": {"a": 1}})
+    printed = {"Version": 1, "AccessKeyId": service.key, "SecretAccessKey": service.secret}
     (tmp_path / "keys").write_text(json.dumps(printed | {"Expiration": "2100-01-01T00:00:00Z"}))
     command_of = f"echo asked >> {tmp_path}/asked; cat {tmp_path}/keys"
     (tmp_path / "AWS_SHARED_CREDENTIALS_FILE").write_text("")
     (tmp_path / "AWS_CONFIG_FILE").write_text(config + f"credential_process = {command_of}\n")
-    sf.save(f"s3://{minio.bucket}/profiles/process", {"extra": {"a": 1}})
+    sf.save(f"s3://{service.bucket}/profiles/process", {"extra": {"a": 1}})
     assert (tmp_path / "asked").read_text() == "asked\n", "once, for all requests of a save"
 
 
@@ -197,23 +197,23 @@ def test_keys_and_endpoints_come_from_profiles(minio, monkeypatch, tmp_path):
         ),
     ],
 )
-def test_profiles_that_give_no_keys_are_refused_by_name(minio, monkeypatch, tmp_path, config, message):
+def test_profiles_that_give_no_keys_are_refused_by_name(service, monkeypatch, tmp_path, config, message):
     profile(monkeypatch, tmp_path, config)
     with pytest.raises(sf.Invalid, match=message):
-        sf.save(minio.s3("profiles/refused"), {"extra": {"a": 1}})
+        sf.save(service.s3("profiles/refused"), {"extra": {"a": 1}})
 
 
-def test_requests_are_few_and_stand_in_the_report(minio):
+def test_requests_are_few_and_stand_in_the_report(service):
     state, _, _ = fresh()
     for name in ("first", "second"):
-        pending = sf.save_async(minio.s3(f"requests/{name}"), state)
+        pending = sf.save_async(service.s3(f"requests/{name}"), state)
         pending.committed()
     requests, files = pending.report["requests"], pending.report["files_written"]
     # Files of one part each, the index of the model, the manifest, COMMIT.
     assert requests["puts"] == files + 1 + 2, requests
     assert pending.report["failures"] == []
     state = {"model": {"w": torch.ones(6_000_000)}}
-    pending = sf.save_async(minio.s3("requests/parts"), state)
+    pending = sf.save_async(service.s3("requests/parts"), state)
     pending.committed()
     # Three parts of a file of 24 MB, its beginning and its end, the index, the manifest, COMMIT.
     assert pending.report["requests"]["puts"] == 3 + 2 + 1 + 2
@@ -225,21 +225,21 @@ def test_importing_starts_no_client():
     assert done.stdout.strip() == "1"
 
 
-def test_a_fork_in_the_middle_of_an_upload_harms_neither(minio):
+def test_a_fork_in_the_middle_of_an_upload_harms_neither(service):
     state = {"model": {"w": torch.ones(6_000_000)}}
-    pending = sf.save_async(minio.s3("fork/parent"), state)
+    pending = sf.save_async(service.s3("fork/parent"), state)
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            sf.save(minio.s3("fork/child"), {"extra": {"a": 1}})
+            sf.save(service.s3("fork/child"), {"extra": {"a": 1}})
             code = 0
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     pending.committed()
     for name in ("parent", "child"):
-        assert "sound" in command("verify", minio.s3(f"fork/{name}"))
+        assert "sound" in command("verify", service.s3(f"fork/{name}"))
 
 
 ENDS = """
@@ -266,8 +266,8 @@ if end == "interrupt":
 @pytest.mark.parametrize(
     ("end", "code"), [("return", 0), ("raise", 1), ("interrupt", -signal.SIGINT), ("signal", -signal.SIGTERM)]
 )
-def test_an_end_in_the_middle_of_an_upload_is_as_on_disk(minio, end, code):
-    url = minio.s3(f"ends/{end}")
+def test_an_end_in_the_middle_of_an_upload_is_as_on_disk(service, end, code):
+    url = service.s3(f"ends/{end}")
     with sf.Checkpointer(url) as ckpt:
         ckpt.save(1, {"model": {"w": torch.ones(8_000_000)}})
     done = subprocess.run([sys.executable, "-c", ENDS, url, end], capture_output=True, text=True, timeout=100)
@@ -284,8 +284,8 @@ def test_an_end_in_the_middle_of_an_upload_is_as_on_disk(minio, end, code):
     assert command("verify", "--all", url).count("sound") == step + 1
 
 
-def test_the_command_pins_sweeps_and_verifies_without_reading(minio, tmp_path):
-    run = minio.s3("kept")
+def test_the_command_pins_sweeps_and_verifies_without_reading(service, tmp_path):
+    run = service.s3("kept")
     for step in (1, 2):
         with sf.Checkpointer(run, keep=sf.last(1)) as ckpt:
             ckpt.save(step, {"model": torch.nn.Linear(600, 600)})

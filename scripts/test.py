@@ -1,6 +1,11 @@
 """Everything that CI runs: the steps, in the order in which they begin where processors are short."""
 
+import os
+
 from steps import Step, main
+
+# A build of everything is a tenth shorter without; what a person builds while working lies beside it.
+os.environ.setdefault("CARGO_INCREMENTAL", "0")
 
 BIN = ".venv/bin"
 

@@ -17,8 +17,8 @@ def shell(command: str) -> list[str]:
     return ["bash", "-euo", "pipefail", "-c", command]
 
 
-def cargo(*arguments: str) -> list[str]:
-    return ["cargo", *arguments, "--locked", "--quiet"]
+def cargo(verb: str, *arguments: str) -> list[str]:
+    return ["cargo", verb, "--locked", "--quiet", *arguments]
 
 
 def pytest(*arguments: str) -> list[str]:

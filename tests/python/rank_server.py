@@ -98,6 +98,7 @@ class RankServer:
     def close(self) -> None:
         """Ends the servers and their ranks."""
         for connection in (*self._of_module.values(), self._first):
+            connection.shutdown(socket.SHUT_RDWR)  # also where a child that a test has forked holds it, too
             connection.close()
         self._process.wait()
 
@@ -175,6 +176,7 @@ def serve_ranks(connection: socket.socket) -> None:
         send(connection, pid)
     for pid in started:
         os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def check_alone(after: str) -> None:
@@ -184,14 +186,16 @@ def check_alone(after: str) -> None:
 
 
 def serve_modules(connection: socket.socket) -> None:
-    """Forks a server of ranks for each module that is named."""
+    """Forks a server of ranks for each module that is named; waits for them in the end."""
+    started = []
     while True:
         try:
             (name, path), _ = receive(connection)
         except EOFError:
-            return
+            break
         ours, theirs = socket.socketpair()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             connection.close()
             theirs.close()
             sys.path[:] = path
@@ -204,10 +208,13 @@ def serve_modules(connection: socket.socket) -> None:
             send(ours, told)
             serve_ranks(ours)
             os._exit(0)
+        started.append(pid)
         ours.close()
         told, _ = receive(theirs)
         send(connection, told, [theirs.fileno()])
         theirs.close()
+    for pid in started:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

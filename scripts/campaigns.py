@@ -5,8 +5,6 @@ steps whose names contain one of them: `python3 scripts/campaigns.py chance`. `f
 decoders by coverage.
 """
 
-import sys
-
 from steps import Step, main
 
 BIN = ".venv/bin"
@@ -101,7 +99,4 @@ STEPS = [
 ]
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    chosen = [step for step in STEPS if not words or any(word in step.name for word in words)]
-    names = {step.name for step in chosen}
-    main([step._replace(after=tuple(name for name in step.after if name in names)) for step in chosen])
+    main(STEPS)

@@ -161,8 +161,18 @@ def run(steps: list[Step], place: Path = PLACE) -> bool:
     return summary([ended[step.name] for step in steps], time.monotonic() - first, place / "steps.json")
 
 
+def chosen(steps: list[Step], words: list[str]) -> list[Step]:
+    """The steps whose names contain one of these words, without what they come after: that is there already."""
+    taken = [step for step in steps if not words or any(word in step.name for word in words)]
+    names = {step.name for step in taken}
+    return [step._replace(after=tuple(name for name in step.after if name in names)) for step in taken]
+
+
 def main(steps: list[Step], place: Path = PLACE) -> None:
-    """Runs the steps and ends the process; a signal ends them, too."""
+    """Runs the steps that the command line's words choose, or all, and ends the process; a signal ends them, too."""
+    steps = chosen(steps, sys.argv[1:])
+    if not steps:
+        sys.exit(f"no step's name contains one of {sys.argv[1:]}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(0 if run(steps, place) else 1)

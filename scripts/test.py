@@ -1,4 +1,7 @@
-"""Everything that CI runs: the steps, in the order in which they begin where processors are short."""
+"""Everything that CI runs: the steps, in the order in which they begin where processors are short.
+
+Words choose the steps whose names contain one of them, once the others have run: `python3 scripts/test.py clippy mypy`.
+"""
 
 import os
 

@@ -83,3 +83,15 @@ def test_a_signal_ends_the_steps(tmp_path):
     assert process.wait(timeout=30) == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int(child.read_text()), 0)
+
+
+def test_words_choose_steps():
+    listed = [
+        Step("wheel", ["a"]),
+        Step("pytest", ["b"], after=("wheel",)),
+        Step("pytest, oldest", ["c"], after=("pytest",)),
+    ]
+    assert steps.chosen(listed, []) == listed
+    assert steps.chosen(listed, ["oldest"]) == [listed[2]._replace(after=())]
+    assert [step.after for step in steps.chosen(listed, ["pytest"])] == [(), ("pytest",)]
+    assert steps.chosen(listed, ["nothing"]) == []

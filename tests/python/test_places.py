@@ -230,12 +230,13 @@ def committed(run: Path) -> list[str]:
     return sorted(path.parent.name for path in run.glob("*/COMMIT"))
 
 
-def sweep(run: Path, stop: threading.Event) -> None:
-    """A home-made sweep: what has no COMMIT is rubbish."""
+def sweep(run: Path, stop: threading.Event, between: threading.Lock) -> None:
+    """A home-made sweep: what has no COMMIT is rubbish. Who holds the lock sees no half of a round."""
     while not stop.is_set():
-        for directory in run.glob("*"):
-            if not (directory / "COMMIT").exists():
-                shutil.rmtree(directory, ignore_errors=True)
+        with between:
+            for directory in run.glob("*"):
+                if not (directory / "COMMIT").exists():
+                    shutil.rmtree(directory, ignore_errors=True)
         time.sleep(0.002)
 
 
@@ -244,8 +245,8 @@ def test_a_sweep_during_saves_leaves_no_hollow_checkpoint(tmp_path):
     with sf.Checkpointer(tmp_path, keep=sf.last(1)) as ckpt:
         ckpt.save(0, state_of(0))
         ckpt.wait()
-        stop = threading.Event()
-        sweeper = threading.Thread(target=sweep, args=(tmp_path, stop))
+        stop, between = threading.Event(), threading.Lock()
+        sweeper = threading.Thread(target=sweep, args=(tmp_path, stop, between))
         sweeper.start()
         try:
             for step in range(1, 600):
@@ -257,10 +258,11 @@ def test_a_sweep_during_saves_leaves_no_hollow_checkpoint(tmp_path):
                     saved.append(step)
                 except sf.Error as error:
                     failed.append(error)
-                # What was said to be saved is whole, and so is what is there.
+                # What was said to be saved is whole, and so is what is there when the sweeper has done what it began.
                 newest = max(saved, default=0)
                 into = state_of(-1)
-                assert sf.Checkpointer(tmp_path).restore(into) == newest
+                with between:
+                    assert sf.Checkpointer(tmp_path).restore(into) == newest
                 assert into["extra"]["step"] == newest
         finally:
             stop.set()

@@ -20,6 +20,10 @@ def shell(command: str) -> list[str]:
     return ["bash", "-euo", "pipefail", "-c", command]
 
 
+# A file's tests run in one process, in their order: what they share is made once, and a failure comes again.
+BESIDE = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
+
+
 def cargo(verb: str, *arguments: str) -> list[str]:
     return ["cargo", verb, "--locked", "--quiet", *arguments]
 
@@ -47,7 +51,7 @@ MADE = [
 CHECKED = [
     Step(
         "pytest",
-        pytest("--numprocesses=3", "--dist=worksteal", "tests", *(f"--ignore=tests/{part}" for part in NOT_IN_PYTEST)),
+        pytest(*BESIDE, "tests", *(f"--ignore=tests/{part}" for part in NOT_IN_PYTEST)),
         after=("object-storage servers", "wheel", "Rust tests, built"),
         cores=1.5,
     ),

@@ -43,7 +43,7 @@ struct Jobs {
     seeds_per_ending: u64,
     /// Endings beside [`ENDINGS`].
     endings: &'static [&'static str],
-    /// Those of all endings that only a campaign is sure to meet.
+    /// Endings that only a campaign is sure to meet.
     rare: &'static [&'static str],
 }
 

@@ -288,10 +288,10 @@ def test_a_storage_that_is_resized_is_a_clear_error_and_not_the_end(run, how):
     """In a process whose allocator gives memory of that size back to the system at once."""
     body = f"""
 sys.path.append({os.path.dirname(__file__)!r})
-from unminded import unminded
+from unwatched import unwatched
 model.append(torch.nn.Linear(3072, 3072))
 state = {{"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}}
-with unminded():
+with unwatched():
     pending = sf.save_async(run + "/second", state)
     {RESIZES[how]}
     try:

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
-from unminded import unminded
+from unwatched import unwatched
 
 FLAT = [name for name in FSDP1 if "hybrid" not in name]
 
@@ -250,9 +250,9 @@ def saved_and_written(url, model, optimizer):
     return pending
 
 
-@unminded()
+@unwatched()
 def check_noticed(rank, world, url):
-    """Nobody looks before the write."""
+    """The watching thread does not check before the write."""
     for number, kind in enumerate(WIDE):
         model, optimizer = wide(*kind)
         for step in range(2):  # the second save finds the state described

@@ -76,7 +76,7 @@ fn request_of(mut request: Message, server: &Server, generations: &Generations) 
     (request, generation)
 }
 
-/// What this server answers to a request of Google's interface.
+/// Answers a request of Google's interface as this server does.
 fn translate(request: Message, server: &Server, generations: &Generations) -> Option<Message> {
     let (request, generation) = request_of(request, server, generations);
     let mut answer = pass_on(request, server.endpoint())?;

@@ -70,7 +70,7 @@ const FAULTS: [Fault; 18] = [
 /// What the request for a list of a directory ends with.
 const LIST: &str = "?delimiter&list-type";
 
-/// What the request begins with that publishes a checkpoint: it meets each fault in every run of the test.
+/// Beginning of the request that publishes a checkpoint: it meets each fault in every run of the test.
 const DECIDES: &str = "PUT COMMIT";
 
 /// What a store's error begins with.

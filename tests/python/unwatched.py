@@ -1,4 +1,4 @@
-"""Saves that nobody minds but who waits for them, so that what a test does to their tensors meanwhile comes in time."""
+"""Saves that the watching thread does not see, so that what a test does to their tensors comes before any check."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ class Aside:
 
 
 @contextlib.contextmanager
-def unminded() -> Iterator[None]:
-    """Saves that begin here are watched until somebody waits for them, however soon all is copied. Also a decorator."""
+def unwatched() -> Iterator[None]:
+    """A save that begins here is checked when the test waits for it, however soon all is copied. Also a decorator."""
     aside = Aside(in_flight._watched)
     in_flight._watched = aside
     try:

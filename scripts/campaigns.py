@@ -1,6 +1,6 @@
 """What `make test` leaves out: more seeds and kills, second instances of a case, servers and builds that take long.
 
-It takes two hours on two cores. Run it before a release, and after a change to what a step attacks. Words choose the
+It takes hours on two cores. Run it before a release, and after a change to what a step attacks. Words choose the
 steps whose names contain one of them: `python3 scripts/campaigns.py chance`. `fuzz/Cargo.toml` tells how to fuzz the
 decoders by coverage.
 """

@@ -30,7 +30,8 @@ def pytest(*arguments: str) -> list[str]:
 
 SERVERS = "object-storage servers"
 
-# What `make test` cuts to a third or less.
+# What `make test` cuts to a third or less, in Python and in Rust.
+LAYOUTS = {"SHARDFAST_PAIRS_ONE_IN": 1, "SHARDFAST_LOSS_STEPS": 20}
 FULL = {
     "SHARDFAST_SIM_TIMES": 5,
     "SHARDFAST_FAULTS_ONE_IN": 1,
@@ -68,11 +69,15 @@ STEPS = [
         ),
     ),
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
-    Step("oldest PyTorch", ["scripts/oldest.sh"]),
+    Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("Python tests, further instances", pytest("-m", "campaign", "tests/python")),
+    Step(
+        "every layout into every other",
+        given(LAYOUTS, *pytest(*(f"tests/python/test_{name}.py" for name in ("fsdp", "pipelines", "losses")))),
+    ),
     Step(
         "replay over a thousand steps", given({"SHARDFAST_REPLAY_STEPS": 1000}, *pytest("tests/python/test_replay.py"))
     ),

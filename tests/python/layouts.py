@@ -6,6 +6,7 @@ rows on four ranks, of which two hold nothing.
 
 import copy
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 VOCABULARY, WIDTH, CONTEXT = 11, 8, 5
+
+PAIRS_ONE_IN = int(os.environ.get("SHARDFAST_PAIRS_ONE_IN", "3"))
+"""One in so many pairs of a layout that loads and one that was saved; a campaign takes each."""
 
 
 class Block(nn.Module):
@@ -514,6 +518,11 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for one in steppers(optimizer):
         tensors += [value for parts in one.state.values() for value in parts.values()]
     return list(map(local, tensors))
+
+
+def is_drawn(loading: int, saved: int) -> bool:
+    """Whether this pair of layouts is tried: each that loads, and each that was saved, is in some."""
+    return (loading + saved) % PAIRS_ONE_IN == 0
 
 
 def spoil(model: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_state: bool) -> None:

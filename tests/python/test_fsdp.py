@@ -18,6 +18,7 @@ from layouts import (
     build,
     differing,
     fill,
+    is_drawn,
     known,
     same_bits,
     spoil,
@@ -64,12 +65,14 @@ def save_all(rank, world, url):
 
 
 def load_all(rank, world, url, saved):
-    """Every pair of which one is FSDP1; into optimizers that have no state yet, and into ones that have some."""
+    """Pairs of which one is FSDP1; into optimizers that have no state yet, and into ones that have some."""
     for number, layout in enumerate(layouts_of(world)):
         fresh, filled = build(layout, seed=1), build(layout, seed=2)
         fill(*filled)
         for other, one in enumerate(saved):
             if (layout not in FSDP1 and one not in FSDP1) or (layout == "plain" and world > 1):
+                continue
+            if not is_drawn(number, other):
                 continue
             target = filled if (number + other) % 2 else fresh
             spoil(*target, keeps_state=target is filled)

@@ -12,6 +12,7 @@ from layouts import (
     differing,
     expected,
     fill,
+    is_drawn,
     known_here,
     local,
     parameters_of,
@@ -53,13 +54,13 @@ def save_all(rank, world, url):
 
 
 def load_all(rank, world, url, saved):
-    """Every pair of which one is such; into optimizers that have no state yet, and into ones that have some."""
+    """Pairs of which one is such; into optimizers that have no state yet, and into ones that have some."""
     layouts = [] if world == 1 else apart_of(world)
     for number, layout in enumerate([*layouts, *others_of(world)]):
         fresh, filled = build(layout, seed=1), build(layout, seed=2)
         fill(*filled)
         for other, one in enumerate(saved):
-            if layout not in APART and one not in APART:
+            if (layout not in APART and one not in APART) or not is_drawn(number, other):
                 continue
             target = filled if (number + other) % 2 else fresh
             spoil(*target, keeps_state=target is filled)

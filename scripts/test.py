@@ -24,6 +24,10 @@ def shell(command: str) -> list[str]:
 BESIDE = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
 
 
+# Many tests in Rust wait for a server or a deadline: one more of them than processors keeps these busy.
+MORE = (os.cpu_count() or 1) + 1
+
+
 def cargo(verb: str, *arguments: str) -> list[str]:
     return ["cargo", verb, "--locked", "--quiet", *arguments]
 
@@ -57,7 +61,15 @@ CHECKED = [
     ),
     Step(
         "cargo test",
-        [f"{BIN}/cargo-nextest", "nextest", "run", "--workspace", "--locked", "--cargo-quiet"],
+        [
+            f"{BIN}/cargo-nextest",
+            "nextest",
+            "run",
+            "--workspace",
+            "--locked",
+            "--cargo-quiet",
+            f"--test-threads={MORE}",
+        ],
         after=("object-storage servers", "environment", "Rust tests, built"),
         cores=1.5,
     ),

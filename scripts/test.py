@@ -71,7 +71,6 @@ CHECKED = [
             f"--test-threads={MORE}",
         ],
         after=("object-storage servers", "environment", "Rust tests, built"),
-        cores=1.5,
     ),
     Step("pytest, oldest PyTorch", ["scripts/oldest.sh", "gate"], after=("wheel",)),
     Step("pytest, trainers' packages", ["scripts/frameworks.sh", "gate"], after=("wheel",)),

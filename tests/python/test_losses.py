@@ -107,6 +107,7 @@ def test_losses_after_a_change_to_or_from_a_pipeline(ranks, tmp_path):
     assert ranks(4)(check_relaid, url, on_four)[-1] > 0
 
 
+@pytest.mark.campaign  # the one before is of more kinds of layouts
 def test_losses_after_a_change_between_sharded_layouts(ranks, tmp_path):
     url = f"{tmp_path}"
     ranks(4)(train_and_save, url, ["fsdp1_full_shard_orig", "fsdp_tp"])

@@ -264,7 +264,13 @@ if end == "interrupt":
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("return", 0), ("raise", 1), ("interrupt", -signal.SIGINT), ("signal", -signal.SIGTERM)]
+    ("end", "code"),
+    [
+        ("return", 0),
+        pytest.param("raise", 1, marks=pytest.mark.campaign),
+        pytest.param("interrupt", -signal.SIGINT, marks=pytest.mark.campaign),
+        ("signal", -signal.SIGTERM),
+    ],
 )
 def test_an_end_in_the_middle_of_an_upload_is_as_on_disk(service, end, code):
     url = service.s3(f"ends/{end}")

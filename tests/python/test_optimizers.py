@@ -4,7 +4,7 @@ beside AdamW. The matrices of AdamW are in test_reshard.py, test_fsdp.py and tes
 import pytest
 import shardfast as sf
 import torch
-from layouts import build, differing, fill, same_bits, spoil
+from layouts import PAIRS_ONE_IN, build, differing, fill, same_bits, spoil
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 HAS_MUON = hasattr(torch.optim, "Muon")
@@ -15,6 +15,8 @@ WITHOUT_FSDP1 = {
     4: ["hsdp", "fsdp_tp", "pp_fsdp", "interleaved_fsdp", "pp_tp", "interleaved_tp", "ep_fsdp"],
 }
 """Layouts by number of ranks. Muon takes no flat parameters."""
+
+OTHERS = max(4 // PAIRS_ONE_IN, 2)
 
 LAYOUTS_OF = {
     1: ["plain"],
@@ -49,9 +51,9 @@ def load_all(rank, world, url, kinds, pairs_with):
         for number, layout in enumerate(layouts_of(kind, world)):
             fresh, filled = build(layout, seed=1, kind=kind), build(layout, seed=2, kind=kind)
             fill(*filled)
-            # Every layout is loaded by some, and each loads four others.
-            for other in range(4) if world > 1 else range(len(saved)):
-                ranks, one = saved[(number * 4 + other) % len(saved)]
+            # Every layout is loaded by some, and each loads as many others.
+            for other in range(OTHERS) if world > 1 else range(len(saved)):
+                ranks, one = saved[(number * OTHERS + other) % len(saved)]
                 target = filled if (number + other) % 2 else fresh
                 spoil(*target, keeps_state=target is filled)
                 sf.load(f"{url}/{pairs_with[kind]}/{ranks}/{one}", state_of(*target))

@@ -17,7 +17,7 @@ from older import IS_OLDER
 pytestmark = pytest.mark.skipif(IS_OLDER, reason="variants are those of the newest PyTorch's kernels")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = int(os.environ.get("SHARDFAST_REPLAY_STEPS", "100"))
+STEPS = int(os.environ.get("SHARDFAST_REPLAY_STEPS", "30"))
 """Steps of a usual run; a campaign sets more."""
 
 NUMELS = [*range(1, 34), 200, 1013]

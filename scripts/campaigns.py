@@ -74,6 +74,7 @@ STEPS = [
     Step("trainers' packages", ["scripts/frameworks.sh"]),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
+    Step("demo", [f"{BIN}/python", "examples/demo.py"]),
     Step("Python tests, further instances", pytest("-m", "campaign", "tests/python")),
     Step(
         "every layout into every other",

@@ -5,6 +5,9 @@ set -euo pipefail
 
 digest() { sha256sum | cut -d' ' -f1; }
 
+# here: what a stamp holds beside a digest. An environment names its own place; a copy of one would run the other's.
+here() { printf ' in %s' "$PWD"; }
+
 # is_stamped VENV NAME DIGEST: whether that is installed already. Stamps live in the environment that they speak of.
 is_stamped() { [[ -f "$1/$2.stamp" && "$(<"$1/$2.stamp")" == "$3" ]]; }
 
@@ -16,7 +19,7 @@ make_environment() {
         printf '%s: no environment: run `make setup` first\n' "$name" >&2
         return 1
     fi
-    requirements=$(digest <"requirements/$name.txt")
+    requirements=$(digest <"requirements/$name.txt")$(here)
     if "$at/bin/python" -c '' 2>/dev/null && is_stamped "$at" requirements "$requirements"; then
         return
     fi

@@ -25,28 +25,27 @@ find_python() {
         "found: $(python3 --version 2>&1 || true)"
 }
 
-digest() { sha256sum | cut -d' ' -f1; }
+source scripts/environment.sh
 
-# One number for everything that the wheel is made of.
+# One number for everything that the wheel is made of, and made with.
 sources_digest() {
     find Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml README.md LICENSE crates python \
+        scripts/wheel.sh requirements/dev.txt \
         -type f -not -path '*/__pycache__/*' -not -path '*/.*_cache/*' -print0 | sort -z | xargs -0 sha256sum | digest
 }
 
-# Both stamps live in the environment that they speak of, so that one cannot outlive the other.
-is_stamped() { [[ -f ".venv/$1.stamp" && "$(<".venv/$1.stamp")" == "$2" ]]; }
-
 command -v cargo >/dev/null ||
     fail "cargo is missing: install Rust from https://rustup.rs (rust-toolchain.toml then picks the version)"
-if ! .venv/bin/python -c '' 2>/dev/null; then
+if ! .venv/bin/python -c '' 2>/dev/null || ! is_stamped .venv place "$(here)"; then
     python=$(find_python)
     echo "setup: making .venv with $("$python" --version)"
     rm -rf .venv
     "$python" -m venv .venv
+    here >.venv/place.stamp
 fi
 
 requirements=$(digest <requirements/dev.txt)
-if ! is_stamped requirements "$requirements"; then
+if ! is_stamped .venv requirements "$requirements"; then
     echo "setup: installing requirements/dev.txt (torch is large: minutes on a slow line)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^uv==' requirements/dev.txt)"
     .venv/bin/uv pip install --python .venv/bin/python --requirement requirements/dev.txt
@@ -55,7 +54,7 @@ fi
 
 [[ ${1-} != environment ]] || exit 0
 sources=$(sources_digest)
-if ! is_stamped shardfast "$sources" || ! ls target/wheels/*.whl >/dev/null 2>&1; then
+if ! is_stamped .venv shardfast "$sources" || ! ls target/wheels/*.whl >/dev/null 2>&1; then
     echo "setup: building the wheel (the first time takes minutes)"
     rm -rf target/wheels
     scripts/wheel.sh build "$(uname -m)" target/wheels

@@ -10,6 +10,10 @@ from steps import Step, main
 # A build of everything is a tenth shorter without; what a person builds while working lies beside it.
 os.environ.setdefault("CARGO_INCREMENTAL", "0")
 
+# What a person's shell may hold, and what would change which tests run, or against what.
+for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONPATH", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONHOME"):
+    os.environ.pop(_name, None)
+
 BIN = ".venv/bin"
 
 NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "python/test_readme.py", "python/test_guide.py")
@@ -44,9 +48,15 @@ USER_TYPES = shell(
     '"$here/tests/python/typing/user_script.py"'
 )
 
+# Tests skip a server that a person's machine cannot have (Go or Node are missing); in CI they fail.
+SERVERS = (
+    "scripts/servers.sh install versitygw moto s3rver azurite || { [[ ! ${CI-} ]] && "
+    "echo 'tests that need the servers above will be skipped'; }"
+)
+
 # What others wait for.
 MADE = [
-    Step("object-storage servers", ["scripts/servers.sh", "install", "versitygw", "moto", "s3rver", "azurite"]),
+    Step("object-storage servers", shell(SERVERS)),
     Step("environment", ["scripts/setup.sh", "environment"]),
     Step("wheel", ["scripts/setup.sh"], after=("environment",), cores=1.2),
     Step("Rust tests, built", cargo("test", "--workspace", "--no-run"), cores=1.2),

@@ -125,7 +125,7 @@ class Objects:
         if source is not None:
             _, _, from_key = unquote(source).lstrip("/").partition("/")
             if from_key not in self._objects:
-                return Answer(404, {})
+                return _absent(request)
             self._objects[request.key] = self._objects[from_key]
             etag = escape(self._objects[from_key].etag)
             return _xml(f"<CopyObjectResult><ETag>{etag}</ETag></CopyObjectResult>")
@@ -137,7 +137,7 @@ class Objects:
     def _get(self, request: Request) -> Answer:
         kept = self._objects.get(request.key)
         if kept is None:
-            return Answer(404, {})
+            return _absent(request)
         now = email.utils.formatdate(time.time(), usegmt=True)
         headers = {**kept.metadata, "ETag": kept.etag, "Last-Modified": now}
         if request.method == "HEAD":
@@ -167,6 +167,11 @@ class Objects:
             f"<ListBucketResult><Name>b</Name><Prefix>{escape(prefix)}</Prefix><IsTruncated>false</IsTruncated>"
             f"<KeyCount>{len(entries) + len(folders)}</KeyCount>{''.join(entries)}{common}</ListBucketResult>"
         )
+
+
+def _absent(request: Request) -> Answer:
+    body = b"" if request.method == "HEAD" else b"<Error><Code>NoSuchKey</Code></Error>"
+    return Answer(404, {"x-amz-request-id": "1"}, body)
 
 
 def _xml(body: str) -> Answer:

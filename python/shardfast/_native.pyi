@@ -499,8 +499,8 @@ class Retention:
 
 def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
-) -> tuple[int, Checkpoint, list[str]] | None:
-    """Opens the newest committed checkpoint of a run, of those below a step: its step, it, and what was passed over."""
+) -> tuple[tuple[int, Checkpoint] | None, list[str]]:
+    """Opens the newest committed checkpoint of a run, of those below a step: its step and it; what was passed over."""
 
 def steps_over(
     state_bytes: float,

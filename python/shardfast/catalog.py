@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -146,6 +146,26 @@ class Origin(NamedTuple):
     layout: Layout
     identity: Hashable
     source: Source | None
+
+
+class Box(NamedTuple):
+    """Elements in memory: a box of them, no two at one address.
+
+    Attributes:
+        space: Equal for the same memory, such as that of one device.
+        pointer: Address of the first element.
+        lengths: The number of elements per dimension.
+        strides: The distance of neighbours per dimension, in bytes.
+        item: Size of an element, in bytes.
+        is_lazy: Whether the tensor is a view that reads other values than the bytes there, such as their conjugates.
+    """
+
+    space: Hashable
+    pointer: int
+    lengths: Ints
+    strides: Ints
+    item: int
+    is_lazy: bool = False
 
 
 class Target(NamedTuple):
@@ -520,27 +540,6 @@ class Rounds(Protocol):
         ...
 
 
-class RandomGenerators(Protocol):
-    """A framework's global random generators: what a module ``adapters/<framework>_random`` defines."""
-
-    def read(self) -> Any:
-        """Their states now, as a value that can be stored."""
-        ...
-
-    def check(self, state: Any, /) -> None:
-        """Refuses a loaded value that :meth:`write` could not set; changes nothing.
-
-        Raises:
-            Refused: If this process has other generators.
-            Exception: Any other one, if it is no value of :meth:`read`.
-        """
-        ...
-
-    def write(self, state: Any, /) -> str | None:
-        """Sets them; returns the name of those that are in use here and have no state in the value, if any."""
-        ...
-
-
 class Objects(Protocol):
     """One framework's modules and optimizers. Of a framework that is built on another one it is all there is to say."""
 
@@ -548,15 +547,18 @@ class Objects(Protocol):
         """``value`` as a bundle, if it is a module or a list of modules (pipeline stages) of this framework."""
         ...
 
-    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
+    def optimizer(
+        self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
+    ) -> Bundle | None:
         """``value`` as a bundle, if it is an optimizer or a list of them.
 
         Args:
             value: See above.
             names: What the parameters of the state's modules are called, by ``id`` of what an optimizer steps.
+            beside: ``id`` of the objects that the state has under keys of their own.
 
         Raises:
-            Refused: If it holds a parameter without a name.
+            Refused: If it holds a parameter without a name, or state that a save would leave out.
         """
         ...
 
@@ -634,6 +636,10 @@ class Adapter(Objects, Protocol):
         Raises:
             Refused: As :meth:`layout`.
         """
+        ...
+
+    def written(self, tensor: Any) -> Box | None:
+        """The memory that a load into ``tensor`` changes; ``None`` if it has none."""
         ...
 
     def allocate(self, dtype: str, shape: Ints) -> Any:

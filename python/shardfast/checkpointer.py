@@ -168,12 +168,14 @@ class Checkpointer:
         began = time.perf_counter()
         below: int | None = None
         while True:
-            found = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
+            found, skipped = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
             if found is None:
                 if below is not None:
                     raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
+                if session.rank == 0:
+                    self._say_nothing_restored(skipped)
                 return 0
-            step, checkpoint, skipped = found
+            step, checkpoint = found
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:
@@ -188,6 +190,18 @@ class Checkpointer:
             self._prepare(state)
             self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
             return step
+
+    def _say_nothing_restored(self, skipped: Sequence[str]) -> None:
+        if not skipped:
+            _log.info("%s: no checkpoint there, so nothing is restored and the training begins at step 0", self.url)
+            return
+        _log.warning(
+            "%s: nothing is restored and the training begins at step 0, though the run has %d step%s: the newest is %s",
+            self.url,
+            len(skipped),
+            "s" if len(skipped) > 1 else "",
+            skipped[0],
+        )
 
     def step(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
         """Saves if a save is due after ``step`` steps. Every rank calls it after each step.

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from . import _native
@@ -38,6 +37,7 @@ from .catalog import (
 )
 from .collection import Paused
 from .errors import Invalid
+from .load_plan import Options
 from .parts import Parts, adapter_of, changed_as, flat_run, numel_of
 from .state import (
     BundleEntry,
@@ -202,12 +202,11 @@ class _Named(NamedTuple):
 class _Leaves:
     """Collects tensors and values under their names."""
 
-    def __init__(self, adapters: Sequence[Adapter], pickle: bool, excepted: Patterns) -> None:
+    def __init__(self, adapters: Sequence[Adapter], pickle: bool) -> None:
         self.objects: list[ObjectLeaf] = []
         self.named: list[_Named] = []
         self._adapters = adapters
         self._pickle = pickle
-        self._excepted = excepted
         self._places: dict[tuple[str, str], str] = {}
 
     def tensors_of(self, entry: BundleEntry, tensors: Mapping[str, Any], holders: Mapping[str, Ints]) -> None:
@@ -223,7 +222,7 @@ class _Leaves:
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
-            self._value(key, prefix + name, value, keeps_values, f"{place}.{name}")
+            self._value(key, prefix + name, value, keeps_values, f"{place}.{name}", compared="every save")
 
     def add(self, entry: Entry) -> None:
         if isinstance(entry, TensorEntry):
@@ -234,7 +233,9 @@ class _Leaves:
         elif isinstance(entry, ValueEntry):
             is_object = entry.stateful is not None and not isinstance(entry.stateful, Stateful)
             keeps = keeps_bookkeeping if is_object else keeps_values
-            self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.per_rank)
+            # What an object counts or carries may begin equal on all ranks, and be each rank's own later.
+            compared: Compared = "every save" if is_object else "first save"
+            self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.per_rank, compared)
 
     def _claim(self, key: str, name: str, place: str) -> None:
         expect_text(name, place)
@@ -250,9 +251,6 @@ class _Leaves:
         else:
             self._laid_out(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, origin)
 
-    def _tensor(self, key: str, name: str, adapter: Adapter, tensor: object, place: str) -> None:
-        self._laid_out(key, name, adapter, tensor, place, _origin(adapter, tensor, place))
-
     def _laid_out(
         self,
         key: str,
@@ -264,9 +262,6 @@ class _Leaves:
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
-        for pattern in self._excepted:
-            if fnmatchcase(f"{key}/{name}" if "/" in pattern else key, pattern):
-                compared = "never"
         layout, identity, source = origin
         self.named.append(_Named(key, name, layout, adapter, tensor, place, identity, compared, source))
 
@@ -278,6 +273,7 @@ class _Leaves:
         keeps: Callable[[Layout], bool],
         place: str,
         per_rank: bool = False,
+        compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
 
@@ -285,7 +281,8 @@ class _Leaves:
             if per_rank or not trail or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
                 return None
             below = name_below(name, trail)
-            self._tensor(key, below, adapter, tensor, f"{place}.{dotted(trail)}")
+            where = f"{place}.{dotted(trail)}"
+            self._laid_out(key, below, adapter, tensor, where, _origin(adapter, tensor, where), compared)
             return key, below
 
         captured = capture(value, Lowering(place, self._adapters, refer, self._pickle))
@@ -295,6 +292,15 @@ class _Leaves:
 def _is_whole(layout: Layout) -> bool:
     """Whether this rank holds all of the tensor."""
     return _held_bytes(layout) == math.prod(layout.shape) * item_bytes(layout.dtype)
+
+
+def _excepted(named: Sequence[_Named], patterns: Patterns) -> Sequence[_Named]:
+    """The tensors; those that a pattern selects are never compared. As in ``only`` of a load, a name means itself."""
+    if not patterns:
+        return named
+    known = {name for one in named for name in (one.key, f"{one.key}/{one.name}")}
+    chosen = Options(only=patterns, exact=frozenset(known.intersection(patterns)))
+    return [one._replace(compared="never") if chosen.selects(f"{one.key}/{one.name}") else one for one in named]
 
 
 def _origin(adapter: Adapter | Parts, tensor: Any, place: str) -> Origin:
@@ -328,7 +334,7 @@ class _Found:
         units: Sequence[Unit], adapters: list[Adapter], pickle: bool, notice: Notice | None, excepted: Patterns = ()
     ) -> _Found:
         walked = walk_units(units, adapters)
-        leaves = _Leaves(walked.adapters, pickle, excepted)
+        leaves = _Leaves(walked.adapters, pickle)
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         announced: dict[int, Any] = {}
         holders = [entry.bundle.holders({}) for entry in bundles]
@@ -349,7 +355,8 @@ class _Found:
         for other in walked.entries:
             leaves.add(other)
         are_announced = [id(changed_as(one.tensor)) in announced for one in leaves.named]
-        return _Found(walked.adapters, bundles, leaves.named, in_bundles, leaves.objects, are_announced)
+        named = _excepted(leaves.named, excepted)
+        return _Found(walked.adapters, bundles, named, in_bundles, leaves.objects, are_announced)
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[int]]]:
         """The leaves, and for each tensor leaf the numbers of its names among ``named``."""
@@ -543,7 +550,7 @@ class _Known:
         entries = rest_of(units, of_bundles, adapters)
         if entries is None:
             return None
-        leaves = _Leaves(adapters, pickle, self.excepted)
+        leaves = _Leaves(adapters, pickle)
         for bundle, of in zip(self.bundles, values, strict=True):
             prefix = f"{bundle.name}." if bundle.name is not None else ""
             leaves.values_of(bundle.key, prefix, bundle.place, of)

@@ -15,6 +15,7 @@ _REMEDIES = {
     "unexpected": "unexpected: only= loads a part, strict=False allows it",
     "dtype": "dtype: cast=True converts",
     "tied": "tied: strict=False takes the one that is named second",
+    "overlap": "overlap: give each memory of its own before the load (clone() one of them)",
     "per rank": (
         'per rank: per_rank="rank0" takes what rank 0 saved, per_rank="index" what the rank of the same number saved, '
         "modulo the number of saving ranks"
@@ -32,6 +33,8 @@ class Options:
     only: tuple[str, ...] = ()
     per_rank: str = "error"
     pickle: bool = False
+    exact: frozenset[str] = frozenset()
+    """Those of ``only`` that are names in the checkpoint: they mean themselves, whatever they are as patterns."""
 
     def __post_init__(self) -> None:
         if self.per_rank not in ("error", "rank0", "index"):
@@ -44,8 +47,11 @@ class Options:
         if not self.only:
             return True
         key = name.partition("/")[0]
-        matches = (fnmatch.fnmatchcase(name if "/" in pattern else key, pattern) for pattern in self.only)
-        return any(matches)
+        return any(
+            pattern == whole if pattern in self.exact else fnmatch.fnmatchcase(whole, pattern)
+            for pattern in self.only
+            for whole in [name if "/" in pattern else key]
+        )
 
 
 @dataclass

@@ -6,6 +6,7 @@ tensors in place. Values are made and installed last, once all bytes are there a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .catalog import (
     Adapter,
+    Box,
     Destination,
     Flat,
     Memory,
@@ -24,7 +26,9 @@ from .catalog import (
     item_bytes,
 )
 from .errors import Corrupt, Error, Invalid
+from .giving import checked, installed, load_into
 from .load_plan import LoadPlan, Options
+from .overlaps import overlaps
 from .parts import Parts, adapter_of, flat_run, row_major
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
@@ -50,13 +54,18 @@ class _Value:
     """A value to make from saved copies."""
 
     leaf: SavedObject
+    name: str
     copies: list[int]
     place: str
     receive: Put
-    current: Mapping[Trail, tuple[Adapter, Any]]
-    """Tensors in the present value, by their trails."""
+    current: dict[Trail, tuple[Adapter, Any]]
+    """Tensors in the present value that may be filled, by their trails."""
 
     merges: bool
+
+
+_Found = tuple[object, "_Want | None", "Box | None"]
+"""What may be written: a name, or the number of a value and a trail in it; the want of a leaf; its memory."""
 
 
 @dataclass(frozen=True)
@@ -106,26 +115,32 @@ class Matching:
             self._keys_of.setdefault(leaf.name, []).append(leaf.key)
         self._referred: dict[tuple[str, str], list[SavedLeaf]] = _referred(saved)
         self._ours = self._renamed(saved, walked)
+        known = {name for key, below in self._ours for name in (key, f"{key}/{below}")}
+        self._options = options = dataclasses.replace(options, exact=frozenset(known.intersection(options.only)))
         self._wants: list[_Want] = []
         self._values: list[_Value] = []
         self._filled: dict[Hashable, tuple[int, str]] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._bundles: list[_Received] = []
         self._finish: list[tuple[str, Callable[[], None]]] = []
+        self._finish_last: list[tuple[str, Callable[[], None]]] = []
+        self._left: list[str] = []
+        self._shared: set[object] = set()
         self._install: list[Callable[[], None]] = []
         self._install_last: list[Callable[[], None]] = []
         self._owners: list[object] = []
         for entry in walked.entries:
             if isinstance(entry, TensorEntry):
-                self._into(entry.key, entry.name, entry.adapter, entry.tensor, entry.place)
+                self._into(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, entry.put)
             elif isinstance(entry, TreeEntry):
                 self._tree(entry)
             elif isinstance(entry, ValueEntry):
                 self._entry(entry)
             else:
                 self._bundle(entry)
+        self._apart()
         for pattern in options.only:
-            chosen = Options(only=(pattern,))
+            chosen = Options(only=(pattern,), exact=options.exact)
             if not any(chosen.selects(f"{key}/{name}") for key, name in self._ours):
                 self.plan.problems.append(f"only: {pattern!r} selects nothing that is in the checkpoint")
 
@@ -204,8 +219,10 @@ class Matching:
 
     # Tensors
 
-    def _into(self, key: str, name: str, adapter: Adapter | Parts, tensor: Any, place: str) -> None:
-        """Loads what is saved under the name into a tensor of the state."""
+    def _into(
+        self, key: str, name: str, adapter: Adapter | Parts, tensor: Any, place: str, put: Put | None = None
+    ) -> None:
+        """Loads what is saved under the name into a tensor of the state; ``put`` replaces it."""
         leaf = self._find(key, name)
         if leaf is None:
             return
@@ -214,13 +231,24 @@ class Matching:
             self._fill(saved, adapter, tensor, f"{key}/{name}")
             return
 
+        # Not self, which would then refer to itself and keep the state alive.
+        shared, number = self._shared, len(self._values)
+
         def receive(value: object) -> None:
+            if value is tensor:  # filled already
+                return
             try:
-                adapter.fill(tensor, value)
+                if put is None or isinstance(adapter, Parts) or (number, ()) not in shared:
+                    adapter.fill(tensor, value)
+                else:
+                    layout = adapter.layout(tensor)
+                    own = adapter.allocate(layout.dtype, layout.shape)
+                    adapter.fill(own, value)
+                    put(own)
             except Refused as refused:
                 raise Invalid(f"{place}: {refused}") from refused
 
-        self._value(leaf, place, receive, None)
+        self._value(leaf, place, receive, tensor if put is not None else None)
 
     def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, name: str) -> None:
         """Checks a saved tensor against one of the state, and adds a want."""
@@ -247,8 +275,13 @@ class Matching:
         index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
             self._wants.append(_Want(saved, adapter, tensor, destination, name))
-        elif index != saved.index and self._options.strict:
-            self.plan.problems.append(f"tied: {name} and {other} are one tensor here and two in the checkpoint")
+        elif index != saved.index:
+            is_of_one_key = name.partition("/")[0] == other.partition("/")[0]
+            if self._options.strict or not is_of_one_key:
+                what = "tied" if is_of_one_key else "overlap"
+                self.plan.problems.append(f"{what}: {name} and {other} are one tensor here and two in the checkpoint")
+            else:
+                self._left.append(name)
             return
         self.plan.tensors.append(name)
 
@@ -265,9 +298,9 @@ class Matching:
 
         def receive(value: object) -> None:
             if isinstance(entry.stateful, Stateful):
-                install_last.append(_checked(entry.stateful, value, entry.place))
+                install_last.append(checked(entry.stateful, value, entry.place))
             elif entry.stateful is not None:
-                install.append(lambda: entry.stateful.load_state_dict(value))
+                install.append(lambda: load_into(entry.stateful, value, entry.place))
             else:
                 install.append(lambda: entry.put(value))
 
@@ -287,7 +320,7 @@ class Matching:
             self._entry(value)
             return
         for below in entry.leaves:
-            self._into(below.key, below.name, below.adapter, below.tensor, below.place)
+            self._into(below.key, below.name, below.adapter, below.tensor, below.place, below.put)
 
     def _explain_tree(self, key: str, name: str) -> None:
         """Notes a problem if tensors are saved below a name under which the state has something else."""
@@ -323,8 +356,61 @@ class Matching:
             return
         self.plan.values.append(name)
         now = {trail: (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
-        self._refer(leaf, name, {dotted(trail): there for trail, there in now.items()})
-        self._values.append(_Value(leaf, copies, place, receive, now, merges))
+        self._values.append(_Value(leaf, name, copies, place, receive, now, merges))
+
+    def _apart(self) -> None:
+        """Sees to it that no element is written twice; then adds the wants of the tensors below values.
+
+        Tensors inside values are filled in place only where their memory is nobody else's: others are made anew.
+        """
+        own: list[_Found] = [(want.place, want, want.adapter.written(want.tensor)) for want in self._wants]
+        inside: list[_Found] = [
+            ((number, trail), None, _written(adapter, tensor))
+            for number, value in enumerate(self._values)
+            for trail, (adapter, tensor) in value.current.items()
+        ]
+        found = [one for one in (*own, *inside) if one[2] is not None]
+        shared = self._shared
+        for numbers in overlaps([box for _, _, box in found if box is not None]):
+            one, other = (found[number] for number in sorted(numbers))
+            if one[1] is not None and other[1] is not None:
+                self._overlap(one[1], other[1])
+            shared.update(name for name, want, _ in (one, other) if want is None)
+        for number, value in enumerate(self._values):
+            now = {trail: there for trail, there in value.current.items() if (number, trail) not in shared}
+            value.current.clear()
+            value.current.update(now)
+            self._refer(value.leaf, value.name, {dotted(trail): there for trail, there in now.items()})
+
+    def _overlap(self, one: _Want, other: _Want) -> None:
+        """Notes that two leaves lie over each other. A lazy view of all of another leaf is compared instead."""
+        (first, second) = ((want, want.adapter.written(want.tensor)) for want in (one, other))
+        if first[1] is not None and first[1].is_lazy:
+            first, second = second, first
+        is_view = second[1] is not None and second[1].is_lazy and second[1]._replace(is_lazy=False) == first[1]
+        lazy, adapter = second[0], second[0].adapter
+        if is_view and not isinstance(adapter, Parts) and not lazy.destination.layout.text:  # a whole tensor
+            self._compare(lazy, adapter, first[0].place)
+            return
+        self.plan.problems.append(
+            f"overlap: {one.place} and {other.place} lie over each other in memory here, and are two tensors in the "
+            "checkpoint"
+        )
+
+    def _compare(self, lazy: _Want, adapter: Adapter, filled: str) -> None:
+        """Loads elsewhere what is saved for a lazy view, and compares it once the leaf below is filled."""
+        staging = adapter.allocate(lazy.leaf.dtype, lazy.leaf.shape)
+        destination = adapter.destination(staging, lazy.leaf.dtype)
+        self._wants[self._wants.index(lazy)] = lazy._replace(tensor=staging, destination=destination)
+
+        def finish() -> None:
+            if adapter.lower_value(lazy.tensor) != adapter.lower_value(staging):
+                raise Refused(
+                    f"it is a view of {filled} here, and what is saved for it is not what that view reads: "
+                    "clone() it before the load"
+                )
+
+        self._finish_last.append((lazy.place, finish))
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
         """Adds wants for the tensors below a value: into the present ones if they fit, else into new ones."""
@@ -416,28 +502,34 @@ class Matching:
         if not entry.bundle.accepts(name):
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
             return
-        beside = self._layout_beside(entry, name)
+        fqn, layout, dtype_beside = self._beside(entry, name)
+        dtype = saved.dtype
         try:
-            tensor = entry.bundle.create(
-                name, saved.dtype, saved.shape, layout=saved.layout, beside=beside, dry=self._dry
-            )
+            if self._options.cast and dtype_beside == dtype and saved.shape:
+                # As the optimizer makes it: of the type of its parameter, where it was.
+                owner = entry.bundle.parameters[fqn]
+                dtype = adapter_of(owner, self._adapters).layout(owner).dtype
+            tensor = entry.bundle.create(name, dtype, saved.shape, layout=saved.layout, beside=layout, dry=self._dry)
             adapter = adapter_of(tensor, self._adapters)
             destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{full}: {refused}")
             return
         bundle.created[name] = tensor
+        if dtype != saved.dtype:
+            self.plan.cast[full] = (saved.dtype, dtype)
         self._want(saved, adapter, tensor, destination, full)
 
-    def _layout_beside(self, entry: BundleEntry, name: str) -> str:
-        """The saved layout, as text, of the parameter with state called ``name``."""
+    def _beside(self, entry: BundleEntry, name: str) -> tuple[str, str, str]:
+        """The parameter with state called ``name``, and the layout, as text, and the type with which it was saved."""
         for key, fqns in entry.owned.items():
             path = name.partition(".")[2]
             while path := path.rpartition(".")[0]:
                 leaf = self._ours.get((key, path))
                 if path in fqns and leaf is not None:
-                    return leaf.layout
-        return ""
+                    own = self._saved.get((leaf.of_key, leaf.of_name)) if isinstance(leaf, SavedAlias) else leaf
+                    return path, leaf.layout, own.dtype if isinstance(own, SavedTensor) else ""
+        return "", "", ""
 
     # From a plan to a filled state
 
@@ -475,7 +567,7 @@ class Matching:
 
     def make(self, encoded: Sequence[bytes]) -> None:
         """Makes the values from their bytes (in the order of :meth:`value_wants`), and has their takers check them."""
-        for place, finish in self._finish:
+        for place, finish in (*self._finish, *self._finish_last):
             try:
                 finish()
             except Refused as refused:
@@ -500,7 +592,7 @@ class Matching:
                 raise
             except Exception as error:  # of a value that no bundle has
                 raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
-            self._install.append(functools.partial(_install, restored.install, entry.place))
+            self._install.append(functools.partial(installed, restored.install, entry.place))
             missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
             self.plan.missing += sorted(missing)
             self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
@@ -544,7 +636,7 @@ class Matching:
         for (key, name), leaf in self._ours.items():
             if leaf.index in indices and self._options.selects(f"{key}/{name}"):
                 names.setdefault(key, []).append(f"{leaf.key}/{leaf.name}")
-        self.plan.unexpected = [name for below in names.values() for name in below]
+        self.plan.unexpected = [*self._left, *(name for below in names.values() for name in below)]
         lines = [_by_ranks(ranks, problem, self._world) for ranks, problem in problems]
         touched_keys = {key for (key, _), leaf in self._ours.items() if leaf.index not in indices}
         for key, below in names.items() if self._options.strict else ():
@@ -572,25 +664,11 @@ def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLea
     return out
 
 
-def _checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
-    """Returns the call that gives a made value to an object, which has checked it before."""
+def _written(adapter: Adapter, tensor: Any) -> Box | None:
     try:
-        stateful.check(value)
-    except Refused as refused:
-        raise Invalid(f"{place}: {refused}") from refused
-    except (Error, MemoryError):
-        raise
-    except Exception as error:
-        raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
-    return lambda: stateful.load_state_dict(value)
-
-
-def _install(install: Callable[[], None], place: str) -> None:
-    """Installs what a bundle has received; ``place`` is the bundle's."""
-    try:
-        install()
-    except Refused as refused:
-        raise Invalid(f"{place}: {refused}") from refused
+        return adapter.written(tensor)
+    except Refused:  # a load makes a new one in its place
+        return None
 
 
 def _copy_of(leaf: SavedObject, rank: int) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .catalog import (
     Adapter,
+    Box,
     Destination,
     Flat,
     Hold,
@@ -126,6 +127,10 @@ class Parts:
                 )
 
         return Target(_memory(part, plain, target.memory, dtype), target.owner, compare)
+
+    def written(self, part: Part) -> Box | None:
+        """That of the plain tensor; ``None`` where several leaves are compared and not written over each other."""
+        return None if part.several is not None else self.plain.written(part.tensor)
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
         """As the plain tensors are held."""

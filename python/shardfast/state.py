@@ -154,6 +154,8 @@ class _Named:
 
     names: dict[int, list[NamedPart]]
     keys: dict[int, str]
+    beside: frozenset[int] = frozenset()
+    """``id`` of all objects of the state."""
 
     def add(self, tensor: object, key: str, name: str) -> None:
         """The first name of a tensor or a part counts."""
@@ -173,7 +175,7 @@ def walk(state: object) -> Walked:
 def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     """As :func:`walk`, of a state's units."""
     modules: dict[int, Bundle] = {}
-    named = _Named({}, {})
+    named = _Named({}, {}, frozenset(id(changed) for unit in units for changed in _objects_of(unit.value)))
     owners = [_owner(unit.value, adapters) for unit in units]
     for unit, owner in zip(units, owners, strict=True):
         module = _module(unit, adapters) if owner is None else None
@@ -193,6 +195,13 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
         for unit, owner in zip(units, owners, strict=True)
     ]
     return Walked(entries, adapters)
+
+
+def _objects_of(value: object) -> Iterator[object]:
+    """What stands at a key, and the items of a list there."""
+    value = value.value if isinstance(value, PerRank) else value
+    yield value
+    yield from value if isinstance(value, (list, tuple)) else ()
 
 
 def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
@@ -297,9 +306,10 @@ def _module(unit: Unit, adapters: Sequence[Adapter]) -> Module | None:
         raise Invalid(f"{unit.place}: {refused}") from refused
 
 
-def _optimizer(unit: Unit, adapters: Sequence[Adapter], names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
+def _optimizer(unit: Unit, adapters: Sequence[Adapter], named: _Named) -> Bundle | None:
+    known = (*frameworks.built_on_others(), *adapters)
     try:
-        answers = (framework.optimizer(unit.value, names) for framework in (*frameworks.built_on_others(), *adapters))
+        answers = (framework.optimizer(unit.value, named.names, named.beside) for framework in known)
         return next((optimizer for optimizer in answers if optimizer is not None), None)
     except Refused as refused:
         raise Invalid(f"{unit.place}: {refused}") from refused
@@ -338,7 +348,7 @@ def _entry(
         return BundleEntry(unit.key, prefix, module, unit.place, unit.name, value)
     if isinstance(value, PerRank):
         return _per_rank(unit, name, value)
-    optimizer = _optimizer(unit, adapters, named.names)
+    optimizer = _optimizer(unit, adapters, named)
     if optimizer is not None:
         owned: dict[str, set[str]] = {}
         for fqn, parameter in optimizer.parameters.items():

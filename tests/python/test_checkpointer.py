@@ -317,3 +317,23 @@ def test_making_one_waits_for_no_other_rank_and_raises_nothing_of_the_job(tmp_pa
     ckpt = sf.Checkpointer(tmp_path / "run")
     with pytest.raises(sf.Invalid, match="WORLD_SIZE=2"):
         ckpt.save(1, {"extra": {"step": 1}})
+
+
+def test_what_restores_nothing_says_what_is_there(tmp_path, caplog):
+    caplog.set_level("INFO", logger="shardfast")
+    run = tmp_path / "run"
+    assert sf.Checkpointer(run).restore(state_of(0)) == 0
+    (said,) = caplog.messages
+    assert said == f"{run}: no checkpoint there, so nothing is restored and the training begins at step 0"
+    assert caplog.records[0].levelname == "INFO"
+    saved(run, 3)
+    saved(run, 4)
+    for step in (3, 4):
+        (run / f"step-{step:08}" / "COMMIT").unlink()
+    caplog.clear()
+    assert sf.Checkpointer(run).restore(state_of(0)) == 0
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage() == (
+        f"{run}: nothing is restored and the training begins at step 0, though the run has 2 steps: the newest is "
+        "step-00000004: not committed (its save was cut off, or is still running)"
+    )

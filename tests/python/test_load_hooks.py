@@ -9,7 +9,7 @@ from torch import nn
 def test_a_backward_through_tensors_loaded_in_between_raises(tmp_path):
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
     plain = torch.ones(70_000)
-    state = {"model": model, "plain": {"w": plain, "alias": plain.view(7, 10_000)[1:]}}
+    state = {"model": model, "plain": {"w": plain}}
     sf.save(tmp_path / "one", state)
     loss = model(torch.ones(2, 300)).sum()
     versions = [p._version for p in model.parameters()]

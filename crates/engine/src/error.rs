@@ -129,6 +129,9 @@ const LONG_PAUSES_MS: [u64; 6] = [100, 400, 1_500, 5_000, 10_000, 20_000];
 /// Retries of what may last: two minutes of pauses in all.
 const LONG_TRIES_MAX: usize = 11;
 
+/// The longest wait that a service may ask for. What asks for more is away.
+const WAIT_MAX: Duration = Duration::from_secs(600);
+
 /// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
@@ -195,7 +198,7 @@ impl Tries {
         let pause = match error.wait {
             _ if !may_pass || before + 1 >= FAILURES_MAX => None,
             None => PAUSES_MS.get(self.failed - 1).map(|&ms| Duration::from_millis(ms)),
-            Some(_) if self.failed > LONG_TRIES_MAX => None,
+            Some(wait) if self.failed > LONG_TRIES_MAX || wait > WAIT_MAX => None,
             Some(wait) => Some(wait.max(jittered(LONG_PAUSES_MS[(self.failed - 1).min(LONG_PAUSES_MS.len() - 1)]))),
         };
         let pause = pause.filter(|&pause| tried.saturating_add(pause) <= patience.within);
@@ -206,6 +209,9 @@ impl Tries {
             return Ok(now + pause);
         }
         let mut message = error.message;
+        if let Some(wait) = error.wait.filter(|&wait| may_pass && wait > patience.within.min(WAIT_MAX)) {
+            message += &format!("; the service asks to wait {} s", wait.as_secs());
+        }
         if may_pass && self.failed > 1 {
             message += &format!("; tried {} times in {tried:.1?}", self.failed);
         }
@@ -405,6 +411,14 @@ mod tests {
     #[test]
     fn no_pause_reaches_beyond_the_deadline() {
         let (pauses, error) = pauses(Some(Duration::from_secs(7)), Duration::from_secs(5));
-        assert_eq!((pauses.len(), error.message.as_str()), (0, "away"));
+        assert_eq!((pauses.len(), error.message.as_str()), (0, "away; the service asks to wait 7 s"));
+    }
+
+    #[test]
+    fn a_wait_of_any_length_is_no_panic_and_one_that_is_too_long_an_error_at_once() {
+        for seconds in [601, 1 << 40, u64::MAX] {
+            let (pauses, error) = pauses(Some(Duration::from_secs(seconds)), Duration::MAX);
+            assert_eq!((pauses.len(), error.message), (0, format!("away; the service asks to wait {seconds} s")));
+        }
     }
 }

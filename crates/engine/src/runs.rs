@@ -86,36 +86,28 @@ fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
 
 /// The newest checkpoint of a run that can be opened.
 pub struct Newest {
-    /// Its step.
-    pub step: u64,
-    /// It, opened.
-    pub checkpoint: Checkpoint,
-    /// Newer ones that were passed over, each with the reason.
+    /// Its step, and it, opened; `None` if there is none.
+    pub found: Option<(u64, Checkpoint)>,
+    /// Newer ones, or all, that were passed over, each with the reason.
     pub skipped: Vec<String>,
 }
 
 #[derive(Clone, Serialize, Deserialize)]
 struct Found {
-    step: u64,
-    manifest: Vec<u8>,
+    /// The step, and its manifest.
+    found: Option<(u64, Vec<u8>)>,
     skipped: Vec<String>,
 }
 
 /// Opens the newest committed checkpoint of the run at `url`, among those of steps lower than `below` if that is
-/// given; `None` when there is none. Checkpoints without a commit are passed over; a committed one that cannot be
+/// given. Checkpoints without a commit are passed over; a committed one that cannot be
 /// opened only if `older` allows to fall back. Every rank of the engine must call it.
 ///
 /// # Errors
 /// The same on every rank: the error of the newest committed one unless `older`; as [`list`].
-pub fn newest(
-    engine: &Arc<Engine>,
-    url: &str,
-    below: Option<u64>,
-    older: bool,
-    deadline: Duration,
-) -> Result<Option<Newest>> {
+pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, deadline: Duration) -> Result<Newest> {
     let operation = engine.begin(format!("restore {url}"), deadline);
-    let answer: Option<Found> = operation.agree("open", Ok((below, older)), |ranks| {
+    let Found { found, skipped } = operation.agree("open", Ok((below, older)), |ranks| {
         if let Some(rank) = ranks.iter().position(|&asked| asked != (below, older)) {
             return Err(Error::invalid(format!(
                 "restore {url}: rank {rank} asks for another checkpoint than rank 0 ({:?} against {:?})",
@@ -126,19 +118,18 @@ pub fn newest(
         let store = engine.store(url)?;
         Ok(vec![find(&*store, url, below, older)?; ranks.len()])
     })?;
-    let Some(found) = answer else { return Ok(None) };
-    let url = step_url(url, found.step);
-    let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &found.manifest));
+    let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
+    let url = step_url(url, step);
+    let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
     let checkpoint = checkpoint.map(|checkpoint| checkpoint.within(deadline));
     // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
     operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
-    let checkpoint = checkpoint?;
-    Ok(Some(Newest { step: found.step, checkpoint, skipped: found.skipped }))
+    Ok(Newest { found: Some((step, checkpoint?)), skipped })
 }
 
 /// Reads commits from the newest down, as far as that is needed.
-fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result<Option<Found>> {
+fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result<Found> {
     let entries = entries(store)?;
     let mut skipped = Vec::new();
     let mut unreadable: Option<(u64, Error)> = None;
@@ -164,7 +155,7 @@ fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result
             None => Err(Error::internal("a step without a commit is passed over")),
         };
         match commit.and_then(read) {
-            Ok(manifest) => return Ok(Some(Found { step, manifest, skipped })),
+            Ok(manifest) => return Ok(Found { found: Some((step, manifest)), skipped }),
             Err(error) if older => {
                 passed_over_committed = true;
                 skipped.push(format!("{}: {error}", step_dir(step)));
@@ -179,7 +170,7 @@ fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result
         }
         None => {
             foreign::refuse_as_run(url, &entries)?;
-            Ok(None)
+            Ok(Found { found: None, skipped })
         }
     }
 }
@@ -214,8 +205,8 @@ mod tests {
         save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
 
         let engine = Engine::solo();
-        let newest = newest(&engine, &url, None, false, DEADLINE).unwrap().unwrap();
-        assert_eq!(newest.step, 1);
+        let newest = newest(&engine, &url, None, false, DEADLINE).unwrap();
+        assert_eq!(newest.found.as_ref().map(|(step, _)| *step), Some(1));
         assert!(engine.storage.measured_by() > 0, "the checkpoint's store measures for itself");
     }
 }

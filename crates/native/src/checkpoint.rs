@@ -42,6 +42,9 @@ pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64)
     Ok(Checkpoint::new(opened.map_err(raise)?))
 }
 
+/// A step and its checkpoint, if there is one, and what was passed over.
+type Found = (Option<(u64, Checkpoint)>, Vec<String>);
+
 /// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
 /// Returns its step, it, and what was passed over, or `None` for a run without one.
 #[pyfunction]
@@ -53,11 +56,11 @@ pub(crate) fn newest(
     older: bool,
     below: Option<u64>,
     timeout_s: f64,
-) -> PyResult<Option<(u64, Checkpoint, Vec<String>)>> {
+) -> PyResult<Found> {
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
     let newest = py.detach(|| runs::newest(engine, url, below, older, timeout)).map_err(raise)?;
-    Ok(newest.map(|newest| (newest.step, Checkpoint::new(newest.checkpoint), newest.skipped)))
+    Ok((newest.found.map(|(step, checkpoint)| (step, Checkpoint::new(checkpoint))), newest.skipped))
 }
 
 /// The URL of the checkpoint of a step of a run.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 
-use crate::far::{Bucket, FarStore, is_http, once, plain};
+use crate::far::{Bucket, FarStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -27,6 +27,13 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint);
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
         return Err(invalid(format!("expected an endpoint such as https://host:port/account, found {endpoint:?}")));
+    }
+    // A key signs, and is not sent.
+    let is_token = builder.get_config_value(&AzureConfigKey::AccessKey).is_none();
+    let skips = builder.get_config_value(&AzureConfigKey::SkipSignature).is_some_and(|skips| skips == "true");
+    let is_emulator = builder.get_config_value(&AzureConfigKey::UseEmulator).is_some_and(|it| it == "true");
+    if is_token && !skips && !is_emulator {
+        expect_tls(endpoint.as_deref()).map_err(invalid)?;
     }
     let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
     let untrusted = endpoint.map(|endpoint| format!("{endpoint} {container}"));

@@ -4,9 +4,9 @@
 //!    completed by `finish`. Parts are sent from the writes' own memory, which is given back when no connection uses it
 //!    any more. The service proves each part by a checksum. Until it is complete an upload is invisible; one that is
 //!    given up is aborted.
-//! 2. *Publish* is a request that creates if absent. The client library repeats nothing. An answer that says that the
-//!    name is taken, and one that does not come, may both follow our own success: the object carries a random token in
-//!    its metadata, and the publisher compares it with its own.
+//! 2. *Publish* is a request that creates if absent. The client library repeats nothing. Whatever the answer is, it may
+//!    follow our own success or not: the object carries a random token in its metadata, and the publisher looks, and
+//!    compares it with its own. What the service cannot be asked about then may have been published.
 //! 3. *Read.* The first request brings the head of the object, its length and its version; all others ask for that
 //!    version, so that an object that was replaced is an error and never a mixture.
 //! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
@@ -14,6 +14,7 @@
 //! [`upload`] sends an object and [`read`] reads it; [`network`] holds the connections, [`failure`] knows what refusals
 //! mean; a service's own file builds its client.
 
+mod endpoint;
 mod failure;
 mod flow;
 mod network;
@@ -48,7 +49,12 @@ use crate::{
     Shared, Store, Upload, name,
 };
 
+pub(crate) use endpoint::is_http;
+#[cfg(any(feature = "azure", feature = "gcs"))]
+pub(crate) use endpoint::{expect_tls, plain};
 use flow::Flow;
+#[cfg(feature = "s3")]
+pub(crate) use network::wait_of;
 use network::{Answer, Held, Network};
 pub(crate) use network::{Connector, Pool};
 use pace::Pace;
@@ -145,18 +151,6 @@ pub(crate) type Renew = Arc<dyn Fn(Instant) -> bool + Send + Sync>;
 /// The client library does not retry: the engine does.
 pub(crate) fn once() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
-}
-
-/// The client library's options for an endpoint: an `http:` endpoint is used without TLS.
-#[cfg(any(feature = "azure", feature = "gcs"))]
-pub(crate) fn plain(endpoint: Option<&str>) -> object_store::ClientOptions {
-    object_store::ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
-}
-
-/// Whether it is the URL of a host.
-pub(crate) fn is_http(endpoint: &str) -> bool {
-    let is_one = |scheme: &&str| endpoint.strip_prefix(*scheme).is_some_and(|host| !host.is_empty());
-    ["http://", "https://"].iter().any(is_one) && network::is_url(endpoint)
 }
 
 /// How a service's file builds its client; the connector is the HTTP client to use.
@@ -390,8 +384,11 @@ impl Place {
         let path = self.path(op, name)?;
         let options = GetOptions { head: true, ..GetOptions::default() };
         match self.answered(op, name, self.client().get_opts(&path, options))? {
-            // Such an answer has no body that says why.
-            Err((_, answer)) if matches!(answer.status, Some(StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN)) => {
+            // Such an answer has no body that says why, or that it is the service's.
+            Err((error, answer))
+                if matches!(answer.status, Some(StatusCode::BAD_REQUEST | StatusCode::FORBIDDEN))
+                    || (answer.status == Some(StatusCode::NOT_FOUND) && error.kind == Kind::Unavailable) =>
+            {
                 let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
                 self.call(op, name, self.client().get_opts(&path, options))
             }
@@ -522,13 +519,18 @@ impl Store for FarStore {
         attributes.insert(key.clone(), token.clone().into());
         let options = PutOptions { mode: PutMode::Create, attributes, ..PutOptions::default() };
         let payload = Bytes::copy_from_slice(bytes).into();
-        let Err((error, answer)) = place.answered(op, name, place.client().put_opts(&path, payload, options))? else {
-            return Ok(());
+        let answered = place.answered(op, name, place.client().put_opts(&path, payload, options))?;
+        let (error, may_come) = match answered {
+            Ok(_) => (place.fail(Kind::Unavailable, op, name, "the service answered that it is there"), true),
+            // Of credentials that cannot be had: nothing was sent.
+            Err((error, answer)) if answer.host.is_empty() => return Err(error),
+            Err((error, answer)) => {
+                let may_come = is_refused(&answer) || error.kind == Kind::Unavailable;
+                (error, may_come)
+            }
         };
-        if !is_refused(&answer) && error.kind != Kind::Unavailable {
-            return Err(error);
-        }
-        // Each may follow our own success: its answer was lost, and what was repeated found it.
+        // Any answer may follow our own success: one that was lost, one that a proxy gave instead, a repetition that
+        // found the object. And one of success may be a proxy's, too. The token decides.
         let mut pauses = LOOKS_MS.iter();
         let looked = loop {
             match (place.head(op, name), pauses.next()) {
@@ -547,6 +549,7 @@ impl Store for FarStore {
         match looked {
             Ok(found) if found.attributes.get(&key).is_some_and(|found| **found == *token) => Ok(()),
             Ok(_) => Err(place.fail(Kind::Conflict, op, name, "the name is taken")),
+            Err(absent) if absent.kind == Kind::NotFound && !may_come => Err(error),
             Err(absent) if absent.kind == Kind::NotFound => unsure(error.message.clone()),
             Err(unseen) => unsure(format!("{}, and it cannot be looked for: {}", error.message, unseen.message)),
         }

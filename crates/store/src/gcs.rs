@@ -11,7 +11,7 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use crate::far::{Bucket, FarStore, is_http, once, plain};
+use crate::far::{Bucket, FarStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -37,6 +37,9 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     }
     let skips = builder.get_config_value(&GoogleConfigKey::SkipSignature);
     let is_signed = skips.is_none_or(|skips| ["false", "0", "off", "no", "n", "f"].contains(&&*skips.to_lowercase()));
+    if is_signed {
+        expect_tls(endpoint.as_deref()).map_err(invalid)?;
+    }
     let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
     let base = endpoint.clone().unwrap_or_else(|| GOOGLE.to_owned());
     let untrusted = endpoint.filter(|endpoint| endpoint != GOOGLE);

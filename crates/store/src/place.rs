@@ -79,6 +79,19 @@ impl<'a> Url<'a> {
             };
             return fail(Kind::Invalid, format!("{offered}; found {name:?} {remedy}"));
         }
+        if let Some(name) = names().enumerate().find_map(|(i, name)| names().skip(i + 1).find(|&next| next == name)) {
+            return fail(Kind::Invalid, format!("expected each option once, found {name:?} twice"));
+        }
+        // Of what is no percent-encoded text, `options` says so.
+        let values =
+            || options().filter_map(|option| Some((option.split_once('=')?.0, decoded(option.split_once('=')?.1)?)));
+        if let Some((name, _)) = values().find(|(_, value)| value.contains(char::is_control)) {
+            return fail(Kind::Invalid, format!("expected printable characters in {name}=, found a control character"));
+        }
+        if let Some((name, _)) = values().find(|(_, value)| has_user(value)) {
+            let why = "URLs stand in logs and error messages, so take it out";
+            return fail(Kind::Invalid, format!("found a user or a password in {name}=: {why}"));
+        }
         Ok(scheme)
     }
 
@@ -114,6 +127,12 @@ impl<'a> Url<'a> {
     pub(crate) fn usual(self) -> String {
         self.with(self.trimmed())
     }
+}
+
+/// Whether a value is a URL with a user or a password before its host.
+fn has_user(value: &str) -> bool {
+    let authority = value.split_once("//").and_then(|(_, rest)| rest.split(['/', '?', '#']).next());
+    authority.is_some_and(|authority| authority.contains('@'))
 }
 
 fn is_scheme(text: &str) -> bool {
@@ -255,6 +274,26 @@ mod tests {
             "open memory://b/x: memory:// has no options; found \"region\" (a \"?\" in a name is written %3F)"
         );
         assert!(scheme_of("memory://b/x?").is_ok());
+    }
+
+    #[cfg(feature = "s3")]
+    #[test]
+    fn an_option_stands_once_in_print_and_without_a_password() {
+        for (url, said) in [
+            ("s3://b/x?region=a&region=b", "expected each option once, found \"region\" twice"),
+            ("s3://b/x?storage_class=A%0AB", "printable characters in storage_class=, found a control character"),
+            ("s3://b/x?region=a%7F", "printable characters in region="),
+            ("s3://b/x?endpoint=http://joe:hunter2@h:1", "found a user or a password in endpoint="),
+            ("s3://b/x?endpoint=http%3A%2F%2Fjoe%3Ahunter2%40h:1/y", "found a user or a password in endpoint="),
+        ] {
+            let text = scheme_of(url).err().unwrap_or_else(|| panic!("{url} was taken")).to_string();
+            assert!(text.contains(said) && !text.contains("hunter2") && !text.contains("joe"), "{text}");
+        }
+        assert!(scheme_of("s3://b/x?endpoint=http://h:1/@y&region=a").is_ok());
+    }
+
+    #[test]
+    fn a_url_has_no_slash_behind_it() {
         assert_eq!(absolute("memory://b/x//?").unwrap().as_deref(), Some("memory://b/x?"));
     }
 }

@@ -91,6 +91,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let service = service_of(endpoint_of(&builder));
     // Each client would begin a session of its own, or send a checksum of another kind, too.
     let is_express = builder.get_config_value(&AmazonS3ConfigKey::S3Express).is_some_and(|value| value == "true");
+    let is_payer = builder.get_config_value(&AmazonS3ConfigKey::RequestPayer).is_some_and(|value| value == "true");
     let is_one_client = is_express || builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_some();
     let builder = builder
         .with_allow_http(is_plain)
@@ -115,7 +116,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let client = Arc::new(summed.build().map_err(|error| invalid(error.to_string()))?);
         let unsummed = (!is_one_client).then_some(unsummed);
         let place = (service.clone(), bucket.clone());
-        let beyond = Arc::new(BeyondClient::new(Arc::clone(&client), unsummed, http, place));
+        let beyond = BeyondClient::new(Arc::clone(&client), unsummed, http, place, region.clone(), is_payer);
+        let beyond = Arc::new(beyond);
         let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
         let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
         Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, untrusted, renew })

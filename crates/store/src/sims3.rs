@@ -244,7 +244,7 @@ impl Answer {
     }
 
     fn into_http(self) -> HttpResponse {
-        let mut response = Response::builder().status(self.status);
+        let mut response = Response::builder().status(self.status).header("x-amz-request-id", "1");
         if self.headers.iter().all(|(name, _)| *name != "content-length") {
             response = response.header("content-length", self.body.len());
         }

@@ -170,7 +170,7 @@ fn places_that_no_request_can_be_signed_for_are_refused() {
     for (options, message) in [
         ("endpoint=http://127.0.0.1:99999", "expected an endpoint such as https://host:port"),
         ("endpoint=http://[::g]", "expected an endpoint such as https://host:port"),
-        ("region=a%0Ab", "expected a region of printable characters"),
+        ("region=a%0Ab", "expected printable characters in region="),
     ] {
         let error = open(&format!("s3://b/p?{options}")).err().expect(options);
         assert_eq!(error.kind, Kind::Invalid, "{error}");
@@ -186,4 +186,31 @@ fn a_key_that_no_header_holds_is_refused() {
         assert!(error.message.contains("expected AWS_ACCESS_KEY_ID of printable characters"), "{error}");
         assert!(!error.to_string().contains("hunter2"), "{error}");
     });
+}
+
+#[test]
+fn a_token_goes_to_this_machine_or_is_encrypted() {
+    let why =
+        |url: &str| open(url).err().map(|error| (error.kind, error.message)).unwrap_or((Kind::Internal, "".into()));
+    for url in [
+        "gs://bucket/run?endpoint=http://10.1.2.3:80",
+        "gs://bucket/run?endpoint=http://127.0.0.1.example.com",
+        "gs://bucket/run?endpoint=http://[2001:db8::1]:80/x",
+        "az://container/run?account=a&endpoint=http://storage/a",
+    ] {
+        let (kind, message) = why(url);
+        assert!(
+            kind == Kind::Invalid && message.contains("unencrypted: expected an endpoint with https:"),
+            "{message}"
+        );
+    }
+    for url in [
+        "gs://bucket/run?endpoint=http://127.0.0.1:9",
+        "gs://bucket/run?endpoint=http://LocalHost:9/x",
+        "gs://bucket/run?endpoint=http://[::1]:9",
+        "gs://bucket/run?endpoint=https://storage:9",
+        "az://container/run?account=a&endpoint=http://127.0.0.9:1/a",
+    ] {
+        assert!(!why(url).1.contains("unencrypted"), "{url}");
+    }
 }

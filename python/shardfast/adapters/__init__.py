@@ -6,7 +6,8 @@ import functools
 import importlib
 import sys
 
-from ..catalog import Adapter, Objects, RandomGenerators
+from ..catalog import Adapter, Objects
+from ..generators import RandomGenerators
 
 FRAMEWORKS = ("torch", "numpy")
 """Those with tensors of their own. A new whole tensor is one of the first that is imported."""

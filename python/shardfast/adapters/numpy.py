@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..catalog import (
     VALUE_BYTES_MAX,
+    Box,
     Bundle,
     Destination,
     Hold,
@@ -125,10 +126,17 @@ class NumpyAdapter:
             return id(tensor)
         return (tensor.ctypes.data, tensor.shape, tensor.strides, tensor.dtype.str)
 
+    def written(self, tensor: Array) -> Box | None:
+        if tensor.size == 0:
+            return None
+        return Box("host", tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize)
+
     def module(self, value: object) -> Module | None:
         return None
 
-    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Bundle | None:
+    def optimizer(
+        self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
+    ) -> Bundle | None:
         return None
 
     def expect_remade(self, tensor: Array) -> None:

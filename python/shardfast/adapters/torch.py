@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ..catalog import (
     VALUE_BYTES_MAX,
+    Box,
     Destination,
     Hold,
     Ints,
@@ -36,6 +37,7 @@ from .torch_memory import (
     DTYPES,
     OF_NAME,
     ORDINARY,
+    box,
     copy,
     dtype_of,
     expect_memory,
@@ -193,6 +195,10 @@ class TorchAdapter:
             expect_writable(local)
         return Destination(layout, identity(tensor), None)
 
+    @named
+    def written(self, tensor: torch.Tensor) -> Box | None:
+        return box(tensor)
+
     def allocate(self, dtype: str, shape: Ints) -> torch.Tensor:
         return on_host(shape, dtype_of(dtype))
 
@@ -216,7 +222,9 @@ class TorchAdapter:
         modules = Modules(parts)
         return Module(modules, modules.parameters)
 
-    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> Optimizers | None:
+    def optimizer(
+        self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
+    ) -> Optimizers | None:
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, dict):  # from each parameter to the optimizer that steps it in backward
             parts = list(value.values())
@@ -229,7 +237,7 @@ class TorchAdapter:
             expect_understood_owner(part)
         if not all(isinstance(part, torch.optim.Optimizer) for part in parts):
             return None
-        return Optimizers(parts, names)
+        return Optimizers(parts, names, beside)
 
     @named
     def expect_remade(self, tensor: torch.Tensor) -> None:

@@ -206,6 +206,7 @@ _OF_MODULES: list[tuple[str, Kind]] = [
     *((name, "names") for name in ("_non_persistent_buffers_set", *_HOOKS)),
 ]
 _OF_OPTIMIZERS: list[tuple[str, Kind]] = [("param_groups", "groups"), ("state", "state")]
+SAYING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _OF_WRAPPED: list[tuple[str, Kind]] = [("param_groups", "groups"), ("optim", "object")]
 
 
@@ -308,7 +309,8 @@ def outline_of_optimizers(
     for optimizer, holder in optimizers:
         if holder is not optimizer:
             objects.append((optimizer, _OF_WRAPPED))
-        objects.append((holder, _OF_OPTIMIZERS))
+        hooks: list[tuple[str, Kind]] = [(name, "names") for name in SAYING if name in vars(holder)]
+        objects.append((holder, [*_OF_OPTIMIZERS, *hooks]))
         for key, entries in holder.state.items():
             if isinstance(key, torch.Tensor) and isinstance(entries, dict):
                 places += ((id(key), name) for name in entries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -329,7 +329,7 @@ class FsdpObjects:
         modules = FsdpModules(parts)
         return Module(modules, modules.parameters)
 
-    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]]) -> None:
+    def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()) -> None:
         """Never: PyTorch's own optimizers are the torch adapter's."""
 
 

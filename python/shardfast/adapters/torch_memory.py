@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from ..catalog import Memory, Refused, is_writable, may_overlap
+from ..catalog import Box, Memory, Refused, is_writable, may_overlap
 from .torch_placement import local_of, parts, views
 
 _NAMES = {
@@ -93,6 +93,19 @@ def memory(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Memory, ...]:
         item, device = view.element_size(), view.device.index if view.is_cuda else None
         out.append(Memory(view.data_ptr(), tuple([stride * item for stride in view.stride()]), device))
     return tuple(out)
+
+
+def box(tensor: torch.Tensor) -> Box | None:
+    """The memory of a tensor, or of its local one; ``None`` if it has none of its own."""
+    local = local_of(tensor)
+    if not is_storable(local) or local.is_meta or not local.numel():
+        return None
+    try:
+        pointer, item = local.data_ptr(), local.element_size()
+    except (RuntimeError, NotImplementedError):
+        return None
+    strides = tuple([stride * item for stride in local.stride()])
+    return Box(local.device, pointer, tuple(local.shape), strides, item, local.is_conj() or local.is_neg())
 
 
 def is_direct(local: torch.Tensor) -> bool:
@@ -209,9 +222,12 @@ def identity(tensor: torch.Tensor) -> Hashable:
     if not is_storable(local) or local.is_meta or local.numel() == 0:
         return id(tensor)
     try:
-        return (local.device, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
+        where = (local.device, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
     except (RuntimeError, NotImplementedError):  # it has no memory
         return id(tensor)
+    # A lazy view reads other values from the same bytes.
+    is_lazy = local.is_conj() or local.is_neg()
+    return (*where, local.is_conj(), local.is_neg()) if is_lazy else where
 
 
 def expect_fill(tensor: torch.Tensor, value: object) -> None:

@@ -6,11 +6,13 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ..catalog import Compared, Inside, Ints, NamedPart, Outline, Part, Refused, Region, Restored
+from . import torch_accounts as accounts
+from .torch_accounts import class_of
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
     equal,
@@ -41,6 +43,11 @@ class _Held(NamedTuple):
     optimizer: Any
     holder: Any
 
+    @property
+    def own(self) -> Any:
+        """The one whose state dict is this rank's own; ``ZeroRedundancyOptimizer`` gathers one of all ranks."""
+        return self.holder
+
 
 class _Owned(NamedTuple):
     """A parameter that an optimizer steps, or a part of it that has a name of its own.
@@ -67,10 +74,13 @@ class Optimizers:
     """One optimizer, or several (pipeline stages), in terms of parameters' names, never of their positions.
 
     Of wrapped optimizers the inner ones count. Leaves: ``state.<FQN>.<name>``, ``global.<name>`` for state of no
-    parameter, and ``param_groups``, a list of the groups with their parameters' names.
+    parameter, ``param_groups``, a list of the groups with their parameters' names, and ``own.<class>``, what a class
+    says beside that and takes back by its own ``load_state_dict()``.
     """
 
-    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, Sequence[NamedPart]]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Any], names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
+    ) -> None:
         self._groups: list[dict[str, Any]] = []
         self._group_names: list[list[str]] = []
         self._classes: list[str] = []
@@ -80,14 +90,15 @@ class Optimizers:
         self._inside: dict[str, Inside] = {}
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
-        self._held = [held for optimizer in optimizers for held in _held(optimizer, ())]
+        # One that is reached in several ways counts once.
+        self._held = list({id(held.holder): held for one in optimizers for held in _held(one, ())}.values())
+        self._levels = list({id(one): one for held in self._held for one in (*held.outer, held.own)}.values())
         self.parameters: dict[str, torch.Tensor] = {}
         for _, optimizer, holder in self._held:
-            _expect_state_dict_of_groups(optimizer)
             named = [self._name(number, group, names) for number, group in enumerate(optimizer.param_groups)]
             self._groups += optimizer.param_groups
             self._group_names += named
-            self._classes += [_class_of(holder)] * len(named)
+            self._classes += [class_of(holder)] * len(named)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.parameters.update(dict.fromkeys((fqn for fqn, _ in names[id(parameter)]), parameter))
@@ -101,6 +112,32 @@ class Optimizers:
                                 f"two of its parameters are called {fqn!r}: hold their modules under one key of the "
                                 "state, in one nn.ModuleDict"
                             )
+                        if owned.group is not group:
+                            raise Refused(_owned_twice(fqn, [held.holder for held in self._held], owned, holder))
+        self._own = self._accounted(names, beside)
+
+    def _accounted(self, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int]) -> dict[str, object]:
+        """What optimizers say beside their state and groups, by leaf name.
+
+        Raises:
+            Refused: If one says, or holds, more than a save takes.
+        """
+        holders = [held.holder for held in self._held]
+        _expect_entries(holders)
+        own: dict[str, object] = {}
+        taken: accounts.Taken | None = None
+        for optimizer in reversed(self._levels):  # an error names the innermost one
+            accounts.expect_no_more(optimizer, beside, names, [*self._levels, *holders])
+            if accounts.says_more(optimizer):
+                taken = taken or accounts.Taken(holders, self.parameters.values())
+                said = accounts.own_values(optimizer, taken)
+                leaf = f"{_OWN}{class_of(optimizer)}"
+                if said and not equal(own.setdefault(leaf, said), said):
+                    raise Refused(
+                        f"two of its optimizers are a {class_of(optimizer)}, and their state_dict()s differ beside the "
+                        f"state of parameters: {own[leaf]} and {said}: put each into the state under a key of its own"
+                    )
+        return own
 
     def _name(self, number: int, group: dict[str, Any], names: Mapping[int, Sequence[NamedPart]]) -> list[str]:
         for parameter in group["params"]:
@@ -115,12 +152,14 @@ class Optimizers:
     def _entries(self) -> Iterator[tuple[str, object, Place]]:
         for fqn, owned in self._owned.items():
             for name, value in owned.state.get(owned.parameter, {}).items() if not owned.is_empty else ():
-                leaf = f"state.{fqn}.{name}"
+                leaf = _leaf(fqn, name)
                 entry = value
                 if wraps(value):
                     yield from self._unwrap(leaf, owned, value, (id(owned.parameter), name))
                     continue
-                if owned.part is not None and isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor):
+                    _expect_whole(leaf, owned, value)
+                elif owned.part is not None:
                     entry = self._part(leaf, owned.part, value, (id(owned.parameter), name))
                 yield leaf, entry, (id(owned.parameter), name)
         for _, _, holder in self._held:
@@ -191,23 +230,23 @@ class Optimizers:
             if whole is not None:
                 # State that is not sharded with its parameter (a step counter) is the same on all ranks that hold the
                 # parameter.
-                known |= {f"state.{fqn}.{name}": whole for name in state.get(parameter, {})}
+                known |= {_leaf(fqn, name): whole for name in state.get(parameter, {})}
         return known
 
     def compared(self) -> Mapping[str, Compared]:
-        # State computed from a shard may be equal on all ranks while it is zero. A step counter is equal for all
-        # shards.
+        # State computed from a shard, such as a norm, may be equal on all ranks at first. A step counter is equal for
+        # all shards.
         return {
-            f"state.{fqn}.{name}": "every save"
-            for fqn, (state, parameter, _, _) in self._owned.items()
-            if is_dtensor(parameter)
+            _leaf(fqn, name): "every save"
+            for fqn, (state, parameter, _, part) in self._owned.items()
+            if is_dtensor(parameter) or part is not None
             for name, value in state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and not is_dtensor(value)
             if name != "step" and value.shape != parameter.shape
         }
 
     def outline(self) -> Outline | None:
-        if any(held.outer for held in self._held):
+        if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
             return None
         tensors: list[tuple[Place, Any, Inside | None]] = []
         values: dict[str, Place] = {}
@@ -227,7 +266,7 @@ class Optimizers:
 
     def values(self) -> Mapping[str, object]:
         values = {name: value for name, value, _ in self._entries() if not isinstance(value, (torch.Tensor, Part))}
-        return {**values, **groups_value(self._groups, self._group_names, self._classes)}
+        return {**values, **groups_value(self._groups, self._group_names, self._classes), **self._own}
 
     def _split(self, name: str) -> tuple[str, str] | None:
         """The owned parameter and the name of its state in ``state.<FQN>.<name>``."""
@@ -243,6 +282,8 @@ class Optimizers:
         place = self._split(name)
         if place is not None:
             return not self._owned[place[0]].is_empty
+        if name.startswith(_OWN):
+            return any(class_of(optimizer) == name.removeprefix(_OWN) for optimizer in self._levels)
         return name.startswith("global.") and bool(self._states)
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
@@ -254,13 +295,13 @@ class Optimizers:
                 return torch.empty(shape, dtype=kind, device="meta" if dry else "cpu")
             state, parameter, group, part = self._owned[place[0]]
             if "." in place[1]:
-                raise Refused(_no_wrapping(state.get(parameter, {}).get(place[1].partition(".")[0])))
+                raise Refused(_no_wrapping(state.get(parameter, {}).get(_unquoted(place[1].partition(".")[0]))))
             is_step = place[1] == "step"
             on_host = is_step and not (group.get("fused") or group.get("capturable"))
             at = parameter if part is None else part.tensor
             device = torch.device("meta" if dry else "cpu" if on_host else at.device)
             if part is not None:
-                return self._create_part(name, (id(parameter), place[1]), part, shape, kind, device)
+                return self._create_part(name, (id(parameter), _unquoted(place[1])), part, shape, kind, device)
             if shape == tuple(parameter.shape) and not is_step:
                 made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
                 if wraps(made):  # as its parameter does; optimizers begin with zeros, which are often plain
@@ -290,7 +331,7 @@ class Optimizers:
         return self._part(leaf, part, made, place)
 
     def drops(self, name: str) -> bool:
-        return name != "param_groups"
+        return name != "param_groups" and not name.startswith(_OWN)
 
     def merges(self, name: str) -> bool:
         return name == "param_groups"
@@ -315,6 +356,7 @@ class Optimizers:
         absent: Sequence[str] = (),
     ) -> Restored:
         self._expect_no_pre_hooks()
+        own = {name.removeprefix(_OWN): cast(accounts.Said, values[name]) for name in values if name.startswith(_OWN)}
         saved = self._saved_groups(values["param_groups"], parameter) if "param_groups" in values else {}
         foreign = self._of_another_class(saved, strict)
         groups = self._restored_groups(
@@ -327,7 +369,7 @@ class Optimizers:
                 expect_same_constants(name, self._constants[name], value)
             elif self._parameter_of(name) in foreign:
                 unexpected.append(name)
-            elif name != "param_groups":
+            elif name != "param_groups" and not name.startswith(_OWN):
                 entries[name] = value
         self._expect_one_value_each(entries)
         if strict and saved:
@@ -344,22 +386,31 @@ class Optimizers:
                 place = self._split(name)
                 if place is not None:
                     owned = self._owned[place[0]]
-                    owned.state[owned.parameter][place[1]] = value.within if isinstance(value, Part) else value
+                    owned.state[owned.parameter][_unquoted(place[1])] = (
+                        value.within if isinstance(value, Part) else value
+                    )
                 else:
                     self._states[0][name.removeprefix("global.")] = value
-            for group, said in groups:
-                for name, value in said.items():
-                    if isinstance(group.get(name), torch.Tensor):
-                        fill(group[name], value)
-                    else:
-                        group[name] = value
-            for held in self._held:
-                for optimizer in dict.fromkeys((*held.outer, held.optimizer)):
-                    for hook in _hooks(optimizer, _POST_HOOKS):
-                        hook(optimizer)
+            _put_into(groups)
+            self._load_by_themselves(own)
 
         missing = [name for name in absent if name not in gone]
         return Restored(install, missing, unexpected)
+
+    def _load_by_themselves(self, own: Mapping[str, accounts.Said]) -> None:
+        """What a load of a state dict does beside filling state and groups: own methods, then hooks."""
+        loaded: set[int] = set()  # those whose hooks ran in the load of one that wraps them
+        every = (one for held in self._held for one in (*held.outer, held.optimizer, held.holder))
+        for optimizer in dict.fromkeys(every):
+            if id(optimizer) in loaded:
+                continue
+            if any(optimizer is level for level in self._levels) and accounts.loads_by_itself(optimizer):
+                with accounts.loads_noticed(self._levels, loaded):
+                    given = own.get(class_of(optimizer), [])
+                    accounts.load_by_itself(optimizer, given, [held.holder for held in self._held])
+            if id(optimizer) not in loaded:
+                for hook in accounts.hooks(optimizer, accounts.AFTER_LOADS):
+                    hook(optimizer)
 
     def _expect_one_value_each(self, entries: Mapping[str, object]) -> None:
         """Refuses values that differ for parameters of one flat parameter, which has one of each."""
@@ -412,18 +463,18 @@ class Optimizers:
         if part is not None and part.length:
             here = (fqn for fqn, owned in self._owned.items() if owned.parameter is owner and not owned.is_empty)
             if not all(f"state.{fqn}.{place[1]}" in gone for fqn in here):
-                value = state[owner][place[1]]
+                value = state[owner][_unquoted(place[1])]
                 if isinstance(value, torch.Tensor) and value.ndim:  # of an element that never was stepped
                     value.detach()[part.start : part.start + part.tensor.numel()].zero_()
                 return
-        state[owner].pop(place[1] if place[1] in state[owner] else place[1].partition(".")[0], None)
+        state[owner].pop(_unquoted(place[1].partition(".")[0]), None)  # of one that wraps others, all of it
         if not state[owner]:
             del state[owner]  # optimizers make the state of a parameter that has none
 
     def _expect_no_pre_hooks(self) -> None:
         for held in self._held:
             for optimizer in (*held.outer, held.optimizer):
-                for hook in _hooks(optimizer, _PRE_HOOKS):
+                for hook in accounts.hooks(optimizer, accounts.BEFORE_LOADS):
                     raise Refused(
                         f"its hook {getattr(hook, '__qualname__', hook)!r} (register_load_state_dict_pre_hook) "
                         "needs the whole state dict, which no rank has: register a post-hook instead"
@@ -481,6 +532,49 @@ class Optimizers:
         return out
 
 
+def _expect_whole(leaf: str, owned: _Owned, value: object) -> None:
+    """Refuses tensors in a container whose parameter is sharded: which part of what they are, nothing says.
+
+    Raises:
+        Refused: Naming the leaf.
+    """
+    found = list(accounts.tensors_in(value))
+    placements = owned.parameter.placements if is_dtensor(owned.parameter) else ()  # type: ignore[attr-defined]
+    is_sharded = owned.part is not None or not all(placement.is_replicate() for placement in placements)
+    if found and (is_sharded or any(map(is_dtensor, found))):
+        raise Refused(
+            f"{leaf} is a {type(value).__name__} that holds tensors, and its parameter is sharded: keep each tensor "
+            "directly in state[parameter], under a name of its own, where it is sharded like the parameter"
+        )
+
+
+def _put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Gives groups their hyper-parameters; a tensor that several have becomes one of each if theirs differ now."""
+    given: dict[int, list[object]] = {}
+    for group, said in groups:
+        for name, value in said.items():
+            given.setdefault(id(group.get(name)), []).append(value)
+    for group, said in groups:
+        for name, value in said.items():
+            now = group.get(name)
+            if not isinstance(now, torch.Tensor):
+                group[name] = value
+                continue
+            first, *others = given[id(now)]
+            if not all(equal(first, other) for other in others):
+                group[name] = now = now.clone()
+            fill(now, value)
+
+
+def _leaf(fqn: str, name: str) -> str:
+    """The leaf of a state called ``name``, whose dots are not those before the parts of one that wraps others."""
+    return f"state.{fqn}.{name.replace('%', '%25').replace('.', '%2E') if '.' in name or '%' in name else name}"
+
+
+def _unquoted(name: str) -> str:
+    return name.replace("%2E", ".").replace("%25", "%") if "%" in name else name
+
+
 _STEP = "A load fills such tensors, it makes none: step the optimizer once before the load, which replaces what it did"
 
 
@@ -496,14 +590,8 @@ def _no_wrapping(now: object) -> str:
     )
 
 
-_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
-_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
+_OWN = "own."
 _DEPTH_MAX = 3  # of containers in an attribute: some hold a list of optimizers for each part of a model
-
-
-def _hooks(optimizer: Any, kind: str) -> list[Callable[..., object]]:
-    """Its own hooks: wrappers that pass on what they do not have would name those of the optimizer inside."""
-    return list(vars(optimizer).get(kind, {}).values())
 
 
 def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
@@ -521,7 +609,7 @@ def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
         yield _Held(outer, optimizer, optimizer)
         return
     if any(one is optimizer or any(one is other for other in outer) for one in inside):
-        raise Refused(f"a {_class_of(optimizer)} that holds itself: put the optimizer inside into the state instead")
+        raise Refused(f"a {class_of(optimizer)} that holds itself: put the optimizer inside into the state instead")
     found = [held for one in inside for held in _held(one, (*outer, optimizer))]
     known = {id(p) for held in found for group in held.optimizer.param_groups for p in group["params"]}
     shared = any(optimizer.state is held.optimizer.state for held in found)
@@ -529,7 +617,7 @@ def _held(optimizer: Any, outer: tuple[Any, ...]) -> Iterator[_Held]:
     if is_more or (optimizer.state and not shared):
         what = f"owns a parameter of shape {tuple(is_more[0].shape)} that" if is_more else "has state of its own that"
         raise Refused(
-            f"a {_class_of(optimizer)} {what} the optimizers inside it ({', '.join(map(_class_of, inside))}) do not "
+            f"a {class_of(optimizer)} {what} the optimizers inside it ({', '.join(map(class_of, inside))}) do not "
             "have: put these optimizers into the state instead, and beside them what it holds itself"
         )
     yield from found
@@ -541,8 +629,7 @@ def _inside(optimizer: Any) -> list[Any]:
     Raises:
         Refused: If something else there owns parameters, or holds a partition: what the wrapper shows of it is not all.
     """
-    known = ("param_groups", "state", "defaults")  # long, and each has what it says
-    attributes = [value for name, value in vars(optimizer).items() if name not in known]
+    attributes = [value for name, value in vars(optimizer).items() if name not in accounts.LISTED]
     found = {id(item): item for value in attributes for item in _optimizers_in(value, _DEPTH_MAX)}
     return list(found.values())
 
@@ -559,21 +646,43 @@ def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
         expect_understood_owner(value)
 
 
-def _class_of(optimizer: object) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+def _expect_entries(holders: Sequence[Any]) -> None:
+    """Refuses state that has no name: of tensors in no group, under keys that are no texts, or in no dict.
+
+    Raises:
+        Refused: Naming the class and the key.
+    """
+    for holder in holders:
+        known = {id(parameter) for group in holder.param_groups for parameter in group["params"]}
+        for key, entries in holder.state.items():
+            if not isinstance(key, torch.Tensor):
+                names: Collection[object] = (key,)
+            elif id(key) not in known:
+                raise Refused(
+                    f"a {class_of(holder)} has state of a tensor of shape {tuple(key.shape)} that is in none of its "
+                    "groups, so it has no name: keep that state under a text, or add the tensor to a group"
+                )
+            elif isinstance(entries, dict):
+                names = entries
+            else:
+                raise Refused(
+                    f"a {class_of(holder)} has a {type(entries).__name__} as the state of a parameter of shape "
+                    f"{tuple(key.shape)}: expected a dict from names to its parts"
+                )
+            for odd in (name for name in names if type(name) is not str):
+                raise Refused(
+                    f"a {class_of(holder)} has state under {odd!r}, which is no text, and the names of a checkpoint "
+                    f"are texts: keep it under {str(odd)!r}"
+                )
 
 
-def _expect_state_dict_of_groups(optimizer: Any) -> None:
-    """Refuses an optimizer whose own state dict has more than state of parameters and their groups."""
-    method = type(optimizer).state_dict
-    if method is torch.optim.Optimizer.state_dict or method.__module__.startswith("torch."):
-        return
-    more = sorted(map(str, set(optimizer.state_dict()) - {"state", "param_groups"}))
-    if more:
-        raise Refused(
-            f"a {_class_of(optimizer)}, whose state_dict() has {', '.join(more)} beside state and param_groups, "
-            "which Shardfast does not understand: keep it out of the state dict and put it into the state as values"
-        )
+def _owned_twice(fqn: str, holders: Sequence[Any], first: _Owned, second: Any) -> str:
+    """Why two owners of a parameter cannot be saved as one."""
+    one = next(holder for holder in holders if any(group is first.group for group in holder.param_groups))
+    return (
+        f"{fqn!r} belongs to two of its optimizers, a {class_of(one)} and a {class_of(second)}, whose states have "
+        "one name: put each of these optimizers into the state itself, under a key of its own"
+    )
 
 
 def _is_zero_redundancy(optimizer: object) -> bool:

@@ -31,15 +31,16 @@ fn run(name: &str, steps: &[u64]) -> String {
 
 /// The step that is found and what was passed over, having loaded it.
 fn newest(url: &str, below: Option<u64>, older: bool) -> Result<Option<(u64, Vec<String>)>> {
-    let Some(found) = runs::newest(&Engine::solo(), url, below, older, LONG)? else { return Ok(None) };
-    let (step, manifest) = (found.step, found.checkpoint.manifest());
-    assert_eq!(found.checkpoint.url(), step_url(url, step));
+    let runs::Newest { found, skipped } = runs::newest(&Engine::solo(), url, below, older, LONG)?;
+    let Some((step, checkpoint)) = found else { return Ok(None) };
+    let manifest = checkpoint.manifest();
+    assert_eq!(checkpoint.url(), step_url(url, step));
     let truth = truth(step);
     let mut places = truth.places(&Layout::rows(1), 0, &mut Dice(1));
     let (wants, values) = wants(manifest, &mut places);
-    let values = found.checkpoint.load(&wants, &values, LONG)?;
+    let values = checkpoint.load(&wants, &values, LONG)?;
     assert_eq!(truth.flaw(manifest, &places, &values), None);
-    Ok(Some((step, found.skipped)))
+    Ok(Some((step, skipped)))
 }
 
 #[test]
@@ -54,6 +55,9 @@ fn steps_are_listed_in_order_and_only_steps() {
     assert!(error.message.contains("found one checkpoint"), "{error}");
     assert_eq!(newest("memory://runs/nothing", None, false), Ok(None));
     assert_eq!(newest(&step_url(&url, 3), None, false).unwrap_err().kind, Kind::Invalid);
+    let url = run("uncommitted", &[7]);
+    let skipped = runs::newest(&Engine::solo(), &url, None, false, LONG).unwrap().skipped;
+    assert_eq!(skipped, ["step-00000007: not committed (its save was cut off, or is still running)"]);
 }
 
 #[test]
@@ -97,8 +101,9 @@ fn ranks_find_the_same_one_or_hear_why_not() {
         .map(|coord| Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap())
         .collect();
     let ask = |older: [bool; 2]| {
-        let ask =
-            |rank: usize| runs::newest(&engines[rank], &url, None, older[rank], LONG).map(|found| found.unwrap().step);
+        let ask = |rank: usize| {
+            runs::newest(&engines[rank], &url, None, older[rank], LONG).map(|newest| newest.found.unwrap().0)
+        };
         alike(thread::scope(|threads| {
             let second = threads.spawn(|| ask(1));
             vec![ask(0), second.join().unwrap()]

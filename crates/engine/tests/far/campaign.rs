@@ -45,12 +45,22 @@ const LASTING: usize = 3;
 const ONE_IN: usize = 4;
 const ONE_IN_VARIABLE: &str = "SHARDFAST_FAULTS_ONE_IN";
 
-const FAULTS: [Fault; 18] = [
+const FAULTS: [Fault; 28] = [
     Fault::Refused,
     // An error in the body of an answer that says that all is well.
     Fault::Answered(200),
     Fault::Answered(500),
     Fault::Answered(503),
+    Fault::Invented(404),
+    Fault::Replaced(200),
+    Fault::Replaced(302),
+    Fault::Replaced(400),
+    Fault::Replaced(401),
+    Fault::Replaced(403),
+    Fault::Replaced(404),
+    Fault::Replaced(413),
+    Fault::Replaced(501),
+    Fault::Replaced(507),
     Fault::AnswerLost,
     Fault::Late,
     Fault::RequestCut,
@@ -81,6 +91,8 @@ fn applies(fault: Fault, seen: &Seen) -> bool {
     match fault {
         Fault::RequestCut | Fault::RequestTurned(_) => seen.has_body,
         Fault::AnswerShort | Fault::AnswerTurned(_) => seen.answer_has_body,
+        // Of others the operation fails, and says so.
+        Fault::Replaced(_) => seen.request.what.starts_with(DECIDES),
         // S3 does that where it puts parts together.
         Fault::Answered(200) => seen.request.what.starts_with("POST") && seen.request.what.ends_with("?uploadId"),
         _ => true,

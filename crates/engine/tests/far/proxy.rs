@@ -16,6 +16,10 @@ pub(crate) enum Fault {
     Refused,
     /// The proxy answers with this status; the server does not see the request.
     Answered(u16),
+    /// A gateway answers with a page of its own; the server does not see the request.
+    Invented(u16),
+    /// The server carries the request out; a gateway answers with a page of its own. Of 200 without an ETag.
+    Replaced(u16),
     /// The server carries the request out; the connection is closed instead of its answer.
     AnswerLost,
     /// The connection is closed; the server carries the request out just before the client's next one of the same kind.
@@ -328,6 +332,10 @@ impl State {
                     to_client.write_all(refusal(status, head.word(0) == "HEAD").as_bytes())?;
                     continue;
                 }
+                Some(Fault::Invented(status)) => {
+                    to_client.write_all(page(status, head.word(0) == "HEAD").as_bytes())?;
+                    continue;
+                }
                 Some(Fault::Late) => {
                     let request = [head.of_length(body.len()).as_bytes(), &body].concat();
                     *locked(&self.late) = Some((seen.request.what, request));
@@ -362,6 +370,10 @@ impl State {
             let answer = if has_body { answer.of_length(body.len()) } else { answer.0 };
             match fault {
                 Some(Fault::AnswerLost | Fault::DeadAfter) => return Ok(()),
+                Some(Fault::Replaced(status)) => {
+                    to_client.write_all(page(status, head.word(0) == "HEAD").as_bytes())?;
+                    continue;
+                }
                 Some(Fault::AnswerCut) if body.is_empty() => {
                     return to_client.write_all(&answer.as_bytes()[..answer.len() / 2]);
                 }
@@ -485,6 +497,14 @@ fn turn(body: &mut [u8], quarters: usize) {
     if let Some(byte) = body.get_mut(at) {
         *byte ^= 1;
     }
+}
+
+/// What a gateway answers by itself.
+fn page(status: u16, is_head: bool) -> String {
+    let body = "<html><body>as the gateway wants it</body></html>";
+    let place = if status == 302 { "Location: http://127.0.0.1:1/login\r\n" } else { "" };
+    let head = format!("HTTP/1.1 {status} Page\r\nContent-Type: text/html\r\n{place}");
+    format!("{head}Content-Length: {}\r\n\r\n{}", body.len(), if is_head { "" } else { body })
 }
 
 /// An answer of S3 to a request that had no effect.

@@ -21,6 +21,14 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     let text = error.to_string();
     let (code, said) = (tag(&text, "Code"), tag(&text, "Message"));
     let is_full = NO_SPACE.iter().any(|full| said.contains(full));
+    if let Some(status @ (StatusCode::NOT_FOUND | StatusCode::GONE)) = answer.status
+        && code.is_empty()
+        && !(answer.is_head && answer.is_of_service)
+    {
+        let what = format!("{} answered {status} without saying what is absent, as a gateway does", answer.host);
+        let wait = lasting(Kind::Unavailable, answer);
+        return Error { wait, ..Error::new(Kind::Unavailable, op, place, what) };
+    }
     let (status, kind) = match answer.status {
         Some(status) if !status.is_success() && is_full => (status, Kind::Exhausted),
         Some(status) if !status.is_success() => (status, kind_of(status, code)),
@@ -150,9 +158,26 @@ mod tests {
     }
 
     #[test]
+    fn absent_is_what_the_service_says_is_absent() {
+        let error = object_store::Error::Generic { store: "S3", source: "Server returned 404: <html>".into() };
+        for (is_head, is_of_service, kind) in [
+            (true, true, Kind::NotFound),
+            (true, false, Kind::Unavailable),
+            (false, true, Kind::Unavailable),
+            (false, false, Kind::Unavailable),
+        ] {
+            let status = Some(StatusCode::NOT_FOUND);
+            let answer = Answer { status, is_head, is_of_service, host: "h".into(), ..Answer::default() };
+            assert_eq!(of("open", "s3://b/COMMIT".into(), &error, &answer).kind, kind, "{is_head} {is_of_service}");
+        }
+    }
+
+    #[test]
     fn refusals_are_told_apart_and_no_url_is_repeated() {
         for (status, code, kind) in [
             (404, "NoSuchKey", Kind::NotFound),
+            (404, "", Kind::Unavailable),
+            (410, "", Kind::Unavailable),
             (404, "NoSuchBucket", Kind::Invalid),
             (403, "AccessDenied", Kind::Invalid),
             (403, "RequestTimeTooSkewed", Kind::Invalid),

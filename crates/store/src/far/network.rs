@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{Method, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
@@ -121,10 +121,25 @@ pub(super) struct Answer {
     pub(super) status: Option<StatusCode>,
     /// How long it asks to wait.
     pub(super) wait: Option<Duration>,
+    /// Whether the answer has a header that the services give each of theirs, and proxies do not.
+    pub(super) is_of_service: bool,
+    /// Whether the request was one of those whose answers have no body.
+    pub(super) is_head: bool,
     /// The host that was asked.
     pub(super) host: String,
     /// What was asked in all.
     pub(super) requests: Requests,
+}
+
+/// Headers that S3, Azure and GCS give each answer.
+const OF_SERVICES: [&str; 3] = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid"];
+
+impl Answer {
+    fn take(&mut self, status: StatusCode, headers: &HeaderMap) {
+        self.status = Some(status);
+        self.wait = headers.get(RETRY_AFTER).and_then(wait_of);
+        self.is_of_service = OF_SERVICES.iter().any(|name| headers.contains_key(*name));
+    }
 }
 
 tokio::task_local! {
@@ -296,7 +311,7 @@ impl HttpService for Simulated {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
         asked(request.method(), request.uri());
         let response = self.0.call(request).await?;
-        note(|answer| answer.status = Some(response.status()));
+        note(|answer| answer.take(response.status(), response.headers()));
         Ok(response)
     }
 }
@@ -306,7 +321,8 @@ fn asked(method: &Method, uri: &Uri) {
     note(|answer| {
         let mut requests = answer.requests;
         count(&mut requests, method, uri.query().unwrap_or_default());
-        *answer = Answer { host: uri.host().unwrap_or_default().to_owned(), requests, ..Answer::default() };
+        let (host, is_head) = (uri.host().unwrap_or_default().to_owned(), *method == Method::HEAD);
+        *answer = Answer { host, requests, is_head, ..Answer::default() };
     });
 }
 
@@ -325,16 +341,19 @@ impl HttpService for Connections {
             *request.body_mut() = Some(reqwest::Body::wrap(body));
         }
         let response = while_it_moves(&moved, self.still_max, self.client.execute(request)).await?.map_err(failed)?;
-        note(|answer| {
-            answer.status = Some(response.status());
-            let wait = response.headers().get(RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok());
-            answer.wait = wait.map(Duration::from_secs);
-        });
+        note(|answer| answer.take(response.status(), response.headers()));
         let response: http::Response<reqwest::Body> = response.into();
         let (parts, body) = response.into_parts();
         let body = Received { body, still: Box::pin(sleep(self.still_max)), still_max: self.still_max };
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
     }
+}
+
+/// How long a service asks to wait, in whole seconds: of a number that is too large for the type the largest.
+pub(crate) fn wait_of(header: &HeaderValue) -> Option<Duration> {
+    let text = header.to_str().ok()?.trim();
+    let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
 }
 
 /// Counts a request by its kind. All services list by a `GET` of the bucket with a prefix or a kind of list.

@@ -1,6 +1,6 @@
 //! What S3 offers and the client library does not.
 //!
-//! The client library signs such a request: its URL, its query and its headers. Here it is sent, and its answer read.
+//! The client library knows an object's URL and signs such a request. Here it is sent, and its answer read.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
-use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AwsAuthorizer};
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody, HttpResponse};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
@@ -23,7 +23,7 @@ use crate::far::{Beyond, ListUploads};
 /// What the client library calls this service in its errors.
 const SERVICE: &str = "S3";
 
-/// How long a signature is valid: as long as a request may last.
+/// How long the signature of a URL would be valid, which is not sent.
 const VALID: Duration = Duration::from_secs(15 * 60);
 
 pub(super) struct BeyondClient {
@@ -33,6 +33,9 @@ pub(super) struct BeyondClient {
     http: HttpClient,
     /// The service and the bucket.
     place: (String, String),
+    region: String,
+    /// Whether who asks pays.
+    is_payer: bool,
 }
 
 impl BeyondClient {
@@ -41,9 +44,11 @@ impl BeyondClient {
         unsummed: Option<AmazonS3Builder>,
         http: HttpClient,
         place: (String, String),
+        region: String,
+        is_payer: bool,
     ) -> BeyondClient {
         let unsummed = unsummed.map(|builder| builder.with_credentials(Arc::clone(client.credentials())));
-        BeyondClient { client, unsummed, http, place }
+        BeyondClient { client, unsummed, http, place, region, is_payer }
     }
 
     /// Makes a request for an object, or for the bucket where the path is empty. An answer without success is an error
@@ -55,13 +60,22 @@ impl BeyondClient {
         query: &[(&str, &str)],
         headers: HeaderMap,
     ) -> object_store::Result<HttpResponse> {
-        let mut options = SignedUrlOptions::new().with_query(query.iter().copied());
-        options.signed_headers = headers.clone();
-        let url = self.client.signed_url_opts(method.clone(), path, VALID, &options).await?;
+        // The library tells where an object is in a URL that it signs. Proxies write URLs into their logs: the
+        // signature, and the token of a session, go into headers instead.
+        let options = SignedUrlOptions::new().with_query(query.iter().copied());
+        let mut url = self.client.signed_url_opts(method.clone(), path, VALID, &options).await?;
+        let own = |pair: &&str| !pair.starts_with("X-Amz-") && !pair.starts_with("x-amz-");
+        let own: Vec<&str> = url.query().unwrap_or_default().split('&').filter(own).collect();
+        let own = (!own.concat().is_empty()).then(|| own.join("&"));
+        url.set_query(own.as_deref());
         let mut request = HttpRequest::new(HttpRequestBody::empty());
         *request.method_mut() = method;
         *request.uri_mut() = url.as_str().parse().map_err(other)?;
         *request.headers_mut() = headers;
+        let keys = self.client.credentials().get_credential().await?;
+        AwsAuthorizer::new(&keys, "s3", &self.region)
+            .with_request_payer(self.is_payer)
+            .try_authorize(&mut request, None)?;
         xml::answer(&self.http, SERVICE, request).await
     }
 }

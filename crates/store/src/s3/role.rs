@@ -434,7 +434,7 @@ fn passes(status: StatusCode, code: &str) -> bool {
 }
 
 fn wait_of(headers: &HeaderMap) -> Option<Duration> {
-    headers.get(RETRY_AFTER)?.to_str().ok()?.parse().ok().map(Duration::from_secs)
+    headers.get(RETRY_AFTER).and_then(crate::far::wait_of)
 }
 
 #[cfg(test)]

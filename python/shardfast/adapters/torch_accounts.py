@@ -1,0 +1,327 @@
+"""What an optimizer says of itself, and what of that a save takes: nothing in its state dict is left out in silence.
+
+A save reads the state of the innermost optimizers and their groups. An optimizer may say more in its ``state_dict()``,
+hold other objects that have state, and do more in ``load_state_dict()`` than to fill its state. All of that is either
+what the save takes anyway, or plain values that the optimizer's own ``load_state_dict()`` takes back, or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..catalog import Refused
+from .torch_capture import SAYING, is_dtensor
+from .torch_groups import equal
+
+Said = list[tuple[list[str | int], object]]
+"""Plain values of a state dict, each with the keys and positions that lead to it."""
+
+BEFORE_LOADS, AFTER_LOADS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+
+LISTED = ("param_groups", "state", "defaults")
+"""Attributes of optimizers that are long, and of which it is known what is there."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def class_of(value: object) -> str:
+    """The module and name of its class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def hooks(optimizer: Any, kind: str) -> list[Callable[..., object]]:
+    """Its own hooks: wrappers that pass on what they do not have would name those of the optimizer inside."""
+    return list(vars(optimizer).get(kind, {}).values())
+
+
+def _has_own(optimizer: Any, method: str) -> bool:
+    return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method)
+
+
+def says_more(optimizer: Any) -> bool:
+    """Whether its state dict may be other than that of PyTorch: the state and the groups."""
+    return _has_own(optimizer, "state_dict") or any(hooks(optimizer, kind) for kind in SAYING)
+
+
+def loads_by_itself(optimizer: Any) -> bool:
+    """Whether a load of a state dict may do more than to put its entries into the state and the groups."""
+    own_setstate = not type(optimizer).__setstate__.__module__.startswith("torch.")
+    return own_setstate or _has_own(optimizer, "load_state_dict")
+
+
+class Taken:
+    """What a save takes of optimizers: the entries of their state, their groups and the parameters."""
+
+    def __init__(self, holders: Sequence[Any], parameters: Collection[Any]) -> None:
+        self._groups = [group for holder in holders for group in holder.param_groups]
+        self._entries: dict[int, Any] = {}
+        self._tensors = {_memory(parameter) for parameter in parameters}
+        self._of_tensor: dict[object, list[dict[Any, Any]]] = {}
+        for holder in holders:
+            for key, entries in holder.state.items():
+                for item in entries.values() if isinstance(key, torch.Tensor) else [entries]:
+                    for tensor in tensors_in(item):
+                        self._tensors.add(_memory(tensor))
+                        if isinstance(entries, dict):
+                            self._of_tensor.setdefault(_memory(tensor), []).append(entries)
+                self._entries[id(entries)] = entries
+
+    def rest(self, said: object, path: tuple[Any, ...], of: str) -> Iterator[tuple[list[str | int], object]]:
+        """The plain values of a state dict that a save does not take, with what leads there.
+
+        Raises:
+            Refused: If it has something else that a save does not take; ``of`` names whose state dict it is.
+        """
+        if id(said) in self._entries:
+            return
+        if isinstance(said, torch.Tensor):
+            if said.numel() and _memory(said) not in self._tensors:
+                raise Refused(_left_out(of, path, f"a tensor of shape {tuple(said.shape)}"))
+        elif isinstance(said, Mapping):
+            if self._has(said):
+                return
+            if "params" in said:
+                raise Refused(_left_out(of, path, "a parameter group that is not one of its param_groups"))
+            for key, value in said.items():
+                if type(key) not in (str, int):
+                    raise Refused(_left_out(of, path, f"the key {key!r}, no text or whole number"))
+                yield from self.rest(value, (*path, key), of)
+        elif isinstance(said, (list, tuple)):
+            for number, value in enumerate(said):
+                yield from self.rest(value, (*path, number), of)
+        elif isinstance(said, _PLAIN):
+            yield list(path), said
+        else:
+            raise Refused(_left_out(of, path, f"a {class_of(said)}"))
+
+    def _has(self, said: Mapping[Any, Any]) -> bool:
+        """Whether it is the state of a parameter, or a group, made anew."""
+        if "params" in said:
+            return any(_same(_without_params(said), _without_params(group)) for group in self._groups)
+        tensor = next((value for value in said.values() if isinstance(value, torch.Tensor)), None)
+        return tensor is not None and any(_same(said, one) for one in self._of_tensor.get(_memory(tensor), []))
+
+
+def own_values(optimizer: Any, taken: Taken) -> Said:
+    """What its state dict says beside what is taken, for its own ``load_state_dict()``.
+
+    Raises:
+        Refused: If that is more than plain values, or nothing would take them back.
+    """
+    if not says_more(optimizer):
+        return []
+    said = _said(optimizer)
+    if not isinstance(said, Mapping):
+        raise Refused(f"the state_dict() of a {class_of(optimizer)} is a {type(said).__name__}, no dict")
+    found = list(taken.rest(said, (), class_of(optimizer)))
+    if found and not loads_by_itself(optimizer):
+        path, value = found[0]
+        raise Refused(_left_out(class_of(optimizer), path, f"{value!r}, which its load_state_dict() ignores"))
+    return found
+
+
+def expect_no_more(optimizer: Any, beside: Collection[int], names: Mapping[int, object], known: Sequence[Any]) -> None:
+    """Refuses an optimizer that holds other objects with state, of which neither it nor the user's state tells.
+
+    Args:
+        optimizer: One of ``known``.
+        beside: ``id`` of what stands in the user's state.
+        names: Of the parameters in it, by ``id``.
+        known: The optimizers that are accounted for.
+    """
+    for attribute, value in vars(optimizer).items():
+        if attribute in LISTED:
+            continue
+        for hidden in _optimizers_below(value, 2):
+            owned = {id(one) for group in hidden.param_groups for one in group["params"]}
+            shares = any(id(one) in owned for group in optimizer.param_groups for one in group["params"])
+            if hidden.state and shares and not any(hidden is one or _leads_to(hidden, one) for one in known):
+                raise Refused(
+                    f"a {class_of(optimizer)} holds a {class_of(hidden)} that steps the same parameters in an object "
+                    f"that is its .{attribute}, where a save does not look: put that optimizer into the state instead"
+                )
+        for held in _stateful_in(value, 2):
+            if id(held) in beside:
+                continue
+            if isinstance(held, nn.Module):
+                is_known = all(id(parameter) in names for parameter in held.parameters())
+            else:
+                said = held.state_dict()
+                is_known = not said or any(_same(said, one) for one in _values_of(_said(optimizer)))
+            if not is_known:
+                raise Refused(
+                    f"a {class_of(optimizer)} holds a {class_of(held)} as .{attribute}, whose state its state_dict() "
+                    "does not have: put that object itself into the state, too, under a key of its own"
+                )
+
+
+@contextlib.contextmanager
+def loads_noticed(optimizers: Sequence[Any], loaded: set[int]) -> Iterator[None]:
+    """Adds the ``id`` of those to ``loaded`` of which PyTorch's own ``load_state_dict()`` runs meanwhile."""
+    handles = [
+        one.register_load_state_dict_post_hook(lambda optimizer: loaded.add(id(optimizer)))
+        for one in optimizers
+        if AFTER_LOADS in vars(one)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
+    """Has ``load_state_dict()`` take what the optimizer itself says now, with ``given`` in its places.
+
+    Its state is filled already. What PyTorch's own method casts to the type of a parameter stays what was loaded.
+
+    Raises:
+        Refused: If the method does not take something.
+    """
+    of = class_of(optimizer)
+    before = [
+        (holder, key, name, value)
+        for holder in holders
+        for key, entries in holder.state.items()
+        if isinstance(key, torch.Tensor)
+        for name, value in entries.items()
+    ]
+    said = _said(optimizer)
+    for path, value in given:
+        _put(said, path, value, of)
+    try:
+        optimizer.load_state_dict(said)
+    except Exception as error:
+        raise Refused(f"the load_state_dict() of a {of} raised {type(error).__name__}: {error}") from error
+    for holder, key, name, value in before:
+        now = holder.state.get(key, {}).get(name)
+        if now is not value and not (type(now) is type(value) and equal(now, value)):
+            holder.state[key][name] = value
+    now = _said(optimizer) if given else {}
+    for path, value in given:
+        if not equal(_get(now, path), value):
+            raise Refused(
+                f"the load_state_dict() of a {of} does not take {_shown(path)}: it is {_get(now, path)!r} afterwards, "
+                f"and {value!r} in the checkpoint"
+            )
+
+
+def _said(optimizer: Any) -> Any:
+    try:
+        return optimizer.state_dict()
+    except Exception as error:
+        raise Refused(f"the state_dict() of a {class_of(optimizer)} raised {type(error).__name__}: {error}") from error
+
+
+def _left_out(of: str, path: Sequence[Any], what: str) -> str:
+    return (
+        f"the state_dict() of a {of} has {what}{f' under {_shown(path)}' if path else ''}, and it is not in the state "
+        "of its parameters or in its groups, so a save would leave it out: keep it in state[parameter] under a text, "
+        "or out of the state dict and in the state under a key of its own"
+    )
+
+
+def _shown(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for tensors of the same elements in the same memory."""
+    inner = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
+    if type(inner) not in (torch.Tensor, nn.Parameter) or inner.is_meta:
+        return id(inner)
+    return inner.data_ptr(), inner.dtype, inner.shape, inner.stride()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """It, or the tensors in containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two state dicts, or parts of them, hold the same tensors and equal plain values."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _memory(one) == _memory(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, _PLAIN) and type(one) is type(other) and one == other
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _stateful_in(value: Any, depth: int) -> Iterator[Any]:
+    """Objects with a state dict that are no optimizers, in containers, too."""
+    if isinstance(value, (weakref.ProxyTypes, type, torch.Tensor, torch.optim.Optimizer)):
+        return
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        for item in (value.values() if isinstance(value, dict) else value) if depth else ():
+            yield from _stateful_in(item, depth - 1)
+    elif all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")):
+        yield value
+
+
+def _optimizers_below(value: Any, depth: int) -> Iterator[Any]:
+    """Optimizers in attributes of objects, which are in containers, too."""
+    if isinstance(value, (weakref.ProxyTypes, type, torch.Tensor, nn.Module, torch.optim.Optimizer)):
+        return
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        for item in (value.values() if isinstance(value, dict) else value) if depth else ():
+            yield from _optimizers_below(item, depth - 1)
+    elif not callable(value):
+        for item in list(getattr(value, "__dict__", {}).values()) if depth else ():
+            if isinstance(item, torch.optim.Optimizer):
+                yield item
+            else:
+                yield from _optimizers_below(item, depth - 1)
+
+
+def _leads_to(outer: Any, optimizer: Any) -> bool:
+    """Whether an optimizer holds another one, in a container, too."""
+    return any(value is optimizer or _holds(value, optimizer, 3) for value in vars(outer).values())
+
+
+def _holds(value: Any, optimizer: Any, depth: int) -> bool:
+    if not depth or not isinstance(value, (dict, list, tuple)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(item is optimizer or _holds(item, optimizer, depth - 1) for item in items)
+
+
+def _values_of(said: object) -> Iterator[object]:
+    yield said
+    for value in said.values() if isinstance(said, Mapping) else said if isinstance(said, (list, tuple)) else ():
+        yield from _values_of(value)
+
+
+def _put(said: Any, path: Sequence[str | int], value: object, of: str) -> None:
+    *before, last = path
+    within = _get(said, before)
+    if isinstance(within, dict) or (isinstance(within, list) and isinstance(last, int) and last < len(within)):
+        within[last] = value  # type: ignore[index]  # a list has a whole number here
+        return
+    raise Refused(f"the state_dict() of a {of} has no place for {_shown(path)}, which the checkpoint has")
+
+
+def _get(said: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        try:
+            said = said[key]
+        except (LookupError, TypeError):
+            return None
+    return said

@@ -47,11 +47,12 @@ class Around(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self):
-        return {"inside": self.optimizer.state_dict(), "own": {"count": self.count}}
+        return {"inside": self.optimizer.state_dict(), "own": {"count": self.count, "pair": (self.count, [None, "a"])}}
 
     def load_state_dict(self, said):
         self.optimizer.load_state_dict(said["inside"])
         self.count = said["own"]["count"]
+        assert said["own"]["pair"] == (self.count, [None, "a"])
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
 

@@ -63,11 +63,17 @@ class Taken:
         self._entries: dict[int, Any] = {}
         self._tensors = {_memory(parameter) for parameter in parameters}
         self._of_tensor: dict[object, list[dict[Any, Any]]] = {}
+        self._small: list[torch.Tensor] = []
+        self._objects: set[object] = set()
         for holder in holders:
             for key, entries in holder.state.items():
-                for item in entries.values() if isinstance(key, torch.Tensor) else [entries]:
+                for name, item in entries.items() if isinstance(key, torch.Tensor) else [(key, entries)]:
+                    if not isinstance(item, (torch.Tensor, dict, list, tuple, *_PLAIN)):
+                        self._objects.add(name)
                     for tensor in tensors_in(item):
                         self._tensors.add(_memory(tensor))
+                        if not tensor.ndim:
+                            self._small.append(tensor)
                         if isinstance(entries, dict):
                             self._of_tensor.setdefault(_memory(tensor), []).append(entries)
                 self._entries[id(entries)] = entries
@@ -78,10 +84,12 @@ class Taken:
         Raises:
             Refused: If it has something else that a save does not take; ``of`` names whose state dict it is.
         """
-        if id(said) in self._entries:
+        if id(said) in self._entries or (isinstance(said, (list, tuple)) and not said):
             return
+        if path and path[-1] in self._objects:
+            return  # an object of a class of its own in the state, which is saved as a value or refused by its name
         if isinstance(said, torch.Tensor):
-            if said.numel() and _memory(said) not in self._tensors:
+            if said.numel() and _memory(said) not in self._tensors and not self._is_copy(said):
                 raise Refused(_left_out(of, path, f"a tensor of shape {tuple(said.shape)}"))
         elif isinstance(said, Mapping):
             if self._has(said):
@@ -92,13 +100,17 @@ class Taken:
                 if type(key) not in (str, int):
                     raise Refused(_left_out(of, path, f"the key {key!r}, no text or whole number"))
                 yield from self.rest(value, (*path, key), of)
+        elif _is_plain(said):
+            yield list(path), said
         elif isinstance(said, (list, tuple)):
             for number, value in enumerate(said):
                 yield from self.rest(value, (*path, number), of)
-        elif isinstance(said, _PLAIN):
-            yield list(path), said
         else:
             raise Refused(_left_out(of, path, f"a {class_of(said)}"))
+
+    def _is_copy(self, said: torch.Tensor) -> bool:
+        """Whether it is a number, such as a count of steps, that the state has, too; each save looks again."""
+        return not said.ndim and any(said.dtype == one.dtype and torch.equal(said, one) for one in self._small)
 
     def _has(self, said: Mapping[Any, Any]) -> bool:
         """Whether it is the state of a parameter, or a group, made anew."""
@@ -108,8 +120,8 @@ class Taken:
         return tensor is not None and any(_same(said, one) for one in self._of_tensor.get(_memory(tensor), []))
 
 
-def own_values(optimizer: Any, taken: Taken) -> Said:
-    """What its state dict says beside what is taken, for its own ``load_state_dict()``.
+def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[Any]) -> Said:
+    """What its state dict says beside what is taken of these, for its own ``load_state_dict()``.
 
     Raises:
         Refused: If that is more than plain values, or nothing would take them back.
@@ -119,6 +131,7 @@ def own_values(optimizer: Any, taken: Taken) -> Said:
     said = _said(optimizer)
     if not isinstance(said, Mapping):
         raise Refused(f"the state_dict() of a {class_of(optimizer)} is a {type(said).__name__}, no dict")
+    taken = Taken(holders, parameters)  # not before: some make the state of new optimizers when they are asked for it
     found = list(taken.rest(said, (), class_of(optimizer)))
     if found and not loads_by_itself(optimizer):
         path, value = found[0]
@@ -210,6 +223,11 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
                 f"the load_state_dict() of a {of} does not take {_shown(path)}: it is {_get(now, path)!r} afterwards, "
                 f"and {value!r} in the checkpoint"
             )
+
+
+def _is_plain(said: object) -> bool:
+    """Whether it is a plain value, or a list or tuple of such."""
+    return all(map(_is_plain, said)) if isinstance(said, (list, tuple)) else isinstance(said, _PLAIN)
 
 
 def _said(optimizer: Any) -> Any:

@@ -125,12 +125,10 @@ class Optimizers:
         holders = [held.holder for held in self._held]
         _expect_entries(holders)
         own: dict[str, object] = {}
-        taken: accounts.Taken | None = None
         for optimizer in reversed(self._levels):  # an error names the innermost one
             accounts.expect_no_more(optimizer, beside, names, [*self._levels, *holders])
             if accounts.says_more(optimizer):
-                taken = taken or accounts.Taken(holders, self.parameters.values())
-                said = accounts.own_values(optimizer, taken)
+                said = accounts.own_values(optimizer, holders, self.parameters.values())
                 leaf = f"{_OWN}{class_of(optimizer)}"
                 if said and not equal(own.setdefault(leaf, said), said):
                     raise Refused(

@@ -25,14 +25,14 @@ def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]
 
 
 def load_into(stateful: Any, value: object, place: str) -> None:
-    """Gives an object what was saved of it; an error of its own says where it stands."""
+    """Gives an object what was saved of it. An exception of its own goes on as it is, with a note that says where."""
     try:
         stateful.load_state_dict(value)
-    except (Error, MemoryError):
-        raise
     except Exception as error:
         kind = f"{type(stateful).__module__}.{type(stateful).__qualname__}"
-        raise Invalid(f"{place}: the load_state_dict() of a {kind} raised {reason(error)}") from error
+        if hasattr(error, "add_note"):  # Python 3.10 has no notes
+            error.add_note(f"in the load_state_dict() of a {kind}, which stands at {place}")
+        raise
 
 
 def installed(install: Callable[[], None], place: str) -> None:

@@ -424,6 +424,7 @@ def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Ex
     else:  # other exceptions come from the state's own code
         kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
     try:
         session.refuse(kind, message, timeout_s)

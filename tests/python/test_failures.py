@@ -432,7 +432,8 @@ def test_a_load_that_fails_on_one_rank(ranks, tmp_path):
     assert "shape: w/w is [6] in the checkpoint and [7] here (rank 1)" in shape[0][1]
     assert places[0] == places[1]
     assert code[1] == ("KeyError", "'no such sensor'")
-    assert code[0] == ("Invalid", "rank 1: KeyError: 'no such sensor'")
+    where = "in the load_state_dict() of a test_failures.Stubborn, which stands at s"
+    assert code[0] == ("Invalid", f"rank 1: KeyError: 'no such sensor' ({where})")
     assert files[0] == files[1]
     assert files[0][0] == "Exhausted", files
     assert "rank 1: " in files[0][1]

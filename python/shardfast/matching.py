@@ -361,7 +361,8 @@ class Matching:
     def _apart(self) -> None:
         """Sees to it that no element is written twice; then adds the wants of the tensors below values.
 
-        Tensors inside values are filled in place only where their memory is nobody else's: others are made anew.
+        A load fills a tensor inside a value in place if no other destination shares its memory; else it makes a new
+        one.
         """
         own: list[_Found] = [(want.place, want, want.adapter.written(want.tensor)) for want in self._wants]
         inside: list[_Found] = [
@@ -401,7 +402,8 @@ class Matching:
         """Loads elsewhere what is saved for a lazy view, and compares it once the leaf below is filled."""
         staging = adapter.allocate(lazy.leaf.dtype, lazy.leaf.shape)
         destination = adapter.destination(staging, lazy.leaf.dtype)
-        self._wants[self._wants.index(lazy)] = lazy._replace(tensor=staging, destination=destination)
+        number = next(number for number, want in enumerate(self._wants) if want is lazy)
+        self._wants[number] = lazy._replace(tensor=staging, destination=destination)
 
         def finish() -> None:
             if adapter.lower_value(lazy.tensor) != adapter.lower_value(staging):

@@ -43,11 +43,6 @@ class _Held(NamedTuple):
     optimizer: Any
     holder: Any
 
-    @property
-    def own(self) -> Any:
-        """The one whose state dict is this rank's own; ``ZeroRedundancyOptimizer`` gathers one of all ranks."""
-        return self.holder
-
 
 class _Owned(NamedTuple):
     """A parameter that an optimizer steps, or a part of it that has a name of its own.
@@ -92,7 +87,8 @@ class Optimizers:
         self._states: list[Any] = []
         # One that is reached in several ways counts once.
         self._held = list({id(held.holder): held for one in optimizers for held in _held(one, ())}.values())
-        self._levels = list({id(one): one for held in self._held for one in (*held.outer, held.own)}.values())
+        # A ZeroRedundancyOptimizer is not one of them: its state dict is not this rank's, but gathered of all.
+        self._levels = list({id(one): one for held in self._held for one in (*held.outer, held.holder)}.values())
         self.parameters: dict[str, torch.Tensor] = {}
         for _, optimizer, holder in self._held:
             named = [self._name(number, group, names) for number, group in enumerate(optimizer.param_groups)]

@@ -499,7 +499,7 @@ fn turn(body: &mut [u8], quarters: usize) {
     }
 }
 
-/// What a gateway answers by itself.
+/// A gateway's own answer: a page in HTML, without a code of S3.
 fn page(status: u16, is_head: bool) -> String {
     let body = "<html><body>as the gateway wants it</body></html>";
     let place = if status == 302 { "Location: http://127.0.0.1:1/login\r\n" } else { "" };

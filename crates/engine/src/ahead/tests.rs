@@ -468,6 +468,7 @@ fn a_step_waits_for_the_block_under_way_and_no_other_begins_before_it_is_over() 
             window.stepping(None).unwrap();
             steps.store(true, Ordering::SeqCst);
         });
+        expect_soon(|| !window.shared.lock().may_copy);
         std::thread::sleep(SHORT);
         let is_early = steps.load(Ordering::SeqCst);
         slow.may_end.store(true, Ordering::SeqCst);

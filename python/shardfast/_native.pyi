@@ -485,10 +485,10 @@ class Retention:
     def __new__(
         cls, url: str, *, last: int | None, every: int | None, best: Sequence[tuple[str, int, bool]]
     ) -> Retention: ...
-    def retain(self) -> tuple[list[int], list[tuple[str, str]]]:
+    def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]]]:
         """Takes back the committed checkpoints that no rule keeps: their files are deleted later.
 
-        Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
+        ``made`` are the steps whose saves this process has begun, in that order, the newest last. Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
         """
 
     def clear(self, steps: Sequence[int] | None) -> list[int]:
@@ -496,6 +496,11 @@ class Retention:
 
         Returns the steps of which it deleted any.
         """
+
+def begin_run(
+    session: Session, url: str, step: int, *, rewind: bool, timeout_s: float
+) -> tuple[list[int], str | None] | None:
+    """Makes sure that a run holds no committed step from ``step`` on; which ones moved out of its way, and where to."""
 
 def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float

@@ -60,6 +60,9 @@ class Checkpointer:
         over: Steps over which each save is captured: ``1`` copies all of it from the save on, until the next step of
             the optimizer; a larger number copies a part in the steps before the save, and rolls it forward with the
             gradients. ``None`` chooses. ``print(ckpt.capture)`` tells what is done, and why.
+        rewind: Move committed checkpoints of the step at which the training begins, and later ones, out of its way, to
+            ``<url>/abandoned-…``; nothing is deleted. Without it the first :meth:`step` refuses to begin there, unless
+            :meth:`restore` has restored the newest one: else a restart would restore them.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
         timeout_s: How long ranks wait for each other, in seconds.
 
@@ -84,6 +87,7 @@ class Checkpointer:
         prove: bool | None = None,
         prove_except: str | Sequence[str] = (),
         over: int | None = None,
+        rewind: bool = False,
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -116,6 +120,9 @@ class Checkpointer:
         self._prove_except = prove_except
         self._process_group = process_group
         self._timeout_s = timeout_s
+        self._rewind = rewind
+        # The run is known to hold nothing committed of this step or a later one, but what this object saves.
+        self._free_from: int | None = None
         self._closed = False
         self._describer = Describer(in_flight.changing)
         self._is_prepared = False
@@ -127,6 +134,8 @@ class Checkpointer:
         # Steps that were taken back, and whose files are still there; None if that is not known.
         self._leaving: list[int] | None = None
         self._spared: set[str] = set()
+        # The steps whose saves were begun, in that order.
+        self._made: list[int] = []
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
         # Work that is not done before the first save stops the training then.
         frameworks.active()
@@ -140,6 +149,7 @@ class Checkpointer:
         self,
         state: dict[str, Any],
         *,
+        step: int | None = None,
         older: bool = False,
         strict: bool = True,
         rename: Rename | None = None,
@@ -147,13 +157,15 @@ class Checkpointer:
         only: str | Sequence[str] = (),
         per_rank: str = "error",
     ) -> int:
-        """Loads the newest committed checkpoint of the run into ``state``. Every rank calls it.
+        """Loads the newest committed checkpoint of the run into ``state``, or that of ``step``. Every rank calls it.
 
         Passes over steps whose save was cut off, with a warning in the log. The other arguments, and the errors, are
         those of :func:`shardfast.load`.
 
         Args:
+            step: The step to go back to. Later committed ones stay where they are; see ``rewind`` of this class.
             older: If the newest committed checkpoint is damaged, load the one before it. Without this it is an error.
+                The damaged ones move out of the way when the training goes on, as with ``rewind``.
 
         Returns:
             The step that was restored; 0 when the run has no committed checkpoint.
@@ -166,6 +178,13 @@ class Checkpointer:
             self._timeout_s,
         )
         began = time.perf_counter()
+        if step is not None:
+            prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
+            checkpoint = _native.open(session, _native.step_url(self.url, step), timeout_s=self._timeout_s)
+            self.restored = fill(session, checkpoint, state, options, self._timeout_s)
+            self._was_restored(step, checkpoint, state, began)
+            self._free_from = None
+            return step
         below: int | None = None
         while True:
             found, skipped = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
@@ -174,8 +193,9 @@ class Checkpointer:
                     raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
                 if session.rank == 0:
                     self._say_nothing_restored(skipped)
+                self._free_from = 0
                 return 0
-            step, checkpoint = found
+            newest, checkpoint = found
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:
@@ -184,12 +204,34 @@ class Checkpointer:
                 if not older:
                     raise
                 _log.warning("passed over %s: %s", checkpoint.url, error)
-                below = step
+                below = newest
                 continue
-            self.newest = self.committed = step
-            self._prepare(state)
-            self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
-            return step
+            self._was_restored(newest, checkpoint, state, began)
+            self._rewind = self._rewind or older
+            self._free_from = None if older else newest + 1
+            return newest
+
+    def _expect_asked(self, step: int, older: bool) -> None:
+        expect_step(step)
+        if older:
+            raise Invalid(f"restore(step={step}, older=True): expected one of them: a step names its checkpoint")
+
+    def _was_restored(self, step: int, checkpoint: _native.Checkpoint, state: dict[str, Any], began: float) -> None:
+        self.newest = self.committed = step
+        self._prepare(state)
+        self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
+
+    def _begin_at(self, step: int) -> None:
+        """Refuses to save into a run whose checkpoints a restart would restore instead, or moves them out of the way."""
+        if self._free_from is not None and self._free_from <= step:
+            return
+        expect_step(step)
+        session = current(self._timeout_s, self._process_group)
+        moved = _native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
+        self._free_from = step
+        if moved is not None and session.rank == 0:
+            steps, into = moved
+            _log.warning("%s: steps %s moved to %s: the training goes on at step %d", self.url, steps, into, step)
 
     def _say_nothing_restored(self, skipped: Sequence[str]) -> None:
         if not skipped:
@@ -223,6 +265,7 @@ class Checkpointer:
             Error: What failed in the background since the last call (the save that is due has begun all the same), or
                 why this save cannot be made.
         """
+        self._begin_at(step)
         self._step_ended(step)
         if not self._schedule.due(step):
             if not self._is_prepared:
@@ -284,6 +327,7 @@ class Checkpointer:
         """Saves now, as :meth:`step` does when a save is due."""
         if self._closed:
             raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
+        self._begin_at(step)
         expect_step(step)
         self._count_waits()
         began = time.perf_counter()
@@ -321,6 +365,7 @@ class Checkpointer:
         else:
             self._schedule.waited(self.capture.waited_in(window))
         self.newest = step
+        self._made.append(step)
         retention = self._retention if self._is_root else None
         leaving, self._leaving = self._leaving, []
         concluding = self._background.submit(self._conclude, step, number, pending, retention, leaving)
@@ -345,7 +390,7 @@ class Checkpointer:
             if retention is not None:
                 # What left between the begin of this save and now: its round is over, too.
                 failure = self._clear(retention, self._leaving) or failure
-                left, spared = retention.retain()
+                left, spared = retention.retain(self._made)
                 self._leaving = None if self._leaving is None else left
                 for url, reason in spared:
                     if url not in self._spared:

@@ -36,10 +36,19 @@ def command(*arguments: object) -> str:
 def restored(run: Path, **options: object) -> int:
     into = state_of(0)
     step = sf.Checkpointer(run).restore(into, **options)
-    assert torch.equal(into["model"].weight, torch.full((200, 300), float(step)))
-    assert torch.equal(into["model"].bias, torch.full((200,), -float(step)))
-    assert into["extra"]["step"] == step
+    assert_state(into, step)
     return step
+
+
+def assert_state(state: dict, step: int) -> None:
+    assert torch.equal(state["model"].weight, torch.full((200, 300), float(step)))
+    assert torch.equal(state["model"].bias, torch.full((200,), -float(step)))
+    assert state["extra"]["step"] == step
+
+
+def steps(run: Path) -> list[int]:
+    """The committed steps."""
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("step-*/COMMIT"))
 
 
 def data_file(run: Path, step: int) -> Path:
@@ -145,13 +154,111 @@ def test_an_existing_step_is_never_overwritten(tmp_path):
     saved(tmp_path, 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1))
-    with pytest.raises(sf.Conflict, match="committed there already"):
+    with pytest.raises(sf.Conflict, match="a restart would restore it instead"):
         ckpt.step(1, state_of(9))
         ckpt.wait()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert ckpt.step(2, state_of(2))
     ckpt.close()
     assert restored(tmp_path) == 2
+
+
+def begun(run, step, **options):
+    """The step that a restart finds after a training has saved there at one step."""
+    with sf.Checkpointer(run, every=sf.steps(1), **options) as ckpt:
+        ckpt.step(step, state_of(step))
+    return restored(run)
+
+
+@pytest.mark.parametrize("how", ["a new training", "back to an earlier step", "back within the training"])
+def test_a_run_with_later_steps_is_begun_only_on_the_users_word(tmp_path, how):
+    saved(tmp_path, 5, 6, 7, 8)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def training(**options):
+        ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1), keep=sf.last(2), **options)
+        state = state_of(0)
+        if how == "a new training":
+            return ckpt, state, 1
+        if how == "back within the training":
+            assert ckpt.restore(state) == 8
+        assert ckpt.restore(state, step=6) == 6
+        assert_state(state, 6)
+        return ckpt, state, 7
+
+    ckpt, state, step = training()
+    remedies = rf"a restart would restore (it|them) instead.*another directory.*--to {step - 1}.*rewind=True"
+    for call in (ckpt.step, ckpt.save, ckpt.step):
+        with pytest.raises(sf.Conflict, match=remedies):
+            call(step, state)
+    ckpt.close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+    ckpt, state, step = training(rewind=True)
+    assert ckpt.step(step, state_of(step))
+    ckpt.close()
+    kept, moved = ([1], [5, 6, 7, 8]) if step == 1 else ([6, 7], [7, 8])
+    assert steps(tmp_path) == kept
+    place = tmp_path / f"abandoned-from-{step:08d}"
+    assert steps(place) == moved
+    for moved_step in moved:
+        state = state_of(0)
+        sf.load(place / f"step-{moved_step:08d}", state)
+        assert_state(state, moved_step)
+    assert f"abandoned, in a run of their own: {place}" in command("ls", tmp_path)
+    assert f"{len(moved)} steps, {len(moved)} committed" in command("ls", place)
+    assert restored(tmp_path) == step
+
+
+def test_a_run_is_gone_on_with_behind_its_newest_step_without_a_question(tmp_path):
+    saved(tmp_path, 1, 2)
+    assert begun(tmp_path, 3) == 3
+    ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1))
+    assert ckpt.restore(state_of(0)) == 3
+    with pytest.raises(sf.Conflict, match="up to step 3"):
+        ckpt.step(2, state_of(2))
+    assert ckpt.step(4, state_of(4))
+    ckpt.close()
+
+
+def test_a_step_to_go_back_to_is_one_of_the_run(tmp_path):
+    saved(tmp_path, 1, 2)
+    ckpt = sf.Checkpointer(tmp_path)
+    with pytest.raises(sf.NotFound, match="step-00000003"):
+        ckpt.restore(state_of(0), step=3)
+    with pytest.raises(sf.Invalid, match="step=-1"):
+        ckpt.restore(state_of(0), step=-1)
+    with pytest.raises(sf.Invalid, match="older=True"):
+        ckpt.restore(state_of(0), step=1, older=True)
+
+
+def test_steps_move_out_of_the_way_with_the_command(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    flip(data_file(tmp_path, 3), -1)
+    command("pin", tmp_path / "step-00000002", "--note", "spike")
+    place = tmp_path / "abandoned-from-00000002"
+    assert command("rewind", tmp_path, "--to", "1") == f"{tmp_path}: moved 2 steps (2, 3) to {place}\n"
+    assert (steps(tmp_path), steps(place)) == ([1], [2, 3])
+    assert "pinned: spike" in command("ls", place)
+    assert "no committed step behind that one" in command("rewind", tmp_path, "--to", "1")
+    saved(tmp_path, 2)
+    assert f"{place}-2\n" in command("rewind", tmp_path, "--to", "1")
+    (tmp_path / "step-00000001" / "notes").write_text("mine")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        command("rewind", tmp_path, "--to", "0")
+    assert "files that are not a checkpoint's (notes)" in refused.value.stderr
+    assert steps(tmp_path) == [1]
+
+
+def test_damaged_steps_that_a_restore_passed_over_move_when_the_training_goes_on(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    flip(data_file(tmp_path, 3), -1)
+    with sf.Checkpointer(tmp_path, every=sf.steps(1), keep=sf.last(1)) as ckpt:
+        assert ckpt.restore(state_of(0), older=True) == 2
+        for step in (3, 4):
+            assert ckpt.step(step, state_of(step))
+    assert steps(tmp_path / "abandoned-from-00000003") == [3]
+    assert restored(tmp_path) == 4
 
 
 def test_a_step_whose_save_was_cut_off_can_be_saved_again(tmp_path):
@@ -178,11 +285,6 @@ def test_the_rule_says_what_stays(tmp_path, keep, expected):
     saved(tmp_path, *range(1, 7), keep=keep)
     assert steps(tmp_path) == expected
     assert restored(tmp_path) == 6
-
-
-def steps(run: Path) -> list[int]:
-    """The committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("step-*/COMMIT"))
 
 
 def test_what_leaves_is_deleted_when_the_next_save_begins(tmp_path):

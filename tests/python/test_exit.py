@@ -163,9 +163,11 @@ ENDS_OF_A_RUN = {
 @pytest.mark.parametrize("how", ENDS_OF_A_RUN)
 def test_a_failure_in_the_background_is_reported_once_by_a_run_that(run, tmp_path, how):
     end, report = ENDS_OF_A_RUN[how]
-    (tmp_path / "step-00000007/COMMIT").mkdir(parents=True)
     body = f"""
 ckpt = sf.Checkpointer(run)
+ckpt.save(6, state)
+ckpt.wait()
+os.makedirs(run + "/step-00000007/COMMIT")
 ckpt.save(7, state)
 while not ckpt._running[0][1].done():
     time.sleep(0.01)

@@ -231,16 +231,15 @@ def run_that_is_open(state):
 
 
 def run_that_fails(state):
-    url = saved("fails/step-00000001").removesuffix("/step-00000001")
-    base = url[: url.index("/step-")]
-    name = int(time.monotonic_ns() % 10**8)
-    sf.save(f"{base}/step-{name:08d}", everything())
-    ckpt = sf.Checkpointer(base, every=sf.steps(1))
-    ckpt.save(name, state)
+    ckpt = sf.Checkpointer(f"memory://lifetimes/fails-{time.monotonic_ns()}", every=sf.steps(1))
+    ckpt.save(1, state)
+    ckpt.wait()
+    sf.save(f"{ckpt.url}/step-00000002", everything())
+    ckpt.save(2, state)
     failing(ckpt.wait, sf.Conflict)
-    ckpt.save(name, state)
+    ckpt.save(2, state)
     time.sleep(0.2)
-    failing(lambda: ckpt.save(name + 1, state), sf.Conflict)
+    failing(lambda: ckpt.save(3, state), sf.Conflict)
     ckpt.close()
     kept_pendings.append(ckpt)
 

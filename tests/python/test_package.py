@@ -200,17 +200,21 @@ def test_a_closed_checkpointer_saves_no_more(tmp_path):
 
 
 def test_an_error_in_the_block_counts_for_more_than_one_of_its_last_save(tmp_path, caplog):
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "COMMIT").mkdir()
-    with pytest.raises(sf.Corrupt), sf.Checkpointer(tmp_path) as ckpt:
+    def fails(ckpt):
+        """Its second save fails: something has the name of its COMMIT."""
         ckpt.save(1, state())
+        (tmp_path / ckpt.url / "step-00000002" / "COMMIT").mkdir(parents=True)
+        ckpt.save(2, state())
+
+    with pytest.raises(sf.Corrupt), sf.Checkpointer(tmp_path / "one") as ckpt:
+        fails(ckpt)
     assert caplog.text == "", "it was raised"
     with (
         caplog.at_level(logging.ERROR, logger="shardfast"),
         pytest.raises(ZeroDivisionError),
-        sf.Checkpointer(tmp_path) as ckpt,
+        sf.Checkpointer(tmp_path / "other") as ckpt,
     ):
-        ckpt.save(1, state())
+        fails(ckpt)
         raise ZeroDivisionError
     assert caplog.text.count("the last save failed") == 1
     assert len(caplog.records) == 1

@@ -93,6 +93,9 @@ pub(crate) enum Command {
         /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
         #[arg(long, value_parser = size)]
         limit: Option<u64>,
+        /// Prove the bytes of what is there already, too, not only the lengths of its files
+        #[arg(long)]
+        verify: bool,
     },
     /// Copy every committed step of a run that another run does not have
     #[command(after_help = EXIT_CODES)]
@@ -104,6 +107,18 @@ pub(crate) enum Command {
         /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
         #[arg(long, value_parser = size)]
         limit: Option<u64>,
+        /// Prove the bytes of what is there already, too, not only the lengths of its files
+        #[arg(long)]
+        verify: bool,
+    },
+    /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
+    #[command(after_help = EXIT_CODES)]
+    Rewind {
+        /// A run
+        url: String,
+        /// The step from which the training goes on; the committed ones behind it move
+        #[arg(long, value_name = "STEP")]
+        to: u64,
     },
     /// Keep a checkpoint, whatever keep= says; `shardfast ls` shows the pin
     #[command(after_help = EXIT_CODES)]

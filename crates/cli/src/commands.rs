@@ -7,14 +7,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Copied, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, VerifyReport, copy,
-    diff, examine, export, history, locate, locate_all, open, pin, summary, sweep, sync, unpin, verify, verify_stored,
+    Checkpoint, Copied, Copying, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, VerifyReport,
+    copy, diff, examine, export, history, locate, locate_all, open, pin, rewind, summary, sweep, sync, unpin, verify,
+    verify_stored,
 };
 
 use crate::args::Command;
 use crate::doctor::{Host, Report};
 use crate::text::{count, plain, size};
-use crate::{FINE, FOUND, describe, interval};
+use crate::{FINE, FOUND, describe, exit_code, interval};
 
 /// The output of a command.
 pub(crate) struct Outcome {
@@ -55,22 +56,27 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let text = describe::located(&located) + &describe::exported(&exported);
             Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
         }
-        Command::Copy { from, to, limit } => {
+        Command::Copy { from, to, limit, verify } => {
             let located = locate(&from)?;
             let progress = Progress::new("copied");
-            let limit = Limit::new(limit);
+            let how = Copying { limit: Limit::new(limit), verify };
             let show = |done, total| progress.show(done, total);
-            let copied: Copied = copy(&Engine::solo(), &located.url, &to, limit, &show)?;
+            let copied: Copied = copy(&Engine::solo(), &located.url, &to, &how, &show)?;
             drop(progress);
             Ok(outcome(describe::located(&located) + &describe::copied(&copied), &copied, FINE))
         }
-        Command::Sync { from, to, limit } => {
+        Command::Sync { from, to, limit, verify } => {
             let progress = Progress::new("copied");
-            let limit = Limit::new(limit);
+            let how = Copying { limit: Limit::new(limit), verify };
             let show = |done, total| progress.show(done, total);
-            let synced: Synced = sync(&Engine::solo(), &from, &to, limit, &show)?;
+            let synced: Synced = sync(&Engine::solo(), &from, &to, &how, &show)?;
             drop(progress);
-            Ok(outcome(describe::synced(&synced), &synced, FINE))
+            let exit_code = synced.failed.first().map_or(FINE, |failed| exit_code(failed.kind));
+            Ok(outcome(describe::synced(&synced), &synced, exit_code))
+        }
+        Command::Rewind { url, to } => {
+            let rewound = rewind(&url, to.saturating_add(1))?;
+            Ok(outcome(describe::rewound(&rewound), &rewound, FINE))
         }
         Command::Pin { url, note, remove } => {
             let located = locate(&url)?;

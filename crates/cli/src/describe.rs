@@ -5,7 +5,7 @@ use std::fmt::Write;
 use shardfast_engine::diff::{Diff, DifferenceKind, Elements, ValueDifference};
 use shardfast_engine::inspect::{History, KindSummary, LeafSummary, Outline, Status, Summary};
 use shardfast_engine::verify::{Finding, Hit, Problem, VerifyReport};
-use shardfast_engine::{Copied, Exported, Located, Swept, Synced};
+use shardfast_engine::{Copied, Exported, Located, Rewound, Swept, Synced};
 
 use crate::text::Align::{Left, Right};
 use crate::text::{age, count, date, plain, plain_lines, ranks, size, table};
@@ -59,6 +59,9 @@ pub(crate) fn history(history: &History, now_ms: u64) -> String {
         ("FILES", Right),
     ];
     out += &table(&head, &rows);
+    for url in &history.abandoned {
+        let _ = writeln!(out, "abandoned, in a run of their own: {}", plain(url));
+    }
     for line in &history.checkpoints {
         if let Some(error) = &line.error {
             let _ = writeln!(out, "{}: {}", plain(&line.url), plain_lines(error));
@@ -262,8 +265,15 @@ fn value_differs(value: &ValueDifference) -> String {
 
 pub(crate) fn copied(copied: &Copied) -> String {
     let (from, to) = (plain(&copied.from), plain(&copied.to));
-    if copied.was_there {
+    if copied.was_there && copied.files_mended == 0 {
         return format!("{from} is at {to} already\n");
+    }
+    if copied.was_there {
+        let files = count(copied.files_mended, "file was", "files were");
+        return format!(
+            "{from} is at {to} already; {files} missing, short or damaged there, and sent again: {}\n",
+            size(copied.bytes)
+        );
     }
     let found = match copied.files_found {
         0 => String::new(),
@@ -282,7 +292,25 @@ pub(crate) fn synced(synced: &Synced) -> String {
     for step in &synced.incomplete {
         let _ = writeln!(out, "left out: step {step}, which is not committed");
     }
+    for step in &synced.left {
+        let _ = writeln!(out, "left out: step {step}, which left while it was copied");
+    }
+    for failed in &synced.failed {
+        let _ = writeln!(out, "not copied: step {}: {}", failed.step, plain_lines(&failed.error));
+    }
     out
+}
+
+pub(crate) fn rewound(rewound: &Rewound) -> String {
+    let url = plain(&rewound.url);
+    match &rewound.into {
+        None => format!("{url}: no committed step behind that one\n"),
+        Some(into) => {
+            let steps = count(rewound.moved.len() as u64, "step", "steps");
+            let named: Vec<String> = rewound.moved.iter().map(u64::to_string).collect();
+            format!("{url}: moved {steps} ({}) to {}\n", named.join(", "), plain(into))
+        }
+    }
 }
 
 pub(crate) fn exported(exported: &Exported) -> String {

@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 
 use clap::Parser;
-use shardfast_engine::{Error, Kind};
+use shardfast_engine::Kind;
 
 use args::Arguments;
 pub use doctor::{Finding, Host, Status};
@@ -47,7 +47,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
         Ok(outcome) => outcome,
         Err(error) => {
             let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));
-            return exit_code(&error);
+            return exit_code(error.kind);
         }
     };
     let printed = if arguments.json { outcome.json } else { outcome.text };
@@ -61,8 +61,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
     }
 }
 
-fn exit_code(error: &Error) -> i32 {
-    match error.kind {
+fn exit_code(kind: Kind) -> i32 {
+    match kind {
         Kind::NotFound => NOT_FOUND,
         Kind::Corrupt | Kind::Unsupported => UNREADABLE,
         Kind::Invalid => USAGE,

@@ -36,7 +36,7 @@ use crate::state::Destination;
 use crate::together;
 
 /// Longer than any `COMMIT` of this format.
-const COMMIT_BYTES_MAX: u64 = 4096;
+pub(crate) const COMMIT_BYTES_MAX: u64 = 4096;
 
 /// How long a publish is tried; it counts as a part of how long the save lasts.
 const PUBLISH_MAX: Duration = Duration::from_secs(1800);
@@ -79,7 +79,7 @@ pub(crate) fn commit(
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
-        let files = files(&manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
+        let files = files_and_manifest(&manifest, &commit);
         let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
         let prepared = prepared.and_then(|()| operation.expect_young(PUBLISH_MAX));
         published = prepared.is_ok();
@@ -141,6 +141,11 @@ pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Pa
 /// The data files of a manifest, with their sizes.
 pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> {
     manifest.files().iter().map(|file| (file.path.clone(), file.bytes))
+}
+
+/// [`files`], and the manifest itself.
+pub(crate) fn files_and_manifest(manifest: &Manifest, commit: &Commit) -> Vec<(String, u64)> {
+    files(manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect()
 }
 
 /// Checks the files again after `COMMIT` was published: another program may have removed them meanwhile.
@@ -224,12 +229,15 @@ pub(crate) fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
 /// The verified bytes of the manifest that this commit record of the checkpoint in the directory `dir` names.
 ///
 /// # Errors
-/// `Corrupt` when the manifest is missing or not the one that was committed.
+/// `Corrupt` when the manifest is missing or not the one that was committed; `NotFound` if the checkpoint has left.
 pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
     let name = below(dir, &commit.manifest);
     let place = || join(store.url(), &name);
     twice(|| {
         let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
+            if error.kind == Kind::NotFound && has_left(store, dir) {
+                return Error::new(Kind::NotFound, LEFT).within(place());
+            }
             let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
             let message = format!("{}: the committed manifest cannot be read: {}", place(), error.message);
             Error { kind, message, ..error }
@@ -237,6 +245,14 @@ pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Resu
         commit.prove(&bytes).map_err(|error| Error::from(error).within(place()))?;
         Ok(bytes)
     })
+}
+
+/// What is said of a checkpoint that was there when somebody began to read it.
+pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a checkpoint back; read another one";
+
+/// Whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
+pub(crate) fn has_left(store: &dyn Store, dir: &str) -> bool {
+    matches!(presence::is_there(store, &below(dir, COMMIT)), Ok(false))
 }
 
 /// Reads again what is not what was saved: a bit may have turned on the way, while the storage has it right.
@@ -270,7 +286,7 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 }
 
 /// The commit record of this manifest.
-fn record(manifest: &[u8], attempt: &str) -> Commit {
+pub(crate) fn record(manifest: &[u8], attempt: &str) -> Commit {
     Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
@@ -300,15 +316,17 @@ fn prepare(
 /// Steps 3 and 4 for the copy of a checkpoint whose data files are durable and in place.
 ///
 /// # Errors
-/// `Conflict` when another checkpoint was committed there meanwhile; the store's errors.
+/// `Conflict` when something was committed there meanwhile; `Corrupt` when files vanished; the store's errors.
 pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &Manifest, bytes: &[u8]) -> Result<()> {
-    let files = files(manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect::<Vec<_>>();
+    let files = files_and_manifest(manifest, commit);
     retry(|| {
         store.put(&commit.manifest, bytes)?;
         put_indexes(store, indexes(manifest))
     })?;
     presence::expect(store, &files, Duration::MAX)?;
-    publish(store, commit, Duration::MAX.into()).map_err(|error| error.within(format_args!("copy to {url}")))
+    publish(store, commit, Duration::MAX.into())
+        .and_then(|()| take_back_if_hollow(store, &files, Duration::MAX.into()))
+        .map_err(|error| error.within(format_args!("copy to {url}")))
 }
 
 /// Step 4. Retried only while no record is visible: a visible record that is not durable cannot be made so by a second
@@ -351,7 +369,7 @@ fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<
 }
 
 /// Puts the indexes of a committed checkpoint where others are visible.
-fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+pub(crate) fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     let is_there =
         |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
     let all: Vec<_> = indexes(manifest).collect();

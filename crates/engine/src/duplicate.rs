@@ -2,41 +2,51 @@
 //!
 //! # Protocol
 //! 1. The source is opened: its `COMMIT` proves its manifest.
-//! 2. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
+//! 2. The copy is an attempt of its own, as a save is: its manifest is the source's under the attempt's name, and so are
+//!    the names of its files. Copies that are made at the same time never write the same file.
+//! 3. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
 //!    header by the manifest; a file becomes durable before the next step. Inside one service the service copies, and
-//!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'.
-//! 3. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on, and is the
-//!    same attempt.
+//!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'. A file that an
+//!    interrupted copy left, and that is proven to be whole, gets a second name instead.
+//! 4. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on. What other
+//!    attempts left beside it goes: while `COMMIT` is there, none of them can be published.
+//! 5. Who finds that another copy was first removes its own files only, sees whether the first one's are all there, and
+//!    has succeeded. The hash in a `COMMIT` tells whether it is of the same checkpoint: that of the source's manifest
+//!    under the attempt's name.
+//!
+//! Where the checkpoint is committed already, files that are missing or short, or damaged if the bytes are to be proven,
+//! are sent again: under a name of the new attempt first, which then replaces the damaged one's whole.
 //!
 //! Meanwhile the mark `.copying` in the target keeps [sweeps](mod@crate::sweep) away.
-//!
-//! A copy that was interrupted is made again: files that are there, and proven to be whole, are not copied again. The
-//! target of an interrupted copy has no `COMMIT`.
 
-use std::ops::Range;
+mod pieces;
+mod run;
+
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use shardfast_format::{BLOCK_BYTES, COPYING, Commit, FileEntry, crc64};
+use shardfast_format::{COPYING, Commit, FileEntry, Manifest, attempt_of};
 use shardfast_store::{Kind as Stored, Location, ObjectWriter, Pieces, Store};
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, FirstFailure, Kind, Result, retry};
-use crate::reader::{Damage, Files};
-use crate::runs;
-use crate::staging::{ALIGNMENT, SLOT_BYTES};
+use crate::error::{Error, Kind, Result, retry};
+use crate::presence;
+use crate::reader::Files;
+use crate::retention;
+use crate::staging::SLOT_BYTES;
+
+use pieces::each_piece;
+pub use run::{FailedStep, Synced, sync};
 
 /// How often the mark in the target is renewed: far below the age of what is swept.
 const RENEWED_AFTER: Duration = Duration::from_secs(600);
-
-/// Pieces in flight.
-const THREADS_MAX: usize = 16;
 
 /// How many bytes a second are read from the source, on average.
 #[derive(Debug)]
@@ -66,6 +76,15 @@ impl Limit {
     }
 }
 
+/// How a copy is made.
+#[derive(Debug)]
+pub struct Copying {
+    /// How fast the source is read.
+    pub limit: Limit,
+    /// Whether the bytes of what is there already are proven, too.
+    pub verify: bool,
+}
+
 /// A checkpoint that was copied.
 #[derive(Debug, Clone, Serialize)]
 pub struct Copied {
@@ -77,38 +96,30 @@ pub struct Copied {
     pub files: u64,
     /// Those that were there already, from a copy that was interrupted.
     pub files_found: u64,
+    /// Whether the whole checkpoint was committed there already.
+    pub was_there: bool,
+    /// Files of it that were missing, short or damaged, and were sent again.
+    pub files_mended: u64,
     /// Bytes of data files that were copied.
     pub bytes: u64,
     /// Those of them that the storage copied by itself.
     pub bytes_within: u64,
-    /// Whether the whole checkpoint was there already.
-    pub was_there: bool,
 }
 
-/// A run that was brought up to date.
-#[derive(Debug, Clone, Serialize)]
-pub struct Synced {
-    /// Each committed step of the source, ascending.
-    pub checkpoints: Vec<Copied>,
-    /// Steps of the source without a commit, which are not copied.
-    pub incomplete: Vec<u64>,
-}
-
-/// Copies the checkpoint at `from` to `to`, as fast as `limit` allows. `progress` gets the bytes copied so far and in
-/// all.
+/// Copies the checkpoint at `from` to `to`. `progress` gets the bytes copied so far and in all.
 ///
 /// # Errors
-/// `NotFound` when there is none; `Conflict` when another checkpoint is committed at the target; `Invalid` when the
-/// target holds foreign files; `Corrupt` when the source is damaged, and the target then has no `COMMIT`; the stores'
-/// errors.
+/// `NotFound` when there is none, or it left meanwhile; `Conflict` when another checkpoint is committed at the target;
+/// `Invalid` when the target holds foreign files; `Corrupt` when the source is damaged, and the target then has no
+/// `COMMIT`; the stores' errors.
 pub fn copy(
     engine: &Arc<Engine>,
     from: &str,
     to: &str,
-    limit: Limit,
+    how: &Copying,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
-    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), &limit, progress)
+    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), how, progress)
 }
 
 /// [`copy`] between stores that are already open at their places.
@@ -119,93 +130,288 @@ pub fn copy_between(
     engine: &Arc<Engine>,
     (source, from): (Arc<dyn Store>, &str),
     (target, to): (Arc<dyn Store>, &str),
-    limit: &Limit,
+    how: &Copying,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
     let bytes = checkpoint::read(&*source, from, Duration::MAX)?;
-    let record = retry(|| commit::read_commit(&*source, ""))?;
     let (there, here) = (source.location(), target.location());
     let there = there.filter(|there| here.is_some_and(|here| here.service == there.service));
-    let opened = Checkpoint::new(engine, from, source, &bytes)?;
-    let files = opened.manifest().files();
-    let mut copied = Copied {
+    let source = Checkpoint::new(engine, from, source, &bytes)?;
+    let attempt =
+        getrandom::u64().map_err(|error| Error::internal(format!("copy to {to}: no random name: {error}")))?;
+    let attempt = format!("{attempt:016x}");
+    let total = source.manifest().files().iter().map(|file| file.bytes).fold(0, u64::saturating_add);
+    let copied = Copied {
         from: from.to_owned(),
         to: to.to_owned(),
-        files: files.len() as u64,
+        files: source.manifest().files().len() as u64,
         files_found: 0,
+        was_there: false,
+        files_mended: 0,
         bytes: 0,
         bytes_within: 0,
-        was_there: is_there(&*target, to, &record)?,
     };
-    if copied.was_there {
-        return Ok(copied);
+    let progress = Progress { done: AtomicU64::new(0), total, show: progress };
+    let mut copy = Copy { engine, source: &source, bytes: &bytes, there, target, to, attempt, how, progress, copied };
+    if let Some(record) = copy.committed()? {
+        return copy.complete(&record);
     }
-    contents::refuse_foreign(&*target, to, 0, Duration::MAX)?;
-    retry(|| Ok(target.can_publish()?))?;
-    let mark = Mark::put(&*target)?;
-    let total = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
-    let found = Files::new(Arc::clone(&target), to.to_owned(), Arc::clone(&opened.manifest));
-    let done = AtomicU64::new(0);
-    for (number, file) in (0u32..).zip(files) {
-        let advance = |bytes| {
-            mark.renew();
-            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
-        };
-        if retry(|| Ok(target.size(&file.path)?)).is_ok_and(|bytes| bytes == file.bytes)
-            && is_whole(&*target, &found, number, file, engine, limit)
-        {
-            copied.files_found += 1;
-            advance(file.bytes);
-            continue;
-        }
-        if let Some(there) = &there
-            && copied_within(&opened.files, number, file, there, &*target)?
-        {
-            copied.bytes_within += file.bytes;
-            copied.bytes += file.bytes;
-            advance(file.bytes);
-            continue;
-        }
-        copy_file(&opened.files, number, file, &*target, engine, limit, &advance)?;
-        copied.bytes += file.bytes;
+    contents::refuse_foreign(&*copy.target, to, 0, Duration::MAX)?;
+    retry(|| Ok(copy.target.can_publish()?))?;
+    match copy.make() {
+        Ok(()) => Ok(copy.copied),
+        Err(error) => match copy.committed() {
+            Ok(Some(record)) if record.attempt == copy.attempt => copy.complete(&record),
+            Ok(Some(record)) => {
+                copy.withdraw();
+                copy.complete(&record)
+            }
+            Err(other) if other.kind == Kind::Conflict => {
+                copy.withdraw();
+                Err(other)
+            }
+            _ => Err(error),
+        },
     }
-    let names: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
-    retry(|| Ok(target.sync(&names)?))?;
-    commit::repeat(&*target, to, &record, opened.manifest(), &bytes)?;
-    // A mark that stays goes with the next sweep.
-    let _ = target.delete(COPYING);
-    Ok(copied)
 }
 
-/// Copies each committed step of the run at `from` that the run at `to` does not have, oldest first. Steps that only
-/// the target has stay.
-///
-/// # Errors
-/// As [`copy`]; steps before the failed one are complete.
-pub fn sync(
-    engine: &Arc<Engine>,
-    from: &str,
-    to: &str,
-    limit: Limit,
-    progress: &(dyn Fn(u64, u64) + Sync),
-) -> Result<Synced> {
-    let mut synced = Synced { checkpoints: Vec::new(), incomplete: Vec::new() };
-    let steps = runs::list_in(&*engine.store(from)?, from)?.0;
-    if steps.is_empty() {
-        return Err(Error::new(Kind::NotFound, format!("{from}: there is no run with a step to copy")));
+struct Progress<'a> {
+    done: AtomicU64,
+    total: u64,
+    show: &'a (dyn Fn(u64, u64) + Sync),
+}
+
+impl Progress<'_> {
+    fn advance(&self, bytes: u64) {
+        (self.show)(self.done.fetch_add(bytes, Ordering::Relaxed) + bytes, self.total);
     }
-    for step in steps {
-        match step.commit? {
-            None => synced.incomplete.push(step.step),
-            Some(_) => {
-                let target = runs::step_url(to, step.step);
-                let (source, place) = (engine.store(&step.url)?, engine.store(&target)?);
-                let copied = copy_between(engine, (source, &step.url), (place, &target), &limit, progress)?;
-                synced.checkpoints.push(copied);
+}
+
+struct Copy<'a> {
+    engine: &'a Arc<Engine>,
+    source: &'a Checkpoint,
+    /// Of the source's manifest.
+    bytes: &'a [u8],
+    /// Where the source is, if its service can copy to the target by itself.
+    there: Option<Location>,
+    target: Arc<dyn Store>,
+    to: &'a str,
+    attempt: String,
+    how: &'a Copying,
+    progress: Progress<'a>,
+    copied: Copied,
+}
+
+impl Copy<'_> {
+    /// The commit record at the target, if it is of this very checkpoint; `None` if nothing is committed there.
+    fn committed(&self) -> Result<Option<Commit>> {
+        let record = match retry(|| commit::read_commit(&*self.target, "")) {
+            Err(error) if error.kind == Kind::NotFound => return Ok(None),
+            record => record?,
+        };
+        let expected = Manifest::under_attempt(self.bytes, &record.attempt)?;
+        if record.prove(&expected).is_ok() {
+            return Ok(Some(record));
+        }
+        let to = self.to;
+        Err(Error::new(
+            Kind::Conflict,
+            format!("{to}: another checkpoint is committed there: copy to another place, or delete it first"),
+        ))
+    }
+
+    /// Steps 2 to 4.
+    fn make(&mut self) -> Result<()> {
+        let target = Arc::clone(&self.target);
+        let mark = Mark::put(&*target)?;
+        let bytes = Manifest::under_attempt(self.bytes, &self.attempt)?;
+        let manifest = Manifest::decode(&bytes)?;
+        let earlier = self.earlier()?;
+        for (number, file) in (0u32..).zip(manifest.files()) {
+            let found = earlier.iter().map(|earlier| self.taken_over(earlier, number, file));
+            if found.into_iter().find(|taken| !matches!(taken, Ok(false))).unwrap_or(Ok(false))? {
+                self.copied.files_found += 1;
+                self.progress.advance(file.bytes);
+                mark.renew();
+                continue;
             }
+            self.send(number, file, &mark)?;
+        }
+        let names: Vec<&str> = manifest.files().iter().map(|file| file.path.as_str()).collect();
+        retry(|| Ok(target.sync(&names)?))?;
+        commit::repeat(&*target, self.to, &commit::record(&bytes, &self.attempt), &manifest, &bytes)?;
+        // An attempt that was second may have put its own in between.
+        let _ = commit::mend_indexes(&*target, &manifest);
+        // What stays goes with the next sweep, as the mark does.
+        let _ = self.remove(|attempt| attempt != self.attempt);
+        let _ = target.delete(COPYING);
+        Ok(())
+    }
+
+    /// Files at the target that other attempts left there, as they would be named by each.
+    fn earlier(&self) -> Result<Vec<Files>> {
+        let found = contents::own(&*self.target, "")?;
+        let attempts: BTreeSet<&str> = found.own.iter().filter_map(|own| attempt_of(&own.path)).collect();
+        let named = |attempt: &str| -> Result<Files> {
+            let manifest = Manifest::decode(&Manifest::under_attempt(self.bytes, attempt)?)?;
+            Ok(Files::new(Arc::clone(&self.target), self.to.to_owned(), Arc::new(manifest)))
+        };
+        attempts.into_iter().map(named).collect()
+    }
+
+    /// Gives the file `number` of an earlier attempt the name of this one's as well, if it is there and whole.
+    fn taken_over(&self, earlier: &Files, number: u32, file: &FileEntry) -> Result<bool> {
+        let path = &earlier.entry(number).path;
+        let is_there = retry(|| Ok(self.target.size(path)?)).is_ok_and(|bytes| bytes == file.bytes);
+        if !is_there || !self.is_whole(earlier, number) {
+            return Ok(false);
+        }
+        match retry(|| Ok(self.target.also_named(path, &file.path, file.bytes)?)) {
+            Ok(()) => self.is_kept(number, &file.path),
+            Err(error) if error.kind == Kind::Unavailable => Err(error),
+            // It gives no second names, or the other attempt has removed it.
+            Err(_) => Ok(false),
         }
     }
-    Ok(synced)
+
+    /// Sends the file `number` of the source under the name that `file` has.
+    fn send(&mut self, number: u32, file: &FileEntry, mark: &Mark<'_>) -> Result<()> {
+        if let Some(there) = &self.there
+            && self.copied_within(number, there, file)?
+        {
+            self.copied.bytes_within += file.bytes;
+            self.progress.advance(file.bytes);
+        } else {
+            self.send_bytes(number, file, mark)?;
+        }
+        self.copied.bytes += file.bytes;
+        mark.renew();
+        Ok(())
+    }
+
+    /// Has the storage copy a file by itself. Returns whether the copy is there and proven.
+    fn copied_within(&self, number: u32, there: &Location, file: &FileEntry) -> Result<bool> {
+        let source = &self.source.files.entry(number).path;
+        match retry(|| Ok(self.target.copy_within(there, source, &file.path, file.bytes)?)) {
+            Ok(()) => self.is_kept(number, &file.path),
+            // The service may be away for the other way as well.
+            Err(error) if error.kind == Kind::Unavailable => Err(error),
+            // It may not read there, or does not copy: the other way says which.
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Whether the checksum that the storage keeps of a copy is that of the blocks of the file `number`. If it is not, the
+    /// copy goes. Storage that keeps none, and gave the object a second name, has moved no byte.
+    fn is_kept(&self, number: u32, path: &str) -> Result<bool> {
+        let expected = self.source.files.open(number)?.crc64(self.source.files.entry(number));
+        match retry(|| Ok(self.target.kept_crc64(path)?)) {
+            Ok(Some(kept)) if kept == expected => Ok(true),
+            Err(error) if error.kind == Kind::Unsupported => Ok(true),
+            Err(error) if error.kind == Kind::Unavailable => Err(error),
+            _ => retry(|| Ok(self.target.delete(path)?)).map(|()| false),
+        }
+    }
+
+    fn send_bytes(&self, number: u32, file: &FileEntry, mark: &Mark<'_>) -> Result<()> {
+        let piece_bytes = match self.target.needs().pieces {
+            Pieces::Any => SLOT_BYTES as u64,
+            Pieces::Parts(parts) => parts.of(file.bytes),
+        };
+        let mut object: Box<dyn ObjectWriter> = retry(|| match self.target.create(&file.path, file.bytes) {
+            // Left by a try of this attempt whose answer was lost: nobody else has the name.
+            Err(error) if error.kind == Stored::Conflict && attempt_of(&file.path) == Some(&*self.attempt) => {
+                self.target.delete(&file.path)?;
+                Ok(self.target.create(&file.path, file.bytes)?)
+            }
+            created => Ok(created?),
+        })?;
+        each_piece(&self.source.files, number, self.engine, piece_bytes, &self.how.limit, |offset, piece| {
+            let padded = piece.bytes.next_multiple_of(object.alignment());
+            retry(|| Ok(object.write_at(offset, &piece.memory[piece.start..piece.start + padded])?))?;
+            mark.renew();
+            self.progress.advance(piece.bytes as u64);
+            Ok(())
+        })?;
+        retry(|| Ok(object.finish()?))
+    }
+
+    /// Whether a file of the right length is what the manifest says: by the checksum that the storage keeps of it, or
+    /// read and proven where it keeps none. A file on a disk may have its length and not its bytes.
+    fn is_whole(&self, found: &Files, number: u32) -> bool {
+        let Ok(open) = found.open(number) else { return false };
+        match self.target.kept_crc64(&found.entry(number).path) {
+            Ok(Some(kept)) if kept == open.crc64(found.entry(number)) => true,
+            _ => each_piece(found, number, self.engine, SLOT_BYTES as u64, &self.how.limit, |_, _| Ok(())).is_ok(),
+        }
+    }
+
+    /// Step 5, or what is left to do where the checkpoint was there already.
+    fn complete(mut self, record: &Commit) -> Result<Copied> {
+        let expected = Manifest::under_attempt(self.bytes, &record.attempt)?;
+        let manifest = Arc::new(Manifest::decode(&expected)?);
+        let own = Manifest::decode(&Manifest::under_attempt(self.bytes, &self.attempt)?)?;
+        let target = Arc::clone(&self.target);
+        let found = Files::new(Arc::clone(&target), self.to.to_owned(), Arc::clone(&manifest));
+        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), Duration::MAX)?;
+        self.copied.was_there = record.attempt != self.attempt;
+        let verify = self.how.verify;
+        if flawed.contains(&record.manifest) || (verify && commit::manifest_of(&*target, "", record).is_err()) {
+            retry(|| Ok(target.put(&record.manifest, &expected)?))?;
+            self.copied.files_mended += 1;
+        }
+        // All attempts share their names, and one that was second or died may have put its own.
+        retry(|| commit::mend_indexes(&*target, &manifest))?;
+        let is_flawed =
+            |number: u32, file: &FileEntry| flawed.contains(&file.path) || (verify && !self.is_whole(&found, number));
+        let files = (0u32..).zip(manifest.files());
+        let flawed: Vec<(u32, &FileEntry)> = files.filter(|(number, file)| is_flawed(*number, file)).collect();
+        if flawed.is_empty() {
+            return Ok(self.copied);
+        }
+        self.progress.total = flawed.iter().map(|(_, file)| file.bytes).sum();
+        let mark = Mark::put(&*target)?;
+        for (number, file) in flawed {
+            self.mend(number, file, &own.files()[number as usize], &mark)?;
+        }
+        let _ = target.delete(COPYING);
+        Ok(self.copied)
+    }
+
+    /// Sends a file of the committed copy again. Where a name that is taken cannot be written whole, that is done under
+    /// this attempt's.
+    fn mend(&mut self, number: u32, file: &FileEntry, own: &FileEntry, mark: &Mark<'_>) -> Result<()> {
+        if self.target.needs().refuses_taken_names {
+            self.send(number, own, mark)?;
+            let replaced = retry(|| Ok(self.target.also_named(&own.path, &file.path, file.bytes)?));
+            replaced.map_err(|error| match error.kind {
+                Kind::Unsupported => error.within(format_args!("{}: delete {} and copy again", self.to, file.path)),
+                _ => error,
+            })?;
+            retry(|| Ok(self.target.delete(&own.path)?))?;
+        } else {
+            self.send(number, file, mark)?;
+        }
+        self.copied.files_mended += 1;
+        Ok(())
+    }
+
+    /// Removes this attempt's files, of which none is named by what is committed.
+    fn withdraw(&self) {
+        // What stays goes with the next sweep.
+        let _ = self.remove(|attempt| attempt == self.attempt);
+    }
+
+    /// Removes the files of some attempts. Something is committed, and none of them is.
+    fn remove(&self, goes: impl Fn(&str) -> bool) -> Result<()> {
+        let found = contents::own(&*self.target, "")?;
+        let paths = found.own.into_iter().map(|own| own.path);
+        retention::delete(
+            &*self.target,
+            &paths.filter(|path| attempt_of(path).is_some_and(&goes)).collect::<Vec<_>>(),
+            &[],
+        )
+    }
 }
 
 /// Says in the target that a copy is being made there: a sweep leaves alone where something was changed lately.
@@ -228,185 +434,5 @@ impl Mark<'_> {
         {
             *put = Instant::now();
         }
-    }
-}
-
-/// Whether this very checkpoint is committed at the target.
-fn is_there(target: &dyn Store, to: &str, record: &Commit) -> Result<bool> {
-    match retry(|| commit::read_commit(target, "")) {
-        Err(error) if error.kind == Kind::NotFound => Ok(false),
-        Ok(found) if found.encode() == record.encode() => Ok(true),
-        Ok(_) => Err(Error::new(
-            Kind::Conflict,
-            format!("{to}: another checkpoint is committed there: copy to another place, or delete it first"),
-        )),
-        Err(error) => Err(error),
-    }
-}
-
-/// Whether a file of the right length is what the manifest says: by the checksum that the storage keeps of it, or read
-/// and proven where it keeps none. A file on a disk may have its length and not its bytes.
-fn is_whole(
-    target: &dyn Store,
-    found: &Files,
-    number: u32,
-    file: &FileEntry,
-    engine: &Arc<Engine>,
-    limit: &Limit,
-) -> bool {
-    let Ok(open) = found.open(number) else { return false };
-    match target.kept_crc64(&file.path) {
-        Ok(Some(kept)) if kept == open.crc64(file) => true,
-        _ => each_piece(found, number, file, engine, SLOT_BYTES as u64, limit, |_, _| Ok(())).is_ok(),
-    }
-}
-
-/// Has the storage copy a file by itself, and compares the checksum that it keeps of the copy with that of the blocks.
-/// Returns whether the copy is there and proven.
-fn copied_within(source: &Files, number: u32, file: &FileEntry, there: &Location, target: &dyn Store) -> Result<bool> {
-    let expected = source.open(number)?.crc64(file);
-    let copied = retry(|| Ok(target.copy_within(there, &file.path, file.bytes)?));
-    let kept = copied.and_then(|()| retry(|| Ok(target.kept_crc64(&file.path)?)));
-    match kept {
-        Ok(Some(kept)) if kept == expected => Ok(true),
-        // The service may be away for the other way as well.
-        Err(error) if error.kind == Kind::Unavailable => Err(error),
-        // It may not read there, does not copy, keeps no checksum, or has damaged bytes: the other way says which.
-        _ => retry(|| Ok(target.delete(&file.path)?)).map(|()| false),
-    }
-}
-
-fn copy_file(
-    source: &Files,
-    number: u32,
-    file: &FileEntry,
-    target: &dyn Store,
-    engine: &Arc<Engine>,
-    limit: &Limit,
-    advance: &(dyn Fn(u64) + Sync),
-) -> Result<()> {
-    let piece_bytes = match target.needs().pieces {
-        Pieces::Any => SLOT_BYTES as u64,
-        Pieces::Parts(parts) => parts.of(file.bytes),
-    };
-    let mut object: Box<dyn ObjectWriter> = retry(|| match target.create(&file.path, file.bytes) {
-        // Left by a copy that was interrupted, or by a try whose answer was lost.
-        Err(error) if error.kind == Stored::Conflict => {
-            target.delete(&file.path)?;
-            Ok(target.create(&file.path, file.bytes)?)
-        }
-        created => Ok(created?),
-    })?;
-    each_piece(source, number, file, engine, piece_bytes, limit, |offset, piece| {
-        let padded = piece.bytes.next_multiple_of(object.alignment());
-        retry(|| Ok(object.write_at(offset, &piece.memory[piece.start..piece.start + padded])?))?;
-        advance(piece.bytes as u64);
-        Ok(())
-    })?;
-    retry(|| Ok(object.finish()?))
-}
-
-/// Bytes of a file, followed by zeros up to the next unit of direct writes, in memory that is aligned for them.
-struct Piece {
-    memory: Vec<u8>,
-    start: usize,
-    bytes: usize,
-}
-
-/// Reads a file in pieces of so many bytes, several at a time, proves them, and calls `take` with each.
-fn each_piece(
-    files: &Files,
-    number: u32,
-    file: &FileEntry,
-    engine: &Arc<Engine>,
-    piece_bytes: u64,
-    limit: &Limit,
-    take: impl Fn(u64, &Piece) -> Result<()> + Sync,
-) -> Result<()> {
-    let (next, failure) = (AtomicU64::new(0), FirstFailure::default());
-    let in_budget = (engine.staging_bytes() / piece_bytes).max(1) as usize;
-    let threads = THREADS_MAX.min(in_budget).min(file.bytes.div_ceil(piece_bytes).max(1) as usize);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while !failure.is_set() {
-                    let offset = next.fetch_add(piece_bytes, Ordering::Relaxed);
-                    if offset >= file.bytes {
-                        return;
-                    }
-                    let range = offset..file.bytes.min(offset + piece_bytes);
-                    limit.wait(range.end - range.start);
-                    if let Err(error) = proven(files, number, file, range).and_then(|piece| take(offset, &piece)) {
-                        failure.set(error);
-                    }
-                }
-            });
-        }
-    });
-    failure.into_result()
-}
-
-/// A range of a file, read with all blocks that it touches, which are proven.
-fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Result<Piece> {
-    let start = file.data_start;
-    let first = if range.start < start { 0 } else { start + (range.start - start) / BLOCK_BYTES * BLOCK_BYTES };
-    let end = match range.end.checked_sub(start) {
-        Some(data) => file.bytes.min(start + data.next_multiple_of(BLOCK_BYTES)),
-        // A piece that ends in the header is proven with all of it.
-        None => start,
-    };
-    let (ahead, length) = ((range.start - first) as usize, (end - first) as usize);
-    let mut memory = vec![0; length + 2 * ALIGNMENT];
-    // So that the range itself begins at an aligned address.
-    let skipped = memory[ahead..].as_ptr().align_offset(ALIGNMENT);
-    let read = skipped..skipped + length;
-    files.read_proven(number, first, &mut memory[read])?;
-    let bytes = (range.end - range.start) as usize;
-    let begin = skipped + ahead;
-    memory[begin + bytes..].fill(0);
-    Ok(Piece { memory, start: begin, bytes })
-}
-
-impl Files {
-    /// Reads a range that begins with the file or with a block, and ends with the header or a block, and proves it.
-    fn read_proven(&self, number: u32, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        let range = offset..offset + bytes.len() as u64;
-        let mut open = self.read_from(number, &range, |open| open.object.read_at(offset, bytes))?;
-        let mut again = false;
-        loop {
-            let Some(damage) = self.damage(number, &open, offset, bytes) else { return Ok(()) };
-            if again {
-                let leaves = self.leaves_in(number, &damage.span);
-                return Err(Error::corrupt(format!("{}: {leaves}: {damage}", self.place())));
-            }
-            again = true;
-            open = self.read_from(number, &range, |open| open.object.read_again(offset, bytes))?;
-        }
-    }
-
-    /// The first block among `bytes`, or the header, that is not what was saved.
-    fn damage(&self, number: u32, open: &crate::reader::OpenFile, offset: u64, bytes: &[u8]) -> Option<Damage> {
-        let entry = self.entry(number);
-        let header = entry.data_start.saturating_sub(offset) as usize;
-        let damage = |span: Range<u64>, expected: u64, found: u64| Damage {
-            path: entry.path.clone(),
-            span,
-            expected,
-            found,
-            before: None,
-        };
-        if header > 0 {
-            let found = crc64(&bytes[..header]);
-            if found != entry.header_crc {
-                return Some(damage(0..entry.data_start, entry.header_crc, found));
-            }
-        }
-        let first = ((offset + header as u64).saturating_sub(entry.data_start) / BLOCK_BYTES) as usize;
-        let blocks = bytes[header..].chunks(BLOCK_BYTES as usize).zip(&open.header.block_crcs[first..]);
-        blocks.enumerate().find_map(|(i, (block, &expected))| {
-            let found = crc64(block);
-            let start = offset + header as u64 + i as u64 * BLOCK_BYTES;
-            (found != expected).then(|| damage(start..start + block.len() as u64, expected, found))
-        })
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use shardfast_format::object::decode;
 use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo};
-use shardfast_store::Shared;
+use shardfast_store::{Shared, join};
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
@@ -38,6 +38,8 @@ pub struct History {
     pub is_run: bool,
     /// The run's steps, ascending; or the one checkpoint.
     pub checkpoints: Vec<Outline>,
+    /// The URLs of runs of steps that were moved out of its way.
+    pub abandoned: Vec<String>,
 }
 
 /// A checkpoint in a list.
@@ -116,13 +118,17 @@ impl Holdings {
 /// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
 pub fn history(url: &str) -> Result<History> {
     let shared = Arc::default();
-    let (is_run, checkpoints) = match locate::look(url)? {
-        Place::Checkpoint => (false, vec![outline(url, None, &shared)]),
-        Place::Run(steps) => {
-            (true, steps.into_iter().map(|step| outline(&step.url, Some(step.step), &shared)).collect())
+    let of_run = |checkpoints, abandoned| History { url: url.to_owned(), is_run: true, checkpoints, abandoned };
+    Ok(match locate::look(url)? {
+        Place::Checkpoint => {
+            let checkpoints = vec![outline(url, None, &shared)];
+            History { is_run: false, ..of_run(checkpoints, Vec::new()) }
         }
-    };
-    Ok(History { url: url.to_owned(), is_run, checkpoints })
+        Place::Run(steps, abandoned) => of_run(
+            steps.into_iter().map(|step| outline(&step.url, Some(step.step), &shared)).collect(),
+            abandoned.iter().map(|dir| join(url, dir)).collect(),
+        ),
+    })
 }
 
 fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {

@@ -7,6 +7,7 @@ use shardfast_format::COMMIT;
 use crate::checkpoint;
 use crate::error::{Error, Kind, Result};
 use crate::foreign;
+use crate::rewind::ABANDONED;
 use crate::runs::{self, Step};
 
 /// The checkpoint that a URL resolves to.
@@ -31,8 +32,8 @@ pub fn absolute_url(url: &str) -> Result<String> {
 /// What is at a URL.
 pub(crate) enum Place {
     Checkpoint,
-    /// At least one step, ascending.
-    Run(Vec<Step>),
+    /// Its steps, ascending, and the directories of those that were abandoned; not both are empty.
+    Run(Vec<Step>, Vec<String>),
 }
 
 /// Finds whether a checkpoint or a run is at `url`.
@@ -45,12 +46,14 @@ pub(crate) fn look(url: &str) -> Result<Place> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);
     }
-    let steps = runs::list_in(&*store, url)?.0;
-    if steps.is_empty() {
+    let (steps, entries) = runs::list_in(&*store, url)?;
+    let abandoned = entries.into_iter().filter(|entry| entry.is_dir && entry.name.starts_with(ABANDONED));
+    let abandoned: Vec<String> = abandoned.map(|entry| entry.name).collect();
+    if steps.is_empty() && abandoned.is_empty() {
         // A commit that was published just now is as good as one that was there before.
         return checkpoint::read(&*store, url, Duration::MAX).map(|_| Place::Checkpoint);
     }
-    Ok(Place::Run(steps))
+    Ok(Place::Run(steps, abandoned))
 }
 
 /// The checkpoint at `url`, or the newest committed one of the run there. It may be damaged: a damaged checkpoint is
@@ -61,9 +64,9 @@ pub(crate) fn look(url: &str) -> Result<Place> {
 pub fn locate(url: &str) -> Result<Located> {
     let steps = match look(url)? {
         Place::Checkpoint => return Ok(Located { url: url.to_owned(), run: None, passed_over: Vec::new() }),
-        Place::Run(steps) => steps,
+        Place::Run(steps, _) => steps,
     };
-    let newest = steps.iter().rposition(is_committed).ok_or_else(|| none_committed(url, steps.len()))?;
+    let newest = steps.iter().rposition(Step::is_committed).ok_or_else(|| none_committed(url, steps.len()))?;
     Ok(Located {
         url: steps[newest].url.clone(),
         run: Some(url.to_owned()),
@@ -78,15 +81,10 @@ pub fn locate(url: &str) -> Result<Located> {
 pub fn locate_all(url: &str) -> Result<Vec<String>> {
     let steps = match look(url)? {
         Place::Checkpoint => return Ok(vec![url.to_owned()]),
-        Place::Run(steps) => steps,
+        Place::Run(steps, _) => steps,
     };
-    let committed: Vec<String> = steps.iter().filter(|step| is_committed(step)).map(|step| step.url.clone()).collect();
+    let committed: Vec<String> = steps.iter().filter(|step| step.is_committed()).map(|step| step.url.clone()).collect();
     if committed.is_empty() { Err(none_committed(url, steps.len())) } else { Ok(committed) }
-}
-
-/// Whether there is a commit, readable or not.
-fn is_committed(step: &Step) -> bool {
-    !matches!(step.commit, Ok(None))
 }
 
 fn none_committed(url: &str, steps: usize) -> Error {

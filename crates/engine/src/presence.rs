@@ -29,11 +29,7 @@ const NAMES_MAX: usize = 3;
 /// # Errors
 /// `Corrupt`, naming files that are missing or have another size; the store's error if it lasts for `within`.
 pub(crate) fn expect<'a>(store: &dyn Store, files: &[(String, u64)], within: impl Into<Patience<'a>>) -> Result<()> {
-    let within = within.into();
-    let flaws = match store.needs().lists_are_current {
-        true => flaws_in_lists(store, files, within)?,
-        false => flaws_one_by_one(store, files, within)?,
-    };
+    let flaws = flaws(store, files, within.into())?;
     if flaws.is_empty() {
         return Ok(());
     }
@@ -41,10 +37,34 @@ pub(crate) fn expect<'a>(store: &dyn Store, files: &[(String, u64)], within: imp
         0 => String::new(),
         more => format!("; and {more} more"),
     };
-    Err(Error::new(
-        Kind::Corrupt,
-        format!("{}: {}{more}", store.url(), flaws.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join("; ")),
-    ))
+    let said: Vec<String> = flaws.into_iter().take(NAMES_MAX).map(|flaw| flaw.said).collect();
+    Err(Error::new(Kind::Corrupt, format!("{}: {}{more}", store.url(), said.join("; "))))
+}
+
+/// The names of those files that are missing or have another size.
+///
+/// # Errors
+/// The store's error if it lasts for `within`.
+pub(crate) fn flawed<'a>(
+    store: &dyn Store,
+    files: &[(String, u64)],
+    within: impl Into<Patience<'a>>,
+) -> Result<BTreeSet<String>> {
+    Ok(flaws(store, files, within.into())?.into_iter().map(|flaw| flaw.name).collect())
+}
+
+/// How a file differs from what was written.
+struct Flaw {
+    name: String,
+    /// In words, with the name.
+    said: String,
+}
+
+fn flaws(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<Flaw>> {
+    match store.needs().lists_are_current {
+        true => flaws_in_lists(store, files, within),
+        false => flaws_one_by_one(store, files, within),
+    }
 }
 
 /// Whether there is an object of this name.
@@ -61,7 +81,7 @@ pub(crate) fn is_there(store: &dyn Store, name: &str) -> Result<bool> {
 
 /// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for
 /// by its name: a bit of the list may have turned on the way.
-fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<String>> {
+fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<Flaw>> {
     fn parts(name: &str) -> (&str, &str) {
         name.rsplit_once('/').unwrap_or(("", name))
     }
@@ -85,14 +105,16 @@ fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'
         match flaws.is_empty() {
             true => flaws.extend(flaws_one_by_one(store, some, within)?),
             // Many requests would only lengthen the message.
-            false => flaws.extend(some.iter().map(|(name, bytes)| format!("{name}: expected {bytes} bytes"))),
+            false => {
+                flaws.extend(some.iter().map(|(name, bytes)| Flaw::of(name, format_args!("expected {bytes} bytes"))))
+            }
         }
     }
     Ok(flaws)
 }
 
 /// How files differ from what was written, each asked for by its name.
-fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<String>> {
+fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<Flaw>> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let look = || {
         loop {
@@ -115,15 +137,22 @@ fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience
     found.into_iter().map(|(_, flaw)| flaw).collect()
 }
 
+impl Flaw {
+    fn of(name: &str, said: impl std::fmt::Display) -> Flaw {
+        Flaw { name: name.to_owned(), said: format!("{name}: {said}") }
+    }
+}
+
 /// How a file differs from what was written; `None` if it does not.
-fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<String>> {
+fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<Flaw>> {
+    let flaw = |said: &dyn std::fmt::Display| Ok(Some(Flaw::of(name, said)));
     match store.size(name) {
         Ok(found) if found == bytes => Ok(None),
-        Ok(found) => Ok(Some(format!("{name}: expected {bytes} bytes, found {found}"))),
+        Ok(found) => flaw(&format_args!("expected {bytes} bytes, found {found}")),
         Err(error) if error.kind == shardfast_store::Kind::NotFound => {
-            Ok(Some(format!("{name}: expected {bytes} bytes, found no such file")))
+            flaw(&format_args!("expected {bytes} bytes, found no such file"))
         }
-        Err(error) if error.kind == shardfast_store::Kind::Corrupt => Ok(Some(format!("{name}: {}", error.message))),
+        Err(error) if error.kind == shardfast_store::Kind::Corrupt => flaw(&error.message),
         Err(error) => Err(error.into()),
     }
 }

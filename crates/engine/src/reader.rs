@@ -12,6 +12,7 @@ use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
+use crate::commit;
 use crate::error::{Error, FirstFailure, Kind, Result, retry_within};
 use crate::proof;
 use crate::provider::Fences;
@@ -338,6 +339,7 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     let missing = |error: shardfast_store::Error| {
         let error = Error::from(error);
         match error.kind {
+            Kind::NotFound if commit::has_left(store, "") => Error::new(Kind::NotFound, commit::LEFT),
             Kind::NotFound => Error::corrupt(format!("file {} is missing: {}", entry.path, error.message)),
             _ => error,
         }

@@ -33,7 +33,7 @@ pub const METRIC: &str = "metric.";
 /// Which committed checkpoints of a run are kept: the union of the rules.
 #[derive(Debug, Clone, Default)]
 pub struct Keep {
-    /// The newest so many.
+    /// The newest so many, by the order in which they were committed: those of this process behind the others.
     pub last: Option<u64>,
     /// Those whose step is a multiple of this.
     pub every: Option<u64>,
@@ -113,13 +113,13 @@ impl Retention {
     }
 
     /// The first round: takes back the committed checkpoints that no rule keeps. The newest one is always kept, and
-    /// without a rule everything is. Files without a commit stay: they may belong to a save in flight. A checkpoint
+    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order. Files without a commit stay: they may belong to a save in flight. A checkpoint
     /// with a foreign file in its directory stays as it is, and so does a link to a directory elsewhere.
     ///
     /// # Errors
     /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing leaves, when the newest one cannot be opened: the
     /// older ones may be the only good ones. What was taken back before an error stays so.
-    pub fn retain(&mut self) -> Result<Retained> {
+    pub fn retain(&mut self, made: &[u64]) -> Result<Retained> {
         let mut retained = Retained::default();
         if self.keep.is_nothing() {
             return Ok(retained);
@@ -127,7 +127,9 @@ impl Retention {
         let store = self.store()?;
         let (steps, entries) = runs::list_in(&*store, &self.url)?;
         let committed = steps.into_iter().filter_map(|step| Some((step.step, step.commit.ok()??)));
-        let committed: Vec<(u64, Commit)> = committed.collect();
+        let mut committed: Vec<(u64, Commit)> = committed.collect();
+        // Those that this process has not made come first.
+        committed.sort_by_key(|(step, _)| made.iter().rposition(|made| made == step));
         let kept = self.kept(&*store, &committed)?;
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
@@ -299,11 +301,14 @@ fn clear(store: &dyn Store, dir: &str) -> Result<bool> {
         Err(error) if error.kind == Kind::NotFound => return Ok(false),
         record => record?,
     };
-    // Saved again, or brought back.
+    // Saved again, or brought back: a list that shows it counts as much as an answer that denies it.
     if is_there(store, &below(COMMIT))? {
         return Ok(false);
     }
     let contents = contents::own(store, dir)?;
+    if contents.has(COMMIT) {
+        return Ok(false);
+    }
     if contents.has(PINNED) {
         // A round was interrupted between its steps 4 and 5.
         return bring_back(store, dir, &record).map(|()| false);

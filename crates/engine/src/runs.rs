@@ -24,6 +24,13 @@ pub struct Step {
     pub commit: Result<Option<Commit>>,
 }
 
+impl Step {
+    /// Whether there is a commit, readable or not.
+    pub fn is_committed(&self) -> bool {
+        !matches!(self.commit, Ok(None))
+    }
+}
+
 /// The URL of a step's checkpoint.
 pub fn step_url(run_url: &str, step: u64) -> String {
     shardfast_store::join(run_url, &step_dir(step))
@@ -57,9 +64,15 @@ pub fn list(url: &str) -> Result<Vec<Step>> {
 
 /// [`list`] of a run whose store is open, and the entries of its root.
 pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<(Vec<Step>, Vec<Entry>)> {
+    list_from(store, url, 0)
+}
+
+/// [`list_in`] without the steps below one.
+pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64) -> Result<(Vec<Step>, Vec<Entry>)> {
     let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step) };
     let entries = entries(store)?;
-    Ok((steps(url, &entries)?.into_iter().map(step).collect(), entries))
+    let steps = steps(url, &entries)?.into_iter().filter(|&step| step >= from);
+    Ok((steps.map(step).collect(), entries))
 }
 
 /// The commit of a step; `None` when it has none.

@@ -5,6 +5,7 @@
 //! 2. Each step's directory is listed; after that its `COMMIT` is read.
 //!    * It is committed: own files that its manifest does not name go. They were there before the `COMMIT` was seen, so
 //!      any save that wrote them will find the place taken.
+//!    * A list shows a `COMMIT`, and the answer to its name denies it: nothing goes. Deleting needs two witnesses.
 //!    * It is not: own files go if none of them was changed for the given age. Empty directories go in a later sweep,
 //!      when they were not changed for that long either: a save that begins makes them before its files.
 //! 3. Uploads that were begun before that age, and temporary objects that were not changed since, go too.
@@ -171,6 +172,13 @@ impl Sweep<'_> {
         };
         let committed = match retry(|| commit::read_commit(self.store, dir)) {
             Ok(record) => retry(|| commit::manifest_of(self.store, dir, &record)).map(|bytes| (record, bytes)),
+            Err(error) if error.kind == Kind::NotFound && found.has(COMMIT) => {
+                swept.spare(
+                    join(self.url, dir),
+                    format!("a list shows its {COMMIT}, but it cannot be read: {}", error.message),
+                );
+                return Ok(Age::Young);
+            }
             Err(error) if error.kind == Kind::NotFound => return self.uncommitted(place, &found, swept),
             Err(error) => Err(error),
         };
@@ -220,7 +228,7 @@ impl Sweep<'_> {
             swept.spare(join(self.url, dir), format!("it may be the last checkpoint: {}", error.message));
             return Ok(Age::Old);
         }
-        if is_there(self.store, &contents::join(dir, COMMIT))? {
+        if is_there(self.store, &contents::join(dir, COMMIT))? || contents::own(self.store, dir)?.has(COMMIT) {
             return Ok(Age::Young);
         }
         // The mark comes last: a sweep that is interrupted is made again.

@@ -1,6 +1,7 @@
 //! The manifest: which leaves a checkpoint holds, and where each of their regions and values lies. Struct of arrays in
 //! memory as in the file, so that a million regions open in a fraction of a second.
 
+mod attempt;
 mod build;
 mod check;
 mod codec;

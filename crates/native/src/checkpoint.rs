@@ -63,6 +63,24 @@ pub(crate) fn newest(
     Ok((newest.found.map(|(step, checkpoint)| (step, Checkpoint::new(checkpoint))), newest.skipped))
 }
 
+/// Makes sure that the run at `url` holds no committed checkpoint of the step `step` or a later one; with `rewind` those
+/// move out of its way. Returns the steps that moved, and the URL of the run that they are now; `None` if there were none.
+#[pyfunction]
+#[pyo3(signature = (session, url, step, *, rewind, timeout_s))]
+pub(crate) fn begin_run(
+    py: Python<'_>,
+    session: &Session,
+    url: &str,
+    step: u64,
+    rewind: bool,
+    timeout_s: f64,
+) -> PyResult<Option<(Vec<u64>, Option<String>)>> {
+    let timeout = seconds(timeout_s)?;
+    let engine = session.engine()?;
+    let rewound = py.detach(|| shardfast_engine::rewind::begin(engine, url, step, rewind, timeout)).map_err(raise)?;
+    Ok(rewound.map(|rewound| (rewound.moved, rewound.into)))
+}
+
 /// The URL of the checkpoint of a step of a run.
 #[pyfunction]
 pub(crate) fn step_url(run_url: &str, step: u64) -> String {

@@ -38,7 +38,7 @@ mod _native {
     #[pymodule_export]
     use crate::ahead::{Window, held_over, steps_over};
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, absolute_url, newest, open, step_url};
+    use crate::checkpoint::{Checkpoint, absolute_url, begin_run, newest, open, step_url};
     #[pymodule_export]
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]

@@ -150,8 +150,11 @@ impl Store for AppendStore {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.joined.put(name, bytes) }
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.joined.publish(name, bytes) }
     fn location(&self) -> Option<Location> { self.joined.location() }
-    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
-        self.joined.copy_within(from, name, bytes)
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
+        self.joined.copy_within(from, source, name, bytes)
+    }
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
+        self.joined.also_named(from, name, bytes)
     }
     fn sync(&self, names: &[&str]) -> Result<()> { self.joined.sync(names) }
     fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.joined.list(dir) }

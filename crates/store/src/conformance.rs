@@ -26,6 +26,7 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     wrong_writes_are_refused(&*open("writes"));
     reads_are_exact(&*open("reads"));
     put_replaces_whole_objects(&two("put"));
+    second_names_are_as_good_as_the_first(&two("second"));
     one_publisher_wins(&two("publish"));
     directories_are_listed(&*open("list"));
     sizes_are_those_of_now(&two("sizes"));
@@ -429,6 +430,28 @@ fn put_replaces_whole_objects([store, other]: &[Arc<dyn Store>; 2]) {
         Err(error) => assert_eq!(error.kind, Kind::Corrupt, "it was replaced: {error}"),
     }
     assert_eq!(store.list("d").unwrap().len(), 1);
+}
+
+fn second_names_are_as_good_as_the_first([store, other]: &[Arc<dyn Store>; 2]) {
+    let [first, second] = [1, 2].map(|seed| pattern(seed, 70_000));
+    write_object(&**store, "dir/first", &first).unwrap();
+    let named = |from: &str, name: &str| store.also_named(from, name, first.len() as u64);
+    match named("dir/first", "dir/second") {
+        Err(error) if error.kind == Kind::Unsupported => return,
+        done => done.unwrap(),
+    }
+    let read = |name: &str| other.read(name, u64::MAX).unwrap();
+    assert!(read("dir/first") == first && read("dir/second") == first);
+    named("dir/first", "dir/second").unwrap();
+    write_object(&**store, "dir/other", &second).unwrap();
+    named("dir/other", "dir/second").unwrap();
+    assert!(read("dir/first") == first && read("dir/second") == second, "another object has the name");
+    named("dir/other", "else/where").unwrap();
+    store.delete("dir/other").unwrap();
+    assert!(read("dir/second") == second && read("else/where") == second);
+    let left: Vec<String> = store.list("dir").unwrap().into_iter().map(|entry| entry.name).collect();
+    assert_eq!(left, ["first", "second"]);
+    assert_eq!(named("dir/other", "dir/third").unwrap_err().kind, Kind::NotFound);
 }
 
 fn one_publisher_wins(stores: &[Arc<dyn Store>; 2]) {

@@ -560,14 +560,14 @@ impl Store for FarStore {
         Some(Location { service, bucket, prefix: self.place.prefix.clone() })
     }
 
-    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
         let (place, op) = (&self.place, "copy");
         let path = place.path(op, name)?;
         let is_near = self.location().is_some_and(|here| here.service == from.service);
         let Some(beyond) = place.bucket.beyond.as_ref().filter(|_| is_near) else {
             return Err(place.fail(Kind::Unsupported, op, name, crate::NO_COPY));
         };
-        let source = format!("{}/{}{name}", from.bucket, from.prefix);
+        let source = format!("{}/{}{source}", from.bucket, from.prefix);
         let attributes = place.bucket.attributes.clone();
         if bytes <= COPIED_BYTES {
             return place.call(op, name, beyond.copy(&source, &path, &attributes));
@@ -584,6 +584,13 @@ impl Store for FarStore {
             let _ = place.call("abort", name, place.client().abort_multipart(&path, &upload));
         }
         done.map(|_| ())
+    }
+
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
+        match self.location() {
+            Some(here) => self.copy_within(&here, from, name, bytes),
+            None => Err(self.place.fail(Kind::Unsupported, "copy", name, crate::NO_SECOND_NAME)),
+        }
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

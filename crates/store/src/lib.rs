@@ -162,12 +162,20 @@ pub trait Store: Send + Sync {
     /// Where its objects are at a service that can copy them by itself; `None` where there is no such service.
     fn location(&self) -> Option<Location>;
 
-    /// Copies the object `name` of `bytes` bytes from a place of the same service to the same name here, without moving
-    /// its bytes through this process. The name must be free.
+    /// Copies the object `source` of `bytes` bytes from a place of the same service to `name` here, without moving its
+    /// bytes through this process. The name must be free.
     ///
     /// # Errors
     /// [`Kind::Unsupported`] where there is no such service; [`Kind::NotFound`] if there is no such object.
-    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()>;
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()>;
+
+    /// Gives the object `from` of `bytes` bytes the name `name` as well, without moving its bytes through this process:
+    /// durable, name and contents, also those of an object that was never finished. What had the name is replaced:
+    /// readers see the old or the new one, whole. What happens to one of the two names later does not touch the other.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] where the storage can do no such thing; [`Kind::NotFound`] if there is no such object.
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()>;
 
     /// Makes the writes that `writes` yields until there are no more, as many at a time and in the way that suits the
     /// storage, into objects of this store. Buffers are dropped as soon as they are written; a failed write is
@@ -212,6 +220,9 @@ const NO_KEPT_CRC: &str = "this storage keeps no checksums of whole objects";
 
 /// What a storage says that copies nothing by itself.
 const NO_COPY: &str = "this storage does not copy objects by itself";
+
+/// What a storage says whose objects have one name each.
+const NO_SECOND_NAME: &str = "this storage gives objects no second name";
 
 /// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;

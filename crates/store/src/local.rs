@@ -26,7 +26,8 @@
 //!    5. `fsync` of the target's directory. If that fails, the object is visible but perhaps not durable, which cannot
 //!       be undone safely: another process may have read it. The error says so.
 //! 6. *Put* is 5 with a plain `rename`, which replaces.
-//! 7. *Delete* removes the name, then `fsync`s its directory; several names of one directory share the sync.
+//! 7. *Also named*: `fdatasync` of the file, `link` to a temporary name, and 5 from there with a plain `rename`.
+//! 8. *Delete* removes the name, then `fsync`s its directory; several names of one directory share the sync.
 //!
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
@@ -453,8 +454,31 @@ impl<D: Disk> Store for LocalStore<D> {
         None
     }
 
-    fn copy_within(&self, _: &Location, name: &str, _: u64) -> Result<()> {
+    fn copy_within(&self, _: &Location, _: &str, name: &str, _: u64) -> Result<()> {
         Err(failed(Kind::Unsupported, "copy", &self.path("copy", name)?, crate::NO_COPY))
+    }
+
+    fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
+        let (from, target) = (self.path("link", from)?, self.path("link", name)?);
+        let file = self.open_file(&from)?.0;
+        self.call("fdatasync", &from, |disk| disk.fdatasync(&file))?;
+        let dir = target.parent().unwrap_or(&self.root);
+        self.make_dirs(dir)?;
+        let linked = dir.join(name::temporary()?);
+        match uninterrupted(|| self.disk.link(&from, &linked)) {
+            Err(errno @ (Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK)) => {
+                let message = format!("{}: {errno}", crate::NO_SECOND_NAME);
+                return Err(failed(Kind::Unsupported, "link", &target, message));
+            }
+            // As in 5.4: perhaps only the answer was lost. The name is ours alone.
+            Err(Errno::EXIST) | Ok(()) => {}
+            Err(errno) => return Err(of_errno("link", &from, errno)),
+        }
+        let renamed = self.call("rename", &target, |disk| disk.rename(&linked, &target));
+        // Of two names of one file a rename removes none.
+        let removed = absent_is_fine(self.call("unlink", &linked, |disk| disk.unlink(&linked)));
+        renamed.and(removed)?;
+        self.sync_dirs(above(name))
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

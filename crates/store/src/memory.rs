@@ -146,8 +146,22 @@ impl Store for MemoryStore {
         None
     }
 
-    fn copy_within(&self, _: &Location, name: &str, _: u64) -> Result<()> {
+    fn copy_within(&self, _: &Location, _: &str, name: &str, _: u64) -> Result<()> {
         self.fail(Kind::Unsupported, "copy", name, crate::NO_COPY)
+    }
+
+    fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
+        let (source, key) = (self.key("link", from)?, self.key("link", name)?);
+        let mut slots = self.bucket.lock();
+        match slots.get(&source) {
+            Some(Slot::Object(contents, _)) => {
+                let named = Slot::Object(Arc::clone(contents), SystemTime::now());
+                slots.insert(key, named);
+                Ok(())
+            }
+            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "link", from, "the object is not finished"),
+            None => self.fail(Kind::NotFound, "link", from, "no such object"),
+        }
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {

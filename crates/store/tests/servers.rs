@@ -137,11 +137,11 @@ fn long_objects_are_copied_inside_the_service_in_parts() {
         let bytes = conformance::pattern(1, (256 << 20) + 5000);
         conformance::write_object(&*from, "a b", &bytes).unwrap();
         let there = from.location().unwrap();
-        to.copy_within(&there, "a b", bytes.len() as u64).unwrap();
-        assert!(to.read("a b", bytes.len() as u64).unwrap() == bytes);
+        to.copy_within(&there, "a b", "c", bytes.len() as u64).unwrap();
+        assert!(to.read("c", bytes.len() as u64).unwrap() == bytes);
         assert_eq!(to.requests().puts, 4);
-        assert_eq!(to.copy_within(&there, "none", 5).unwrap_err().kind, Kind::NotFound);
+        assert_eq!(to.copy_within(&there, "none", "none", 5).unwrap_err().kind, Kind::NotFound);
         let elsewhere = shardfast_store::Location { service: "amazon".to_owned(), ..there };
-        assert_eq!(to.copy_within(&elsewhere, "a b", 5).unwrap_err().kind, Kind::Unsupported);
+        assert_eq!(to.copy_within(&elsewhere, "a b", "c", 5).unwrap_err().kind, Kind::Unsupported);
     });
 }

@@ -106,7 +106,7 @@ type Hook = dyn Fn(&'static str, &Path) -> Option<Sys<()>> + Send + Sync;
 #[derive(Clone)]
 pub(crate) struct Hooked<D: Disk> {
     disk: D,
-    /// Asked before a file or a directory is made durable or published: what to return instead, if anything.
+    /// Asked before a file is opened, or made durable or published, or a directory: what to return instead, if anything.
     hook: Arc<Hook>,
 }
 
@@ -153,6 +153,9 @@ impl<D: Disk> Disk for Hooked<D> {
         Ok(HookedFile(self.disk.create_new(path, direct)?, path.to_owned()))
     }
     fn open_read(&self, path: &Path, direct: bool) -> Sys<HookedFile<D>> {
+        if let Some(Err(errno)) = (self.hook)("open_read", path) {
+            return Err(errno);
+        }
         Ok(HookedFile(self.disk.open_read(path, direct)?, path.to_owned()))
     }
     fn ring(&self, depth: u32) -> Sys<HookedRing<D>> { self.disk.ring(depth).map(HookedRing) }

@@ -240,7 +240,11 @@ impl Store for Zeroless {
         None
     }
 
-    fn copy_within(&self, _: &shardfast_store::Location, _: &str, _: u64) -> shardfast_store::Result<()> {
+    fn copy_within(&self, _: &shardfast_store::Location, _: &str, _: &str, _: u64) -> shardfast_store::Result<()> {
+        Ok(())
+    }
+
+    fn also_named(&self, _: &str, _: &str, _: u64) -> shardfast_store::Result<()> {
         Ok(())
     }
 

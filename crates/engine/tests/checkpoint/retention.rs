@@ -16,7 +16,7 @@ const LAST: Keep = Keep { last: Some(1), every: None, best: Vec::new() };
 /// Both rounds.
 fn retain(url: &str, keep: Keep) -> Result<Retained> {
     let mut retention = Retention::new(url, keep);
-    let retained = retention.retain()?;
+    let retained = retention.retain(&[])?;
     assert_eq!(retention.clear(None)?, retained.left);
     Ok(retained)
 }
@@ -144,13 +144,13 @@ fn the_best_by_a_metric_stay() {
     let keep = |best: &[Best]| Keep { best: best.to_vec(), ..Keep::default() };
     // What it read once it does not read again.
     let mut retention = Retention::new(&url, keep(&[best(3, false)]));
-    assert_eq!(retention.retain().unwrap().left, [1, 5, 6]);
+    assert_eq!(retention.retain(&[]).unwrap().left, [1, 5, 6]);
     assert_eq!(steps(&url), [2, 3, 4, 7]);
     let commit = list(&url).unwrap().into_iter().find(|step| step.step == 3).unwrap().commit.unwrap().unwrap();
     std::fs::write(dir.path().join(step_dir(3)).join(commit.manifest), "damaged").unwrap();
-    assert_eq!(retention.retain().unwrap().left, Vec::<u64>::new());
+    assert_eq!(retention.retain(&[]).unwrap().left, Vec::<u64>::new());
     // Of a damaged one the metric is unknown; of equal values the newer one would be better.
     let rules = [best(1, true), best(1, false), Best { metric: "other".to_owned(), count: 9, largest: true }];
-    assert_eq!(Retention::new(&url, keep(&rules)).retain().unwrap().left, [3, 4]);
+    assert_eq!(Retention::new(&url, keep(&rules)).retain(&[]).unwrap().left, [3, 4]);
     assert_eq!(steps(&url), [2, 7]);
 }

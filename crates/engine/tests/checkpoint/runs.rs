@@ -132,7 +132,7 @@ fn what_a_rule_keeps_stays_and_the_newest_always() {
     ] {
         let url = run(&format!("keep/{name}"), &steps);
         let mut retention = Retention::new(&url, Keep { last, every, best: Vec::new() });
-        let deleted = retention.retain().unwrap().left;
+        let deleted = retention.retain(&[]).unwrap().left;
         assert_eq!(retention.clear(Some(&deleted)).unwrap(), deleted, "{name}");
         assert_eq!(remaining(&url), kept, "{name}");
         assert_eq!(deleted, steps.into_iter().filter(|step| !kept.contains(step)).collect::<Vec<_>>(), "{name}");
@@ -142,7 +142,7 @@ fn what_a_rule_keeps_stays_and_the_newest_always() {
     let url = run("keep/damaged", &steps);
     shardfast_store::open(&url).unwrap().put(&format!("{}/{COMMIT}", step_dir(7)), b"damaged").unwrap();
     let mut retention = Retention::new(&url, LAST);
-    retention.retain().unwrap();
+    retention.retain(&[]).unwrap();
     retention.clear(None).unwrap();
     assert_eq!(remaining(&url), [6, 7, 8]);
 }
@@ -155,7 +155,7 @@ fn nothing_is_deleted_while_the_newest_manifest_cannot_be_proven() {
     let commit = newest.commit.unwrap().unwrap();
     shardfast_store::open(&newest.url).unwrap().put(&commit.manifest, b"damaged").unwrap();
     let before: Vec<u64> = runs::list(&url).unwrap().iter().map(|step| step.step).collect();
-    let error = Retention::new(&url, LAST).retain().unwrap_err();
+    let error = Retention::new(&url, LAST).retain(&[]).unwrap_err();
     assert_eq!(error.kind, Kind::Corrupt, "{error}");
     assert_eq!(runs::list(&url).unwrap().iter().map(|step| step.step).collect::<Vec<_>>(), before);
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use shardfast_engine::carrier::{Round, Rounds, handoff};
-use shardfast_engine::{Engine, Error, Kind, Limit, PeerReads, Result, Traffic, checkpoint, copy_between};
+use shardfast_engine::{Copying, Engine, Error, Kind, Limit, PeerReads, Result, Traffic, checkpoint, copy_between};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::sims3::SimS3;
@@ -364,8 +364,17 @@ impl Store for Other {
         self.store.location()
     }
 
-    fn copy_within(&self, from: &shardfast_store::Location, name: &str, bytes: u64) -> shardfast_store::Result<()> {
-        self.store.copy_within(from, name, bytes)
+    fn copy_within(
+        &self,
+        from: &shardfast_store::Location,
+        source: &str,
+        name: &str,
+        bytes: u64,
+    ) -> shardfast_store::Result<()> {
+        self.store.copy_within(from, source, name, bytes)
+    }
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> shardfast_store::Result<()> {
+        self.store.also_named(from, name, bytes)
     }
 
     fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> {
@@ -441,7 +450,14 @@ fn requests_are_few() {
         shardfast_store::open_on("s3://simulated/run?endpoint=http://simulated", &shared).unwrap()
     };
     let from = shardfast_store::open(&url).unwrap();
-    copy_between(&Engine::solo(), (from, &url), (far(), "s3"), &Limit::new(None), &|_, _| ()).unwrap();
+    copy_between(
+        &Engine::solo(),
+        (from, &url),
+        (far(), "s3"),
+        &Copying { limit: Limit::new(None), verify: false },
+        &|_, _| (),
+    )
+    .unwrap();
     for (layout, staging, by_request) in [
         (Layout::columns(2), 1 << 30, 8 << 20),
         (Layout::replicas(4), 1 << 30, 8 << 20),

@@ -8,11 +8,13 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use shardfast_engine::retention::{Keep, Retention};
+use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
-use shardfast_engine::{Engine, Kind, checkpoint, pin, unpin};
+use shardfast_engine::verify::Problem;
+use shardfast_engine::{Engine, Kind, checkpoint, pin, unpin, verify_in};
 use shardfast_format::{crc64, step_dir};
-use shardfast_store::disk::{Disk, FileKind};
+use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::simdisk::{Fault, SimDisk};
 
 use crate::count;
@@ -174,7 +176,7 @@ fn what_leaves_is_readable_until_the_second_round_and_pins_keep() {
     let before: Vec<Vec<String>> = (1..=4).map(|step| files(&place(step))).collect();
     pin(&step_url(&url, 2), "the paper's").unwrap();
     let mut retention = Retention::new(&url, LAST);
-    let retained = retention.retain().unwrap();
+    let retained = retention.retain(&[]).unwrap();
     assert_eq!((&retained.left[..], &retained.pinned[..]), (&[1, 3][..], &[2][..]));
     let status = |url: &str| -> Vec<(u64, String, Option<String>)> {
         let lines = shardfast_engine::history(url).unwrap().checkpoints;
@@ -194,7 +196,7 @@ fn what_leaves_is_readable_until_the_second_round_and_pins_keep() {
     assert_eq!(Retention::new(&url, LAST).clear(None).unwrap(), [3]);
     assert_eq!(status(&url), [pinned, line(4, "Committed")]);
     assert_eq!((unpin(&step_url(&url, 2)), unpin(&step_url(&url, 2))), (Ok(true), Ok(false)));
-    assert_eq!(retention.retain().unwrap().left, [2]);
+    assert_eq!(retention.retain(&[]).unwrap().left, [2]);
     // What no round took is swept when it is old, but never the last checkpoint that proves.
     let age = |dir: &Path| {
         for name in files(dir) {
@@ -270,7 +272,7 @@ fn a_pin_set_while_a_checkpoint_is_taken_back_brings_it_back() {
         }
     };
     let mut retention = Retention::on(on_disk(Hooked::new(&disk, hook), RUN).unwrap(), RUN, LAST);
-    let retained = retention.retain().unwrap();
+    let retained = retention.retain(&[]).unwrap();
     assert_eq!((retained.left, retained.pinned), (vec![], vec![1]));
     let mut after = contents(&disk);
     assert_eq!(after.remove(&Path::new(RUN).join(step_dir(1)).join(".pinned")), Some(crc64(b"late")));
@@ -312,12 +314,83 @@ fn dies_anywhere(begun: &SimDisk, work: impl Fn(&SimDisk) -> shardfast_engine::R
 fn rounds_that_die_anywhere_are_made_again_with_the_same_result() {
     dies_anywhere(&disk_with(&[1, 2, 3]), |disk| {
         let mut retention = Retention::on(on_disk(disk.clone(), RUN)?, RUN, LAST);
-        retention.retain()?;
+        retention.retain(&[])?;
         retention.clear(None)?;
         // What a power cut brings back of files that were deleted is debris without a mark.
         disk.pass(2 * AGE_MIN);
         sweep_in(&*on_disk(disk.clone(), RUN)?, RUN, AGE_MIN, false, &|_, _| {}).map(drop)
     });
+}
+
+/// A rewind that dies anywhere: each step is in one of both places at least, whole, and the run has no hole.
+#[test]
+fn a_rewind_that_dies_anywhere_loses_nothing_and_is_made_again() {
+    let begun = disk_with(&[1, 2, 3]);
+    let committed = |disk: &SimDisk, dir: &str| -> Vec<u64> {
+        let url = format!("{RUN}{dir}");
+        let whole = |step: &u64| {
+            let place = step_url(&url, *step);
+            let store = on_disk(disk.clone(), &place).unwrap();
+            let verified = verify_in(&Engine::solo(), store, &place, &|_, _| {});
+            // The values of these jobs are any bytes.
+            verified.is_ok_and(|report| report.findings.iter().all(|finding| finding.problem == Problem::Value))
+        };
+        (1..=3).filter(whole).collect()
+    };
+    let rewound = |disk: &SimDisk| rewind_in(&*on_disk(disk.clone(), RUN)?, RUN, 2);
+    let (kept, moved) = (vec![1], vec![2, 3]);
+    let mut died_at = 0;
+    for at in 0.. {
+        let disk = begun.crash(1);
+        disk.inject(at, Fault::Die);
+        let died = rewound(&disk).is_err();
+        let after = disk.crash(at as u64);
+        let (here, there) = (committed(&after, ""), committed(&after, "/abandoned-from-00000002"));
+        assert!((1..=3).all(|step| here.contains(&step) || there.contains(&step)), "died at {at}: {here:?} {there:?}");
+        assert_eq!(here, (1..=here.len() as u64).collect::<Vec<_>>(), "died at {at}: a hole");
+        rewound(&after).unwrap_or_else(|error| panic!("died at {at}: {error}"));
+        assert_eq!(committed(&after, ""), kept, "died at {at}");
+        assert_eq!(committed(&after, "/abandoned-from-00000002"), moved, "died at {at}");
+        assert!(after.stat(&Path::new(RUN).join("abandoned-from-00000002-2")).is_err(), "died at {at}");
+        if !died && disk.calls().len() <= at {
+            died_at = at;
+            break;
+        }
+    }
+    assert!(died_at > 60, "only {died_at} system calls were cut off");
+}
+
+/// An answer that denies a `COMMIT` which a list shows.
+#[test]
+fn a_commit_that_a_list_shows_keeps_its_files_whatever_another_answer_says() {
+    let disk = disk_with(&[1, 2, 3]);
+    let deny = |name: &'static str| {
+        Hooked::new(&disk, move |call: &'static str, path: &Path| {
+            (call == name && path.ends_with(Path::new(&step_dir(2)).join("COMMIT"))).then_some(Err(Errno::NOENT))
+        })
+    };
+    disk.pass(2 * AGE_MIN);
+    let before = contents(&disk);
+    let swept = sweep_in(&*on_disk(deny("open_read"), RUN).unwrap(), RUN, AGE_MIN, false, &|_, _| {}).unwrap();
+    assert!(swept.files.is_empty() && contents(&disk) == before);
+    let [spared] = &swept.spared[..] else { panic!("{swept:?}") };
+    assert!(spared.url.ends_with(&step_dir(2)) && spared.reason.contains("a list shows its COMMIT"), "{spared:?}");
+    // A mark of an earlier round makes no difference.
+    let store = on_disk(disk.clone(), RUN).unwrap();
+    let record = store.read(&format!("{}/COMMIT", step_dir(2)), 4096).unwrap();
+    store.put(&format!("{}/.leaving", step_dir(2)), &record).unwrap();
+    let before = contents(&disk);
+    let mut retention = Retention::on(on_disk(deny("open_read"), RUN).unwrap(), RUN, LAST);
+    assert!(retention.clear(None).unwrap().is_empty());
+    assert!(retention.clear(Some(&[2])).unwrap().is_empty());
+    assert_eq!(contents(&disk), before);
+}
+
+#[test]
+fn what_this_process_committed_last_stays_whatever_its_number() {
+    let disk = disk_with(&[60, 70, 80, 5, 6]);
+    let mut retention = Retention::on(on_disk(disk.clone(), RUN).unwrap(), RUN, Keep { last: Some(2), ..LAST });
+    assert_eq!(retention.retain(&[5, 6]).unwrap().left, [60, 70, 80]);
 }
 
 #[test]

@@ -2,22 +2,23 @@
 
 use std::time::Duration;
 
-use shardfast_engine::{Engine, Limit, copy};
+use shardfast_engine::{Copying, Engine, Limit, copy};
 use shardfast_store::servers::Server;
 
 use crate::checkpoint::{direct, is_whole, save};
 
 pub(crate) fn one_service_copies_by_itself(server: &Server) {
     let silent = |_: u64, _: u64| {};
+    let fast = Copying { limit: Limit::new(None), verify: false };
     // Names of places with all that an URL or a header encodes.
     let [from, to, damaged] = ["within/a b+c&d=ü", "within/to/there", "within/damaged"].map(|place| server.s3(place));
     save(&direct(&from), Duration::from_secs(60)).unwrap();
-    let copied = copy(&Engine::solo(), &from, &to, Limit::new(None), &silent).unwrap();
+    let copied = copy(&Engine::solo(), &from, &to, &fast, &silent).unwrap();
     assert!(copied.bytes_within == copied.bytes && copied.bytes > 9 << 20, "{copied:?}");
     assert_eq!(is_whole(&to), Ok(true));
     // As if it had been interrupted before the last step.
     direct(&to).delete("COMMIT").unwrap();
-    let again = copy(&Engine::solo(), &from, &to, Limit::new(None), &silent).unwrap();
+    let again = copy(&Engine::solo(), &from, &to, &fast, &silent).unwrap();
     assert_eq!((again.files_found, again.bytes), (again.files, 0));
     assert_eq!(is_whole(&to), Ok(true));
 
@@ -28,7 +29,7 @@ pub(crate) fn one_service_copies_by_itself(server: &Server) {
     let mut bytes = store.read(&path, name.bytes).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     store.put(&path, &bytes).unwrap();
-    let error = copy(&Engine::solo(), &from, &damaged, Limit::new(None), &silent).unwrap_err();
+    let error = copy(&Engine::solo(), &from, &damaged, &fast, &silent).unwrap_err();
     assert!(error.message.contains(&name.name), "{error}");
     assert_eq!(is_whole(&damaged), Ok(false));
 }

@@ -1,12 +1,13 @@
 //! Copies of checkpoints: between stores of other kinds, interrupted at every operation, and damaged.
 
 use std::any::Any;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use shardfast_engine::{Engine, Kind, Limit, copy, copy_between, sync, verify};
+use shardfast_engine::{Copying, Engine, Kind, Limit, copy, copy_between, sync, verify};
+use shardfast_format::attempt_of;
 use shardfast_store::{
     Entry, Error, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes,
     open,
@@ -17,19 +18,44 @@ use crate::checkpoints::{save_ranks, two_ranks};
 /// A store that ends at some operation that changes something, and fails from then on: as a process that is killed.
 struct Dying {
     store: Arc<dyn Store>,
-    left: Arc<AtomicUsize>,
+    life: Arc<Life>,
     in_parts: bool,
+}
+
+/// Operations until a process is killed, or until something happens beside it.
+struct Life {
+    left: AtomicUsize,
+    meanwhile: Mutex<Option<Meanwhile>>,
+}
+
+/// What happens before the operation of that number.
+type Meanwhile = (usize, Box<dyn FnOnce() + Send>);
+
+impl Life {
+    fn of(operations: usize) -> Arc<Life> {
+        Arc::new(Life { left: AtomicUsize::new(operations), meanwhile: Mutex::default() })
+    }
+
+    fn with(at: usize, what: impl FnOnce() + Send + 'static) -> Arc<Life> {
+        Arc::new(Life { left: AtomicUsize::new(usize::MAX), meanwhile: Mutex::new(Some((at, Box::new(what)))) })
+    }
+
+    fn goes_on(&self) -> Result<()> {
+        let less = |left: usize| left.checked_sub(1);
+        let dead = |_| Error::new(shardfast_store::Kind::Invalid, "write", "store", "the process was killed");
+        let left = self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).map_err(dead)?;
+        let mut meanwhile = self.meanwhile.lock().unwrap();
+        if let Some((_, what)) = meanwhile.take_if(|(at, _)| usize::MAX - left == *at) {
+            drop(meanwhile);
+            what();
+        }
+        Ok(())
+    }
 }
 
 struct Writer {
     object: Option<Box<dyn ObjectWriter>>,
-    left: Arc<AtomicUsize>,
-}
-
-fn alive(left: &AtomicUsize) -> Result<()> {
-    let less = |left: usize| left.checked_sub(1);
-    let dead = |_| Error::new(shardfast_store::Kind::Invalid, "write", "store", "the process was killed");
-    left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).map(|_| ()).map_err(dead)
+    life: Arc<Life>,
 }
 
 impl ObjectWriter for Writer {
@@ -42,12 +68,12 @@ impl ObjectWriter for Writer {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        alive(&self.left)?;
+        self.life.goes_on()?;
         self.object.as_ref().unwrap().write_at(offset, bytes)
     }
 
     fn finish(&mut self) -> Result<()> {
-        alive(&self.left)?;
+        self.life.goes_on()?;
         self.object.as_mut().unwrap().finish()
     }
 }
@@ -55,7 +81,7 @@ impl ObjectWriter for Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         // A killed process removes nothing.
-        if self.left.load(Ordering::SeqCst) == 0 {
+        if self.life.left.load(Ordering::SeqCst) == 0 {
             std::mem::forget(self.object.take());
         }
     }
@@ -72,24 +98,28 @@ impl Store for Dying {
     fn requests(&self) -> Requests { self.store.requests() }
     fn can_publish(&self) -> Result<()> { self.store.can_publish() }
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        alive(&self.left)?;
-        Ok(Box::new(Writer { object: Some(self.store.create(name, bytes)?), left: Arc::clone(&self.left) }))
+        self.life.goes_on()?;
+        Ok(Box::new(Writer { object: Some(self.store.create(name, bytes)?), life: Arc::clone(&self.life) }))
     }
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         self.store.open_head(name, head_bytes)
     }
     fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { alive(&self.left)?; self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { alive(&self.left)?; self.store.publish(name, bytes) }
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.put(name, bytes) }
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.publish(name, bytes) }
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { alive(&self.left)?; self.store.sync(names) }
+    fn sync(&self, names: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.sync(names) }
     fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { alive(&self.left)?; self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
+    fn delete(&self, name: &str) -> Result<()> { self.life.goes_on()?; self.store.delete(name) }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
     fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, name, bytes)
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, source, name, bytes)
+    }
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.also_named(from, name, bytes)
     }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
@@ -114,6 +144,21 @@ fn objects(url: &str) -> BTreeMap<String, Vec<u8>> {
 
 fn silent(_: u64, _: u64) {}
 
+/// A copy as fast as it gets, that looks at lengths only where the checkpoint is already.
+fn fast() -> Copying {
+    Copying { limit: Limit::new(None), verify: false }
+}
+
+/// Every object below a place, by name, where attempts have one name.
+fn nameless(url: &str) -> BTreeMap<String, Vec<u8>> {
+    let is_hex = |text: &str| text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    let named = |name: String| {
+        name.split(['-', '.']).map(|part| if is_hex(part) { "attempt" } else { part }).collect::<Vec<_>>().join("-")
+    };
+    let data = |(name, _): &(String, Vec<u8>)| name.contains('/');
+    objects(url).into_iter().filter(data).map(|(name, bytes)| (named(name), bytes)).collect()
+}
+
 #[test]
 fn a_copy_is_not_faster_than_its_limit() {
     let from = save_ranks("memory://duplicate/limited", Some(7), two_ranks());
@@ -121,8 +166,8 @@ fn a_copy_is_not_faster_than_its_limit() {
     let bytes: Vec<u64> = files.map(|(_, bytes)| bytes.len() as u64).collect();
     let (total, largest) = (bytes.iter().sum::<u64>(), bytes.iter().max().unwrap());
     let begun = Instant::now();
-    let limit = Limit::new(Some(4 * total));
-    assert_eq!(copy(&Engine::solo(), &from, "memory://duplicate/slowly", limit, &silent).unwrap().bytes, total);
+    let slow = Copying { limit: Limit::new(Some(4 * total)), verify: false };
+    assert_eq!(copy(&Engine::solo(), &from, "memory://duplicate/slowly", &slow, &silent).unwrap().bytes, total);
     // Each file waits until those before it have had their time.
     let least = Duration::from_secs_f64((total - largest) as f64 / (4 * total) as f64);
     assert!(begun.elapsed() >= least && !least.is_zero(), "{least:?}");
@@ -134,45 +179,45 @@ fn a_copy_is_the_same_checkpoint_byte_for_byte() {
     let from = save_ranks("memory://duplicate/whole", Some(7), two_ranks());
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("a/copy").to_str().unwrap().to_owned();
-    let copied = copy(&engine, &from, &place, Limit::new(None), &silent).unwrap();
+    let copied = copy(&engine, &from, &place, &fast(), &silent).unwrap();
     assert!(!copied.was_there && copied.files_found == 0 && copied.bytes > 0);
-    assert!(objects(&from) == objects(&place));
+    assert!(nameless(&from) == nameless(&place));
     assert!(verify(&engine, &place, &silent).unwrap().is_sound());
-    assert!(copy(&engine, &from, &place, Limit::new(None), &silent).unwrap().was_there);
+    assert!(copy(&engine, &from, &place, &fast(), &silent).unwrap().was_there);
     // And back, in parts.
-    let (target, left) = (open("memory://duplicate/back").unwrap(), Arc::new(AtomicUsize::new(usize::MAX)));
-    let parted = Dying { store: target, left, in_parts: true };
+    let (target, life) = (open("memory://duplicate/back").unwrap(), Life::of(usize::MAX));
+    let parted = Dying { store: target, life, in_parts: true };
     let source = open(&place).unwrap();
-    copy_between(&engine, (source, &place), (Arc::new(parted), "back"), &Limit::new(None), &silent).unwrap();
-    assert!(objects(&from) == objects("memory://duplicate/back"));
+    copy_between(&engine, (source, &place), (Arc::new(parted), "back"), &fast(), &silent).unwrap();
+    assert!(nameless(&from) == nameless("memory://duplicate/back"));
 
+    let before = objects(&place);
     let other = save_ranks("memory://duplicate/other", Some(7), two_ranks());
-    let error = copy(&engine, &other, &place, Limit::new(None), &silent).unwrap_err();
+    let error = copy(&engine, &other, &place, &fast(), &silent).unwrap_err();
     assert!(error.kind == Kind::Conflict && error.message.contains("another checkpoint"), "{error}");
-    assert!(objects(&from) == objects(&place), "nothing of the other one is there");
+    assert!(before == objects(&place), "nothing of the other one is there");
 }
 
 #[test]
 fn a_copy_that_is_killed_at_any_operation_goes_on() {
     let engine = Engine::solo();
     let from = save_ranks("memory://duplicate/killed", Some(7), two_ranks());
-    let expected = objects(&from);
+    let expected = nameless(&from);
     for in_parts in [false, true] {
         let mut found = 0;
         for operations in 0.. {
             let dir = tempfile::tempdir().unwrap();
             let place = dir.path().join("copy").to_str().unwrap().to_owned();
-            let left = Arc::new(AtomicUsize::new(operations));
-            let dying = Dying { store: open(&place).unwrap(), left, in_parts };
+            let dying = Dying { store: open(&place).unwrap(), life: Life::of(operations), in_parts };
             let source = open(&from).unwrap();
-            match copy_between(&engine, (source, &from), (Arc::new(dying), &place), &Limit::new(None), &silent) {
+            match copy_between(&engine, (source, &from), (Arc::new(dying), &place), &fast(), &silent) {
                 Ok(_) => break,
                 Err(error) => assert!(error.message.contains("the process was killed"), "{error}"),
             }
             assert!(!dir.path().join("copy/COMMIT").exists(), "after {operations} operations");
-            let again = copy(&engine, &from, &place, Limit::new(None), &silent).unwrap();
+            let again = copy(&engine, &from, &place, &fast(), &silent).unwrap();
             found += again.files_found;
-            assert!(objects(&place) == expected, "after {operations} operations");
+            assert!(nameless(&place) == expected, "after {operations} operations");
         }
         assert!(found > 0, "nothing was ever resumed");
     }
@@ -191,7 +236,7 @@ fn damage_on_the_way_fails_the_copy_by_name() {
             bytes[at] ^= 1;
             store.put(name, &bytes).unwrap();
             let to = format!("memory://duplicate/to/{round}/{at}");
-            let error = copy(&engine, &from, &to, Limit::new(None), &silent).unwrap_err();
+            let error = copy(&engine, &from, &to, &fast(), &silent).unwrap_err();
             assert!(error.kind == Kind::Corrupt && error.message.contains(name.as_str()), "{error}");
             assert!(!objects(&to).contains_key("COMMIT"));
         }
@@ -207,18 +252,118 @@ fn a_run_is_brought_up_to_date() {
         save_ranks(&format!("{from}/step-{step:08}"), Some(step), two_ranks());
     }
     open(from).unwrap().put("step-00000003/model/00000-0123456789abcdef.safetensors", b"begun").unwrap();
-    let synced = sync(&engine, from, to, Limit::new(None), &silent).unwrap();
+    let synced = sync(&engine, from, to, &fast(), &silent).unwrap();
     assert_eq!((synced.checkpoints.len(), synced.incomplete.as_slice()), (2, [3].as_slice()));
     save_ranks(&format!("{from}/step-00000004"), Some(4), two_ranks());
-    let synced = sync(&engine, from, to, Limit::new(None), &silent).unwrap();
+    let synced = sync(&engine, from, to, &fast(), &silent).unwrap();
     let was_there: Vec<bool> = synced.checkpoints.iter().map(|copied| copied.was_there).collect();
     assert_eq!(was_there, [true, true, false]);
     for step in [1, 2, 4] {
-        let of = |run: &str| objects(&format!("{run}/step-{step:08}"));
+        let of = |run: &str| nameless(&format!("{run}/step-{step:08}"));
         assert!(of(from) == of(to));
     }
-    assert_eq!(
-        sync(&engine, "memory://duplicate/nothing", to, Limit::new(None), &silent).unwrap_err().kind,
-        Kind::NotFound
-    );
+    assert_eq!(sync(&engine, "memory://duplicate/nothing", to, &fast(), &silent).unwrap_err().kind, Kind::NotFound);
+}
+
+/// The attempts that the files of a place are of.
+fn attempts(url: &str) -> BTreeSet<String> {
+    objects(url).keys().filter_map(|name| attempt_of(name)).map(str::to_owned).collect()
+}
+
+/// What a copy to a place does to one that is under way, at each of its operations, when it is killed at any of its own.
+#[test]
+fn copies_that_meet_leave_one_whole_checkpoint() {
+    let from = save_ranks("memory://duplicate/meet", Some(7), two_ranks());
+    let expected = nameless(&from);
+    let copy_into = |place: &str, life: Arc<Life>, in_parts: bool| {
+        let dying = Dying { store: open(place).unwrap(), life, in_parts };
+        copy_between(&Engine::solo(), (open(&from).unwrap(), &from), (Arc::new(dying), place), &fast(), &silent)
+    };
+    let (mut at, mut met) = (0, 0);
+    loop {
+        let (mut is_over, mut was_second) = (false, false);
+        for killed_after in (0..).step_by(3) {
+            let place = format!("memory://duplicate/met/{at}/{killed_after}");
+            let beside = Arc::new(Mutex::new(None));
+            let (other_place, other) = (place.clone(), Arc::clone(&beside));
+            let (source, in_parts) = (from.clone(), killed_after % 2 == 1);
+            let life = Life::with(at, move || {
+                let dying = Dying { store: open(&other_place).unwrap(), life: Life::of(killed_after), in_parts };
+                let source = (open(&source).unwrap(), source.as_str());
+                let done = copy_between(&Engine::solo(), source, (Arc::new(dying), &other_place), &fast(), &silent);
+                *other.lock().unwrap() = Some(done.is_ok());
+            });
+            let copied = copy_into(&place, life, !in_parts).unwrap();
+            was_second |= copied.was_there;
+            assert!(nameless(&place) == expected, "{place}");
+            assert!(verify(&Engine::solo(), &place, &silent).unwrap().is_sound(), "{place}");
+            let other = *beside.lock().unwrap();
+            is_over = other.is_none();
+            met += 1;
+            if other.is_none_or(|is_done| is_done) {
+                assert!(attempts(&place).len() == 1, "{place}: {:?}", attempts(&place));
+                break;
+            }
+        }
+        if is_over {
+            break;
+        }
+        at += 1;
+        assert!(was_second || at > 5, "no copy ever was the second one");
+    }
+    assert!(met > 50, "{met}");
+}
+
+#[test]
+fn what_is_missing_short_or_damaged_at_the_target_is_sent_again() {
+    let engine = Engine::solo();
+    let from = save_ranks("memory://duplicate/mended", Some(7), two_ranks());
+    let dir = tempfile::tempdir().unwrap();
+    for in_memory in [true, false] {
+        let place = match in_memory {
+            true => "memory://duplicate/mend".to_owned(),
+            false => dir.path().join("mend").to_str().unwrap().to_owned(),
+        };
+        copy(&engine, &from, &place, &fast(), &silent).unwrap();
+        let (sound, store) = (objects(&place), open(&place).unwrap());
+        let again = |verify: bool| copy(&engine, &from, &place, &Copying { verify, ..fast() }, &silent).unwrap();
+        assert_eq!((again(false).files_mended, again(true).files_mended), (0, 0));
+        for (name, bytes) in sound.iter().filter(|(name, _)| attempt_of(name).is_some()) {
+            let flaws: [&dyn Fn(); 3] =
+                [&|| store.delete(name).unwrap(), &|| store.put(name, &bytes[..bytes.len() - 1]).unwrap(), &|| {
+                    store.put(name, &[&bytes[..bytes.len() - 1], &[!bytes[bytes.len() - 1]]].concat()).unwrap()
+                }];
+            for (number, flaw) in flaws.iter().enumerate() {
+                flaw();
+                // Of the last one the length tells nothing.
+                assert_eq!(again(false).files_mended, u64::from(number < 2), "{name}, {number}");
+                assert_eq!(again(true).files_mended, u64::from(number == 2), "{name}, {number}");
+                assert!(objects(&place) == sound, "{name}, {number}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_that_is_damaged_or_leaves_does_not_keep_those_behind_it() {
+    let engine = Engine::solo();
+    let (from, to) = ("memory://duplicate/hurt", "memory://duplicate/hurt2");
+    for step in 1..=5 {
+        save_ranks(&format!("{from}/step-{step:08}"), Some(step), two_ranks());
+    }
+    let source = open(from).unwrap();
+    let data = objects(&format!("{from}/step-00000002")).into_keys().find(|name| name.ends_with(".safetensors"));
+    source.delete(&format!("step-00000002/{}", data.unwrap())).unwrap();
+    save_ranks(&format!("{to}/step-00000003"), Some(3), two_ranks());
+    // While step 1 is copied, step 4 leaves.
+    let leaves = std::sync::Once::new();
+    let synced = sync(&engine, from, to, &fast(), &|_, _| {
+        leaves.call_once(|| source.delete("step-00000004/COMMIT").unwrap());
+    });
+    let synced = synced.unwrap();
+    let failed: Vec<_> = synced.failed.iter().map(|failed| (failed.step, failed.kind)).collect();
+    assert_eq!(failed, [(2, Kind::Corrupt), (3, Kind::Conflict)]);
+    assert_eq!((synced.checkpoints.len(), synced.left.as_slice()), (2, [4].as_slice()));
+    assert!(!objects(&format!("{to}/step-00000002")).contains_key("COMMIT"));
+    assert!(objects(&format!("{to}/step-00000005")).contains_key("COMMIT"));
 }

@@ -121,8 +121,11 @@ impl Store for Troubled {
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
     fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, name, bytes)
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
+        self.store.copy_within(from, source, name, bytes)
+    }
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
+        self.store.also_named(from, name, bytes)
     }
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
     fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }

@@ -124,8 +124,17 @@ impl Store for Faulty {
         self.store.location()
     }
 
-    fn copy_within(&self, from: &shardfast_store::Location, name: &str, bytes: u64) -> shardfast_store::Result<()> {
-        self.store.copy_within(from, name, bytes)
+    fn copy_within(
+        &self,
+        from: &shardfast_store::Location,
+        source: &str,
+        name: &str,
+        bytes: u64,
+    ) -> shardfast_store::Result<()> {
+        self.store.copy_within(from, source, name, bytes)
+    }
+    fn also_named(&self, from: &str, name: &str, bytes: u64) -> shardfast_store::Result<()> {
+        self.store.also_named(from, name, bytes)
     }
 
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {

@@ -15,12 +15,15 @@ const HERE: u32 = 0;
 
 const FORMAT: &str = "shardfast.format";
 const REQUIRES: &str = "shardfast.requires";
-const ATTEMPT: &str = "shardfast.attempt";
+pub(super) const ATTEMPT: &str = "shardfast.attempt";
 const STEP: &str = "shardfast.step";
 const WORLD: &str = "shardfast.world";
 const CREATED: &str = "shardfast.created_unix_ms";
 const WRITER: &str = "shardfast.writer";
 const USER: &str = "user.";
+
+/// The column of the paths of data files.
+pub(super) const PATHS: &str = "files.paths";
 
 /// Prefix of columns that a reader may ignore.
 const INFORMATION: &str = "info.";
@@ -69,7 +72,7 @@ impl Manifest {
         out.u8s("leaves.kind", &leaves.kind);
         out.u8s("leaves.dtype", &leaves.dtype);
         out.u8s("strings.text", strings.text.as_bytes());
-        out.u8s("files.paths", paths.as_bytes());
+        out.u8s(PATHS, paths.as_bytes());
         out.into_file(&info_metadata(info))
     }
 
@@ -186,7 +189,7 @@ fn info_of(metadata: BTreeMap<String, String>) -> Result<SaveInfo, Error> {
 
 /// The files, and the location of each.
 fn files_of(source: &mut Source<'_>) -> Result<(Vec<FileEntry>, Vec<u32>), Error> {
-    let paths = source.strings("files.paths", "files.path_ends")?;
+    let paths = source.strings(PATHS, "files.path_ends")?;
     let locations = source.u32s("files.location")?;
     let bytes = source.u64s("files.bytes")?;
     let data_start = source.u64s("files.data_start")?;

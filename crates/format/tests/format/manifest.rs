@@ -4,6 +4,7 @@ use std::ops::Range;
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
+use shardfast_format::name::data_file;
 use shardfast_format::{DType, Error, Extent, LeafKind, LeafName, Manifest, ManifestBuilder, Region, SaveInfo};
 
 use crate::promises;
@@ -267,6 +268,47 @@ fn information_of_a_later_minor_version_is_ignored() {
     table.metadata.insert("shardfast.format".to_owned(), "1.9".to_owned());
     table.metadata.insert("shardfast.mood".to_owned(), "good".to_owned());
     assert_eq!(table.decode().unwrap(), manifest());
+}
+
+/// A note that looks like the metadata themselves, and one that names the attempt, stay as they are.
+#[test]
+fn under_the_name_of_another_attempt_everything_else_is_the_same() {
+    const OTHER: &str = "fedcba9876543210";
+    let own = info().attempt;
+    let paths = [
+        data_file("model", &own, 0, 0).unwrap(),
+        data_file(&own, &own, 123_456, 1_000).unwrap(),
+        data_file("ü", "00000000000000aa", 1, 2).unwrap(),
+        format!("{own}/{own}.bin"),
+    ];
+    let mut with_notes = info();
+    with_notes.user.insert("a".to_owned(), format!("\"shardfast.attempt\":\"{own}\""));
+    with_notes.user.insert(format!("\"shardfast.attempt\":\"{own}\""), own.clone());
+    let mut builder = ManifestBuilder::new(with_notes.clone());
+    for path in &paths {
+        builder.file(file(path, 1 << 20));
+    }
+    let mut table = Table::of(&builder.finish().unwrap().encode());
+    table.columns.insert("info.colour".to_owned(), (safetensors::Dtype::U8, own.clone().into_bytes()));
+    table.metadata.insert("shardfast.format".to_owned(), "1.9".to_owned());
+    let bytes = table.encode();
+    let renamed = Manifest::under_attempt(&bytes, OTHER).unwrap();
+    let decoded = Manifest::decode(&renamed).unwrap();
+    let names: Vec<&str> = decoded.files().iter().map(|file| file.path.as_str()).collect();
+    let expected = [
+        data_file("model", OTHER, 0, 0).unwrap(),
+        data_file(&own, OTHER, 123_456, 1_000).unwrap(),
+        data_file("ü", OTHER, 1, 2).unwrap(),
+        paths[3].clone(),
+    ];
+    assert_eq!(names, expected);
+    assert_eq!(decoded.info, SaveInfo { attempt: OTHER.to_owned(), ..with_notes });
+    let changed = bytes.iter().zip(&renamed).filter(|(a, b)| a != b).count();
+    assert!(bytes.len() == renamed.len() && changed <= 4 * 16, "{changed}");
+    assert_eq!(Table::of(&renamed).columns["info.colour"].1, own.as_bytes());
+    // Two are of the same checkpoint if they are equal under one name.
+    assert_eq!(Manifest::under_attempt(&renamed, OTHER).unwrap(), renamed);
+    assert!(matches!(Manifest::under_attempt(&bytes, "not one"), Err(Error::Invalid(_))));
 }
 
 #[test]

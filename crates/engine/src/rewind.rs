@@ -1,0 +1,258 @@
+//! A run that goes on from an earlier step: the later ones move out of its way, and nothing is lost.
+//!
+//! # Protocol
+//! The newest step first, so that the run has no hole wherever this is interrupted:
+//! 1. Its files get second names in `<run>/abandoned-from-<first step>/step-…`, as they are, damaged or not. Storage
+//!    without second names copies their bytes.
+//! 2. Its `COMMIT` is published there: the checkpoint exists twice.
+//! 3. Its `COMMIT` in the run is deleted, if it is still that one, and then its files.
+//!
+//! One that was interrupted is made again, and goes on. Where another one has moved other checkpoints of these steps
+//! before, the place is `abandoned-from-<first step>-2`, and so on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use shardfast_format::{COMMIT, COPYING, LEAVING, step_dir};
+use shardfast_store::{Entry, Kind as Stored, Pieces, Store, is_temporary, join};
+
+use crate::commit::COMMIT_BYTES_MAX;
+use crate::contents::{self, Contents};
+use crate::engine::Engine;
+use crate::error::{Error, Kind, Result, retry};
+use crate::retention;
+use crate::runs::{self, Step};
+use crate::staging::{ALIGNMENT, SLOT_BYTES};
+
+/// What the names of directories of abandoned steps begin with.
+pub(crate) const ABANDONED: &str = "abandoned-";
+
+/// Steps that moved out of the way of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rewound {
+    /// The run.
+    pub url: String,
+    /// The steps, ascending.
+    pub moved: Vec<u64>,
+    /// The URL of the run that they are now; `None` if there were none.
+    pub into: Option<String>,
+}
+
+/// Moves the committed checkpoints of the run at `url` whose step is `from` or higher out of its way, to a run of their
+/// own below it. None of it is read, so damaged ones move, too.
+///
+/// # Errors
+/// `NotFound` when no run is there; `Invalid` where a step is a link, or holds files that are not a checkpoint's;
+/// `Conflict` where a step is saved again meanwhile; the store's errors. Steps that moved before the error have moved;
+/// it can be made again.
+pub fn rewind(url: &str, from: u64) -> Result<Rewound> {
+    rewind_in(&*runs::store(url)?, url, from)
+}
+
+/// [`rewind()`] of a store that is open.
+///
+/// # Errors
+/// As [`rewind()`].
+pub fn rewind_in(store: &dyn Store, url: &str, from: u64) -> Result<Rewound> {
+    let (steps, entries) = runs::list_in(store, url)?;
+    if steps.is_empty() {
+        return Err(Error::new(Kind::NotFound, format!("rewind {url}: there is no run with a step")));
+    }
+    rewound(store, url, from, &steps, &entries)
+}
+
+/// Makes sure that a training whose next step is `step` may save into the run at `url`: that this holds no committed
+/// checkpoint of that step or a later one, which the training would not have made. With `rewind` those move out of the
+/// way. Every rank of the engine must call it.
+///
+/// # Errors
+/// The same on every rank: `Conflict`, with what to do, if there are such checkpoints; as [`rewind()`].
+pub fn begin(engine: &Arc<Engine>, url: &str, step: u64, rewind: bool, deadline: Duration) -> Result<Option<Rewound>> {
+    let operation = engine.begin(format!("begin {url} at step {step}"), deadline);
+    operation.agree("open", Ok((step, rewind)), |ranks| {
+        if let Some(rank) = ranks.iter().position(|&asked| asked != (step, rewind)) {
+            let found = ranks[rank];
+            return Err(Error::invalid(format!(
+                "{url}: rank {rank} begins otherwise than rank 0 (step and rewind: {found:?} against {:?})",
+                (step, rewind)
+            )));
+        }
+        let store = engine.store(url)?;
+        let (steps, entries) = runs::list_from(&*store, url, step)?;
+        let committed: Vec<u64> = steps.iter().filter(|step| step.is_committed()).map(|step| step.step).collect();
+        let rewound = match (committed.last(), rewind) {
+            (None, _) => None,
+            (Some(_), true) => Some(rewound(&*store, url, step, &steps, &entries)?),
+            (Some(newest), false) => return Err(refusal(url, step, committed.len(), *newest)),
+        };
+        Ok(vec![rewound; ranks.len()])
+    })
+}
+
+fn refusal(url: &str, step: u64, later: usize, newest: u64) -> Error {
+    let (are, them) = if later == 1 { ("checkpoint", "it") } else { ("checkpoints", "them") };
+    Error::new(
+        Kind::Conflict,
+        format!(
+            "{url}: a training at step {step} cannot save there: the run holds {later} committed {are} of this step or \
+             a later one, up to step {newest}, and a restart would restore {them} instead of what the training saves. \
+             Save to another directory; or restore the newest one first, and go on from there; or move {them} out of \
+             the way: `shardfast rewind {url} --to {}`, or Checkpointer(..., rewind=True)",
+            step.saturating_sub(1)
+        ),
+    )
+}
+
+/// [`rewind()`] of a run whose root has these entries and steps.
+fn rewound(store: &dyn Store, url: &str, from: u64, steps: &[Step], entries: &[Entry]) -> Result<Rewound> {
+    let mut moving: Vec<Moving> = Vec::new();
+    for step in steps.iter().filter(|step| step.step >= from && step.is_committed()) {
+        moving.push(Moving::look(store, url, step.step, entries)?);
+    }
+    let mut rewound = Rewound { url: url.to_owned(), moved: Vec::new(), into: None };
+    if moving.is_empty() {
+        return Ok(rewound);
+    }
+    let place = place(store, from, &moving)?;
+    rewound.into = Some(join(url, &place));
+    for step in moving.iter().rev() {
+        step.go(store, &place)?;
+        rewound.moved.insert(0, step.step);
+    }
+    Ok(rewound)
+}
+
+/// The first place for these steps where none of them has another checkpoint.
+fn place(store: &dyn Store, from: u64, moving: &[Moving]) -> Result<String> {
+    let first = format!("{ABANDONED}from-{from:08}");
+    let is_free = |place: &str| -> Result<bool> {
+        for step in moving {
+            if commit_at(store, &step.at(place))?.is_some_and(|there| there != step.commit) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    };
+    let mut place = first.clone();
+    for number in 2_u64.. {
+        if is_free(&place)? {
+            break;
+        }
+        place = format!("{first}-{number}");
+    }
+    Ok(place)
+}
+
+/// The bytes of the `COMMIT` in a directory, whatever they are.
+fn commit_at(store: &dyn Store, dir: &str) -> Result<Option<Vec<u8>>> {
+    match retry(|| Ok(store.read(&contents::join(dir, COMMIT), COMMIT_BYTES_MAX)?)) {
+        Err(error) if error.kind == Kind::NotFound => Ok(None),
+        bytes => bytes.map(Some),
+    }
+}
+
+/// A committed step that moves.
+struct Moving {
+    step: u64,
+    dir: String,
+    commit: Vec<u8>,
+    contents: Contents,
+}
+
+impl Moving {
+    /// Sees what is in the step's directory, and that it can be moved.
+    fn look(store: &dyn Store, url: &str, step: u64, entries: &[Entry]) -> Result<Moving> {
+        let dir = step_dir(step);
+        let refuse = |what: &str| {
+            Error::invalid(format!("rewind {url}: {dir} cannot be moved: {what}: move it by hand, or save elsewhere"))
+        };
+        if entries.iter().any(|entry| entry.name == dir && entry.is_link) {
+            return Err(refuse("it is a link"));
+        }
+        let contents = contents::survey(store, &dir, None, contents::LEVELS_MAX)?;
+        if let Some(found) = contents.foreign_names() {
+            return Err(refuse(&format!("it holds files that are not a checkpoint's ({found})")));
+        }
+        let commit = commit_at(store, &dir)?.ok_or_else(|| refuse("its COMMIT is gone"))?;
+        Ok(Moving { step, dir, commit, contents })
+    }
+
+    fn at(&self, place: &str) -> String {
+        format!("{place}/{}", self.dir)
+    }
+
+    /// The paths of what moves, with their lengths; all but `COMMIT`, which comes last.
+    fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        let stays = |path: &str| {
+            [COMMIT, LEAVING, COPYING].contains(&path) || is_temporary(path.rsplit('/').next().unwrap_or(path))
+        };
+        self.contents.own.iter().map(|own| (own.path.as_str(), own.bytes)).filter(move |(path, _)| !stays(path))
+    }
+
+    /// Steps 1 to 3.
+    fn go(&self, store: &dyn Store, place: &str) -> Result<()> {
+        let (from, to) =
+            (|path: &str| format!("{}/{path}", self.dir), |path: &str| format!("{}/{path}", self.at(place)));
+        if commit_at(store, &self.at(place))?.is_none() {
+            for (path, bytes) in self.files() {
+                move_file(store, &from(path), &to(path), bytes)?;
+            }
+            let names: Vec<String> = self.files().map(|(path, _)| to(path)).collect();
+            retry(|| Ok(store.sync(&names.iter().map(String::as_str).collect::<Vec<_>>())?))?;
+            match retry(|| Ok(store.publish(&to(COMMIT), &self.commit)?)) {
+                // Another rewind was first, or an answer was lost: compared below.
+                Err(error) if error.kind == Kind::Conflict => {}
+                published => published?,
+            }
+        }
+        let (here, there) = (commit_at(store, &self.dir)?, commit_at(store, &self.at(place))?);
+        if [here, there].iter().any(|found| found.as_ref().is_some_and(|found| *found != self.commit)) {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!("{}: it was saved or moved by another program meanwhile: look, and rewind again", from("")),
+            ));
+        }
+        retry(|| Ok(store.delete(&from(COMMIT))?))?;
+        let gone: Vec<String> = self.contents.own.iter().map(|own| from(&own.path)).collect();
+        let dirs = self.contents.dirs.iter().map(|path| from(path)).chain([self.dir.clone()]);
+        retention::delete(store, &gone, &dirs.collect::<Vec<_>>())
+    }
+}
+
+/// Step 1 for one file.
+fn move_file(store: &dyn Store, from: &str, to: &str, bytes: u64) -> Result<()> {
+    match retry(|| Ok(store.also_named(from, to, bytes)?)) {
+        Err(error) if error.kind == Kind::Unsupported => copy_file(store, from, to),
+        named => named,
+    }
+}
+
+/// Copies a file inside a store, as it is.
+fn copy_file(store: &dyn Store, from: &str, to: &str) -> Result<()> {
+    let source = retry(|| Ok(store.open(from)?))?;
+    let bytes = source.bytes();
+    let piece_bytes = match store.needs().pieces {
+        Pieces::Any => SLOT_BYTES as u64,
+        Pieces::Parts(parts) => parts.of(bytes),
+    };
+    let mut object = retry(|| match store.create(to, bytes) {
+        // Left by a rewind that was interrupted.
+        Err(error) if error.kind == Stored::Conflict => {
+            store.delete(to)?;
+            Ok(store.create(to, bytes)?)
+        }
+        created => Ok(created?),
+    })?;
+    let mut memory = vec![0; piece_bytes as usize + 2 * ALIGNMENT];
+    let start = memory.as_ptr().align_offset(ALIGNMENT);
+    for offset in (0..bytes).step_by(piece_bytes as usize) {
+        let length = piece_bytes.min(bytes - offset) as usize;
+        let padded = length.next_multiple_of(object.alignment());
+        let piece = &mut memory[start..start + padded];
+        piece[length..].fill(0);
+        retry(|| Ok(source.read_at(offset, &mut piece[..length])?))?;
+        retry(|| Ok(object.write_at(offset, piece)?))?;
+    }
+    retry(|| Ok(object.finish()?))
+}

@@ -60,5 +60,7 @@ fn give_way() {
 
 /// Gives this thread, and those that it makes, a smaller share of a core than others have.
 pub(crate) fn take_less() {
-    let _ = rustix::process::setpriority_process(None, NICE);
+    // The whole job may run at a nice value.
+    let own = rustix::process::getpriority_process(None).unwrap_or(0);
+    let _ = rustix::process::setpriority_process(None, own + NICE);
 }

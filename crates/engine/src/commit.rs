@@ -26,7 +26,7 @@ use shardfast_store::{Store, join};
 
 use crate::assemble::assemble;
 use crate::contents;
-use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
+use crate::error::{Error, Kind, PATIENCE, Patience, Result, retry, retry_within};
 use crate::operation::Operation;
 use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
@@ -321,11 +321,15 @@ pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &M
     let files = files_and_manifest(manifest, commit);
     retry(|| {
         store.put(&commit.manifest, bytes)?;
+        // All attempts share their names: those of what is committed stay.
+        if presence::is_there(store, COMMIT)? {
+            return Err(Error::new(Kind::Conflict, format!("copy to {url}: something was committed there meanwhile")));
+        }
         put_indexes(store, indexes(manifest))
     })?;
-    presence::expect(store, &files, Duration::MAX)?;
-    publish(store, commit, Duration::MAX.into())
-        .and_then(|()| take_back_if_hollow(store, &files, Duration::MAX.into()))
+    presence::expect(store, &files, PATIENCE)?;
+    publish(store, commit, PATIENCE.into())
+        .and_then(|()| take_back_if_hollow(store, &files, PATIENCE.into()))
         .map_err(|error| error.within(format_args!("copy to {url}")))
 }
 

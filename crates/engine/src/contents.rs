@@ -5,12 +5,12 @@
 //! is never deleted, and a save into a directory that holds it is refused.
 
 use std::collections::HashSet;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use shardfast_format::{COMMIT, Manifest, is_own_path};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
-use crate::error::{Error, Patience, Result, retry_within};
+use crate::error::{Error, PATIENCE, Patience, Result, retry_within};
 
 /// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
 pub(crate) const LEVELS_MAX: usize = 8;
@@ -47,7 +47,7 @@ pub(crate) struct Contents {
 /// # Errors
 /// The store's errors. A missing directory is none.
 pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
-    survey_within(store, dir, manifest, levels, Duration::MAX.into(), true)
+    survey_within(store, dir, manifest, levels, PATIENCE.into(), true)
 }
 
 /// All own files in the directory `dir` of a store and below it, whatever else is there.
@@ -55,7 +55,7 @@ pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, 
 /// # Errors
 /// As [`survey`].
 pub(crate) fn own(store: &dyn Store, dir: &str) -> Result<Contents> {
-    survey_within(store, dir, None, LEVELS_MAX, Duration::MAX.into(), false)
+    survey_within(store, dir, None, LEVELS_MAX, PATIENCE.into(), false)
 }
 
 /// [`survey`] whose requests are tried for so long at most, and which may go on where it finds foreign things.

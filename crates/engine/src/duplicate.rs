@@ -36,7 +36,7 @@ use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, Kind, PATIENCE, Result, retry};
 use crate::presence;
 use crate::reader::Files;
 use crate::retention;
@@ -133,7 +133,7 @@ pub fn copy_between(
     how: &Copying,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
-    let bytes = checkpoint::read(&*source, from, Duration::MAX)?;
+    let bytes = checkpoint::read(&*source, from, PATIENCE)?;
     let (there, here) = (source.location(), target.location());
     let there = there.filter(|there| here.is_some_and(|here| here.service == there.service));
     let source = Checkpoint::new(engine, from, source, &bytes)?;
@@ -156,7 +156,7 @@ pub fn copy_between(
     if let Some(record) = copy.committed()? {
         return copy.complete(&record);
     }
-    contents::refuse_foreign(&*copy.target, to, 0, Duration::MAX)?;
+    contents::refuse_foreign(&*copy.target, to, 0, PATIENCE)?;
     retry(|| Ok(copy.target.can_publish()?))?;
     match copy.make() {
         Ok(()) => Ok(copy.copied),
@@ -353,7 +353,7 @@ impl Copy<'_> {
         let own = Manifest::decode(&Manifest::under_attempt(self.bytes, &self.attempt)?)?;
         let target = Arc::clone(&self.target);
         let found = Files::new(Arc::clone(&target), self.to.to_owned(), Arc::clone(&manifest));
-        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), Duration::MAX)?;
+        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), PATIENCE)?;
         self.copied.was_there = record.attempt != self.attempt;
         let verify = self.how.verify;
         if flawed.contains(&record.manifest) || (verify && commit::manifest_of(&*target, "", record).is_err()) {

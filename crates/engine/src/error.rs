@@ -132,6 +132,9 @@ const LONG_TRIES_MAX: usize = 11;
 /// The longest wait that a service may ask for. What asks for more is away.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
+/// How long a request of a call without a deadline is tried: retention, the command.
+pub(crate) const PATIENCE: Duration = WAIT_MAX;
+
 /// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
@@ -242,12 +245,12 @@ pub(crate) fn spread(world: u32) -> Duration {
     random_below(u64::from(world).min(SPREAD_MAX_MS))
 }
 
-/// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass.
+/// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass, for [`PATIENCE`] at most.
 ///
 /// # Errors
 /// The last failure, and how many there were.
 pub(crate) fn retry<T>(act: impl FnMut() -> Result<T>) -> Result<T> {
-    retry_within(Duration::MAX, || None, act)
+    retry_within(PATIENCE, || None, act)
 }
 
 /// [`retry`] for a limited time, and only until it is cancelled.

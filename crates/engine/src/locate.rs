@@ -1,11 +1,10 @@
 //! Resolves a URL to a checkpoint: itself, or the newest committed one of a run.
 
-use std::time::Duration;
 
 use shardfast_format::COMMIT;
 
 use crate::checkpoint;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, PATIENCE, Result};
 use crate::foreign;
 use crate::rewind::ABANDONED;
 use crate::runs::{self, Step};
@@ -51,7 +50,7 @@ pub(crate) fn look(url: &str) -> Result<Place> {
     let abandoned: Vec<String> = abandoned.map(|entry| entry.name).collect();
     if steps.is_empty() && abandoned.is_empty() {
         // A commit that was published just now is as good as one that was there before.
-        return checkpoint::read(&*store, url, Duration::MAX).map(|_| Place::Checkpoint);
+        return checkpoint::read(&*store, url, PATIENCE).map(|_| Place::Checkpoint);
     }
     Ok(Place::Run(steps, abandoned))
 }

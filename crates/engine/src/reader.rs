@@ -13,7 +13,7 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
 use crate::commit;
-use crate::error::{Error, FirstFailure, Kind, Result, retry_within};
+use crate::error::{Error, FirstFailure, Kind, PATIENCE, Result, retry_within};
 use crate::proof;
 use crate::provider::Fences;
 use crate::sink::Sink;
@@ -64,7 +64,7 @@ pub(crate) struct OpenFile {
 impl Files {
     pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, patience: Duration::MAX, open, order: Mutex::default() }
+        Files { store, place, manifest, patience: PATIENCE, open, order: Mutex::default() }
     }
 
     /// The same files, whose requests are tried for so long at most.

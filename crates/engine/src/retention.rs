@@ -23,7 +23,7 @@ use shardfast_store::Store;
 
 use crate::commit;
 use crate::contents;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, Kind, PATIENCE, Result, retry};
 use crate::presence::{self, is_there};
 use crate::runs;
 
@@ -234,7 +234,7 @@ pub(crate) fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
 fn are_there(store: &dyn Store, dir: &str, manifest: &[u8]) -> Result<()> {
     let manifest = Manifest::decode(manifest)?;
     let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
-    presence::expect(store, &files.collect::<Vec<_>>(), std::time::Duration::MAX)
+    presence::expect(store, &files.collect::<Vec<_>>(), PATIENCE)
 }
 
 /// Whether a checkpoint stays.

@@ -10,7 +10,7 @@ use shardfast_store::{Entry, Shared, Store};
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
+use crate::error::{Error, Kind, PATIENCE, Result, retry, retry_within};
 use crate::foreign;
 
 /// One step of a run.
@@ -48,7 +48,12 @@ pub(crate) fn store_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>
 
 /// The entries of a store's root; none if that does not exist.
 pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
-    match retry(|| Ok(store.list("")?)) {
+    entries_within(store, PATIENCE)
+}
+
+/// [`entries`], tried for so long at most.
+fn entries_within(store: &dyn Store, within: Duration) -> Result<Vec<Entry>> {
+    match retry_within(within, || None, || Ok(store.list("")?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
         entries => entries,
     }
@@ -69,15 +74,15 @@ pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<(Vec<Step>, Vec<En
 
 /// [`list_in`] without the steps below one.
 pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64) -> Result<(Vec<Step>, Vec<Entry>)> {
-    let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step) };
+    let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step, PATIENCE) };
     let entries = entries(store)?;
     let steps = steps(url, &entries)?.into_iter().filter(|&step| step >= from);
     Ok((steps.map(step).collect(), entries))
 }
 
 /// The commit of a step; `None` when it has none.
-fn commit_of(store: &dyn Store, step: u64) -> Result<Option<Commit>> {
-    match retry(|| commit::read_commit(store, &step_dir(step))) {
+fn commit_of(store: &dyn Store, step: u64, within: Duration) -> Result<Option<Commit>> {
+    match retry_within(within, || None, || commit::read_commit(store, &step_dir(step))) {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
         commit => commit.map(Some),
     }
@@ -129,7 +134,7 @@ pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, 
             )));
         }
         let store = engine.store(url)?;
-        Ok(vec![find(&*store, url, below, older)?; ranks.len()])
+        Ok(vec![find(&*store, url, below, older, deadline)?; ranks.len()])
     })?;
     let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
     let url = step_url(url, step);
@@ -141,14 +146,14 @@ pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, 
     Ok(Newest { found: Some((step, checkpoint?)), skipped })
 }
 
-/// Reads commits from the newest down, as far as that is needed.
-fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result<Found> {
-    let entries = entries(store)?;
+/// Reads commits from the newest down, as far as that is needed, each for so long at most.
+fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, within: Duration) -> Result<Found> {
+    let entries = entries_within(store, within)?;
     let mut skipped = Vec::new();
     let mut unreadable: Option<(u64, Error)> = None;
     let mut passed_over_committed = false;
     for step in steps(url, &entries)?.into_iter().rev().filter(|&step| below.is_none_or(|below| step < below)) {
-        let commit = commit_of(store, step);
+        let commit = commit_of(store, step, within);
         if matches!(commit, Ok(None)) {
             skipped.push(format!("{}: not committed (its save was cut off, or is still running)", step_dir(step)));
             continue;
@@ -164,7 +169,7 @@ fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool) -> Result
             return Err(Error::new(error.kind, message));
         }
         let read = |commit: Option<Commit>| match commit {
-            Some(commit) => retry(|| commit::manifest_of(store, &step_dir(step), &commit)),
+            Some(commit) => retry_within(within, || None, || commit::manifest_of(store, &step_dir(step), &commit)),
             None => Err(Error::internal("a step without a commit is passed over")),
         };
         match commit.and_then(read) {

@@ -12,7 +12,6 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_format::name::HUGGING_FACE_INDEX;
@@ -25,7 +24,7 @@ pub use findings::{Block, Finding, Hit, Problem};
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, FirstFailure, Kind, Result, retry};
+use crate::error::{Error, FirstFailure, Kind, PATIENCE, Result, retry};
 use crate::inspect::load_each;
 use crate::reader::{self, Files};
 use crate::reads::ValueRef;
@@ -123,7 +122,7 @@ fn run(
     {
         return top(Problem::Commit, error);
     }
-    let manifest = checkpoint::read(&*store, url, Duration::MAX)
+    let manifest = checkpoint::read(&*store, url, PATIENCE)
         .and_then(|bytes| Ok((Checkpoint::new(engine, url, Arc::clone(&store), &bytes)?.manifest, bytes.len())));
     let (manifest, manifest_bytes) = match manifest {
         Ok(manifest) => manifest,

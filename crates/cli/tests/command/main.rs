@@ -252,6 +252,28 @@ fn copies_are_the_same_checkpoint_and_runs_are_brought_up_to_date() {
     assert!(text(&["sync", run.url(), &other], 0).contains("already\n"));
     assert!(text(&["verify", &other, "--all"], 0).contains("sound"));
     assert!(error(&["sync", &run.new_dir("nothing"), &other], 3).contains("no run with a step"));
+
+    // Damaged steps do not keep those behind them, and the code is that of the first.
+    let third = run.new_dir("third");
+    let file = opened(&run.step(10)).manifest().files()[0].clone();
+    flip(&Path::new(&run.step(10)).join(&file.path), file.data_start as usize);
+    let synced = json(&["sync", run.url(), &third], 4);
+    assert_eq!((&synced["failed"][0]["step"], &synced["failed"][0]["kind"]), (&Json::from(10), &Json::from("Corrupt")));
+    assert_eq!(synced["checkpoints"].as_array().unwrap().len(), 1);
+    assert!(text(&["sync", run.url(), &third], 4).contains("not copied: step 10: "));
+}
+
+#[test]
+fn steps_behind_one_move_out_of_the_way() {
+    let run = Run::new();
+    let moved = json(&["rewind", run.url(), "--to", "10"], 0);
+    let place = format!("{}/abandoned-from-00000011", run.url());
+    assert_eq!((&moved["moved"][0], &moved["into"]), (&Json::from(20), &Json::from(place.as_str())));
+    assert!(text(&["verify", &place], 0).contains("sound"));
+    assert_eq!(json(&["ls", run.url()], 0)["abandoned"][0], place);
+    assert!(text(&["rewind", run.url(), "--to", "10"], 0).contains("no committed step behind"));
+    assert!(text(&["rewind", run.url(), "--to", "0"], 0).contains("moved 1 step (10)"));
+    assert!(error(&["rewind", &run.new_dir("nothing"), "--to", "0"], 3).contains("no run with a step"));
 }
 
 #[test]

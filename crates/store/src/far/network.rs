@@ -1,7 +1,7 @@
 //! The HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
 //!
 //! Every request passes through [`Connections`], the only place that knows the HTTP library: there it is counted, and
-//! cut when nothing has moved for [`STILL_MAX`]. The client library above repeats nothing: whether a request is made
+//! cut when nothing has moved for [`STILL_MAX`], when its answer drips, and when that does not end. The client library above repeats nothing: whether a request is made
 //! again is decided by whoever called the store.
 
 use std::collections::HashSet;
@@ -14,7 +14,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::RETRY_AFTER;
+use http::header::{RANGE, RETRY_AFTER};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
@@ -32,6 +32,18 @@ use crate::{Error, Kind, Parts, Requests, Result};
 
 /// A request in which nothing moves for so long is cut: a connection that is gone without a word.
 const STILL_MAX: Duration = Duration::from_secs(30);
+
+/// Fewer bytes of an answer in that time are no answer, either: a proxy that drips.
+const SLOW_BYTES: u64 = 1 << 10;
+
+/// How many times as long that takes where something is changed: S3 sends spaces while it joins the parts of an object.
+const CHANGES_TAKE: u32 = 20;
+
+/// The longest answer beyond the bytes of an object that were asked for: a page of a list has a few MiB.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+
+/// What the answers of one call may have of that in all: the pages of a list of millions of objects.
+const CALL_BYTES_MAX: u64 = 1 << 30;
 
 /// How long a connection may take to come about.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
@@ -129,6 +141,8 @@ pub(super) struct Answer {
     pub(super) host: String,
     /// What was asked in all.
     pub(super) requests: Requests,
+    /// Bytes of answers in all, but for those of objects that were asked for.
+    pub(super) received: u64,
 }
 
 /// Headers that S3, Azure and GCS give each answer.
@@ -322,7 +336,7 @@ fn asked(method: &Method, uri: &Uri) {
         let mut requests = answer.requests;
         count(&mut requests, method, uri.query().unwrap_or_default());
         let (host, is_head) = (uri.host().unwrap_or_default().to_owned(), *method == Method::HEAD);
-        *answer = Answer { host, requests, is_head, ..Answer::default() };
+        *answer = Answer { host, requests, is_head, received: answer.received, ..Answer::default() };
     });
 }
 
@@ -331,6 +345,8 @@ impl HttpService for Connections {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
         let (parts, body) = request.into_parts();
         asked(&parts.method, &parts.uri);
+        let slow_max = self.still_max * if parts.method == Method::GET { 1 } else { CHANGES_TAKE };
+        let expected = parts.headers.get(RANGE).and_then(range_bytes).unwrap_or(0);
         let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
@@ -344,9 +360,17 @@ impl HttpService for Connections {
         note(|answer| answer.take(response.status(), response.headers()));
         let response: http::Response<reqwest::Body> = response.into();
         let (parts, body) = response.into_parts();
-        let body = Received { body, still: Box::pin(sleep(self.still_max)), still_max: self.still_max };
+        let (still, slow) = (Box::pin(sleep(self.still_max)), Box::pin(sleep(slow_max)));
+        let still_max = self.still_max;
+        let body = Received { body, still, slow, still_max, slow_max, received: 0, before: 0, expected };
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
     }
+}
+
+/// The number of bytes in `bytes=<first>-<last>`.
+fn range_bytes(header: &HeaderValue) -> Option<u64> {
+    let (first, last) = header.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
+    last.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1)
 }
 
 /// How long a service asks to wait, in whole seconds: of a number that is too large for the type the largest.
@@ -380,6 +404,16 @@ fn note(change: impl FnOnce(&mut Answer)) {
 #[derive(Debug, thiserror::Error)]
 #[error("nothing moved for {} s", .0.as_secs_f32())]
 struct Still(Duration);
+
+/// An answer came too slowly.
+#[derive(Debug, thiserror::Error)]
+#[error("only {0} bytes of the answer came in {1} s")]
+struct Slow(u64, f32);
+
+/// An answer is longer than any that was asked for.
+#[derive(Debug, thiserror::Error)]
+#[error("the answer has more than {0} bytes, and does not end")]
+struct Endless(u64);
 
 /// Waits for a request as long as it moves bytes.
 async fn while_it_moves<T>(
@@ -450,11 +484,40 @@ impl Body for Sent {
     }
 }
 
-/// The body of an answer, which fails when nothing of it comes for too long.
+/// The body of an answer, which fails when nothing or little of it comes for too long, or too much.
 struct Received {
     body: reqwest::Body,
     still: Pin<Box<Sleep>>,
+    slow: Pin<Box<Sleep>>,
     still_max: Duration,
+    slow_max: Duration,
+    received: u64,
+    /// What was received when `slow` was set.
+    before: u64,
+    /// What was asked for of an object.
+    expected: u64,
+}
+
+impl Received {
+    /// Counts bytes that have come.
+    fn take(&mut self, bytes: u64) -> std::result::Result<(), HttpError> {
+        self.received += bytes;
+        let beyond = bytes.min(self.received.saturating_sub(self.expected));
+        let mut of_call = 0;
+        note(|answer| {
+            answer.received += beyond;
+            of_call = answer.received;
+        });
+        match () {
+            () if self.received > self.expected + ANSWER_BYTES_MAX => Err(endless(self.received)),
+            () if of_call > CALL_BYTES_MAX => Err(endless(of_call)),
+            () => Ok(()),
+        }
+    }
+}
+
+fn endless(bytes: u64) -> HttpError {
+    HttpError::new(HttpErrorKind::Interrupted, Endless(bytes))
 }
 
 impl Body for Received {
@@ -465,19 +528,28 @@ impl Body for Received {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<std::result::Result<Frame<Bytes>, HttpError>>> {
-        match Pin::new(&mut self.body).poll_frame(context) {
-            Poll::Ready(frame) => {
-                let due = tokio::time::Instant::now() + self.still_max;
-                self.still.as_mut().reset(due);
-                Poll::Ready(frame.map(|frame| frame.map_err(failed)))
-            }
-            Poll::Pending => match self.still.as_mut().poll(context) {
-                Poll::Ready(()) => {
-                    Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max)))))
-                }
-                Poll::Pending => Poll::Pending,
-            },
+        let now = tokio::time::Instant::now();
+        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(context) {
+            let due = now + self.still_max;
+            self.still.as_mut().reset(due);
+            let Some(frame) = frame else { return Poll::Ready(None) };
+            let bytes = frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+            return Poll::Ready(Some(self.take(bytes).and_then(|()| frame.map_err(failed))));
         }
+        if self.still.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, Still(self.still_max)))));
+        }
+        while self.slow.as_mut().poll(context).is_ready() {
+            let bytes = self.received - self.before;
+            if bytes < SLOW_BYTES {
+                let slow = Slow(bytes, self.slow_max.as_secs_f32());
+                return Poll::Ready(Some(Err(HttpError::new(HttpErrorKind::Timeout, slow))));
+            }
+            self.before = self.received;
+            let due = now + self.slow_max;
+            self.slow.as_mut().reset(due);
+        }
+        Poll::Pending
     }
 
     fn is_end_stream(&self) -> bool {

@@ -1,6 +1,5 @@
 //! Resolves a URL to a checkpoint: itself, or the newest committed one of a run.
 
-
 use shardfast_format::COMMIT;
 
 use crate::checkpoint;

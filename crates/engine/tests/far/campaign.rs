@@ -45,7 +45,7 @@ const LASTING: usize = 3;
 const ONE_IN: usize = 4;
 const ONE_IN_VARIABLE: &str = "SHARDFAST_FAULTS_ONE_IN";
 
-const FAULTS: [Fault; 28] = [
+const FAULTS: [Fault; 29] = [
     Fault::Refused,
     // An error in the body of an answer that says that all is well.
     Fault::Answered(200),
@@ -63,6 +63,7 @@ const FAULTS: [Fault; 28] = [
     Fault::Replaced(507),
     Fault::AnswerLost,
     Fault::Late,
+    Fault::Twice,
     Fault::RequestCut,
     Fault::AnswerCut,
     Fault::AnswerShort,

@@ -24,6 +24,8 @@ pub(crate) enum Fault {
     AnswerLost,
     /// The connection is closed; the server carries the request out just before the client's next one of the same kind.
     Late,
+    /// The server gets the request twice; the client gets the second answer.
+    Twice,
     /// Half of the request's body reaches the server; both connections are closed.
     RequestCut,
     /// Half of the answer's body reaches the client, or half of its head if it has no body.
@@ -345,6 +347,11 @@ impl State {
                     to_server.write_all(head.0.as_bytes())?;
                     to_server.write_all(&body[..body.len() / 2])?;
                     return to_server.shutdown(Shutdown::Both);
+                }
+                Some(Fault::Twice) => {
+                    let mut once = self.connect()?;
+                    once.write_all(&[head.of_length(body.len()).as_bytes(), &body].concat())?;
+                    Head::read(&mut BufReader::new(once))?;
                 }
                 Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
                 Some(Fault::ServerDies(Moment::Before, seconds)) => self.server.crash(seconds),

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use shardfast_engine::retention::{Best, Keep, Retained, Retention};
 use shardfast_engine::runs::{list, step_url};
-use shardfast_engine::{Kind, Result, save};
+use shardfast_engine::{Engine, Kind, Result, checkpoint, save};
 use shardfast_format::step_dir;
 
-use crate::job::{Job, LONG, Truth, destination, measured};
+use crate::job::{Job, LONG, Truth, destination, measured, wants};
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
@@ -46,6 +46,28 @@ fn data_files(dir: &Path) -> Vec<PathBuf> {
         }
     }
     found
+}
+
+/// A reader beside the retention: what it read first is gone, and nothing of it is damaged.
+#[test]
+fn a_checkpoint_that_leaves_while_it_is_read_is_not_called_damaged() {
+    let dir = scratch();
+    let url = run(dir.path());
+    let (engine, place) = (Engine::solo(), dir.path().join(step_dir(1)));
+    let files = data_files(&place);
+    let read = |opened: &checkpoint::Checkpoint| {
+        let mut places = Truth::small(1, 50).places(&Layout::rows(1), 0, &mut Dice(1));
+        let (wants, values) = wants(opened.manifest(), &mut places);
+        opened.load(&wants, &values, LONG).map(drop).unwrap_err()
+    };
+    let opened = checkpoint::open(&engine, &step_url(&url, 1), LONG).unwrap();
+    std::fs::rename(&files[0], dir.path().join("kept")).unwrap();
+    let error = read(&opened);
+    assert!(error.kind == Kind::Corrupt && error.message.contains("is missing"), "{error}");
+    std::fs::rename(dir.path().join("kept"), &files[0]).unwrap();
+    assert_eq!(retain(&url, LAST).map(|retained| retained.left), Ok(vec![1, 2]));
+    let error = read(&opened);
+    assert!(error.kind == Kind::NotFound && error.message.contains("left while it was read"), "{error}");
 }
 
 #[test]

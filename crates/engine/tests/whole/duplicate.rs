@@ -295,6 +295,7 @@ fn copies_that_meet_leave_one_whole_checkpoint() {
             });
             let copied = copy_into(&place, life, !in_parts).unwrap();
             was_second |= copied.was_there;
+            assert_eq!(copied.files_mended, 0, "{place}: the first one's files are left alone");
             assert!(nameless(&place) == expected, "{place}");
             assert!(verify(&Engine::solo(), &place, &silent).unwrap().is_sound(), "{place}");
             let other = *beside.lock().unwrap();

@@ -248,7 +248,8 @@ pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Resu
 }
 
 /// What is said of a checkpoint that was there when somebody began to read it.
-pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a checkpoint back; read another one";
+pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a \
+                               checkpoint back; read another one";
 
 /// Whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
 pub(crate) fn has_left(store: &dyn Store, dir: &str) -> bool {

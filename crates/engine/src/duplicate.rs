@@ -2,8 +2,8 @@
 //!
 //! # Protocol
 //! 1. The source is opened: its `COMMIT` proves its manifest.
-//! 2. The copy is an attempt of its own, as a save is: its manifest is the source's under the attempt's name, and so are
-//!    the names of its files. Copies that are made at the same time never write the same file.
+//! 2. The copy is an attempt of its own, as a save is: its manifest is the source's under the attempt's name, and so
+//!    are the names of its files. Copies that are made at the same time never write the same file.
 //! 3. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
 //!    header by the manifest; a file becomes durable before the next step. Inside one service the service copies, and
 //!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'. A file that an
@@ -14,8 +14,8 @@
 //!    has succeeded. The hash in a `COMMIT` tells whether it is of the same checkpoint: that of the source's manifest
 //!    under the attempt's name.
 //!
-//! Where the checkpoint is committed already, files that are missing or short, or damaged if the bytes are to be proven,
-//! are sent again: under a name of the new attempt first, which then replaces the damaged one's whole.
+//! Where the checkpoint is committed already, files that are missing or short, or damaged if the bytes are to be
+//! proven, are sent again: under a name of the new attempt first, which then replaces the damaged one's whole.
 //!
 //! Meanwhile the mark `.copying` in the target keeps [sweeps](mod@crate::sweep) away.
 
@@ -301,8 +301,8 @@ impl Copy<'_> {
         }
     }
 
-    /// Whether the checksum that the storage keeps of a copy is that of the blocks of the file `number`. If it is not, the
-    /// copy goes. Storage that keeps none, and gave the object a second name, has moved no byte.
+    /// Whether the checksum that the storage keeps of a copy is that of the blocks of the file `number`. If it is not,
+    /// the copy goes. Storage that keeps none, and gave the object a second name, has moved no byte.
     fn is_kept(&self, number: u32, path: &str) -> Result<bool> {
         let expected = self.source.files.open(number)?.crc64(self.source.files.entry(number));
         match retry(|| Ok(self.target.kept_crc64(path)?)) {

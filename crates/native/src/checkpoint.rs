@@ -63,8 +63,9 @@ pub(crate) fn newest(
     Ok((newest.found.map(|(step, checkpoint)| (step, Checkpoint::new(checkpoint))), newest.skipped))
 }
 
-/// Makes sure that the run at `url` holds no committed checkpoint of the step `step` or a later one; with `rewind` those
-/// move out of its way. Returns the steps that moved, and the URL of the run that they are now; `None` if there were none.
+/// Makes sure that the run at `url` holds no committed checkpoint of the step `step` or a later one; with `rewind`
+/// those move out of its way. Returns the steps that moved, and the URL of the run that they are now; `None` if there
+/// were none.
 #[pyfunction]
 #[pyo3(signature = (session, url, step, *, rewind, timeout_s))]
 pub(crate) fn begin_run(

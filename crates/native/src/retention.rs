@@ -26,9 +26,9 @@ impl Retention {
         Retention { retention: Own::new("this retention", Mutex::new(retention)) }
     }
 
-    /// Takes back the committed checkpoints that no rule keeps; `made` are the steps whose saves this process has begun,
-    /// in that order. Returns the steps that left, and those that stay because of foreign files: the URL of each, and the
-    /// reason.
+    /// Takes back the committed checkpoints that no rule keeps; `made` are the steps whose saves this process has
+    /// begun, in that order. Returns the steps that left, and those that stay because of foreign files: the URL of
+    /// each, and the reason.
     #[allow(clippy::type_complexity)] // it is what Python gets
     fn retain(&self, py: Python<'_>, made: Vec<u64>) -> PyResult<(Vec<u64>, Vec<(String, String)>)> {
         let retained = self.locked(py, |retention| retention.retain(&made))?;

@@ -38,9 +38,9 @@ fn by_name<S: serde::Serializer>(kind: &Kind, serializer: S) -> std::result::Res
     serializer.serialize_str(kind.name())
 }
 
-/// Copies each committed step of the run at `from` that the run at `to` does not have, oldest first. Steps that only the
-/// target has stay. A step that is damaged, that the target has from elsewhere or that leaves meanwhile does not keep
-/// those behind it.
+/// Copies each committed step of the run at `from` that the run at `to` does not have, oldest first. Steps that only
+/// the target has stay. A step that is damaged, that the target has from elsewhere or that leaves meanwhile does not
+/// keep those behind it.
 ///
 /// # Errors
 /// As [`copy`](super::copy) for what concerns every step: stores that are away, full or refuse. Steps before are

@@ -106,7 +106,8 @@ type Hook = dyn Fn(&'static str, &Path) -> Option<Sys<()>> + Send + Sync;
 #[derive(Clone)]
 pub(crate) struct Hooked<D: Disk> {
     disk: D,
-    /// Asked before a file is opened, or made durable or published, or a directory: what to return instead, if anything.
+    /// Asked before a file is opened, or made durable or published, or a directory: what to return instead, if
+    /// anything.
     hook: Arc<Hook>,
 }
 

@@ -111,7 +111,10 @@ impl Store for Dying {
     fn sync(&self, names: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.sync(names) }
     fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
     fn delete(&self, name: &str) -> Result<()> { self.life.goes_on()?; self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.delete_all(objects, dirs) }
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.delete_all(objects, dirs)
+    }
     fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
     fn location(&self) -> Option<Location> { self.store.location() }
     fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
@@ -270,7 +273,8 @@ fn attempts(url: &str) -> BTreeSet<String> {
     objects(url).keys().filter_map(|name| attempt_of(name)).map(str::to_owned).collect()
 }
 
-/// What a copy to a place does to one that is under way, at each of its operations, when it is killed at any of its own.
+/// What a copy to a place does to one that is under way, at each of its operations, when it is killed at any of its
+/// own.
 #[test]
 fn copies_that_meet_leave_one_whole_checkpoint() {
     let from = save_ranks("memory://duplicate/meet", Some(7), two_ranks());

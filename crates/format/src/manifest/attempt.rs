@@ -8,8 +8,8 @@ use crate::name::{attempt_of, check_attempt};
 
 impl Manifest {
     /// The bytes that the manifest `bytes` has under the name `attempt`: that stands for its own attempt, and for those
-    /// in the paths of its data files. Everything else stays, byte by byte, also what only a later version knows; so two
-    /// manifests describe the same checkpoint if they are equal under one name.
+    /// in the paths of its data files. Everything else stays, byte by byte, also what only a later version knows; so
+    /// two manifests describe the same checkpoint if they are equal under one name.
     ///
     /// # Errors
     /// As [`Manifest::decode`]; `Invalid` for what is no attempt; `Unsupported` if the manifest spells its attempt in

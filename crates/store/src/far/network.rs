@@ -1,8 +1,8 @@
 //! The HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
 //!
 //! Every request passes through [`Connections`], the only place that knows the HTTP library: there it is counted, and
-//! cut when nothing has moved for [`STILL_MAX`], when its answer drips, and when that does not end. The client library above repeats nothing: whether a request is made
-//! again is decided by whoever called the store.
+//! cut when nothing has moved for [`STILL_MAX`], when its answer drips, and when that does not end. The client library
+//! above repeats nothing: whether a request is made again is decided by whoever called the store.
 
 use std::collections::HashSet;
 use std::fmt;

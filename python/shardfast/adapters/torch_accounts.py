@@ -18,6 +18,7 @@ from torch import nn
 from ..catalog import Refused
 from .torch_capture import SAYING, is_dtensor
 from .torch_groups import equal
+from .torch_placement import placements_of
 
 Said = list[tuple[list[str | int], object]]
 """Plain values of a state dict, each with the keys and positions that lead to it."""
@@ -53,6 +54,13 @@ def loads_by_itself(optimizer: Any) -> bool:
     """Whether a load of a state dict may do more than to put its entries into the state and the groups."""
     own_setstate = not type(optimizer).__setstate__.__module__.startswith("torch.")
     return own_setstate or _has_own(optimizer, "load_state_dict")
+
+
+def makes_state_by_shape(optimizer: Any) -> bool:
+    """Whether its class may make other state for a parameter of another shape, such as factored moments of matrices."""
+    makers = (kind for kind in type(optimizer).__mro__ if vars(kind).keys() & {"step", "_init_group"})
+    maker = next(makers, torch.optim.Optimizer)
+    return not maker.__module__.startswith("torch.") or maker is torch.optim.Adafactor
 
 
 class Taken:
@@ -137,6 +145,58 @@ def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[An
         path, value = found[0]
         raise Refused(_left_out(class_of(optimizer), path, f"{value!r}, which its load_state_dict() ignores"))
     return found
+
+
+def expect_entries(holders: Sequence[Any]) -> None:
+    """Refuses state that has no name: of tensors in no group, under keys that are no texts, or in no dict.
+
+    Raises:
+        Refused: Naming the class and the key.
+    """
+    for holder in holders:
+        known = {id(parameter) for group in holder.param_groups for parameter in group["params"]}
+        for key, entries in holder.state.items():
+            if not isinstance(key, torch.Tensor):
+                names: Collection[object] = (key,)
+            elif id(key) not in known:
+                raise Refused(
+                    f"a {class_of(holder)} has state of a tensor of shape {tuple(key.shape)} that is in none of its "
+                    "groups, so it has no name: keep that state under a text, or add the tensor to a group"
+                )
+            elif isinstance(entries, dict):
+                names = entries
+            else:
+                raise Refused(
+                    f"a {class_of(holder)} has a {type(entries).__name__} as the state of a parameter of shape "
+                    f"{tuple(key.shape)}: expected a dict from names to its parts"
+                )
+            for odd in (name for name in names if type(name) is not str):
+                raise Refused(
+                    f"a {class_of(holder)} has state under {odd!r}, which is no text, and the names of a checkpoint "
+                    f"are texts: keep it under {str(odd)!r}"
+                )
+
+
+def expect_whole(leaf: str, parameter: Any, value: object, *, is_part: bool) -> None:
+    """Refuses tensors in a container whose parameter is sharded: which part of what they are, nothing says.
+
+    Args:
+        leaf: Its name.
+        parameter: What the optimizer steps.
+        value: The container.
+        is_part: Whether ``parameter`` is a part of others.
+
+    Raises:
+        Refused: Naming the leaf.
+    """
+    found = list(tensors_in(value))
+    placements = placements_of(parameter) if is_dtensor(parameter) else ()
+    is_sharded = is_part or not all(placement.is_replicate() for placement in placements)
+    if found and (is_sharded or any(map(is_dtensor, found))):
+        raise Refused(
+            f"{leaf} is a {type(value).__name__} that holds tensors, and its parameter is sharded: keep each tensor "
+            "directly in state[parameter], under a name of its own, where it is sharded like the parameter"
+        )
 
 
 def expect_no_more(optimizer: Any, beside: Collection[int], names: Mapping[int, object], known: Sequence[Any]) -> None:

@@ -115,6 +115,61 @@ def test_a_value_that_is_not_taken_back_is_an_error_of_the_load(tmp_path):
         sf.load(tmp_path / "one", {"model": into, **held(Forgetful(momentum(into)))})
 
 
+class Alike(SGD):
+    """Says a number of its own, which the state may have, too."""
+
+    def __init__(self, parameters, count, place):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.count, self.place = count, place
+
+    def state_dict(self):
+        said = super().state_dict()
+        (said if self.place == "top" else said["state"])["count"] = self.count
+        return said
+
+    def load_state_dict(self, said):
+        if self.place == "top":
+            self.count = said["count"]
+        super().load_state_dict({"state": said["state"], "param_groups": said["param_groups"]})
+
+
+def test_a_number_that_the_state_has_too_is_not_taken_for_it(tmp_path):
+    model = net()
+    optimizer = Alike(model.parameters(), 1, "top")
+    step(model, optimizer)
+    optimizer.state["steps"] = 1
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), 0, "top")
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+    assert other.count == 1 and other.state["steps"] == 1
+
+
+@pytest.mark.parametrize(("saved", "here"), [(1, 0), (0.0, -0.0), (1, True), (1, 1.0), (float("nan"), 0.0)])
+def test_a_number_that_hides_one_of_the_state_is_refused_if_it_is_another_after_the_load(tmp_path, saved, here):
+    model = net()
+    optimizer = Alike(model.parameters(), saved, "state")
+    step(model, optimizer)
+    optimizer.state["count"] = saved
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), here, "state")
+    other.state["count"] = here
+    with pytest.raises(sf.Invalid, match=r"optimizer: a \S+Alike says .* beside its state after the load, and None in"):
+        sf.load(tmp_path / "one", {"model": model, **held(other)})
+    other.count = saved
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+
+
+@pytest.mark.parametrize("count", [float("nan"), -0.0, 2**70, (1, [None, float("inf")])])
+def test_any_number_of_a_wrapper_comes_back(tmp_path, count):
+    model = net()
+    optimizer = Alike(model.parameters(), count, "top")
+    step(model, optimizer)
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), 0, "top")
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+    assert repr(other.count) == repr(count)
+
+
 class Sums(Around):
     """Says tensors that are in no state."""
 
@@ -147,6 +202,21 @@ class Boxed(Around):
 
     def state_dict(self):
         return {"state": {}, "param_groups": []}
+
+
+class BoxedAround(Boxed):
+    """Holds in an object an optimizer that has no state of its own, around one that has."""
+
+    def __init__(self, optimizer):
+        super().__init__(Around(optimizer))
+        self.box.optimizer.state = {}
+
+
+class Empty(Around):
+    """Says a tensor without elements that is in no state."""
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "none": torch.zeros(0, dtype=torch.float64)}
 
 
 class Hooked(SGD):
@@ -188,6 +258,11 @@ class Averaging(Around):
 REFUSED = [
     (lambda model: Sums(momentum(model)), r"Sums has a tensor of shape \(4, 8\) under sums\.0, and it is not in the"),
     (lambda model: Boxed(momentum(model)), r"Boxed holds a \S+SGD that steps the same parameters in .* its \.box"),
+    (
+        lambda model: BoxedAround(momentum(model)),
+        r"BoxedAround holds a \S+Around that steps the same parameters in .* its \.box",
+    ),
+    (lambda model: Empty(momentum(model)), r"Empty has a tensor of shape \(0,\) under none, and it is not in the"),
     (lambda model: Hooked(model.parameters()), r"Hooked has 3, which its load_state_dict\(\) ignores under more,"),
     (lambda model: Inside(model.parameters(), lr=0.1, momentum=0.9), r"Inside has 3, which .* under state\.more,"),
     (lambda model: Group(model.parameters(), lr=0.1), r"Group has a parameter group that is not one of its param"),
@@ -302,6 +377,12 @@ def test_state_is_what_was_loaded_whatever_an_own_load_casts(tmp_path):
     moment = other.state[into.weight]["moment"]
     assert other.loads == 1 and moment.dtype is torch.float32
     assert torch.equal(moment, optimizer.state[model.weight]["moment"])
+    # Also if a cast changes no value.
+    for parameter in model.parameters():
+        optimizer.state[parameter]["moment"] = torch.ones_like(parameter, dtype=torch.float32)
+    sf.save(tmp_path / "ones", {"model": model, **held(optimizer)})
+    sf.load(tmp_path / "ones", {"model": into, **held(other)})
+    assert other.state[into.weight]["moment"].dtype is torch.float32
 
 
 # Who owns a parameter

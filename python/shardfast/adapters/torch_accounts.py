@@ -73,6 +73,7 @@ class Taken:
         self._of_tensor: dict[object, list[dict[Any, Any]]] = {}
         self._small: list[torch.Tensor] = []
         self._objects: set[object] = set()
+        self._of_none: dict[object, list[object]] = {}
         for holder in holders:
             for key, entries in holder.state.items():
                 for name, item in entries.items() if isinstance(key, torch.Tensor) else [(key, entries)]:
@@ -84,7 +85,10 @@ class Taken:
                             self._small.append(tensor)
                         if isinstance(entries, dict):
                             self._of_tensor.setdefault(_memory(tensor), []).append(entries)
-                self._entries[id(entries)] = entries
+                if not isinstance(key, torch.Tensor):
+                    self._of_none.setdefault(key, []).append(entries)
+                if isinstance(entries, (dict, list, torch.Tensor)):  # equal plain values may be one object
+                    self._entries[id(entries)] = entries
 
     def rest(self, said: object, path: tuple[Any, ...], of: str) -> Iterator[tuple[list[str | int], object]]:
         """The plain values of a state dict that a save does not take, with what leads there.
@@ -97,7 +101,7 @@ class Taken:
         if path and path[-1] in self._objects:
             return  # an object of a class of its own in the state, which is saved as a value or refused by its name
         if isinstance(said, torch.Tensor):
-            if said.numel() and _memory(said) not in self._tensors and not self._is_copy(said):
+            if _memory(said) not in self._tensors and not self._is_copy(said):
                 raise Refused(_left_out(of, path, f"a tensor of shape {tuple(said.shape)}"))
         elif isinstance(said, Mapping):
             if self._has(said):
@@ -109,7 +113,9 @@ class Taken:
                     raise Refused(_left_out(of, path, f"the key {key!r}, no text or whole number"))
                 yield from self.rest(value, (*path, key), of)
         elif _is_plain(said):
-            yield list(path), said
+            is_taken = path[-2:-1] == ("state",) and any(equal(said, one) for one in self._of_none.get(path[-1], []))
+            if not is_taken:
+                yield list(path), said
         elif isinstance(said, (list, tuple)):
             for number, value in enumerate(said):
                 yield from self.rest(value, (*path, number), of)
@@ -214,7 +220,7 @@ def expect_no_more(optimizer: Any, beside: Collection[int], names: Mapping[int, 
         for hidden in _optimizers_below(value, 2):
             owned = {id(one) for group in hidden.param_groups for one in group["params"]}
             shares = any(id(one) in owned for group in optimizer.param_groups for one in group["params"])
-            if hidden.state and shares and not any(hidden is one or _leads_to(hidden, one) for one in known):
+            if _has_state(hidden) and shares and not any(hidden is one or _leads_to(hidden, one) for one in known):
                 raise Refused(
                     f"a {class_of(optimizer)} holds a {class_of(hidden)} that steps the same parameters in an object "
                     f"that is its .{attribute}, where a save does not look: put that optimizer into the state instead"
@@ -259,11 +265,14 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
     """
     of = class_of(optimizer)
     before = [
-        (holder, key, name, value)
+        (holder, path, value)
         for holder in holders
         for key, entries in holder.state.items()
-        if isinstance(key, torch.Tensor)
-        for name, value in entries.items()
+        for path, value in (
+            [((key, name), value) for name, value in entries.items()]
+            if isinstance(key, torch.Tensor)
+            else [((key,), entries)]
+        )
     ]
     said = _said(optimizer)
     for path, value in given:
@@ -272,10 +281,10 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
         optimizer.load_state_dict(said)
     except Exception as error:
         raise Refused(f"the load_state_dict() of a {of} raised {type(error).__name__}: {error}") from error
-    for holder, key, name, value in before:
-        now = holder.state.get(key, {}).get(name)
-        if now is not value and not (type(now) is type(value) and equal(now, value)):
-            holder.state[key][name] = value
+    for holder, path, value in before:
+        now = _get(holder.state, path)
+        if now is not value and not equal(now, value):
+            (holder.state if len(path) == 1 else holder.state[path[0]])[path[-1]] = value
     now = _said(optimizer) if given else {}
     for path, value in given:
         if not equal(_get(now, path), value):
@@ -369,16 +378,32 @@ def _optimizers_below(value: Any, depth: int) -> Iterator[Any]:
                 yield from _optimizers_below(item, depth - 1)
 
 
+def _has_state(optimizer: Any) -> bool:
+    """Whether it, or an optimizer that it holds, has state."""
+    found = [optimizer]
+    for one in found:  # which grows meanwhile
+        found += [held for held in _held_by(one) if not any(held is other for other in found)]
+    return any(one.state for one in found)
+
+
 def _leads_to(outer: Any, optimizer: Any) -> bool:
     """Whether an optimizer holds another one, in a container, too."""
-    return any(value is optimizer or _holds(value, optimizer, 3) for value in vars(outer).values())
+    return any(held is optimizer for held in _held_by(outer))
 
 
-def _holds(value: Any, optimizer: Any, depth: int) -> bool:
-    if not depth or not isinstance(value, (dict, list, tuple)):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return any(item is optimizer or _holds(item, optimizer, depth - 1) for item in items)
+def _held_by(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that are its attributes, or stand in containers that are."""
+    for name, value in vars(optimizer).items():
+        if name not in LISTED:
+            yield from _optimizers_in(value, 3)
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.optim.Optimizer) and not isinstance(value, weakref.ProxyTypes):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item, depth - 1)
 
 
 def _values_of(said: object) -> Iterator[object]:

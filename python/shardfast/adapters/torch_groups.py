@@ -125,7 +125,15 @@ def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values of an optimizer are the same."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one == other
+    """Whether two values of an optimizer are the same in type and value; numbers are also told apart by a zero's sign."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # what is not a number equals itself here
+    return bool(one == other)

@@ -408,13 +408,14 @@ class Optimizers:
                 else:
                     self._states[0][name.removeprefix("global.")] = value
             put_into(groups)
-            self._load_by_themselves(own)
+            self._load_by_themselves(own, strict)
 
         missing = [name for name in absent if name not in gone]
         return Restored(install, missing, unexpected)
 
-    def _load_by_themselves(self, own: Mapping[str, accounts.Said]) -> None:
+    def _load_by_themselves(self, own: Mapping[str, accounts.Said], strict: bool) -> None:
         """What a load of a state dict does beside filling state and groups: own methods, then hooks."""
+        holders = [held.holder for held in self._held]
         loaded: set[int] = set()  # those whose hooks ran in the load of one that wraps them
         every = (one for held in self._held for one in (*held.outer, held.optimizer, held.holder))
         for optimizer in dict.fromkeys(every):
@@ -423,10 +424,16 @@ class Optimizers:
             if any(optimizer is level for level in self._levels) and accounts.loads_by_itself(optimizer):
                 with accounts.loads_noticed(self._levels, loaded):
                     given = own.get(class_of(optimizer), [])
-                    accounts.load_by_itself(optimizer, given, [held.holder for held in self._held])
+                    accounts.load_by_itself(optimizer, given, holders)
             if id(optimizer) not in loaded:
                 for hook in accounts.hooks(optimizer, accounts.AFTER_LOADS):
                     hook(optimizer)
+        for optimizer in filter(accounts.says_more, self._levels if strict else ()):
+            now, saved = accounts.own_values(optimizer, holders, self.parameters.values()), own.get(class_of(optimizer))
+            if not equal(now, saved or []):
+                raise Refused(
+                    f"a {class_of(optimizer)} says {now} beside its state after the load, and {saved} in the checkpoint"
+                )
 
     def _expect_one_value_each(self, entries: Mapping[str, object]) -> None:
         """Refuses values that differ for parameters of one flat parameter, which has one of each."""

@@ -8,6 +8,7 @@ from test_accounts import held, momentum, net, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 # Groups
@@ -129,6 +130,38 @@ def laid_out(layout, seed=0):
     if layout == "plain":
         return net(seed)
     return FSDP(net(seed), use_orig_params=layout == "fsdp1 orig", device_id=torch.device("cpu"))
+
+
+class Replicating(Optimizer):
+    """Keeps one number for each row, all of them on each rank."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            whole = [Replicate()] * parameter.device_mesh.ndim
+            self.state[parameter]["rows"] = (
+                parameter.grad.abs().reshape(len(parameter), -1).sum(1).redistribute(placements=whole)
+            )
+
+
+def check_replicated(rank, world, url):
+    model = laid_out("fsdp2")
+    optimizer = Replicating(model.parameters())
+    step(model, optimizer)
+    sf.save(url, {"model": model, **held(optimizer)})
+    into = laid_out("fsdp2", 1)
+    other = Replicating(into.parameters())
+    sf.load(url, {"model": into, **held(other)})
+    for one, two in zip(model.parameters(), into.parameters(), strict=True):
+        rows, again = optimizer.state[one]["rows"], other.state[two]["rows"]
+        assert again.placements == (Replicate(),) and torch.equal(rows.to_local(), again.to_local())
+
+
+def test_state_that_was_whole_on_each_rank_beside_a_sharded_parameter_is_made_so(ranks, tmp_path):
+    ranks(2)(check_replicated, f"{tmp_path}/one")
 
 
 FLAT = ("fsdp1 orig", "fsdp1 flat")

@@ -265,10 +265,10 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
     """
     of = class_of(optimizer)
     before = [
-        (holder, path, value)
+        (holder, at, value)
         for holder in holders
         for key, entries in holder.state.items()
-        for path, value in (
+        for at, value in (
             [((key, name), value) for name, value in entries.items()]
             if isinstance(key, torch.Tensor)
             else [((key,), entries)]
@@ -281,10 +281,10 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
         optimizer.load_state_dict(said)
     except Exception as error:
         raise Refused(f"the load_state_dict() of a {of} raised {type(error).__name__}: {error}") from error
-    for holder, path, value in before:
-        now = _get(holder.state, path)
+    for holder, at, value in before:
+        now = _get(holder.state, at)
         if now is not value and not equal(now, value):
-            (holder.state if len(path) == 1 else holder.state[path[0]])[path[-1]] = value
+            (holder.state if len(at) == 1 else holder.state[at[0]])[at[-1]] = value
     now = _said(optimizer) if given else {}
     for path, value in given:
         if not equal(_get(now, path), value):
@@ -421,7 +421,7 @@ def _put(said: Any, path: Sequence[str | int], value: object, of: str) -> None:
     raise Refused(f"the state_dict() of a {of} has no place for {_shown(path)}, which the checkpoint has")
 
 
-def _get(said: Any, path: Sequence[str | int]) -> Any:
+def _get(said: Any, path: Sequence[Any]) -> Any:
     for key in path:
         try:
             said = said[key]

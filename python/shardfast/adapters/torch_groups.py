@@ -125,7 +125,7 @@ def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values of an optimizer are the same in type and value; numbers are also told apart by a zero's sign."""
+    """Whether two values of an optimizer are the same in type and value, and in the sign of a number that is zero."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

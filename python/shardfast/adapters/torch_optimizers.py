@@ -303,7 +303,8 @@ class Optimizers:
             device = torch.device("meta" if dry else "cpu" if on_host else at.device)
             if part is not None:
                 return self._create_part(name, (id(parameter), _unquoted(place[1])), part, shape, kind, device)
-            if shape == tuple(parameter.shape) and not is_step:
+            was_replicated = bool(layout) and "Shard" in beside and "Shard" not in layout
+            if shape == tuple(parameter.shape) and not is_step and not was_replicated:
                 made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
                 if wraps(made):  # as its parameter does; optimizers begin with zeros, which are often plain
                     made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
@@ -313,7 +314,7 @@ class Optimizers:
             # State of another shape than its parameter (row-wise, factored) is sharded if it was, or if the saving job
             # did not shard the parameter: there its optimizer computed it from plain gradients.
             if is_dtensor(parameter) and shape and (layout or not beside):
-                return empty_beside(parameter, shape, kind, device)
+                return empty_beside(parameter, shape, kind, device, is_replicated=was_replicated)
             return torch.empty(shape, dtype=kind, device=device)
 
     def _expect_made_here(self, owned: _Owned, layout: str) -> None:

@@ -176,16 +176,18 @@ def _placed(
     return Placed(tuple(shape), regions, starts, local_shape, _text(same.mesh, placements), holders)
 
 
-def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device) -> Any:
+def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device, *, is_replicated: bool) -> Any:
     """A new ``DTensor`` of ``shape`` on the mesh of ``parameter``: state of it that has other dimensions.
 
     It is sharded like the parameter if its dimensions are certainly some of the parameter's, as with row-wise and
-    factored moments; else it is replicated, which is correct for every step and takes more memory.
+    factored moments; else, or with ``is_replicated``, it is replicated, which takes more memory. Norms of the two
+    round differently.
     """
     whole = tuple(parameter.shape)
     placements = []
     for placement in placements_of(parameter):
-        axis = _axis_of(placement.dim, whole, shape) if type(placement) is torch.distributed.tensor.Shard else None
+        is_cut = not is_replicated and type(placement) is torch.distributed.tensor.Shard
+        axis = _axis_of(placement.dim, whole, shape) if is_cut else None
         placements.append(torch.distributed.tensor.Replicate() if axis is None else type(placement)(axis))
     mesh = parameter.device_mesh
     sizes, coordinate = tuple(map(int, mesh.shape)), mesh.get_coordinate()

@@ -430,8 +430,9 @@ class Optimizers:
                 for hook in accounts.hooks(optimizer, accounts.AFTER_LOADS):
                     hook(optimizer)
         for optimizer in filter(accounts.says_more, self._levels if strict else ()):
-            now, saved = accounts.own_values(optimizer, holders, self.parameters.values()), own.get(class_of(optimizer))
-            if not equal(now, saved or []):
+            said = (accounts.own_values(optimizer, holders, self.parameters.values()), own.get(class_of(optimizer), []))
+            now, saved = ({".".join(map(str, path)): value for path, value in one} for one in said)
+            if not equal(now, saved):
                 raise Refused(
                     f"a {class_of(optimizer)} says {now} beside its state after the load, and {saved} in the checkpoint"
                 )

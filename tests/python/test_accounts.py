@@ -505,6 +505,8 @@ def test_a_dot_in_a_states_name_is_part_of_the_name(tmp_path, key):
 def test_state_of_another_tensor_or_in_no_dict_is_refused(tmp_path):
     model = net()
     optimizer = momentum(model)
+    assert not optimizer.state[torch.zeros(7)], "to ask for it makes an entry"
+    sf.save(tmp_path / "none", {"model": model, **held(optimizer)})
     optimizer.state[torch.zeros(7)] = {"m": torch.zeros(7)}
     with pytest.raises(sf.Invalid, match=r"SGD has state of a tensor of shape \(7,\) that is in none of its groups"):
         sf.save(tmp_path / "one", {"model": model, **held(optimizer)})

@@ -208,8 +208,7 @@ class BoxedAround(Boxed):
     """Holds in an object an optimizer that has no state of its own, around one that has."""
 
     def __init__(self, optimizer):
-        super().__init__(Around(optimizer))
-        self.box.optimizer.state = {}
+        super().__init__(Boxed(Around(optimizer)))
 
 
 class Empty(Around):
@@ -260,7 +259,7 @@ REFUSED = [
     (lambda model: Boxed(momentum(model)), r"Boxed holds a \S+SGD that steps the same parameters in .* its \.box"),
     (
         lambda model: BoxedAround(momentum(model)),
-        r"BoxedAround holds a \S+Around that steps the same parameters in .* its \.box",
+        r"BoxedAround holds a \S+Boxed that steps the same parameters in .* its \.box",
     ),
     (lambda model: Empty(momentum(model)), r"Empty has a tensor of shape \(0,\) under none, and it is not in the"),
     (lambda model: Hooked(model.parameters()), r"Hooked has 3, which its load_state_dict\(\) ignores under more,"),

@@ -381,10 +381,12 @@ def _optimizers_below(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _has_state(optimizer: Any) -> bool:
-    """Whether it, or an optimizer that it holds, has state."""
+    """Whether it, or an optimizer that it holds, in an object, too, has state."""
     found = [optimizer]
     for one in found:  # which grows meanwhile
-        found += [held for held in _held_by(one) if not any(held is other for other in found)]
+        attributes = [value for name, value in vars(one).items() if name not in LISTED]
+        below = [*_held_by(one), *_optimizers_below(attributes, 3)]
+        found += [held for held in below if not any(held is other for other in found)]
     return any(one.state for one in found)
 
 

@@ -159,6 +159,26 @@ def test_a_number_that_hides_one_of_the_state_is_refused_if_it_is_another_after_
     sf.load(tmp_path / "one", {"model": model, **held(other)})
 
 
+class Hiding(SGD):
+    """Says its own number in the place of one of its group."""
+
+    weight = 0.0
+
+    def state_dict(self):
+        said = super().state_dict()
+        return {**said, "param_groups": [{**group, "weight": self.weight} for group in said["param_groups"]]}
+
+
+def test_a_number_that_hides_one_of_the_group_is_told_apart_by_its_sign(tmp_path):
+    model = net()
+    optimizer, other = Hiding(model.parameters(), lr=0.1), Hiding(model.parameters(), lr=0.1)
+    optimizer.weight = optimizer.param_groups[0]["weight"] = -0.0
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other.param_groups[0]["weight"] = 0.0
+    with pytest.raises(sf.Invalid, match=r"Hiding has a parameter group that is not one of its param_groups"):
+        sf.load(tmp_path / "one", {"model": model, **held(other)})
+
+
 @pytest.mark.parametrize("count", [float("nan"), -0.0, 2**70, (1, [None, float("inf")])])
 def test_any_number_of_a_wrapper_comes_back(tmp_path, count):
     model = net()

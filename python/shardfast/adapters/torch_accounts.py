@@ -347,7 +347,7 @@ def _same(one: object, other: object) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, _PLAIN) and type(one) is type(other) and one == other
+    return isinstance(one, _PLAIN) and equal(one, other)
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

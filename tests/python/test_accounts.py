@@ -159,6 +159,36 @@ def test_a_number_that_hides_one_of_the_state_is_refused_if_it_is_another_after_
     sf.load(tmp_path / "one", {"model": model, **held(other)})
 
 
+class Copying(SGD):
+    """Says a tensor among its state, which loads as if it were state."""
+
+    count = torch.zeros(())
+
+    def state_dict(self):
+        said = super().state_dict()
+        return {**said, "state": {**said["state"], "count": self.count}}
+
+
+def test_what_is_said_among_the_state_does_not_become_state_by_a_load(tmp_path):
+    model = net()
+    inside, other = (Copying(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    step(model, inside)
+    inside.count = torch.tensor(3.0)
+    inside.state["steps"] = torch.tensor(3.0)
+    other.state["steps"] = torch.tensor(0.0)
+    sf.save(tmp_path / "one", {"model": model, **held(Forwarding(inside))})
+    with pytest.raises(sf.Invalid, match=r"has a tensor of shape \(\) under state\.count"):
+        sf.load(tmp_path / "one", {"model": model, **held(Forwarding(other))})
+
+
+class Forwarding(Around):
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, said):
+        self.optimizer.load_state_dict(said)
+
+
 class Hiding(SGD):
     """Says its own number in the place of one of its group."""
 

@@ -287,6 +287,12 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
         now = _get(holder.state, at)
         if now is not value and not equal(now, value):
             (holder.state if len(at) == 1 else holder.state[at[0]])[at[-1]] = value
+    of_none = {(id(holder), at[0]) for holder, at, _ in before if len(at) == 1}
+    for holder in holders:
+        # What the optimizer says in the place of its state, PyTorch's own method takes for state.
+        for key in [key for key in holder.state if not isinstance(key, torch.Tensor)]:
+            if (id(holder), key) not in of_none:
+                del holder.state[key]
     now = _said(optimizer) if given else {}
     for path, value in given:
         if not equal(_get(now, path), value):

@@ -169,7 +169,7 @@ class Window:
         session: Session,
         described: Described,
         owner: object,
-        classes: Sequence[tuple[str, str, str, str, str | None]],
+        classes: Sequence[tuple[str, str, str, str, bool | None, str | None]],
         units: Sequence[tuple[int, int, Sequence[int]]],
         streams: Mapping[int, int],
         is_waited: bool,

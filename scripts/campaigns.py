@@ -69,6 +69,20 @@ STEPS = [
             {"SHARDFAST_AHEAD_KILLS": 200}, *pytest("-o", "faulthandler_timeout=0", "tests/python/test_ahead_kills.py")
         ),
     ),
+    Step(
+        "optimizers made at random",
+        given(
+            {"SHARDFAST_GENERATED_OPTIMIZERS": 20000},
+            *pytest("-o", "faulthandler_timeout=0", "tests/python/test_generated_optimizers.py"),
+        ),
+    ),
+    Step(
+        "every optimizer in every layout",
+        given(
+            {"SHARDFAST_OPTIMIZERS_ONE_IN": 1},
+            *pytest("-o", "faulthandler_timeout=0", "tests/python/test_optimizer_table.py"),
+        ),
+    ),
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),

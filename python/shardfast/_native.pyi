@@ -169,7 +169,7 @@ class Window:
         session: Session,
         described: Described,
         owner: object,
-        classes: Sequence[tuple[str, str, str, str, str | None]],
+        classes: Sequence[tuple[str, str, str, str, bool | None, str | None]],
         units: Sequence[tuple[int, int, Sequence[int]]],
         streams: Mapping[int, int],
         is_waited: bool,
@@ -488,7 +488,8 @@ class Retention:
     def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]]]:
         """Takes back the committed checkpoints that no rule keeps: their files are deleted later.
 
-        ``made`` are the steps whose saves this process has begun, in that order, the newest last. Returns their steps; and the URLs of those that stay because of foreign files, each with the reason.
+        ``made`` are the steps whose saves this process has begun, in that order, the newest last. Returns their steps;
+        and the URLs of those that stay because of foreign files, each with the reason.
         """
 
     def clear(self, steps: Sequence[int] | None) -> list[int]:

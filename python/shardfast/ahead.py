@@ -210,7 +210,7 @@ class Ahead:
             found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
             self._steps, self._of = [steps for steps in found if steps is not None], described
             self._bytes = _bytes_of([unit for steps in self._steps for unit in steps.units])
-        known = {unit: self._variants.get(unit[:5]) for steps in self._steps for unit in steps.units}
+        known = {unit: self._variants.get(unit[:6]) for steps in self._steps for unit in steps.units}
         if not known:
             refused = [steps.reason for steps in self._steps if steps.reason]
             self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
@@ -223,20 +223,20 @@ class Ahead:
             self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
             return
         classes: dict[Hashable, int] = {}
-        given: list[tuple[str, str, str, str, str | None]] = []
+        given: list[tuple[str, str, str, str, bool | None, str | None]] = []
         units: list[tuple[int, int, Ints]] = []
         numbers: list[list[int]] = []
         for steps in self._steps:
             numbers.append([])
             for unit in steps.units:
-                kind = unit[:5]
+                kind = unit[:6]
                 variant = self._variants.get(kind, (None, ""))[0]
                 if not rehearses and variant is None:
                     numbers[-1].append(-1)
                     continue
                 if kind not in classes:
                     classes[kind] = len(classes)
-                    given.append((*kind[:4], None if rehearses else variant))
+                    given.append((*kind[:5], None if rehearses else variant))
                 numbers[-1].append(len(units))
                 units.append((classes[kind], unit.numel, unit.addresses))
         if not units:

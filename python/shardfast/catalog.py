@@ -499,6 +499,7 @@ class Bundle(Protocol):
         *,
         strict: bool,
         absent: Sequence[str] = (),
+        decisive: Mapping[str, int] = {},
     ) -> Restored:
         """Checks what was loaded and returns the call that installs it.
 
@@ -508,6 +509,7 @@ class Bundle(Protocol):
             parameter: As in :meth:`renamed`, for the names of parameters inside values.
             strict: Whether values must cover all that is here.
             absent: Leaves that are here and not in the checkpoint, of those that :meth:`drops` names.
+            decisive: For a value that merges, how many of the copies decide: the first ones, each over those behind it.
 
         Raises:
             Refused: If the values do not fit; nothing has changed then.

@@ -222,7 +222,7 @@ class Checkpointer:
         self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
 
     def _begin_at(self, step: int) -> None:
-        """Refuses to save into a run whose checkpoints a restart would restore instead, or moves them out of the way."""
+        """Refuses to save into a run whose checkpoints a restart would restore instead; or moves these away."""
         if self._free_from is not None and self._free_from <= step:
             return
         expect_step(step)

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from .catalog import SavedObject
 from .errors import Invalid
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -52,6 +53,29 @@ class Options:
             for pattern in self.only
             for whole in [name if "/" in pattern else key]
         )
+
+    def copy_for(self, leaf: SavedObject, rank: int, world: int, saved_world: int) -> int | None:
+        """The copy of a value that a rank takes: its own, or by the user's choice when there is none."""
+        own = _copy_of(leaf, rank) if world == saved_world else None
+        if own is not None or self.per_rank == "error":
+            return own
+        return _copy_of(leaf, rank % saved_world if self.per_rank == "index" else 0)
+
+    def ranked(self, leaf: SavedObject, first: int | None) -> tuple[list[int], int]:
+        """All copies of a value that merges: ``first``, which :meth:`copy_for` gives, then by their lowest ranks.
+
+        Returns:
+            The copies, and how many of them decide, each over those behind it. The others must agree.
+        """
+        order = sorted(range(len(leaf.copies)), key=lambda copy: (copy != first, leaf.copies[copy][0][0][0]))
+        return order, len(order) if self.per_rank != "error" else int(first is not None)
+
+
+def _copy_of(leaf: SavedObject, rank: int) -> int | None:
+    for index, (ranks, _) in enumerate(leaf.copies):
+        if any(start <= rank < stop for start, stop in ranks):
+            return index
+    return None
 
 
 @dataclass

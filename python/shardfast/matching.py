@@ -76,12 +76,14 @@ class _Received:
         created: Tensors that were made for it, by leaf name.
         values: Its loaded values, likewise.
         absent: Leaves that it has and the checkpoint does not, which it drops.
+        decisive: Of values that merge the number of copies that decide, by leaf name.
     """
 
     entry: BundleEntry
     created: dict[str, Any] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    decisive: dict[str, int] = field(default_factory=dict)
 
 
 class Matching:
@@ -345,18 +347,28 @@ class Matching:
         self._want(saved, adapter, tensor, destination, name)
         return tensor
 
-    def _value(self, leaf: SavedLeaf, place: str, receive: Put, current: object, merges: bool = False) -> None:
-        """Adds wants for the saved value of a leaf, and for the tensors that it refers to."""
+    def _value(
+        self, leaf: SavedLeaf, place: str, receive: Put, current: object, merged: Callable[[int], None] | None = None
+    ) -> None:
+        """Adds wants for the saved value of a leaf, and for the tensors that it refers to.
+
+        ``merged`` is called with the number of copies that decide, if ``receive`` gets all of them.
+        """
         if not isinstance(leaf, SavedObject):
             return
         name = f"{leaf.key}/{leaf.name}"
         name = self.plan.renamed.get(name, name)
-        copies = list(range(len(leaf.copies))) if merges else self._copies(leaf, name)
+        chosen = self._options.copy_for(leaf, self._rank, self._world, self._saved_world)
+        if merged is None:
+            copies = self._copies(leaf, name, chosen)
+        else:
+            copies, decisive = self._options.ranked(leaf, chosen)
+            merged(decisive)
         if not copies:
             return
         self.plan.values.append(name)
         now = {trail: (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
-        self._values.append(_Value(leaf, name, copies, place, receive, now, merges))
+        self._values.append(_Value(leaf, name, copies, place, receive, now, merged is not None))
 
     def _apart(self) -> None:
         """Sees to it that no element is written twice; then adds the wants of the tensors below values.
@@ -438,16 +450,11 @@ class Matching:
                 return tensor
         return self._allocate(saved, name)
 
-    def _copies(self, leaf: SavedObject, name: str) -> list[int]:
-        """The saved copy for this rank: its own, or by the user's choice when there is none."""
+    def _copies(self, leaf: SavedObject, name: str, chosen: int | None) -> list[int]:
+        """The saved copy for this rank."""
         if len(leaf.copies) == 1:
             return [0]
-        if self._world == self._saved_world:
-            own = _copy_of(leaf, self._rank)
-            if own is not None:
-                return [own]
-        chosen = _copy_of(leaf, self._rank % self._saved_world if self._options.per_rank == "index" else 0)
-        if self._options.per_rank != "error" and chosen is not None:
+        if chosen is not None:
             return [chosen]
         self.plan.problems.append(
             f"per rank: {name} was saved by {self._saved_world} ranks with {len(leaf.copies)} different values, and "
@@ -498,8 +505,9 @@ class Matching:
         saved = self._tensor_of(leaf)
         full = f"{entry.key}/{entry.prefix}{name}"
         if saved is None:
-            place, values = f"{entry.place}.{name}", bundle.values
-            self._value(leaf, place, lambda value: values.update({name: value}), current, entry.bundle.merges(name))
+            place, values, decisive = f"{entry.place}.{name}", bundle.values, bundle.decisive
+            merged = functools.partial(decisive.__setitem__, name) if entry.bundle.merges(name) else None
+            self._value(leaf, place, lambda value: values.update({name: value}), current, merged)
             return
         if not entry.bundle.accepts(name):
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
@@ -587,6 +595,7 @@ class Matching:
                     self._parameter(entry),
                     strict=self._options.strict,
                     absent=bundle.absent,
+                    decisive=bundle.decisive,
                 )
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused
@@ -671,13 +680,6 @@ def _written(adapter: Adapter, tensor: Any) -> Box | None:
         return adapter.written(tensor)
     except Refused:  # a load makes a new one in its place
         return None
-
-
-def _copy_of(leaf: SavedObject, rank: int) -> int | None:
-    for index, (ranks, _) in enumerate(leaf.copies):
-        if any(start <= rank < stop for start, stop in ranks):
-            return index
-    return None
 
 
 def _native_want(index: int, region: Any, memory: Memory) -> NativeWant:

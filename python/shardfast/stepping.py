@@ -12,6 +12,7 @@ class Stepped(NamedTuple):
         dtype: Of the parameter: ``"F32"`` or ``"BF16"``.
         moments: The dtype of all moments.
         device: ``"cpu"`` or ``"cuda"``.
+        is_fused: Whether one kernel makes the whole step; ``None`` if that is not known.
         arithmetic: What decides how the optimizer rounds: its class and flags. Equal for parameters stepped alike.
         numel: Elements of the tensor that the optimizer steps.
         addresses: Of the parameter and of its moments, each contiguous, in the order in which the step reads them.
@@ -21,6 +22,7 @@ class Stepped(NamedTuple):
     dtype: str
     moments: str
     device: str
+    is_fused: bool | None
     arithmetic: Hashable
     numel: int
     addresses: tuple[int, ...]

@@ -90,7 +90,8 @@ pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Optio
         }
     }
     let variant = Variant::named("sgd.fused.cpu.f32");
-    let class = Class { kind: OptimizerKind::Sgd, dtypes: Dtypes::F32, device: Device::Cpu, variant };
+    let class =
+        Class { kind: OptimizerKind::Sgd, dtypes: Dtypes::F32, device: Device::Cpu, is_fused: Some(true), variant };
     let window = Window::open(engine, &state.catalog, vec![class], units, None).ok()?;
     window.go_on(None).ok()?;
     let begun = Instant::now();

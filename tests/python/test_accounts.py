@@ -115,6 +115,111 @@ def test_a_value_that_is_not_taken_back_is_an_error_of_the_load(tmp_path):
         sf.load(tmp_path / "one", {"model": into, **held(Forgetful(momentum(into)))})
 
 
+class Alike(SGD):
+    """Says a number of its own, which the state may have, too."""
+
+    def __init__(self, parameters, count, place):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.count, self.place = count, place
+
+    def state_dict(self):
+        said = super().state_dict()
+        (said if self.place == "top" else said["state"])["count"] = self.count
+        return said
+
+    def load_state_dict(self, said):
+        if self.place == "top":
+            self.count = said["count"]
+        super().load_state_dict({"state": said["state"], "param_groups": said["param_groups"]})
+
+
+def test_a_number_that_the_state_has_too_is_not_taken_for_it(tmp_path):
+    model = net()
+    optimizer = Alike(model.parameters(), 1, "top")
+    step(model, optimizer)
+    optimizer.state["steps"] = 1
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), 0, "top")
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+    assert other.count == 1 and other.state["steps"] == 1
+
+
+@pytest.mark.parametrize(("saved", "here"), [(1, 0), (0.0, -0.0), (1, True), (1, 1.0), (float("nan"), 0.0)])
+def test_a_number_that_hides_one_of_the_state_is_refused_if_it_is_another_after_the_load(tmp_path, saved, here):
+    model = net()
+    optimizer = Alike(model.parameters(), saved, "state")
+    step(model, optimizer)
+    optimizer.state["count"] = saved
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), here, "state")
+    other.state["count"] = here
+    with pytest.raises(sf.Invalid, match=r"optimizer: a \S+Alike says .* beside its state after the load, and {} in"):
+        sf.load(tmp_path / "one", {"model": model, **held(other)})
+    other.count = saved
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+
+
+class Copying(SGD):
+    """Says a tensor among its state, which loads as if it were state."""
+
+    count = torch.zeros(())
+
+    def state_dict(self):
+        said = super().state_dict()
+        return {**said, "state": {**said["state"], "count": self.count}}
+
+
+def test_what_is_said_among_the_state_does_not_become_state_by_a_load(tmp_path):
+    model = net()
+    inside, other = (Copying(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    step(model, inside)
+    inside.count = torch.tensor(3.0)
+    inside.state["steps"] = torch.tensor(3.0)
+    other.state["steps"] = torch.tensor(0.0)
+    sf.save(tmp_path / "one", {"model": model, **held(Forwarding(inside))})
+    with pytest.raises(sf.Invalid, match=r"has a tensor of shape \(\) under state\.count"):
+        sf.load(tmp_path / "one", {"model": model, **held(Forwarding(other))})
+
+
+class Forwarding(Around):
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, said):
+        self.optimizer.load_state_dict(said)
+
+
+class Hiding(SGD):
+    """Says its own number in the place of one of its group."""
+
+    weight = 0.0
+
+    def state_dict(self):
+        said = super().state_dict()
+        return {**said, "param_groups": [{**group, "weight": self.weight} for group in said["param_groups"]]}
+
+
+def test_a_number_that_hides_one_of_the_group_is_told_apart_by_its_sign(tmp_path):
+    model = net()
+    optimizer, other = Hiding(model.parameters(), lr=0.1), Hiding(model.parameters(), lr=0.1)
+    optimizer.weight = optimizer.param_groups[0]["weight"] = -0.0
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other.param_groups[0]["weight"] = 0.0
+    with pytest.raises(sf.Invalid, match=r"Hiding has a parameter group that is not one of its param_groups"):
+        sf.load(tmp_path / "one", {"model": model, **held(other)})
+
+
+@pytest.mark.parametrize("count", [float("nan"), -0.0, 2**70, (1, [None, float("inf")])])
+def test_any_number_of_a_wrapper_comes_back(tmp_path, count):
+    model = net()
+    optimizer = Alike(model.parameters(), count, "top")
+    step(model, optimizer)
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    other = Alike(model.parameters(), 0, "top")
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+    assert repr(other.count) == repr(count)
+
+
 class Sums(Around):
     """Says tensors that are in no state."""
 
@@ -147,6 +252,20 @@ class Boxed(Around):
 
     def state_dict(self):
         return {"state": {}, "param_groups": []}
+
+
+class BoxedAround(Boxed):
+    """Holds in an object an optimizer that has no state of its own, around one that has."""
+
+    def __init__(self, optimizer):
+        super().__init__(Boxed(Around(optimizer)))
+
+
+class Empty(Around):
+    """Says a tensor without elements that is in no state."""
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "none": torch.zeros(0, dtype=torch.float64)}
 
 
 class Hooked(SGD):
@@ -188,6 +307,11 @@ class Averaging(Around):
 REFUSED = [
     (lambda model: Sums(momentum(model)), r"Sums has a tensor of shape \(4, 8\) under sums\.0, and it is not in the"),
     (lambda model: Boxed(momentum(model)), r"Boxed holds a \S+SGD that steps the same parameters in .* its \.box"),
+    (
+        lambda model: BoxedAround(momentum(model)),
+        r"BoxedAround holds a \S+Boxed that steps the same parameters in .* its \.box",
+    ),
+    (lambda model: Empty(momentum(model)), r"Empty has a tensor of shape \(0,\) under none, and it is not in the"),
     (lambda model: Hooked(model.parameters()), r"Hooked has 3, which its load_state_dict\(\) ignores under more,"),
     (lambda model: Inside(model.parameters(), lr=0.1, momentum=0.9), r"Inside has 3, which .* under state\.more,"),
     (lambda model: Group(model.parameters(), lr=0.1), r"Group has a parameter group that is not one of its param"),
@@ -272,6 +396,38 @@ def test_an_optimizers_own_load_runs(tmp_path, kind):
     assert hooked == [other], "once"
 
 
+class Packed(SGD):
+    """Packs the tensors of each parameter in what it says, in the order in which its state was made."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for entries in self.state.values():
+            entries["count"] = entries.get("count", 0) + 1
+
+    def state_dict(self):
+        said = super().state_dict()
+        tensors = {
+            number: {name: one for name, one in entries.items() if name != "count"}
+            for number, entries in said["state"].items()
+        }
+        return {**said, "state": {n: {"of": tensors[n], "count": one["count"]} for n, one in said["state"].items()}}
+
+    def load_state_dict(self, said):
+        state = {number: {**entries["of"], "count": entries["count"]} for number, entries in said["state"].items()}
+        super().load_state_dict({**said, "state": state})
+
+
+def test_the_order_in_which_state_was_made_is_no_part_of_what_is_said(tmp_path):
+    model, into = net(), net(1)
+    optimizer, other = (Packed(one.parameters(), lr=0.1, momentum=0.9) for one in (model, into))
+    step(model, optimizer)
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    sf.load(tmp_path / "one", {"model": into, **held(other)})
+    assert next(iter(optimizer.state)) is model.weight and next(iter(other.state)) is into.bias
+    assert all(entries["count"] == 3 for entries in other.state.values())
+    assert torch.equal(other.state[into.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
 class Precise(Optimizer):
     """Has moments of a higher precision than its parameters, which PyTorch's own load does not keep."""
 
@@ -302,6 +458,12 @@ def test_state_is_what_was_loaded_whatever_an_own_load_casts(tmp_path):
     moment = other.state[into.weight]["moment"]
     assert other.loads == 1 and moment.dtype is torch.float32
     assert torch.equal(moment, optimizer.state[model.weight]["moment"])
+    # Also if a cast changes no value.
+    for parameter in model.parameters():
+        optimizer.state[parameter]["moment"] = torch.ones_like(parameter, dtype=torch.float32)
+    sf.save(tmp_path / "ones", {"model": model, **held(optimizer)})
+    sf.load(tmp_path / "ones", {"model": into, **held(other)})
+    assert other.state[into.weight]["moment"].dtype is torch.float32
 
 
 # Who owns a parameter
@@ -392,6 +554,8 @@ def test_a_dot_in_a_states_name_is_part_of_the_name(tmp_path, key):
 def test_state_of_another_tensor_or_in_no_dict_is_refused(tmp_path):
     model = net()
     optimizer = momentum(model)
+    assert not optimizer.state[torch.zeros(7)], "to ask for it makes an entry"
+    sf.save(tmp_path / "none", {"model": model, **held(optimizer)})
     optimizer.state[torch.zeros(7)] = {"m": torch.zeros(7)}
     with pytest.raises(sf.Invalid, match=r"SGD has state of a tensor of shape \(7,\) that is in none of its groups"):
         sf.save(tmp_path / "one", {"model": model, **held(optimizer)})

@@ -529,6 +529,21 @@ def test_settings_that_change_the_arithmetic_are_rehearsed_again(tmp_path, name,
     expect_same(tmp_path, "1", "3")
 
 
+def test_few_last_elements_of_vectors_are_not_taken_for_those_of_another_implementation(tmp_path):
+    # SGD that is fused and SGD that is not differ in these alone: in each of so many runs by chance, or not.
+    for seed in range(16):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 8))
+        (optimizer,) = of_class(torch.optim.SGD, momentum=0.9)(model.parameters())
+        with sf.Checkpointer(tmp_path / str(seed), every=sf.steps(4), over=3, keep=sf.last(1)) as ckpt:
+            for step in range(1, 17):
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.step(step, {"model": model, "optimizer": optimizer})
+        assert [name for name, _ in ckpt.capture._variants.values()] == ["sgd.for-loop.cpu.f32"]
+
+
 def test_a_gradient_of_another_kind_lets_go(tmp_path):
     model = nn.Sequential(nn.Embedding(500, 40, sparse=True), nn.Linear(40, 100))
     sparse = torch.optim.SGD(model[0].parameters(), lr=0.1)

@@ -29,7 +29,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def meet(source: str, target: str, dice: random.Random) -> None:
-    """Three copies begin within a second, two of them are killed, and the place is whole afterwards or has no COMMIT."""
+    """Three copies begin within a second, two of them are killed, and the place is whole afterwards."""
     copies = []
     for _ in range(3):
         time.sleep(dice.random() * 0.3)

@@ -62,6 +62,8 @@ pub struct Class {
     pub dtypes: Dtypes,
     /// Where it steps.
     pub device: Device,
+    /// Whether one kernel makes the whole step; `None` if that is not known.
+    pub is_fused: Option<bool>,
     /// How it rounds; `None` for a rehearsal, which finds it.
     pub variant: Option<&'static Variant>,
 }

@@ -27,9 +27,9 @@ pub(crate) struct Window {
     device: Option<u32>,
 }
 
-/// A class as Python gives it: the optimizer, the dtypes of its parameters and moments, where it steps, and the variant
-/// that the rehearsal found.
-type GivenClass = (String, String, String, String, Option<String>);
+/// A class as Python gives it: the optimizer, the dtypes of its parameters and moments, where it steps, whether one
+/// kernel makes the whole step, and the variant that the rehearsal found.
+type GivenClass = (String, String, String, String, Option<bool>, Option<String>);
 
 /// A unit: the number of its class, its elements, and the address of each array.
 type GivenUnit = (usize, u64, Vec<usize>);
@@ -266,12 +266,13 @@ fn kind_of(name: &str) -> PyResult<OptimizerKind> {
     }
 }
 
-fn class((kind, parameter, moments, device, variant): &GivenClass) -> PyResult<Class> {
+fn class((kind, parameter, moments, device, is_fused, variant): &GivenClass) -> PyResult<Class> {
     let kind = kind_of(kind)?;
     let dtypes = Dtypes { parameter: dtype_of(parameter)?, moments: dtype_of(moments)? };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda };
     let known = |name: &String| Variant::named(name).ok_or_else(|| invalid(format!("there is no variant {name:?}")));
-    Ok(Class { kind, dtypes, device, variant: variant.as_ref().map(known).transpose()? })
+    let variant = variant.as_ref().map(known).transpose()?;
+    Ok(Class { kind, dtypes, device, is_fused: *is_fused, variant })
 }
 
 fn dtype_of(name: &str) -> PyResult<Dtype> {

@@ -66,6 +66,11 @@ impl Variant {
         matches!(&self.sequences, Sequences::Adam(parts) if parts.body.update.is_of_device())
     }
 
+    /// Whether one kernel makes the whole step.
+    pub fn is_fused(&self) -> bool {
+        self.name.split('.').nth(1).is_some_and(|implementation| implementation.starts_with("fused"))
+    }
+
     /// Where the implementation runs.
     pub fn device(&self) -> Device {
         self.device

@@ -35,6 +35,7 @@ mod devices;
 mod flights;
 pub mod probe;
 mod reader;
+mod writer;
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -45,6 +46,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub use devices::Devices;
 
 use reader::LocalReader;
+use writer::LocalWriter;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
@@ -567,91 +569,6 @@ impl<D: Disk> Store for LocalStore<D> {
 
     fn abort_upload(&self, _: &Upload) -> Result<()> {
         Ok(())
-    }
-}
-
-/// A file being written; removed when dropped, unless it is finished.
-struct LocalWriter<D: Disk> {
-    disk: Arc<D>,
-    file: D::File,
-    path: PathBuf,
-    bytes: u64,
-    alignment: usize,
-    keep: bool,
-}
-
-impl<D: Disk> LocalWriter<D> {
-    fn failed(&self, op: &'static str, errno: Errno) -> Error {
-        no_room(&*self.disk, op, &self.path, errno, self.bytes)
-    }
-
-    fn check(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let alignment = self.alignment as u64;
-        let unit = |n: u64| n.is_multiple_of(alignment);
-        if !(unit(offset) && unit(bytes.len() as u64) && unit(bytes.as_ptr().addr() as u64)) {
-            let message = format!(
-                "expected address, offset and length in multiples of {alignment}, found {:p}, {offset}, {}",
-                bytes.as_ptr(),
-                bytes.len()
-            );
-            return Err(failed(Kind::Invalid, "write", &self.path, message));
-        }
-        let padded = self.bytes.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
-        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > padded) {
-            let message = format!("{} bytes at {offset} reach beyond the {} bytes declared", bytes.len(), self.bytes);
-            return Err(failed(Kind::Invalid, "write", &self.path, message));
-        }
-        Ok(())
-    }
-}
-
-impl<D: Disk> ObjectWriter for LocalWriter<D> {
-    fn storage(&self) -> &dyn Any {
-        self
-    }
-
-    fn alignment(&self) -> usize {
-        self.alignment
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.check(offset, bytes)?;
-        let (mut done, mut stalled) = (0, false);
-        while done < bytes.len() {
-            let written = uninterrupted(|| self.disk.pwrite(&self.file, &bytes[done..], offset + done as u64))
-                .map_err(|errno| self.failed("write", errno))?;
-            // The rest of a direct write must be aligned again: what was written of a unit is written once more.
-            let whole = written - written % self.alignment;
-            if whole == 0 && (written == 0 || stalled) {
-                let message = format!("expected {} bytes to be written, found {written}", bytes.len() - done);
-                return Err(failed(Kind::Unavailable, "write", &self.path, message));
-            }
-            stalled = whole == 0;
-            done += whole;
-        }
-        if self.alignment == 1 && bytes.len() >= WRITE_BACK_BYTES_MIN {
-            // Write-back begins now instead of all at once at the end, and the page cache stays free.
-            let _ = self.disk.dont_need(&self.file, offset, bytes.len() as u64);
-        }
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
-            .map_err(|errno| self.failed("ftruncate", errno))?;
-        uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| self.failed("fdatasync", errno).finally())?;
-        self.keep = true;
-        Ok(())
-    }
-}
-
-impl<D: Disk> Drop for LocalWriter<D> {
-    fn drop(&mut self) {
-        if !self.keep {
-            // The caller has the error that made it drop the file; a file that cannot be removed is debris, as after a
-            // crash.
-            let _ = self.disk.unlink(&self.path);
-        }
     }
 }
 

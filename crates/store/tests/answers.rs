@@ -12,6 +12,10 @@ use shardfast_store::{Error, Kind, Result, Shared, Store, open_on};
 /// How long an answer may stand still.
 const STILL_MAX: Duration = Duration::from_secs(1);
 
+/// The head of an answer with a part of an object.
+const PART: &str = "206 Partial Content\r\ncontent-range: bytes 0-4095/4096\r\ncontent-length: 4096\r\n\
+                    etag: \"1\"\r\nlast-modified: Wed, 21 Oct 2015 07:28:00 GMT";
+
 /// Answers every request with a head, and then with what `body` writes until the connection is closed.
 fn proxy(body: impl Fn(&TcpStream) -> std::io::Result<()> + Clone + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -23,10 +27,7 @@ fn proxy(body: impl Fn(&TcpStream) -> std::io::Result<()> + Clone + Send + 'stat
                 let head = BufReader::new(&stream).lines().map_while(Result::ok).take_while(|line| !line.is_empty());
                 let is_ranged = head.filter(|line| line.starts_with("range:")).count() == 1;
                 let head = match is_ranged {
-                    true => {
-                        "206 Partial Content\r\ncontent-range: bytes 0-4095/4096\r\ncontent-length: 4096\r\netag: \"1\"\r\n\
-                             last-modified: Wed, 21 Oct 2015 07:28:00 GMT"
-                    }
+                    true => PART,
                     false => "200 OK\r\nx-amz-request-id: 1",
                 };
                 write!(stream, "HTTP/1.1 {head}\r\n\r\n").and_then(|()| body(&stream))

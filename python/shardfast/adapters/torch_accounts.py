@@ -18,6 +18,7 @@ from torch import nn
 from ..catalog import Refused
 from .torch_capture import SAYING, is_dtensor
 from .torch_groups import equal
+from .torch_placement import placements_of
 
 Said = list[tuple[list[str | int], object]]
 """Plain values of a state dict, each with the keys and positions that lead to it."""
@@ -55,6 +56,13 @@ def loads_by_itself(optimizer: Any) -> bool:
     return own_setstate or _has_own(optimizer, "load_state_dict")
 
 
+def makes_state_by_shape(optimizer: Any) -> bool:
+    """Whether its class may make other state for a parameter of another shape, such as factored moments of matrices."""
+    makers = (kind for kind in type(optimizer).__mro__ if vars(kind).keys() & {"step", "_init_group"})
+    maker = next(makers, torch.optim.Optimizer)
+    return not maker.__module__.startswith("torch.") or maker is torch.optim.Adafactor
+
+
 class Taken:
     """What a save takes of optimizers: the entries of their state, their groups and the parameters."""
 
@@ -65,6 +73,7 @@ class Taken:
         self._of_tensor: dict[object, list[dict[Any, Any]]] = {}
         self._small: list[torch.Tensor] = []
         self._objects: set[object] = set()
+        self._of_none: dict[object, list[object]] = {}
         for holder in holders:
             for key, entries in holder.state.items():
                 for name, item in entries.items() if isinstance(key, torch.Tensor) else [(key, entries)]:
@@ -76,7 +85,10 @@ class Taken:
                             self._small.append(tensor)
                         if isinstance(entries, dict):
                             self._of_tensor.setdefault(_memory(tensor), []).append(entries)
-                self._entries[id(entries)] = entries
+                if not isinstance(key, torch.Tensor):
+                    self._of_none.setdefault(key, []).append(entries)
+                if isinstance(entries, (dict, list, torch.Tensor)):  # equal plain values may be one object
+                    self._entries[id(entries)] = entries
 
     def rest(self, said: object, path: tuple[Any, ...], of: str) -> Iterator[tuple[list[str | int], object]]:
         """The plain values of a state dict that a save does not take, with what leads there.
@@ -89,7 +101,7 @@ class Taken:
         if path and path[-1] in self._objects:
             return  # an object of a class of its own in the state, which is saved as a value or refused by its name
         if isinstance(said, torch.Tensor):
-            if said.numel() and _memory(said) not in self._tensors and not self._is_copy(said):
+            if _memory(said) not in self._tensors and not self._is_copy(said):
                 raise Refused(_left_out(of, path, f"a tensor of shape {tuple(said.shape)}"))
         elif isinstance(said, Mapping):
             if self._has(said):
@@ -101,7 +113,9 @@ class Taken:
                     raise Refused(_left_out(of, path, f"the key {key!r}, no text or whole number"))
                 yield from self.rest(value, (*path, key), of)
         elif _is_plain(said):
-            yield list(path), said
+            is_taken = path[-2:-1] == ("state",) and any(equal(said, one) for one in self._of_none.get(path[-1], []))
+            if not is_taken:
+                yield list(path), said
         elif isinstance(said, (list, tuple)):
             for number, value in enumerate(said):
                 yield from self.rest(value, (*path, number), of)
@@ -139,6 +153,60 @@ def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[An
     return found
 
 
+def expect_entries(holders: Sequence[Any]) -> None:
+    """Refuses state that has no name: of tensors in no group, under keys that are no texts, or in no dict.
+
+    Raises:
+        Refused: Naming the class and the key.
+    """
+    for holder in holders:
+        known = {id(parameter) for group in holder.param_groups for parameter in group["params"]}
+        for key, entries in holder.state.items():
+            if not isinstance(key, torch.Tensor):
+                names: Collection[object] = (key,)
+            elif entries == {}:
+                continue  # made by asking for it
+            elif id(key) not in known:
+                raise Refused(
+                    f"a {class_of(holder)} has state of a tensor of shape {tuple(key.shape)} that is in none of its "
+                    "groups, so it has no name: keep that state under a text, or add the tensor to a group"
+                )
+            elif isinstance(entries, dict):
+                names = entries
+            else:
+                raise Refused(
+                    f"a {class_of(holder)} has a {type(entries).__name__} as the state of a parameter of shape "
+                    f"{tuple(key.shape)}: expected a dict from names to its parts"
+                )
+            for odd in (name for name in names if type(name) is not str):
+                raise Refused(
+                    f"a {class_of(holder)} has state under {odd!r}, which is no text, and the names of a checkpoint "
+                    f"are texts: keep it under {str(odd)!r}"
+                )
+
+
+def expect_whole(leaf: str, parameter: Any, value: object, *, is_part: bool) -> None:
+    """Refuses tensors in a container whose parameter is sharded: which part of what they are, nothing says.
+
+    Args:
+        leaf: Its name.
+        parameter: What the optimizer steps.
+        value: The container.
+        is_part: Whether ``parameter`` is a part of others.
+
+    Raises:
+        Refused: Naming the leaf.
+    """
+    found = list(tensors_in(value))
+    placements = placements_of(parameter) if is_dtensor(parameter) else ()
+    is_sharded = is_part or not all(placement.is_replicate() for placement in placements)
+    if found and (is_sharded or any(map(is_dtensor, found))):
+        raise Refused(
+            f"{leaf} is a {type(value).__name__} that holds tensors, and its parameter is sharded: keep each tensor "
+            "directly in state[parameter], under a name of its own, where it is sharded like the parameter"
+        )
+
+
 def expect_no_more(optimizer: Any, beside: Collection[int], names: Mapping[int, object], known: Sequence[Any]) -> None:
     """Refuses an optimizer that holds other objects with state, of which neither it nor the user's state tells.
 
@@ -154,7 +222,7 @@ def expect_no_more(optimizer: Any, beside: Collection[int], names: Mapping[int, 
         for hidden in _optimizers_below(value, 2):
             owned = {id(one) for group in hidden.param_groups for one in group["params"]}
             shares = any(id(one) in owned for group in optimizer.param_groups for one in group["params"])
-            if hidden.state and shares and not any(hidden is one or _leads_to(hidden, one) for one in known):
+            if _has_state(hidden) and shares and not any(hidden is one or _leads_to(hidden, one) for one in known):
                 raise Refused(
                     f"a {class_of(optimizer)} holds a {class_of(hidden)} that steps the same parameters in an object "
                     f"that is its .{attribute}, where a save does not look: put that optimizer into the state instead"
@@ -199,11 +267,14 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
     """
     of = class_of(optimizer)
     before = [
-        (holder, key, name, value)
+        (holder, at, value)
         for holder in holders
         for key, entries in holder.state.items()
-        if isinstance(key, torch.Tensor)
-        for name, value in entries.items()
+        for at, value in (
+            [((key, name), value) for name, value in entries.items()]
+            if isinstance(key, torch.Tensor)
+            else [((key,), entries)]
+        )
     ]
     said = _said(optimizer)
     for path, value in given:
@@ -212,10 +283,16 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
         optimizer.load_state_dict(said)
     except Exception as error:
         raise Refused(f"the load_state_dict() of a {of} raised {type(error).__name__}: {error}") from error
-    for holder, key, name, value in before:
-        now = holder.state.get(key, {}).get(name)
-        if now is not value and not (type(now) is type(value) and equal(now, value)):
-            holder.state[key][name] = value
+    for holder, at, value in before:
+        now = _get(holder.state, at)
+        if now is not value and not equal(now, value):
+            (holder.state if len(at) == 1 else holder.state[at[0]])[at[-1]] = value
+    of_none = {(id(holder), at[0]) for holder, at, _ in before if len(at) == 1}
+    for holder in holders:
+        # What the optimizer says in the place of its state, PyTorch's own method takes for state.
+        for key in [key for key in holder.state if not isinstance(key, torch.Tensor)]:
+            if (id(holder), key) not in of_none:
+                del holder.state[key]
     now = _said(optimizer) if given else {}
     for path, value in given:
         if not equal(_get(now, path), value):
@@ -276,7 +353,7 @@ def _same(one: object, other: object) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, _PLAIN) and type(one) is type(other) and one == other
+    return isinstance(one, _PLAIN) and equal(one, other)
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,16 +386,34 @@ def _optimizers_below(value: Any, depth: int) -> Iterator[Any]:
                 yield from _optimizers_below(item, depth - 1)
 
 
+def _has_state(optimizer: Any) -> bool:
+    """Whether it, or an optimizer that it holds, in an object, too, has state."""
+    found = [optimizer]
+    for one in found:  # which grows meanwhile
+        attributes = [value for name, value in vars(one).items() if name not in LISTED]
+        below = [*_held_by(one), *_optimizers_below(attributes, 3)]
+        found += [held for held in below if not any(held is other for other in found)]
+    return any(one.state for one in found)
+
+
 def _leads_to(outer: Any, optimizer: Any) -> bool:
     """Whether an optimizer holds another one, in a container, too."""
-    return any(value is optimizer or _holds(value, optimizer, 3) for value in vars(outer).values())
+    return any(held is optimizer for held in _held_by(outer))
 
 
-def _holds(value: Any, optimizer: Any, depth: int) -> bool:
-    if not depth or not isinstance(value, (dict, list, tuple)):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return any(item is optimizer or _holds(item, optimizer, depth - 1) for item in items)
+def _held_by(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that are its attributes, or stand in containers that are."""
+    for name, value in vars(optimizer).items():
+        if name not in LISTED:
+            yield from _optimizers_in(value, 3)
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.optim.Optimizer) and not isinstance(value, weakref.ProxyTypes):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item, depth - 1)
 
 
 def _values_of(said: object) -> Iterator[object]:
@@ -336,7 +431,7 @@ def _put(said: Any, path: Sequence[str | int], value: object, of: str) -> None:
     raise Refused(f"the state_dict() of a {of} has no place for {_shown(path)}, which the checkpoint has")
 
 
-def _get(said: Any, path: Sequence[str | int]) -> Any:
+def _get(said: Any, path: Sequence[Any]) -> Any:
     for key in path:
         try:
             said = said[key]

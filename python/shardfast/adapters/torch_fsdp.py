@@ -20,6 +20,7 @@ from torch.distributed import fsdp
 from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused
 from .torch_capture import Place, loads_by_itself
 from .torch_modules import Modules
+from .torch_placement import text_of_flat
 from .torch_refused import expect_understood_module
 
 Wrapped = fsdp.FullyShardedDataParallel
@@ -64,7 +65,11 @@ class _Handle:
             is_moved = flat.shape == self.local.shape and flat.data_ptr() != self.local.data_ptr()
             is_converted = is_moved and not is_computed_with and not handle._offload_params
             replaced = [] if handle._skipped_use_sharded_views else self._replaced()
-            self._text = f"FSDP1({wrapper.sharding_strategy.name}, {handle.process_group.size()} ranks)"
+            self._text = text_of_flat(
+                wrapper.sharding_strategy.name,
+                handle.process_group.size(),
+                keeps_shapes=handle._use_orig_params and not handle.uses_sharded_strategy,
+            )
         except (AttributeError, TypeError, ValueError) as error:
             raise Refused(
                 f"{self._where} is wrapped in FullyShardedDataParallel, and PyTorch {torch.__version__} keeps other "

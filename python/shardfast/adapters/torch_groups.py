@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..catalog import Refused
+from .torch_memory import fill
 
 _JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group about the order and the kernels of a job's steps, not about what it computes."""
@@ -15,6 +16,11 @@ _JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"
 
 _CLASS = "optimizer_class"
 """The entry of a saved group that names the class of its optimizer; never one of a live group."""
+
+_CHOOSE = (
+    '; per_rank="rank0" takes what the lowest rank saved, per_rank="index" what the rank of the same number saved, '
+    "modulo the number of saving ranks"
+)
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 """Entries that learning rate schedulers add to a group."""
@@ -47,16 +53,49 @@ def groups_value(
     return {"param_groups": said}
 
 
-def saved_groups(copies: Any) -> Iterator[dict[str, Any]]:
-    """The groups of all ranks' copies of the saved value."""
-    for groups in copies:
-        for group in groups if isinstance(groups, list) else [groups]:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise Refused("the saved param_groups are no list of groups with their parameters' names")
-            yield group
+def saved_by_parameter(copies: Any, decisive: int, parameter: Callable[[str], str]) -> dict[str, dict[str, Any]]:
+    """The saved group of each parameter, by its present name, from the ranks' copies of the saved value.
+
+    The first ``decisive`` copies decide, each over those behind it.
+
+    Raises:
+        Refused: If other copies differ.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    decided: set[str] = set()
+    for number, copy in enumerate(copies):
+        if number <= decisive:
+            decided.update(found)
+        for fqn, group in _named(copy, parameter):
+            if fqn not in decided:
+                what = f"parameter {fqn!r} was saved in two groups"
+                expect_same(found.setdefault(fqn, group), group, what, _CHOOSE)
+    return found
 
 
-def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
+def of_two_classes(copies: Any, parameter: Callable[[str], str]) -> dict[str, tuple[str | None, str | None]]:
+    """The parameters that ranks saved with optimizers of two classes, which have other hyper-parameters, and these."""
+    first: dict[str, dict[str, Any]] = {}
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for copy in copies:
+        for fqn, group in _named(copy, parameter):
+            other = first.setdefault(fqn, group)
+            classes = saved_class(other), saved_class(group)
+            if classes[0] != classes[1] and hyperparameter_names(other) != hyperparameter_names(group):
+                found[fqn] = classes
+    return found
+
+
+def _named(copy: Any, parameter: Callable[[str], str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parameters of a rank's saved groups, by their present names, each with its group."""
+    for group in copy if isinstance(copy, list) else [copy]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise Refused("the saved param_groups are no list of groups with their parameters' names")
+        for fqn in map(parameter, group["params"]):
+            yield fqn, group
+
+
+def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str, remedy: str = "") -> None:
     """Refuses two groups with different hyper-parameters."""
     if one is other:
         return
@@ -64,11 +103,37 @@ def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str) -> 
     differ = [name for name in names if not equal(one.get(name), other.get(name))]
     if differ:
         shown = ", ".join(f"{name} = {one.get(name)!r} and {other.get(name)!r}" for name in differ)
-        raise Refused(f"{what} with different hyper-parameters: {shown}")
+        raise Refused(f"{what} with different hyper-parameters: {shown}{remedy}")
+
+
+def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Gives groups their hyper-parameters; a tensor that several have becomes one of each if theirs differ now."""
+    given: dict[int, list[object]] = {}
+    for group, said in groups:
+        for name, value in said.items():
+            given.setdefault(id(group.get(name)), []).append(value)
+    for group, said in groups:
+        for name, value in said.items():
+            now = group.get(name)
+            if not isinstance(now, torch.Tensor):
+                group[name] = value
+                continue
+            first, *others = given[id(now)]
+            if not all(equal(first, other) for other in others):
+                group[name] = now = now.clone()
+            fill(now, value)
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values of an optimizer are the same."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one == other
+    """Whether two values of an optimizer are the same in type and value, and in the sign of a number that is zero."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # what is not a number equals itself here
+    return bool(one == other)

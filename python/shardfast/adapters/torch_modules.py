@@ -226,6 +226,7 @@ class Modules:
         *,
         strict: bool,
         absent: Sequence[str] = (),
+        decisive: Mapping[str, int] = {},
     ) -> Restored:
         # What is no parameter or buffer, such as extra state, is loaded by the module's own method.
         entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}

@@ -20,11 +20,13 @@ from .torch_groups import (
     groups_value,
     hyperparameter_names,
     hyperparameters,
+    of_two_classes,
+    put_into,
+    saved_by_parameter,
     saved_class,
-    saved_groups,
 )
-from .torch_memory import dtype_of, expect_fill, fill
-from .torch_placement import chunks, empty_beside, everyone, mesh_covers_job
+from .torch_memory import dtype_of, expect_fill
+from .torch_placement import chunks, empty_beside, everyone, is_flat, mesh_covers_job
 from .torch_refused import expect_understood_owner
 from .torch_steps import TorchSteps
 from .torch_wrapped import CONSTANTS, constants_of, expect_same_constants, inner_tensors, joined, unwrapped, wraps
@@ -85,6 +87,7 @@ class Optimizers:
         self._inside: dict[str, Inside] = {}
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
+        self._by_shape: dict[int, str] = {}
         # One that is reached in several ways counts once.
         self._held = list({id(held.holder): held for one in optimizers for held in _held(one, ())}.values())
         # A ZeroRedundancyOptimizer is not one of them: its state dict is not this rank's, but gathered of all.
@@ -99,6 +102,8 @@ class Optimizers:
                 for parameter in group["params"]:
                     self.parameters.update(dict.fromkeys((fqn for fqn, _ in names[id(parameter)]), parameter))
             self._states.append(holder.state)
+            if accounts.makes_state_by_shape(holder):
+                self._by_shape[id(holder.state)] = class_of(holder)
             for group in holder.param_groups:
                 for parameter in group["params"]:
                     for fqn, part in names[id(parameter)]:
@@ -119,7 +124,7 @@ class Optimizers:
             Refused: If one says, or holds, more than a save takes.
         """
         holders = [held.holder for held in self._held]
-        _expect_entries(holders)
+        accounts.expect_entries(holders)
         own: dict[str, object] = {}
         for optimizer in reversed(self._levels):  # an error names the innermost one
             accounts.expect_no_more(optimizer, beside, names, [*self._levels, *holders])
@@ -152,7 +157,7 @@ class Optimizers:
                     yield from self._unwrap(leaf, owned, value, (id(owned.parameter), name))
                     continue
                 if not isinstance(value, torch.Tensor):
-                    _expect_whole(leaf, owned, value)
+                    accounts.expect_whole(leaf, owned.parameter, value, is_part=owned.part is not None)
                 elif owned.part is not None:
                     entry = self._part(leaf, owned.part, value, (id(owned.parameter), name))
                 yield leaf, entry, (id(owned.parameter), name)
@@ -290,13 +295,16 @@ class Optimizers:
             state, parameter, group, part = self._owned[place[0]]
             if "." in place[1]:
                 raise Refused(_no_wrapping(state.get(parameter, {}).get(_unquoted(place[1].partition(".")[0]))))
+            if shape:
+                self._expect_made_here(self._owned[place[0]], layout)
             is_step = place[1] == "step"
             on_host = is_step and not (group.get("fused") or group.get("capturable"))
             at = parameter if part is None else part.tensor
             device = torch.device("meta" if dry else "cpu" if on_host else at.device)
             if part is not None:
                 return self._create_part(name, (id(parameter), _unquoted(place[1])), part, shape, kind, device)
-            if shape == tuple(parameter.shape) and not is_step:
+            was_replicated = bool(layout) and "Shard" in beside and "Shard" not in layout
+            if shape == tuple(parameter.shape) and not is_step and not was_replicated:
                 made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
                 if wraps(made):  # as its parameter does; optimizers begin with zeros, which are often plain
                     made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
@@ -306,8 +314,19 @@ class Optimizers:
             # State of another shape than its parameter (row-wise, factored) is sharded if it was, or if the saving job
             # did not shard the parameter: there its optimizer computed it from plain gradients.
             if is_dtensor(parameter) and shape and (layout or not beside):
-                return empty_beside(parameter, shape, kind, device)
+                return empty_beside(parameter, shape, kind, device, is_replicated=was_replicated)
             return torch.empty(shape, dtype=kind, device=device)
+
+    def _expect_made_here(self, owned: _Owned, layout: str) -> None:
+        """Refuses state of a flat parameter for a whole one, or the reverse, if the class may make another one here."""
+        was_flat = is_flat(layout)
+        if was_flat != (owned.part is not None and is_flat(owned.part.text)) and id(owned.state) in self._by_shape:
+            shape = "a run of a flat parameter" if was_flat else "a whole parameter"
+            raise Refused(
+                f"a {self._by_shape[id(owned.state)]} made it for {shape}, and here it steps one of shape "
+                f"{tuple(owned.parameter.shape)}, for which it may make other state: step the optimizer once before "
+                "the load, which shows what it makes; if it makes other state, load only='model'"
+            )
 
     def _create_part(
         self, leaf: str, place: Place, part: Part, shape: Ints, dtype: torch.dtype, device: torch.device
@@ -348,11 +367,15 @@ class Optimizers:
         *,
         strict: bool,
         absent: Sequence[str] = (),
+        decisive: Mapping[str, int] = {},
     ) -> Restored:
         self._expect_no_pre_hooks()
         own = {name.removeprefix(_OWN): cast(accounts.Said, values[name]) for name in values if name.startswith(_OWN)}
-        saved = self._saved_groups(values["param_groups"], parameter) if "param_groups" in values else {}
-        foreign = self._of_another_class(saved, strict)
+        copies = values.get("param_groups", ())
+        saved = saved_by_parameter(copies, decisive.get("param_groups", 0), parameter)
+        with_state = {self._parameter_of(name) for name in {*self.tensors(), *created, *values} - {*absent}}
+        torn = {fqn: classes for fqn, classes in of_two_classes(copies, parameter).items() if fqn in with_state}
+        foreign = self._of_another_class(saved, torn, strict)
         groups = self._restored_groups(
             {fqn: of for fqn, of in saved.items() if fqn not in foreign}, strict and bool(saved)
         )
@@ -385,14 +408,15 @@ class Optimizers:
                     )
                 else:
                     self._states[0][name.removeprefix("global.")] = value
-            _put_into(groups)
-            self._load_by_themselves(own)
+            put_into(groups)
+            self._load_by_themselves(own, strict)
 
         missing = [name for name in absent if name not in gone]
         return Restored(install, missing, unexpected)
 
-    def _load_by_themselves(self, own: Mapping[str, accounts.Said]) -> None:
+    def _load_by_themselves(self, own: Mapping[str, accounts.Said], strict: bool) -> None:
         """What a load of a state dict does beside filling state and groups: own methods, then hooks."""
+        holders = [held.holder for held in self._held]
         loaded: set[int] = set()  # those whose hooks ran in the load of one that wraps them
         every = (one for held in self._held for one in (*held.outer, held.optimizer, held.holder))
         for optimizer in dict.fromkeys(every):
@@ -401,10 +425,17 @@ class Optimizers:
             if any(optimizer is level for level in self._levels) and accounts.loads_by_itself(optimizer):
                 with accounts.loads_noticed(self._levels, loaded):
                     given = own.get(class_of(optimizer), [])
-                    accounts.load_by_itself(optimizer, given, [held.holder for held in self._held])
+                    accounts.load_by_itself(optimizer, given, holders)
             if id(optimizer) not in loaded:
                 for hook in accounts.hooks(optimizer, accounts.AFTER_LOADS):
                     hook(optimizer)
+        for optimizer in filter(accounts.says_more, self._levels if strict else ()):
+            said = (accounts.own_values(optimizer, holders, self.parameters.values()), own.get(class_of(optimizer), []))
+            now, saved = ({".".join(map(str, path)): value for path, value in one} for one in said)
+            if not equal(now, saved):
+                raise Refused(
+                    f"a {class_of(optimizer)} says {now} beside its state after the load, and {saved} in the checkpoint"
+                )
 
     def _expect_one_value_each(self, entries: Mapping[str, object]) -> None:
         """Refuses values that differ for parameters of one flat parameter, which has one of each."""
@@ -474,20 +505,23 @@ class Optimizers:
                         "needs the whole state dict, which no rank has: register a post-hook instead"
                     )
 
-    def _saved_groups(self, copies: object, parameter: Callable[[str], str]) -> dict[str, dict[str, Any]]:
-        """The saved group of each parameter, by its present name."""
-        of_parameter: dict[str, dict[str, Any]] = {}
-        for saved in saved_groups(copies):
-            for fqn in map(parameter, saved["params"]):
-                expect_same(of_parameter.setdefault(fqn, saved), saved, f"parameter {fqn!r} was saved in two groups")
-        return of_parameter
-
-    def _of_another_class(self, saved: Mapping[str, dict[str, Any]], strict: bool) -> frozenset[str]:
+    def _of_another_class(
+        self, saved: Mapping[str, dict[str, Any]], torn: Mapping[str, tuple[str | None, str | None]], strict: bool
+    ) -> frozenset[str]:
         """The parameters with state that another class of optimizer saved, which this one cannot use.
 
         Classes of different names that have the same hyper-parameters are taken for one: ``Adam`` and ``AdamW``.
+        ``torn`` has the parameters whose one state in the checkpoint is of two classes.
         """
         foreign: set[str] = set()
+        for fqn in sorted(torn.keys() & self._owned.keys()):
+            if strict:
+                raise Refused(
+                    f"unexpected: ranks saved the state of {fqn!r} with optimizers of two classes, {torn[fqn][0]} and "
+                    f"{torn[fqn][1]}, and a checkpoint has one state of a parameter; strict=False leaves this "
+                    "optimizer as it is"
+                )
+            foreign.add(fqn)
         for group, names, ours in zip(self._groups, self._group_names, self._classes, strict=True):
             for fqn in names:
                 theirs = saved_class(saved.get(fqn, {}))
@@ -524,40 +558,6 @@ class Optimizers:
                         expect_fill(now, value)
                 out.append((group, said))
         return out
-
-
-def _expect_whole(leaf: str, owned: _Owned, value: object) -> None:
-    """Refuses tensors in a container whose parameter is sharded: which part of what they are, nothing says.
-
-    Raises:
-        Refused: Naming the leaf.
-    """
-    found = list(accounts.tensors_in(value))
-    placements = owned.parameter.placements if is_dtensor(owned.parameter) else ()  # type: ignore[attr-defined]
-    is_sharded = owned.part is not None or not all(placement.is_replicate() for placement in placements)
-    if found and (is_sharded or any(map(is_dtensor, found))):
-        raise Refused(
-            f"{leaf} is a {type(value).__name__} that holds tensors, and its parameter is sharded: keep each tensor "
-            "directly in state[parameter], under a name of its own, where it is sharded like the parameter"
-        )
-
-
-def _put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Gives groups their hyper-parameters; a tensor that several have becomes one of each if theirs differ now."""
-    given: dict[int, list[object]] = {}
-    for group, said in groups:
-        for name, value in said.items():
-            given.setdefault(id(group.get(name)), []).append(value)
-    for group, said in groups:
-        for name, value in said.items():
-            now = group.get(name)
-            if not isinstance(now, torch.Tensor):
-                group[name] = value
-                continue
-            first, *others = given[id(now)]
-            if not all(equal(first, other) for other in others):
-                group[name] = now = now.clone()
-            fill(now, value)
 
 
 def _leaf(fqn: str, name: str) -> str:
@@ -638,36 +638,6 @@ def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
             yield from _optimizers_in(item, depth - 1)
     else:
         expect_understood_owner(value)
-
-
-def _expect_entries(holders: Sequence[Any]) -> None:
-    """Refuses state that has no name: of tensors in no group, under keys that are no texts, or in no dict.
-
-    Raises:
-        Refused: Naming the class and the key.
-    """
-    for holder in holders:
-        known = {id(parameter) for group in holder.param_groups for parameter in group["params"]}
-        for key, entries in holder.state.items():
-            if not isinstance(key, torch.Tensor):
-                names: Collection[object] = (key,)
-            elif id(key) not in known:
-                raise Refused(
-                    f"a {class_of(holder)} has state of a tensor of shape {tuple(key.shape)} that is in none of its "
-                    "groups, so it has no name: keep that state under a text, or add the tensor to a group"
-                )
-            elif isinstance(entries, dict):
-                names = entries
-            else:
-                raise Refused(
-                    f"a {class_of(holder)} has a {type(entries).__name__} as the state of a parameter of shape "
-                    f"{tuple(key.shape)}: expected a dict from names to its parts"
-                )
-            for odd in (name for name in names if type(name) is not str):
-                raise Refused(
-                    f"a {class_of(holder)} has state under {odd!r}, which is no text, and the names of a checkpoint "
-                    f"are texts: keep it under {str(odd)!r}"
-                )
 
 
 def _owned_twice(fqn: str, holders: Sequence[Any], first: _Owned, second: Any) -> str:

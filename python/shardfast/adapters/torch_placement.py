@@ -127,13 +127,30 @@ class _Same:
         return isinstance(other, _Same) and self.mesh is other.mesh
 
 
+def placements_of(tensor: Any) -> tuple[Any, ...]:
+    """The placements of a DTensor, all of PyTorch's own classes.
+
+    Raises:
+        Refused: If one is of another class. That may place in another way; and if it never called the ``__init__`` of
+            its base, reading any attribute of the base is undefined: it gives anything, or ends the process.
+    """
+    placements: tuple[Any, ...] = tensor.placements
+    for axis, kind in enumerate(map(type, placements)):
+        if not kind.__module__.startswith("torch."):
+            raise Refused(
+                f"a DTensor with a placement of class {kind.__module__}.{kind.__qualname__} on mesh dimension {axis}, "
+                "of an unknown kind: redistribute() it to Shard or Replicate first"
+            )
+    return placements
+
+
 def placed(tensor: Any) -> Placed:
     """Where this rank's part of a DTensor lies by its mesh and placements.
 
     Raises:
         Refused: If its placements name no part of it.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh, placements = tensor.device_mesh, placements_of(tensor)
     shard_order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     # A placement of a subclass equals one of its base.
     kinds = tuple(map(type, placements))
@@ -159,16 +176,18 @@ def _placed(
     return Placed(tuple(shape), regions, starts, local_shape, _text(same.mesh, placements), holders)
 
 
-def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device) -> Any:
+def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device, *, is_replicated: bool) -> Any:
     """A new ``DTensor`` of ``shape`` on the mesh of ``parameter``: state of it that has other dimensions.
 
     It is sharded like the parameter if its dimensions are certainly some of the parameter's, as with row-wise and
-    factored moments; else it is replicated, which is correct for every step and takes more memory.
+    factored moments; else, or with ``is_replicated``, it is replicated, which takes more memory. Norms of the two
+    round differently.
     """
     whole = tuple(parameter.shape)
     placements = []
-    for placement in parameter.placements:
-        axis = _axis_of(placement.dim, whole, shape) if type(placement) is torch.distributed.tensor.Shard else None
+    for placement in placements_of(parameter):
+        is_cut = not is_replicated and type(placement) is torch.distributed.tensor.Shard
+        axis = _axis_of(placement.dim, whole, shape) if is_cut else None
         placements.append(torch.distributed.tensor.Replicate() if axis is None else type(placement)(axis))
     mesh = parameter.device_mesh
     sizes, coordinate = tuple(map(int, mesh.shape)), mesh.get_coordinate()
@@ -198,6 +217,16 @@ def _axis_of(dim: int, whole: Ints, shape: Ints) -> int | None:
     return axes.pop() if len(axes) == 1 else None
 
 
+def text_of_flat(strategy: str, ranks: int, *, keeps_shapes: bool) -> str:
+    """The layout of what lies in a flat parameter, as text; ``keeps_shapes`` if an optimizer steps whole parameters."""
+    return f"FSDP1({strategy}, {ranks} ranks{', whole parameters' if keeps_shapes else ''})"
+
+
+def is_flat(layout: str) -> bool:
+    """Whether a layout, as text, is one in which an optimizer steps runs of a flat parameter."""
+    return layout.startswith("FSDP1(") and not layout.endswith(", whole parameters)")
+
+
 def everyone() -> Ints:
     """All ranks of the job."""
     return tuple(range(torch.distributed.get_world_size()))
@@ -222,7 +251,7 @@ def mesh_covers_job(tensor: Any) -> bool:
 
 def text(tensor: Any) -> str:
     """The layout of a DTensor as text: ``mesh(dp=2, tp=2) [Shard(0), Replicate()]``."""
-    return _text(tensor.device_mesh, tensor.placements)
+    return _text(tensor.device_mesh, placements_of(tensor))
 
 
 def _text(mesh: Any, placements: tuple[Any, ...]) -> str:

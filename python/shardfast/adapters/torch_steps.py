@@ -143,7 +143,8 @@ class TorchSteps:
                 if not parameter.requires_grad or (moments and not state):
                     continue  # it never is stepped, or was not yet
                 arrays = [parameter, *map(state.get, moments)]
-                unit = _unit(optimizer, kind, settings, arrays)
+                is_fused = bool(group.get("fused")) if "fused" in kind.flags else None
+                unit = _unit(optimizer, kind, settings, is_fused, arrays)
                 if isinstance(unit, Stepped):
                     place = local_of(parameter).device
                     device = place.index if place.type == "cuda" else None
@@ -296,7 +297,9 @@ def _was_skipped(optimizer: Any) -> bool:
     return found is not None and bool(found)
 
 
-def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]) -> Stepped | str:
+def _unit(
+    optimizer: Any, kind: _Kind, settings: Hashable, is_fused: bool | None, arrays: Sequence[Any]
+) -> Stepped | str:
     """A parameter with its moments; or why it cannot be replayed."""
     name = type(optimizer).__name__
     if not all(isinstance(array, torch.Tensor) for array in arrays):
@@ -315,4 +318,5 @@ def _unit(optimizer: Any, kind: _Kind, settings: Hashable, arrays: Sequence[Any]
         return f"{name} steps tensors of {first.dtype}, and only fp32 and bf16 are replayed"
     addresses = tuple(one.data_ptr() for one in local)
     arithmetic = (type(optimizer).__module__, type(optimizer).__qualname__, settings)
-    return Stepped(kind.name, dtypes[0], moments, first.device.type, arithmetic, first.numel(), addresses)
+    device = first.device.type
+    return Stepped(kind.name, dtypes[0], moments, device, is_fused, arithmetic, first.numel(), addresses)

@@ -189,7 +189,8 @@ impl Training {
 }
 
 fn class() -> Class {
-    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cpu, variant: Variant::named(VARIANT) }
+    let variant = Variant::named(VARIANT);
+    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cpu, is_fused: None, variant }
 }
 
 fn expect_holds(engine: &Arc<Engine>, place: &std::path::Path, expected: &[Vec<u8>], seed: u64) -> String {

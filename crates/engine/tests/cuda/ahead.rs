@@ -290,7 +290,7 @@ impl Training {
 
 fn class(is_known: bool) -> Class {
     let variant = Variant::named(VARIANT).filter(|_| is_known);
-    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cuda, variant }
+    Class { kind: OptimizerKind::Adam, dtypes: Dtypes::F32, device: Device::Cuda, is_fused: None, variant }
 }
 
 /// A job on a device of its own.

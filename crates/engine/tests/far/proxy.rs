@@ -348,11 +348,7 @@ impl State {
                     to_server.write_all(&body[..body.len() / 2])?;
                     return to_server.shutdown(Shutdown::Both);
                 }
-                Some(Fault::Twice) => {
-                    let mut once = self.connect()?;
-                    once.write_all(&[head.of_length(body.len()).as_bytes(), &body].concat())?;
-                    Head::read(&mut BufReader::new(once))?;
-                }
+                Some(Fault::Twice) => self.send(&[head.of_length(body.len()).as_bytes(), &body].concat())?,
                 Some(Fault::RequestTurned(quarters)) => turn(&mut body, quarters),
                 Some(Fault::ServerDies(Moment::Before, seconds)) => self.server.crash(seconds),
                 Some(Fault::ServerDies(Moment::InBody, seconds)) => {
@@ -414,11 +410,14 @@ impl State {
     /// Hands on the request that is late, if it is of this kind, and waits until it is carried out.
     fn send_late(&self, what: &str) -> io::Result<()> {
         let late = locked(&self.late).take_if(|(late, _)| late == what);
-        let Some((_, request)) = late else { return Ok(()) };
+        late.map_or(Ok(()), |(_, request)| self.send(&request))
+    }
+
+    /// Sends a request over a connection of its own, and waits until it is carried out.
+    fn send(&self, request: &[u8]) -> io::Result<()> {
         let mut server = self.connect()?;
-        server.write_all(&request)?;
-        let mut server = BufReader::new(server);
-        Head::read(&mut server).map(|_| ())
+        server.write_all(request)?;
+        Head::read(&mut BufReader::new(server)).map(|_| ())
     }
 
     /// Counts a request: what it is, and what happens to it.

@@ -203,3 +203,20 @@ def check_shapes(rank, world, url):
 
 def test_state_that_a_class_makes_by_shape_is_refused_where_it_would_make_another(ranks, tmp_path):
     ranks(2)(check_shapes, f"{tmp_path}")
+
+
+class Setting(SGD):
+    """Puts a rate of its own into its groups whenever it loads."""
+
+    def load_state_dict(self, said):
+        super().load_state_dict(said)
+        for group in self.param_groups:
+            group["lr"] = 7.0
+
+
+def test_groups_are_what_was_loaded_whatever_an_own_load_puts_there(tmp_path):
+    model = net()
+    optimizer, other = Setting(model.parameters(), lr=0.5), Setting(model.parameters(), lr=0.1)
+    sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
+    sf.load(tmp_path / "one", {"model": model, **held(other)})
+    assert other.param_groups[0]["lr"] == 0.5

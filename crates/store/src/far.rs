@@ -220,11 +220,9 @@ impl FarStore {
         };
         let began = Instant::now();
         let both = futures_util::future::join(put(&tokens[0]), put(&tokens[1]));
-        let (outcomes, _) = place.network.run(&place.url, both)?;
-        let outcomes = [outcomes.0, outcomes.1];
+        let outcomes = <[_; 2]>::from(place.network.run(&place.url, both)?.0);
         let mut won = outcomes.iter().filter(|(outcome, _)| outcome.is_ok()).count();
-        // A request that arrives twice, as some proxies send it, is refused the second time: the object tells that it
-        // won.
+        // A request that a proxy sends twice is refused the second time: the object tells that it won.
         if won == 0
             && let Ok(found) = place.head(op, &name)
             && found.attributes.get(&key).is_some_and(|found| tokens.iter().any(|token| **found == **token))

@@ -37,7 +37,6 @@ pub mod probe;
 mod reader;
 mod writer;
 
-use std::any::Any;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

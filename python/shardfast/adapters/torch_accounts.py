@@ -260,7 +260,8 @@ def loads_noticed(optimizers: Sequence[Any], loaded: set[int]) -> Iterator[None]
 def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
     """Has ``load_state_dict()`` take what the optimizer itself says now, with ``given`` in its places.
 
-    Its state is filled already. What PyTorch's own method casts to the type of a parameter stays what was loaded.
+    Its state and its groups are filled already, and stay what was loaded: PyTorch's own method casts state to the type
+    of a parameter, and others may put their own values over it.
 
     Raises:
         Refused: If the method does not take something.
@@ -276,6 +277,7 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
             else [((key,), entries)]
         )
     ]
+    groups = [[dict(group) for group in holder.param_groups] for holder in holders]
     said = _said(optimizer)
     for path, value in given:
         _put(said, path, value, of)
@@ -287,6 +289,11 @@ def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
         now = _get(holder.state, at)
         if now is not value and not equal(now, value):
             (holder.state if len(at) == 1 else holder.state[at[0]])[at[-1]] = value
+    for holder, filled in zip(holders, groups, strict=True):
+        for group, values in zip(holder.param_groups, filled, strict=True):
+            for name, value in values.items():
+                if name != "params" and (name not in group or not equal(group[name], value)):
+                    group[name] = value
     of_none = {(id(holder), at[0]) for holder, at, _ in before if len(at) == 1}
     for holder in holders:
         # What the optimizer says in the place of its state, PyTorch's own method takes for state.

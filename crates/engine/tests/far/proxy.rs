@@ -320,12 +320,7 @@ impl State {
             }
             let mut body = head.body(&mut client)?;
             seen.has_body = !body.is_empty();
-            let key = head.key().to_owned();
-            if let Some(fault @ (Fault::KeysExpire | Fault::KeysGo)) = fault {
-                (self.replace)(&key, fault);
-                *locked(&self.expired) = (fault == Fault::KeysExpire).then(|| key.clone());
-            }
-            if locked(&self.expired).as_ref() == Some(&key) {
+            if self.is_expired(head.key(), fault) {
                 to_client.write_all(refusal(400, head.word(0) == "HEAD").as_bytes())?;
                 continue;
             }
@@ -405,6 +400,15 @@ impl State {
             sent?;
         }
         Ok(())
+    }
+
+    /// Whether the credentials of a request have expired, which its fault may have done.
+    fn is_expired(&self, key: &str, fault: Option<Fault>) -> bool {
+        if let Some(fault @ (Fault::KeysExpire | Fault::KeysGo)) = fault {
+            (self.replace)(key, fault);
+            *locked(&self.expired) = (fault == Fault::KeysExpire).then(|| key.to_owned());
+        }
+        locked(&self.expired).as_deref() == Some(key)
     }
 
     /// Hands on the request that is late, if it is of this kind, and waits until it is carried out.

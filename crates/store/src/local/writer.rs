@@ -23,7 +23,7 @@ impl<D: Disk> LocalWriter<D> {
         no_room(&*self.disk, op, &self.path, errno, self.bytes)
     }
 
-    fn check(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(super) fn check(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let alignment = self.alignment as u64;
         let unit = |n: u64| n.is_multiple_of(alignment);
         if !(unit(offset) && unit(bytes.len() as u64) && unit(bytes.as_ptr().addr() as u64)) {

@@ -114,6 +114,7 @@ STEPS = [
         nextest({"SHARDFAST_TEST_CRASHES": 50}, "-E", "test(outlives_the_death)"),
         after=(SERVERS,),
     ),
+    Step("runs that are tended", nextest({"SHARDFAST_TENDING_SEEDS": 10000}, "-E", "test(/^tending::/)")),
     Step("sweeps beside savers", nextest({"SHARDFAST_SWEEP_SEEDS": 1000}, "-E", "test(/^sweep::/)"), cores=1.5),
     Step("changes in windows", nextest({"SHARDFAST_AHEAD_SEEDS": 500}, "-E", "test(/^ahead::tests/)"), cores=1.5),
     # What fails by chance; it brings its own load.

@@ -34,6 +34,7 @@ __all__ = [
     "Window",
     "__version__",
     "absolute_url",
+    "begin_run",
     "best_interval",
     "cli_main",
     "decode",

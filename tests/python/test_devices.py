@@ -114,7 +114,7 @@ before.staged()
 before.confirm_unmodified()
 before.committed()
 on = {0: stream.value}
-adam = [("adam", "F32", "F32", "cuda", "adam.fused.cuda.f32")]
+adam = [("adam", "F32", "F32", "cuda", True, "adam.fused.cuda.f32")]
 window = _native.Window(roomy, floats, None, adam, [(0, 1 << 20, arrays)], on, False, None)
 window.go_on(on)
 window.stepping(on)

@@ -113,9 +113,9 @@ impl Retention {
     }
 
     /// The first round: takes back the committed checkpoints that no rule keeps. The newest one is always kept, and
-    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order. Files
-    /// without a commit stay: they may belong to a save in flight. A checkpoint with a foreign file in its directory
-    /// stays as it is, and so does a link to a directory elsewhere.
+    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order; what others
+    /// committed behind the last of them stays. Files without a commit stay: they may belong to a save in flight. A
+    /// checkpoint with a foreign file in its directory stays as it is, and so does a link to a directory elsewhere.
     ///
     /// # Errors
     /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing leaves, when the newest one cannot be opened: the
@@ -131,7 +131,10 @@ impl Retention {
         let mut committed: Vec<(u64, Commit)> = committed.collect();
         // Those that this process has not made come first.
         committed.sort_by_key(|(step, _)| made.iter().rposition(|made| made == step));
-        let kept = self.kept(&*store, &committed)?;
+        let mut kept = self.kept(&*store, &committed)?;
+        // Of a save that has begun since, or of another training.
+        let later = |step: &u64| made.last().is_some_and(|last| step > last) && !made.contains(step);
+        kept.extend(committed.iter().map(|(step, _)| *step).filter(later));
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
         prove(&*store, &self.url, *newest)?;

@@ -174,7 +174,10 @@ impl Moving {
         if let Some(found) = contents.foreign_names() {
             return Err(refuse(&format!("it holds files that are not a checkpoint's ({found})")));
         }
-        let commit = commit_at(store, &dir)?.ok_or_else(|| refuse("its COMMIT is gone"))?;
+        let commit = commit_at(store, &dir)?.ok_or_else(|| {
+            let message = format!("rewind {url}: the {COMMIT} of {dir} is not there any more: look, and rewind again");
+            Error::new(Kind::Conflict, message)
+        })?;
         Ok(Moving { step, dir, commit, contents })
     }
 

@@ -1,133 +1,15 @@
 //! Copies of checkpoints: between stores of other kinds, interrupted at every operation, and damaged.
 
-use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use shardfast_engine::{Copying, Engine, Kind, Limit, copy, copy_between, sync, verify};
 use shardfast_format::attempt_of;
-use shardfast_store::{
-    Entry, Error, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes,
-    open,
-};
+use shardfast_store::open;
 
 use crate::checkpoints::{save_ranks, two_ranks};
-
-/// A store that ends at some operation that changes something, and fails from then on: as a process that is killed.
-struct Dying {
-    store: Arc<dyn Store>,
-    life: Arc<Life>,
-    in_parts: bool,
-}
-
-/// Operations until a process is killed, or until something happens beside it.
-struct Life {
-    left: AtomicUsize,
-    meanwhile: Mutex<Option<Meanwhile>>,
-}
-
-/// What happens before the operation of that number.
-type Meanwhile = (usize, Box<dyn FnOnce() + Send>);
-
-impl Life {
-    fn of(operations: usize) -> Arc<Life> {
-        Arc::new(Life { left: AtomicUsize::new(operations), meanwhile: Mutex::default() })
-    }
-
-    fn with(at: usize, what: impl FnOnce() + Send + 'static) -> Arc<Life> {
-        Arc::new(Life { left: AtomicUsize::new(usize::MAX), meanwhile: Mutex::new(Some((at, Box::new(what)))) })
-    }
-
-    fn goes_on(&self) -> Result<()> {
-        let less = |left: usize| left.checked_sub(1);
-        let dead = |_| Error::new(shardfast_store::Kind::Invalid, "write", "store", "the process was killed");
-        let left = self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).map_err(dead)?;
-        let mut meanwhile = self.meanwhile.lock().unwrap();
-        if let Some((_, what)) = meanwhile.take_if(|(at, _)| usize::MAX - left == *at) {
-            drop(meanwhile);
-            what();
-        }
-        Ok(())
-    }
-}
-
-struct Writer {
-    object: Option<Box<dyn ObjectWriter>>,
-    life: Arc<Life>,
-}
-
-impl ObjectWriter for Writer {
-    fn storage(&self) -> &dyn Any {
-        self
-    }
-
-    fn alignment(&self) -> usize {
-        self.object.as_ref().map_or(1, |object| object.alignment())
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.life.goes_on()?;
-        self.object.as_ref().unwrap().write_at(offset, bytes)
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        self.life.goes_on()?;
-        self.object.as_mut().unwrap().finish()
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        // A killed process removes nothing.
-        if self.life.left.load(Ordering::SeqCst) == 0 {
-            std::mem::forget(self.object.take());
-        }
-    }
-}
-
-#[rustfmt::skip]
-impl Store for Dying {
-    fn url(&self) -> &str { self.store.url() }
-    fn needs(&self) -> Needs {
-        let parts = Parts { bytes_min: 64 << 10, bytes_max: 64 << 10, count_max: 10_000 };
-        let pieces = if self.in_parts { Pieces::Parts(parts) } else { Pieces::Any };
-        Needs { pieces, ..self.store.needs() }
-    }
-    fn requests(&self) -> Requests { self.store.requests() }
-    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
-    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        self.life.goes_on()?;
-        Ok(Box::new(Writer { object: Some(self.store.create(name, bytes)?), life: Arc::clone(&self.life) }))
-    }
-    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
-        self.store.open_head(name, head_bytes)
-    }
-    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.publish(name, bytes) }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.sync(names) }
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { self.life.goes_on()?; self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
-        self.life.goes_on()?;
-        self.store.delete_all(objects, dirs)
-    }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
-        self.life.goes_on()?;
-        self.store.also_named(from, name, bytes)
-    }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
-}
+use crate::dying::{Dying, Life};
 
 /// Every object below a place, by name.
 fn objects(url: &str) -> BTreeMap<String, Vec<u8>> {
@@ -188,7 +70,7 @@ fn a_copy_is_the_same_checkpoint_byte_for_byte() {
     assert!(verify(&engine, &place, &silent).unwrap().is_sound());
     assert!(copy(&engine, &from, &place, &fast(), &silent).unwrap().was_there);
     // And back, in parts.
-    let (target, life) = (open("memory://duplicate/back").unwrap(), Life::of(usize::MAX));
+    let (target, life) = (open("memory://duplicate/back").unwrap(), Life::whole());
     let parted = Dying { store: target, life, in_parts: true };
     let source = open(&place).unwrap();
     copy_between(&engine, (source, &place), (Arc::new(parted), "back"), &fast(), &silent).unwrap();

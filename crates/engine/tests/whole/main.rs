@@ -3,6 +3,7 @@
 mod checkpoints;
 mod diff;
 mod duplicate;
+mod dying;
 mod export;
 mod inspect;
 mod later;
@@ -10,4 +11,5 @@ mod mapped;
 mod parts;
 mod reading;
 mod stores;
+mod tending;
 mod verify;

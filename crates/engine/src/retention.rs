@@ -113,9 +113,9 @@ impl Retention {
     }
 
     /// The first round: takes back the committed checkpoints that no rule keeps. The newest one is always kept, and
-    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order; what others
-    /// committed behind the last of them stays. Files without a commit stay: they may belong to a save in flight. A
-    /// checkpoint with a foreign file in its directory stays as it is, and so does a link to a directory elsewhere.
+    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order; what
+    /// others committed behind the last of them stays. Files without a commit stay: they may belong to a save in
+    /// flight. A checkpoint with a foreign file in its directory stays, and so does a link to a directory elsewhere.
     ///
     /// # Errors
     /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing leaves, when the newest one cannot be opened: the

@@ -1,5 +1,6 @@
-//! Saves, copies, sweeps, retention and rewinds of two runs that meet: one begins in the midst of another, down to three
-//! deep, some are killed at any of their operations, some are told that a `COMMIT` is not there which is. A seed draws all.
+//! Saves, copies, sweeps, retention and rewinds of two runs that meet: one begins in the midst of another, down to
+//! three deep, some are killed at any of their operations, some are told that a `COMMIT` is not there which is. A seed
+//! draws all.
 //!
 //! Afterwards, whatever has happened:
 //! - What is committed anywhere is whole.

@@ -247,7 +247,7 @@ pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Resu
     })
 }
 
-/// What is said of a checkpoint that was there when somebody began to read it.
+/// Tells a reader that the checkpoint was taken back after the reader had opened it.
 pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a \
                                checkpoint back; read another one";
 

@@ -190,9 +190,9 @@ impl Progress<'_> {
 struct Copy<'a> {
     engine: &'a Arc<Engine>,
     source: &'a Checkpoint,
-    /// Of the source's manifest.
+    /// The source's manifest, encoded.
     bytes: &'a [u8],
-    /// Where the source is, if its service can copy to the target by itself.
+    /// The place of the source, if its service can copy to the target by itself.
     there: Option<Location>,
     target: Arc<dyn Store>,
     to: &'a str,
@@ -319,7 +319,7 @@ impl Copy<'_> {
             Pieces::Parts(parts) => parts.of(file.bytes),
         };
         let mut object: Box<dyn ObjectWriter> = retry(|| match self.target.create(&file.path, file.bytes) {
-            // Left by a try of this attempt whose answer was lost: nobody else has the name.
+            // An earlier try of this attempt made the file, and its answer was lost: no other attempt uses the name.
             Err(error) if error.kind == Stored::Conflict && attempt_of(&file.path) == Some(&*self.attempt) => {
                 self.target.delete(&file.path)?;
                 Ok(self.target.create(&file.path, file.bytes)?)

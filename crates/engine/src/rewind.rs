@@ -25,7 +25,7 @@ use crate::retention;
 use crate::runs::{self, Step};
 use crate::staging::{ALIGNMENT, SLOT_BYTES};
 
-/// What the names of directories of abandoned steps begin with.
+/// Begins the name of each directory of abandoned steps.
 pub(crate) const ABANDONED: &str = "abandoned-";
 
 /// Steps that moved out of the way of a run.

@@ -27,7 +27,7 @@ pub struct Synced {
 pub struct FailedStep {
     /// The step.
     pub step: u64,
-    /// What the error is.
+    /// The kind of the error.
     #[serde(serialize_with = "by_name")]
     pub kind: Kind,
     /// The error.

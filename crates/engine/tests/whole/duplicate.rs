@@ -155,8 +155,8 @@ fn attempts(url: &str) -> BTreeSet<String> {
     objects(url).keys().filter_map(|name| attempt_of(name)).map(str::to_owned).collect()
 }
 
-/// What a copy to a place does to one that is under way, at each of its operations, when it is killed at any of its
-/// own.
+/// Begins a second copy to the same place in the midst of a first one, before each operation of that, and kills the
+/// second one at each third of its own operations.
 #[test]
 fn copies_that_meet_leave_one_whole_checkpoint() {
     let from = save_ranks("memory://duplicate/meet", Some(7), two_ranks());

@@ -15,7 +15,7 @@ pub(crate) struct Dying {
     pub(crate) in_parts: bool,
 }
 
-/// What happens to a process that works on a store: at one of its operations it is killed, or something else happens in
+/// The fate of a process that works on a store: at one of its operations it is killed, or something else happens in
 /// between, or it gets a wrong answer.
 #[derive(Default)]
 pub(crate) struct Life {
@@ -28,7 +28,7 @@ pub(crate) struct Life {
     denied: Option<usize>,
 }
 
-/// What happens before the operation of that number.
+/// The number of an operation, and a call that is made before it.
 type Meanwhile = (usize, Box<dyn FnOnce() + Send>);
 
 impl Life {

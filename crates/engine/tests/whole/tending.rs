@@ -117,7 +117,7 @@ impl World {
         };
         self.succeeded.fetch_add(u64::from(done.is_ok()), Ordering::SeqCst);
         if let Err(error) = &done {
-            // Whoever meets others may lose; nobody may break.
+            // An operation that meets another one may fail, but only with an error that says why.
             let is_lawful = matches!(error.kind, Kind::NotFound | Kind::Conflict | Kind::Corrupt);
             assert!(is_lawful || error.message.contains("was killed"), "{what}: {error}");
         }

@@ -2,7 +2,7 @@
 //!
 //! Every request passes through [`Connections`], the only place that knows the HTTP library: there it is counted, and
 //! cut when nothing has moved for [`STILL_MAX`], when its answer drips, and when that does not end. The client library
-//! above repeats nothing: whether a request is made again is decided by whoever called the store.
+//! above repeats nothing: the engine decides whether to make a request again.
 
 use std::collections::HashSet;
 use std::fmt;

@@ -395,10 +395,13 @@ class Described:
     lengths, pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if
     the memory is one's, ``capture`` as :data:`shardfast.catalog.Capture`, ``holders`` a tuple of ranks or ``None``, and
     ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, per_rank)``; or ``("alias", key,
-    name, layout, of_key, of_name)``.
+    name, layout, of_key, of_name)``. A maker is ``(key, name, class, kind, made, unmade)``, by the name of a value: a
+    save fails in which something was made, and two ranks have classes for it that differ in name and kind.
     """
 
-    def __new__(cls, leaves: Sequence[tuple[Any, ...]]) -> Self: ...
+    def __new__(
+        cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ()
+    ) -> Self: ...
     @property
     def devices(self) -> set[int]:
         """The numbers of the CUDA devices on which tensors lie."""

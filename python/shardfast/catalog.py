@@ -450,6 +450,13 @@ class Bundle(Protocol):
         """When the ranks' copies of its tensors are compared, by leaf name, if not at the first save."""
         ...
 
+    def makers(self) -> Sequence[tuple[str, str, str, list[str], list[str]]]:
+        """Classes that make its tensors: a value's leaf name, the class, its kind, for what it made some, or will.
+
+        Classes of one kind take each other's tensors.
+        """
+        ...
+
     def outline(self) -> Outline | None:
         """What shows later, without describing it again, that the bundle is the same; ``None`` if nothing can."""
         ...

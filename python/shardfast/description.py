@@ -585,7 +585,12 @@ def _described(
 ) -> tuple[Description, _Known | None]:
     """A description of what was found, and what the next one can reuse."""
     leaves, numbers = found.leaves()
-    native = _native.Described([native_leaf(leaf) for leaf in leaves])
+    makers = [
+        (entry.key, entry.prefix + value, kind, alike, made, unmade)
+        for entry in found.bundles
+        for value, kind, alike, made, unmade in entry.bundle.makers()
+    ]
+    native = _native.Described([native_leaf(leaf) for leaf in leaves], makers)
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []

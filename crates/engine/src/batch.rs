@@ -282,7 +282,7 @@ mod tests {
         let leaf = Leaf { name: LeafName::new("model", "w"), body, layout: String::new() };
         let catalog = Arc::new(Catalog { leaves: vec![leaf] });
         let providers: Vec<Vec<Arc<dyn Provider>>> = vec![vec![Arc::new(Noted)]];
-        let state = State { catalog, providers, replicas: None, compared: Arc::default() };
+        let state = State { catalog, providers, ..State::default() };
         let (url, user) = (store.url().to_owned(), BTreeMap::new());
         let destination = Destination { url, step: None, user, prove: Prove::default(), blocking: true };
         save_to(&engine, Ok(store), destination, state, Duration::from_secs(60)).committed(None).unwrap();

@@ -165,12 +165,8 @@ mod tests {
         const DEADLINE: Duration = Duration::from_secs(60);
         let dir = tempfile::tempdir().unwrap();
         let url = dir.path().to_str().unwrap().to_owned();
-        let state = State {
-            catalog: Arc::new(Catalog { leaves: Vec::new() }),
-            providers: Vec::new(),
-            replicas: None,
-            compared: Arc::default(),
-        };
+        let state =
+            State { catalog: Arc::new(Catalog { leaves: Vec::new() }), providers: Vec::new(), ..State::default() };
         let destination = Destination {
             url: url.clone(),
             step: None,

@@ -208,8 +208,7 @@ mod tests {
         State {
             catalog: Arc::new(Catalog { leaves: leaves.into_iter().map(leaf).collect() }),
             providers,
-            replicas: None,
-            compared: Arc::default(),
+            ..State::default()
         }
     }
 

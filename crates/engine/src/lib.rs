@@ -83,6 +83,6 @@ pub use rewind::{Rewound, rewind};
 pub use save::{save, save_deferred, save_to};
 pub use shardfast_plan::{RankSet, Replicas};
 pub use sink::{Sink, Want};
-pub use state::{Compared, Destination, Prove, State};
+pub use state::{Compared, Destination, Maker, Prove, State};
 pub use sweep::{Swept, sweep};
 pub use verify::{VerifyReport, verify, verify_in, verify_stored};

@@ -24,7 +24,7 @@ use crate::plans::{
 };
 use crate::progress::Progress;
 use crate::receipt::ValueFiles;
-use crate::state::State;
+use crate::state::{Maker, State};
 
 pub(crate) use values::{ValuePlan, assign_values};
 
@@ -60,14 +60,15 @@ pub(crate) struct Planning<'a> {
     catalog: &'a Arc<Catalog>,
     /// The other ranks that hold it, where known.
     replicas: Option<&'a Arc<Replicas>>,
+    makers: &'a [Maker],
     rules: Arc<Rules>,
 }
 
 impl<'a> Planning<'a> {
     /// The planning of a save of this state, with these rules for its replicas.
     pub(crate) fn new(operation: &'a Operation, state: &'a State, rules: &Arc<Rules>) -> Planning<'a> {
-        let (catalog, replicas) = (&state.catalog, state.replicas.as_ref());
-        Planning { operation, catalog, replicas, rules: Arc::clone(rules) }
+        let State { catalog, replicas, makers, .. } = state;
+        Planning { operation, catalog, replicas: replicas.as_ref(), makers, rules: Arc::clone(rules) }
     }
 
     /// The writes of this rank, if it can plan them alone: those of the remembered plan when it holds what it held
@@ -76,7 +77,7 @@ impl<'a> Planning<'a> {
     /// # Errors
     /// `Invalid` when the replicas contradict themselves or the catalog.
     pub(crate) fn plan_alone(&self) -> Result<Option<LocalPlan>> {
-        let Planning { operation, catalog, replicas, ref rules } = *self;
+        let Planning { operation, catalog, replicas, ref rules, .. } = *self;
         if let Some(planned) = operation.plans().mine.clone()
             && planned.is_of(catalog, replicas, rules)
         {
@@ -135,7 +136,7 @@ impl<'a> Planning<'a> {
                 // A rank that knows its writes does not receive them here.
                 let _ = sender.send(plan.as_ref().map(|plan| Arc::clone(&plan.writes)).map_err(Error::clone));
                 let agreed = plan.and_then(|plan| {
-                    let values = assign_values(self.operation, &plan, self.catalog, digests())?;
+                    let values = assign_values(self.operation, &plan, (self.catalog, self.makers), digests())?;
                     Ok((plan, values))
                 });
                 agreed.inspect_err(|error| progress.cancel(error))
@@ -180,16 +181,17 @@ impl<'a> Planning<'a> {
         admit: impl FnOnce() -> Result<()>,
         all: &mut Option<Arc<GlobalPlan>>,
     ) -> Result<(PlanId, Arc<Vec<Write>>, ReplicaStatus)> {
-        let mut admit = Some(admit);
+        let (mut admit, mut contradiction) = (Some(admit), None);
         let mut answer = self.operation.agree("open", first, |openings| {
             admit.take().map_or(Ok(()), |admit| admit())?;
-            opening::decide(self.operation, &openings, all)
+            opening::decide(self.operation, &openings, all, &mut contradiction)
         })?;
         if let Answer::NeedCatalogs = answer {
-            let full = RankCatalog { holdings: self.holdings(), writes: drafted.map(|writes| (**writes).clone()) };
-            answer = self
-                .operation
-                .agree("plan", Ok(full), |catalogs| opening::decide_in_full(self.operation.number(), catalogs, all))?;
+            let (writes, makers) = (drafted.map(|writes| (**writes).clone()), self.makers.to_vec());
+            let full = RankCatalog { holdings: self.holdings(), writes, makers };
+            answer = self.operation.agree("plan", Ok(full), |catalogs| {
+                opening::decide_in_full(self.operation.number(), catalogs, all, contradiction.take())
+            })?;
         }
         let Answer::Go { id, writes, status } = answer else {
             return Err(Error::internal("rank 0 asked twice for the same catalogs"));

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use shardfast_format::{Catalog, Leaf, LeafBody, Region, sha256};
+use serde::{Deserialize, Serialize};
+use shardfast_format::{Catalog, Leaf, LeafBody, LeafName, Region, sha256};
 use shardfast_plan::{Replicas, Write};
 
 use crate::capture::Captures;
@@ -11,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::provider::{Fences, Provider, Run};
 
 /// What one rank gives to a save.
+#[derive(Default)]
 pub struct State {
     /// The rank's leaves.
     pub catalog: Arc<Catalog>,
@@ -20,6 +22,24 @@ pub struct State {
     pub replicas: Option<Arc<Replicas>>,
     /// For each leaf when the ranks' replicas of it are compared; of leaves beyond its end at the first save.
     pub compared: Arc<Vec<Compared>>,
+    /// Who makes the state that values tell of.
+    pub makers: Arc<Vec<Maker>>,
+}
+
+/// A class that makes state here, such as an optimizer's. A save fails in which something was made, and two ranks have
+/// classes for it that differ in name and in kind: no load could give it to both.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Maker {
+    /// The value that tells of it.
+    pub value: LeafName,
+    /// The name of the class.
+    pub class: String,
+    /// What classes have in common that can take each other's state.
+    pub kind: String,
+    /// What it has made state for.
+    pub made: Vec<String>,
+    /// What it may make state for later.
+    pub unmade: Vec<String>,
 }
 
 /// Where a save goes, and what it records.

@@ -315,7 +315,7 @@ mod tests {
             let engines: Vec<Arc<Engine>> = shardfast_coord::local(2).into_iter().enumerate().map(engine).collect();
             let begin = |engine: &Arc<Engine>| {
                 let catalog = Arc::new(Catalog { leaves: Vec::new() });
-                let state = State { catalog, providers: Vec::new(), replicas: None, compared: Arc::default() };
+                let state = State { catalog, providers: Vec::new(), ..State::default() };
                 let user = BTreeMap::new();
                 let prove = Prove::default();
                 save(

@@ -66,8 +66,7 @@ fn memory_is_bounded_by_the_budget() {
     let state = State {
         catalog: Arc::new(Catalog { leaves: vec![leaf] }),
         providers: vec![vec![Arc::new(Made)]],
-        replicas: None,
-        compared: Arc::default(),
+        ..State::default()
     };
     let destination = Destination {
         url: place("a"),

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Capture, Captures, Compared, Digester, Engine, Fences, Memory, Provider, RankSet, Replicas, Sample, Sink, State,
-    Strided, Want,
+    Capture, Captures, Compared, Digester, Engine, Fences, Maker, Memory, Provider, RankSet, Replicas, Sample, Sink,
+    State, Strided, Want,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest};
 
@@ -149,6 +149,7 @@ pub(crate) struct Described {
     replicas: Option<Arc<Replicas>>,
     /// When the replicas of each leaf are compared.
     compared: Arc<Vec<Compared>>,
+    makers: Arc<Vec<Maker>>,
     /// In the catalog's order.
     bodies: Arc<Vec<Body>>,
     /// The samples that are read when a save begins.
@@ -241,6 +242,9 @@ impl<'py> Groups<'py> {
     }
 }
 
+/// A maker, as Python gives it.
+type GivenMaker = (String, String, String, String, Vec<String>, Vec<String>);
+
 /// Where a leaf's bytes come from.
 enum Body {
     Tensor(Capture, Vec<Part>),
@@ -257,8 +261,18 @@ impl Described {
     /// one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
     /// or `None`, and `compared` when their copies are compared, one of "first save", "on request", "every save" and
     /// "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
+    /// From makers: `(key, name, class, kind, made, unmade)`, by the name of a value.
     #[new]
-    fn new<'py>(leaves: &Bound<'py, PyAny>) -> PyResult<Described> {
+    #[pyo3(signature = (leaves, makers = vec![]))]
+    fn new<'py>(leaves: &Bound<'py, PyAny>, makers: Vec<GivenMaker>) -> PyResult<Described> {
+        let made = |(key, name, class, kind, made, unmade): GivenMaker| Maker {
+            value: LeafName::new(key, name),
+            class,
+            kind,
+            made,
+            unmade,
+        };
+        let makers = Arc::new(makers.into_iter().map(made).collect());
         let (mut out, mut objects) = (Vec::<((Leaf, Option<u32>, Compared), Body)>::new(), 0);
         let mut groups = Groups::default();
         for leaf in leaves.try_iter()? {
@@ -308,7 +322,7 @@ impl Described {
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, compared, bodies, spots, captures })
+        Ok(Described { catalog, replicas, compared, makers, bodies, spots, captures })
     }
 
     /// The numbers of the devices on which tensors lie.
@@ -359,10 +373,10 @@ impl Described {
             blocking,
         };
         let (catalog, replicas, bodies) = (Arc::clone(&self.catalog), self.replicas.clone(), Arc::clone(&self.bodies));
-        let compared = Arc::clone(&self.compared);
+        let (compared, makers) = (Arc::clone(&self.compared), Arc::clone(&self.makers));
         Ok(move || {
             let providers = now.providers(&bodies);
-            State { catalog, providers, replicas, compared }
+            State { catalog, providers, replicas, compared, makers }
         })
     }
 

@@ -73,19 +73,6 @@ def saved_by_parameter(copies: Any, decisive: int, parameter: Callable[[str], st
     return found
 
 
-def of_two_classes(copies: Any, parameter: Callable[[str], str]) -> dict[str, tuple[str | None, str | None]]:
-    """The parameters that ranks saved with optimizers of two classes, which have other hyper-parameters, and these."""
-    first: dict[str, dict[str, Any]] = {}
-    found: dict[str, tuple[str | None, str | None]] = {}
-    for copy in copies:
-        for fqn, group in _named(copy, parameter):
-            other = first.setdefault(fqn, group)
-            classes = saved_class(other), saved_class(group)
-            if classes[0] != classes[1] and hyperparameter_names(other) != hyperparameter_names(group):
-                found[fqn] = classes
-    return found
-
-
 def _named(copy: Any, parameter: Callable[[str], str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameters of a rank's saved groups, by their present names, each with its group."""
     for group in copy if isinstance(copy, list) else [copy]:

@@ -186,6 +186,9 @@ class Modules:
         own = {self._places[name] for name in self.parameters if name in self._places}
         return {name: "on request" for name in self._tensors if self._places[name] not in own}
 
+    def makers(self) -> Sequence[tuple[str, str, str, list[str], list[str]]]:
+        return ()
+
     def outline(self) -> Outline | None:
         if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
             return None

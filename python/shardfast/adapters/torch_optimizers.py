@@ -20,7 +20,6 @@ from .torch_groups import (
     groups_value,
     hyperparameter_names,
     hyperparameters,
-    of_two_classes,
     put_into,
     saved_by_parameter,
     saved_class,
@@ -244,6 +243,15 @@ class Optimizers:
             if name != "step" and value.shape != parameter.shape
         }
 
+    def makers(self) -> Sequence[tuple[str, str, str, list[str], list[str]]]:
+        found = []
+        for group, names, kind in zip(self._groups, self._group_names, self._classes, strict=True):
+            owned = {fqn: self._owned[fqn] for fqn in names if fqn in self._owned}
+            made = {fqn for fqn, one in owned.items() if one.state.get(one.parameter)}
+            alike = " ".join(sorted(hyperparameter_names(group)))
+            found.append(("param_groups", kind, alike, sorted(made), sorted(set(names) - made)))
+        return found
+
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
             return None
@@ -373,9 +381,7 @@ class Optimizers:
         own = {name.removeprefix(_OWN): cast(accounts.Said, values[name]) for name in values if name.startswith(_OWN)}
         copies = values.get("param_groups", ())
         saved = saved_by_parameter(copies, decisive.get("param_groups", 0), parameter)
-        with_state = {self._parameter_of(name) for name in {*self.tensors(), *created, *values} - {*absent}}
-        torn = {fqn: classes for fqn, classes in of_two_classes(copies, parameter).items() if fqn in with_state}
-        foreign = self._of_another_class(saved, torn, strict)
+        foreign = self._of_another_class(saved, strict)
         groups = self._restored_groups(
             {fqn: of for fqn, of in saved.items() if fqn not in foreign}, strict and bool(saved)
         )
@@ -505,23 +511,12 @@ class Optimizers:
                         "needs the whole state dict, which no rank has: register a post-hook instead"
                     )
 
-    def _of_another_class(
-        self, saved: Mapping[str, dict[str, Any]], torn: Mapping[str, tuple[str | None, str | None]], strict: bool
-    ) -> frozenset[str]:
+    def _of_another_class(self, saved: Mapping[str, dict[str, Any]], strict: bool) -> frozenset[str]:
         """The parameters with state that another class of optimizer saved, which this one cannot use.
 
         Classes of different names that have the same hyper-parameters are taken for one: ``Adam`` and ``AdamW``.
-        ``torn`` has the parameters whose one state in the checkpoint is of two classes.
         """
         foreign: set[str] = set()
-        for fqn in sorted(torn.keys() & self._owned.keys()):
-            if strict:
-                raise Refused(
-                    f"unexpected: ranks saved the state of {fqn!r} with optimizers of two classes, {torn[fqn][0]} and "
-                    f"{torn[fqn][1]}, and a checkpoint has one state of a parameter; strict=False leaves this "
-                    "optimizer as it is"
-                )
-            foreign.add(fqn)
         for group, names, ours in zip(self._groups, self._group_names, self._classes, strict=True):
             for fqn in names:
                 theirs = saved_class(saved.get(fqn, {}))

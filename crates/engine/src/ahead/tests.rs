@@ -161,7 +161,7 @@ impl Training {
 
     fn state(&self) -> crate::state::State {
         let providers = self.live().map(|live| vec![Arc::clone(live) as Arc<dyn Provider>]).collect();
-        crate::state::State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() }
+        crate::state::State { catalog: Arc::clone(&self.catalog), providers, ..crate::state::State::default() }
     }
 
     /// Begins a save, and lets the training write over everything as soon as it may.

@@ -8,6 +8,9 @@ use shardfast_plan::{Claim, Write};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{Basis, GlobalPlan, Holdings, PlanId, ReplicaStatus, Rules};
+use crate::state::Maker;
+
+use super::values::expect_one_kind;
 
 /// The basis of a rank's writes.
 #[derive(Serialize, Deserialize)]
@@ -43,6 +46,7 @@ pub(super) struct RankCatalog {
     pub(super) holdings: Holdings,
     /// What it has begun to write.
     pub(super) writes: Option<Vec<Write>>,
+    pub(super) makers: Vec<Maker>,
 }
 
 impl GlobalPlan {
@@ -66,18 +70,20 @@ impl GlobalPlan {
     }
 }
 
-/// Decides over the openings of all ranks. The plan, if any, is then in `found`.
+/// Decides over the openings of all ranks. The plan, if any, is then in `found`, and in `contradiction` how local plans
+/// do not fit together.
 pub(super) fn decide(
     operation: &Operation,
     openings: &[Opening],
     found: &mut Option<Arc<GlobalPlan>>,
+    contradiction: &mut Option<Error>,
 ) -> Result<Vec<Answer>> {
     let known = operation.plans().all.clone();
     let agree = |plan: &&Arc<GlobalPlan>| openings.iter().enumerate().all(|(rank, opening)| plan.agrees(rank, opening));
     let has_draft = |rank: usize| !matches!(openings[rank], Opening::Ask(_));
     let plan = match known.iter().rev().find(agree) {
         Some(plan) => Some(Arc::clone(plan)),
-        None => renewed(operation.number(), &known, openings)?,
+        None => renewed(operation.number(), &known, openings, contradiction)?,
     };
     let answers = match &plan {
         Some(plan) => plan.answers(has_draft),
@@ -88,7 +94,12 @@ pub(super) fn decide(
 }
 
 /// A plan of that number from the openings, completed from memory; `None` when they do not make one plan.
-fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> Result<Option<Arc<GlobalPlan>>> {
+fn renewed(
+    number: PlanId,
+    known: &[Arc<GlobalPlan>],
+    openings: &[Opening],
+    contradiction: &mut Option<Error>,
+) -> Result<Option<Arc<GlobalPlan>>> {
     let remembered = |id: PlanId| known.iter().find(|plan| plan.id == id);
     let compares_always = openings.iter().any(|opening| match opening {
         Opening::Same { id } => remembered(*id).is_some_and(|plan| plan.status().compares_always),
@@ -104,14 +115,17 @@ fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> R
         Opening::Ask(_) => None,
     });
     if let Some(claims) = claims.collect::<Option<Vec<_>>>() {
-        shardfast_plan::prove(&claims)?;
-        return Ok(Some(GlobalPlan::new(number, Basis::Claims(claims), compares_always)));
+        // Where they do not fit, catalogs tell what it is about.
+        *contradiction = shardfast_plan::prove(&claims).err().map(Error::from);
+        let is_one = contradiction.is_none();
+        return Ok(is_one.then(|| GlobalPlan::new(number, Basis::Claims(claims), compares_always)));
     }
     let catalogs = openings.iter().enumerate().map(|(rank, opening)| match opening {
-        Opening::Ask(held) => Some(RankCatalog { holdings: held.clone(), writes: None }),
+        Opening::Ask(held) => Some(RankCatalog { holdings: held.clone(), writes: None, makers: Vec::new() }),
         Opening::Same { id } => match &remembered(*id)?.basis {
             Basis::Catalogs { holdings, writes } => {
-                Some(RankCatalog { holdings: holdings[rank].clone(), writes: Some(writes[rank].clone()) })
+                let (holdings, writes) = (holdings[rank].clone(), Some(writes[rank].clone()));
+                Some(RankCatalog { holdings, writes, makers: Vec::new() })
             }
             Basis::Claims(_) => None,
         },
@@ -120,14 +134,20 @@ fn renewed(number: PlanId, known: &[Arc<GlobalPlan>], openings: &[Opening]) -> R
     catalogs.collect::<Option<Vec<_>>>().map(|catalogs| planned(number, catalogs)).transpose()
 }
 
-/// Decides over everything of all ranks. The plan, if any, is then in `found`.
+/// Decides over everything of all ranks. The plan, if any, is then in `found`; without one the error begins with the
+/// `contradiction` of their local plans.
 pub(super) fn decide_in_full(
     number: PlanId,
     catalogs: Vec<RankCatalog>,
     found: &mut Option<Arc<GlobalPlan>>,
+    contradiction: Option<Error>,
 ) -> Result<Vec<Answer>> {
     let has_draft: Vec<bool> = catalogs.iter().map(|catalog| catalog.writes.is_some()).collect();
-    let plan = planned(number, catalogs)?;
+    expect_one_kind(&catalogs.iter().map(|catalog| &*catalog.makers).collect::<Vec<_>>(), |_| true)?;
+    let plan = planned(number, catalogs).map_err(|error| match contradiction {
+        Some(contradiction) => error.within(contradiction.message),
+        None => error,
+    })?;
     let answers = plan.answers(|rank| has_draft[rank]);
     *found = Some(plan);
     Ok(answers)
@@ -136,7 +156,7 @@ pub(super) fn decide_in_full(
 /// A plan of that number from these catalogs around the local plans.
 fn planned(number: PlanId, ranks: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
     let (mut catalogs, mut unshared, mut all_rules, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes }) in ranks.into_iter().enumerate() {
+    for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes, .. }) in ranks.into_iter().enumerate() {
         catalog.validate().map_err(|error| Error::from(error).within(format!("rank {rank}")))?;
         catalogs.push(catalog);
         unshared.push(rules.unshared.clone());

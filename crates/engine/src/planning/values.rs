@@ -4,7 +4,7 @@
 //! *class* with all others that were equal on exactly these ranks: the lowest of them writes, and from then on 16 bytes
 //! for each class show whether they are still equal. A rank writes a value that it alone has without a message.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,7 @@ use super::RankPlan;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{GlobalValues, KnownFiles, PlanId, Value, ValueClasses};
+use crate::state::Maker;
 
 /// The values that one rank has to write.
 pub(crate) struct ValuePlan {
@@ -34,7 +35,10 @@ enum Said {
         id: PlanId,
         digests: Vec<[u8; 16]>,
     },
-    All(Vec<Held>),
+    All {
+        held: Vec<Held>,
+        makers: Vec<Maker>,
+    },
 }
 
 /// A value as one rank holds it.
@@ -66,11 +70,11 @@ enum Verdict {
 /// the catalog's order.
 ///
 /// # Errors
-/// The same on every rank: the errors of any of them.
+/// The same on every rank: the errors of any of them; `Invalid` naming classes of which two make the same state.
 pub(crate) fn assign_values(
     operation: &Operation,
     plan: &RankPlan,
-    catalog: &Catalog,
+    (catalog, makers): (&Catalog, &[Maker]),
     digests: Result<Vec<[u8; 32]>>,
 ) -> Result<ValuePlan> {
     let objects: Vec<u32> = objects(catalog).collect();
@@ -80,7 +84,7 @@ pub(crate) fn assign_values(
             let LeafBody::Object { per_rank } = leaf.body else { return None };
             Some(Held { name: leaf.name.clone(), layout: leaf.layout.clone(), per_rank, digest })
         });
-        Said::All(held.collect())
+        Said::All { held: held.collect(), makers: makers.to_vec() }
     };
     let said = digests.clone().map(|digests| match &plan.values {
         Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
@@ -141,13 +145,18 @@ fn decide(
         return Ok(((0..world).map(|_| Verdict::Same).collect(), None));
     }
     let held = said.into_iter().map(|said| match said {
-        Said::All(held) => Some(held),
+        Said::All { held, makers } => Some((held, makers)),
         Said::Same { .. } => None,
     });
     match held.collect::<Option<Vec<_>>>() {
         None => Ok(((0..world).map(|_| Verdict::NeedAll).collect(), None)),
-        Some(held) => {
+        Some(said) => {
+            let (held, makers): (Vec<_>, Vec<_>) = said.into_iter().unzip();
             let (all, remembered) = compared(number, held)?;
+            // Ranks with equal values have equal classes.
+            let differing: BTreeSet<_> =
+                all.values.iter().filter(|value| value.writers.len() > 1).map(|v| &v.name).collect();
+            expect_one_kind(&makers.iter().map(|of| &**of).collect::<Vec<_>>(), |name| differing.contains(name))?;
             Ok((remembered.into_iter().map(Verdict::New).collect(), Some(Arc::new(all))))
         }
     }
@@ -210,6 +219,38 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     }
     each.iter_mut().for_each(|rank| rank.mine.sort_unstable());
     Ok((all, each))
+}
+
+/// Refuses classes of two kinds that make the same state on two ranks, if some of it was made. `makers` are those of
+/// each rank; those of other values than `of` selects are passed over.
+pub(super) fn expect_one_kind(makers: &[&[Maker]], of: impl Fn(&LeafName) -> bool) -> Result<()> {
+    let all = || makers.iter().copied().flatten();
+    let classes: BTreeSet<(&LeafName, &str)> = all().map(|maker| (&maker.value, &*maker.class)).collect();
+    if classes.len() == all().map(|maker| &maker.value).collect::<BTreeSet<_>>().len() {
+        return Ok(());
+    }
+    let mut known: BTreeMap<(&LeafName, &str), (usize, &Maker, bool)> = BTreeMap::new();
+    for (rank, makers) in makers.iter().enumerate() {
+        for maker in makers.iter().filter(|maker| of(&maker.value)) {
+            let all = maker.made.iter().map(|of| (of, true)).chain(maker.unmade.iter().map(|of| (of, false)));
+            for (of, is_made) in all {
+                let first = known.entry((&maker.value, of)).or_insert((rank, maker, is_made));
+                let (other_rank, other, was_made) = *first;
+                if other.class != maker.class && other.kind != maker.kind && (was_made || is_made) {
+                    return Err(Error::invalid(format!(
+                        "{}: the state of {of:?} belongs to {} on rank {other_rank} and to {} on rank {rank}, and a \
+                         checkpoint has one state of it, which no load could give to both: use one class on all ranks \
+                         that have {of:?}",
+                        maker.value, other.class, maker.class
+                    )));
+                }
+                if is_made && !was_made {
+                    *first = (rank, maker, true);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// One value on all ranks: for each content its ranks, with their positions.

@@ -304,7 +304,7 @@ fn state(leaves: Vec<Leaf>) -> State {
         }
     };
     let providers = leaves.iter().map(bytes).collect();
-    State { catalog: Arc::new(Catalog { leaves }), providers, replicas: None, compared: Arc::default() }
+    State { catalog: Arc::new(Catalog { leaves }), providers, ..State::default() }
 }
 
 /// Saves a state per rank and gives what every rank failed with; nothing is visible then.
@@ -719,8 +719,7 @@ fn a_panic_on_one_rank_fails_the_save_on_all_at_once() {
                 let state = State {
                     catalog: Arc::new(Catalog { leaves: vec![leaf] }),
                     providers: vec![vec![provider]],
-                    replicas: None,
-                    compared: Arc::default(),
+                    ..State::default()
                 };
                 save(engine, destination("memory://bad_input/panic"), state, LONG).committed(None)
             })

@@ -87,8 +87,8 @@ fn tensor(name: &str, bytes: u64) -> Leaf {
 
 fn state(leaves: Vec<(Leaf, Arc<dyn Provider>)>) -> State {
     let (leaves, providers) = leaves.into_iter().map(|(leaf, provider)| (leaf, vec![provider])).unzip();
-    let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
-    State { catalog, providers, replicas: None, compared }
+    let catalog = Arc::new(Catalog { leaves });
+    State { catalog, providers, ..State::default() }
 }
 
 /// A tensor of which the save has the first bytes already, but must wait for them at the gate.

@@ -178,7 +178,7 @@ impl Truth {
             }
         }
         let (catalog, replicas) = (Arc::new(Catalog { leaves }), replicas.map(Arc::new));
-        State { catalog, providers, replicas, compared: Arc::default() }
+        State { catalog, providers, replicas, ..State::default() }
     }
 
     /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.

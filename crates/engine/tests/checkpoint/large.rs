@@ -264,12 +264,7 @@ impl Store for Zeroless {
 fn state(name: &str, dtype: DType, shape: &[u64], provider: Arc<dyn Provider>) -> State {
     let body = LeafBody::Tensor { dtype, shape: shape.into(), parts: vec![Region::whole(shape)] };
     let leaf = Leaf { name: LeafName::new("model", name), body, layout: String::new() };
-    State {
-        catalog: Arc::new(Catalog { leaves: vec![leaf] }),
-        providers: vec![vec![provider]],
-        replicas: None,
-        compared: Arc::default(),
-    }
+    State { catalog: Arc::new(Catalog { leaves: vec![leaf] }), providers: vec![vec![provider]], ..State::default() }
 }
 
 /// 4.6 GB in one file, none of it in memory.

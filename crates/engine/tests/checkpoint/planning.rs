@@ -294,8 +294,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     let gone = State { catalog: Arc::clone(&without.catalog), providers: without.providers.clone(), ..without };
     let error = save_states(&job, &url("gone"), states(gone)).unwrap_err();
     assert!(error.message.contains("save again, which makes a new plan"), "{error}");
-    let again =
-        State { catalog: without.catalog, providers: without.providers, replicas: None, compared: Arc::default() };
+    let again = State { catalog: without.catalog, providers: without.providers, ..State::default() };
     save_states(&job, &url("again"), states(again)).unwrap();
     let flaw = loading.compare(|engine| checkpoint::open(engine, &url("again"), LONG), &large, &mut Dice(2));
     assert_eq!(flaw, Ok(None));
@@ -349,7 +348,7 @@ fn ranks_that_believe_different_things_are_told_who_and_what() {
         catalog: Arc::clone(&state.catalog),
         providers: state.providers.clone(),
         replicas: state.replicas.clone(),
-        compared: Arc::default(),
+        ..State::default()
     };
     let url = place.path().join("a");
     let error = save_states(&job, url.to_str().unwrap(), states.iter().map(again).collect()).unwrap_err();

@@ -242,7 +242,7 @@ impl Training {
             vec![Arc::new(Lazy(memory(&copies, *address, bytes.len())))]
         };
         let providers = self.tensors.iter().flatten().map(provider).collect();
-        Ok(State { catalog: Arc::clone(&self.catalog), providers, replicas: None, compared: Arc::default() })
+        Ok(State { catalog: Arc::clone(&self.catalog), providers, ..State::default() })
     }
 
     /// Begins a save. The training writes over everything as soon as it may.

@@ -84,8 +84,7 @@ fn state_of(copies: &Arc<CopyStream>, tensors: &[Tensor]) -> State {
     State {
         catalog: Arc::new(Catalog { leaves: tensors.iter().enumerate().map(leaf).collect() }),
         providers: tensors.iter().map(provider).collect(),
-        replicas: None,
-        compared: Arc::default(),
+        ..State::default()
     }
 }
 
@@ -246,12 +245,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
         let host: Vec<Vec<Arc<dyn Provider>>> = vec![vec![Arc::new(vec![1u8; 9 << 20])]];
         let body = LeafBody::Object { per_rank: false };
         let leaf = Leaf { name: name(0), body, layout: String::new() };
-        let alive = State {
-            catalog: Arc::new(Catalog { leaves: vec![leaf] }),
-            providers: host,
-            replicas: None,
-            compared: Arc::default(),
-        };
+        let alive = State { catalog: Arc::new(Catalog { leaves: vec![leaf] }), providers: host, ..State::default() };
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));
         saved.unwrap();
     }

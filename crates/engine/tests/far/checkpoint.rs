@@ -89,8 +89,7 @@ pub(crate) fn begin(store: &Arc<dyn Store>, deadline: Duration) -> Pending {
     let state = State {
         catalog: Arc::new(Catalog { leaves: LEAVES.iter().map(leaf).collect() }),
         providers: LEAVES.iter().map(provider).collect(),
-        replicas: None,
-        compared: Arc::default(),
+        ..State::default()
     };
     let url = store.url().to_owned();
     let destination = Destination { url, step: None, user: BTreeMap::new(), prove: Prove::default(), blocking: true };

@@ -111,12 +111,7 @@ pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) ->
                     let provider = |bytes: Vec<u8>| -> Arc<dyn Provider> { Arc::new(bytes) };
                     providers.push(parts.into_iter().map(provider).collect());
                 }
-                let state = State {
-                    catalog: Arc::new(Catalog { leaves }),
-                    providers,
-                    replicas: None,
-                    compared: Arc::default(),
-                };
+                let state = State { catalog: Arc::new(Catalog { leaves }), providers, ..State::default() };
                 let user = BTreeMap::from([("note".to_owned(), "a test".to_owned())]);
                 let destination = Destination {
                     url: url.to_owned(),

@@ -220,7 +220,7 @@ fn saved_of(
     leaves.push(leaf);
     providers.push(vec![Arc::new(bytes[0].clone())]);
     let catalog = Arc::new(Catalog { leaves });
-    let state = State { catalog, providers, replicas: None, compared: Arc::default() };
+    let state = State { catalog, providers, ..State::default() };
     let destination =
         Destination { url: url.to_owned(), step: None, user: BTreeMap::new(), prove: Prove::default(), blocking };
     save_to(engine, Ok(Arc::clone(store)), destination, state, DEADLINE).committed(None)

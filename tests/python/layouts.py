@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 VOCABULARY, WIDTH, CONTEXT = 11, 8, 5
 
-PAIRS_ONE_IN = int(os.environ.get("SHARDFAST_PAIRS_ONE_IN", "3"))
+PAIRS_ONE_IN = int(os.environ.get("SHARDFAST_PAIRS_ONE_IN", "5"))
 """One in so many pairs of a layout that loads and one that was saved; a campaign takes each."""
 
 

@@ -10,7 +10,7 @@ from layouts import PIPELINES
 from older import IS_OLDER
 from training import MICROBATCHES, Run, put_by_torch, trained_of, whole_by_torch
 
-STEPS = range(3, 3 + int(os.environ.get("SHARDFAST_LOSS_STEPS", "6")))
+STEPS = range(3, 3 + int(os.environ.get("SHARDFAST_LOSS_STEPS", "4")))
 """After the save; a campaign sets more."""
 
 MORE = {

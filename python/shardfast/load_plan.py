@@ -15,6 +15,7 @@ _REMEDIES = {
     "missing": "missing: rename= maps saved names to those here, only= loads a part, strict=False allows it",
     "unexpected": "unexpected: only= loads a part, strict=False allows it",
     "dtype": "dtype: cast=True converts",
+    "shape": "shape: make it here with the shape it was saved with, or load the rest with only=",
     "tied": "tied: strict=False takes the one that is named second",
     "overlap": "overlap: give each memory of its own before the load (clone() one of them)",
     "per rank": (

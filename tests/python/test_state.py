@@ -475,6 +475,7 @@ def test_every_offender_is_in_one_error():
         "missing: rename= maps saved names to those here, only= loads a part, strict=False allows it",
         "unexpected: only= loads a part, strict=False allows it",
         "dtype: cast=True converts",
+        "shape: make it here with the shape it was saved with, or load the rest with only=",
     ]
     with pytest.raises(sf.Invalid, match=r"\(2 problems\)"):
         Stored(saved).load(state, strict=False)

@@ -27,6 +27,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Sleep, sleep, timeout};
 
 use super::flow::MOST;
+use super::list::Lists;
 use super::{PARTS, READS_MAX};
 use crate::{Error, Kind, Parts, Requests, Result};
 
@@ -208,6 +209,7 @@ impl Network {
         #[cfg(not(feature = "testing"))]
         let simulated = None;
         let http = simulated.map_or_else(|| Connections::new(pool.still_max).map(HttpClient::new), Ok)?;
+        let http = HttpClient::new(Lists(http));
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -380,13 +382,17 @@ pub(crate) fn wait_of(header: &HeaderValue) -> Option<Duration> {
     is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
 }
 
-/// Counts a request by its kind. All services list by a `GET` of the bucket with a prefix or a kind of list.
+/// Whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of list.
+pub(super) fn is_list(method: &Method, query: &str) -> bool {
+    let lists = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
+    *method == Method::GET && query.split('&').any(lists)
+}
+
+/// Counts a request by its kind.
 fn count(requests: &mut Requests, method: &Method, query: &str) {
-    let is_list = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
-    let is_list = query.split('&').any(is_list);
     let deletes_many = query.split('&').any(|part| part == "delete" || part == "comp=batch");
     match *method {
-        Method::GET if is_list => requests.lists += 1,
+        Method::GET if is_list(method, query) => requests.lists += 1,
         Method::GET => requests.gets += 1,
         Method::HEAD => requests.heads += 1,
         Method::DELETE => requests.deletes += 1,

@@ -12,8 +12,9 @@
 //! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
 //!
 //! [`upload`] sends an object, [`read`] reads it and [`list`] lists directories; [`network`] holds the connections,
-//! [`failure`] knows what refusals mean; a service's own file builds its client.
+//! [`failure`] knows what refusals mean, and [`carried`] what no error repeats; a service's own file builds its client.
 
+mod carried;
 mod endpoint;
 mod failure;
 mod flow;
@@ -61,6 +62,8 @@ pub(crate) use network::{Connector, Pool};
 use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
+#[cfg(feature = "s3")]
+pub(crate) use {carried::Carried, failure::told};
 
 const MIB: u64 = 1 << 20;
 
@@ -139,6 +142,8 @@ pub(crate) struct Bucket {
     pub(crate) beyond: Option<Arc<dyn Beyond>>,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
+    /// The keys and tokens of its configuration, which no error repeats.
+    pub(crate) secrets: Vec<String>,
     /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
     /// once it was seen to.
     pub(crate) untrusted: Option<String>,
@@ -362,8 +367,10 @@ impl Place {
 
     /// The error of a request that began then.
     fn failed(&self, op: &'static str, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
-        let found = failure::of(op, join(&self.url, name), error, answer);
-        if failure::refuses_credentials(error, answer) { self.renewed(found, began) } else { found }
+        let mut answer = answer.clone();
+        self.bucket.secrets.iter().for_each(|secret| answer.carried.hold(secret));
+        let found = failure::of(op, join(&self.url, name), error, &answer);
+        if failure::refuses_credentials(error, &answer) { self.renewed(found, began) } else { found }
     }
 
     /// The error of a request whose credentials the service refuses: it passes if there will be others. Credentials

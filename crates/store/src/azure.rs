@@ -35,6 +35,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     if is_token && !skips && !is_emulator {
         expect_tls(endpoint.as_deref()).map_err(invalid)?;
     }
+    let keys = [AzureConfigKey::AccessKey, AzureConfigKey::ClientSecret, AzureConfigKey::SasKey, AzureConfigKey::Token];
+    let secrets: Vec<_> = keys.iter().filter_map(|key| builder.get_config_value(key)).collect();
     let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
     let untrusted = endpoint.map(|endpoint| format!("{endpoint} {container}"));
     FarStore::open(url.usual(), &prefix, shared, &|connector| {
@@ -45,6 +47,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             uploads: None,
             beyond: None,
             attributes: Attributes::new(),
+            secrets: secrets.clone(),
             untrusted: untrusted.clone(),
             renew: None,
         })

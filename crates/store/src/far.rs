@@ -11,12 +11,14 @@
 //!    version, so that an object that was replaced is an error and never a mixture.
 //! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
 //!
-//! [`upload`] sends an object and [`read`] reads it; [`network`] holds the connections, [`failure`] knows what refusals
-//! mean; a service's own file builds its client.
+//! [`upload`] sends an object, [`read`] reads it and [`list`] lists directories; [`network`] holds the connections,
+//! [`failure`] knows what refusals mean, and [`carried`] what no error repeats; a service's own file builds its client.
 
+mod carried;
 mod endpoint;
 mod failure;
 mod flow;
+mod list;
 mod network;
 mod pace;
 mod read;
@@ -60,6 +62,8 @@ pub(crate) use network::{Connector, Pool};
 use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
+#[cfg(feature = "s3")]
+pub(crate) use {carried::Carried, failure::told};
 
 const MIB: u64 = 1 << 20;
 
@@ -138,6 +142,8 @@ pub(crate) struct Bucket {
     pub(crate) beyond: Option<Arc<dyn Beyond>>,
     /// What new objects carry, such as their storage class.
     pub(crate) attributes: Attributes,
+    /// The keys and tokens of its configuration, which no error repeats.
+    pub(crate) secrets: Vec<String>,
     /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
     /// once it was seen to.
     pub(crate) untrusted: Option<String>,
@@ -361,8 +367,10 @@ impl Place {
 
     /// The error of a request that began then.
     fn failed(&self, op: &'static str, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
-        let found = failure::of(op, join(&self.url, name), error, answer);
-        if failure::refuses_credentials(error, answer) { self.renewed(found, began) } else { found }
+        let mut answer = answer.clone();
+        self.bucket.secrets.iter().for_each(|secret| answer.carried.hold(secret));
+        let found = failure::of(op, join(&self.url, name), error, &answer);
+        if failure::refuses_credentials(error, &answer) { self.renewed(found, began) } else { found }
     }
 
     /// The error of a request whose credentials the service refuses: it passes if there will be others. Credentials
@@ -615,27 +623,7 @@ impl Store for FarStore {
     }
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
-        let prefix = self.place.dir("list", dir)?;
-        let list = || self.place.client().list_with_delimiter(prefix.as_ref());
-        let found = self.place.call_twice("list", dir, list)?;
-        let named = |path: &Path| {
-            // An object of the directory's own name marks it for some tools.
-            let name = path.filename().filter(|_| Some(path) != prefix.as_ref())?;
-            name::flaw(name).is_none().then(|| name.to_owned())
-        };
-        let dirs = found.common_prefixes.iter().filter_map(named);
-        let dirs = dirs.map(|name| Entry { name, is_dir: true, is_link: false, bytes: 0, modified: None });
-        let object = |object: &ObjectMeta| {
-            let (name, modified) = (named(&object.location)?, Some(object.last_modified.into()));
-            Some(Entry { name, is_dir: false, is_link: false, bytes: object.size, modified })
-        };
-        let objects = found.objects.iter().filter_map(object);
-        let mut entries: Vec<Entry> = dirs.chain(objects).collect();
-        if entries.is_empty() {
-            return Err(self.place.fail(Kind::NotFound, "list", dir, "no such directory"));
-        }
-        entries.sort_by(|a, b| (&a.name, a.is_dir).cmp(&(&b.name, b.is_dir)));
-        Ok(entries)
+        self.place.list(dir)
     }
 
     fn delete(&self, name: &str) -> Result<()> {
@@ -652,25 +640,11 @@ impl Store for FarStore {
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
-        name::check("delete_tree", &self.place.url, dir)?;
-        let prefix = self.place.dir("delete_tree", dir)?;
-        let below = self.place.client().list(prefix.as_ref()).map_ok(|object| object.location).boxed();
-        self.place.call("delete_tree", dir, delete_each(self.place.client(), below))
+        self.place.delete_tree(dir)
     }
 
     fn uploads(&self) -> Result<Vec<Upload>> {
-        let place = &self.place;
-        let Some(list) = &place.bucket.uploads else {
-            let message = "uploads that were not completed cannot be listed here: give the bucket a lifecycle rule \
-                           that aborts them, unless the service does it by itself";
-            return Err(place.fail(Kind::Unsupported, "uploads", "", message));
-        };
-        let found = place.call_twice("uploads", "", || list.uploads(&place.prefix))?;
-        let own = |(path, id, begun): (String, String, SystemTime)| {
-            let name = path.strip_prefix(&place.prefix).filter(|name| name::flaw(name).is_none())?.to_owned();
-            Some(Upload { name, id, begun })
-        };
-        Ok(found.into_iter().filter_map(own).collect())
+        self.place.uploads()
     }
 
     fn abort_upload(&self, upload: &Upload) -> Result<()> {

@@ -54,6 +54,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             uploads: Some(Arc::new(uploads)),
             beyond: None,
             attributes: Attributes::new(),
+            // The key of an account signs requests for tokens, and the tokens are sent.
+            secrets: Vec::new(),
             untrusted: untrusted.clone(),
             renew: None,
         })

@@ -72,6 +72,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         // Keys of the environment count more, unless the profile that is asked for takes its role with them.
         true => Profile::named().is_some() && matches!(plan, Ok(Some(plan)) if plan.needs_environment()),
     };
+    let keys = [AmazonS3ConfigKey::SecretAccessKey, AmazonS3ConfigKey::Token];
+    let secrets: Vec<_> = keys.iter().filter_map(|key| builder.get_config_value(key)).collect();
     let region = builder.get_config_value(&AmazonS3ConfigKey::Region).unwrap_or_else(|| REGION.to_owned());
     can_sign(&builder).map_err(invalid)?;
     let sts = ["AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL"].into_iter().find_map(variable);
@@ -119,8 +121,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let beyond = BeyondClient::new(Arc::clone(&client), unsummed, http, place, region.clone(), is_payer);
         let beyond = Arc::new(beyond);
         let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
-        let (attributes, untrusted) = (attributes.clone(), untrusted.clone());
-        Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, untrusted, renew })
+        let (attributes, secrets, untrusted) = (attributes.clone(), secrets.clone(), untrusted.clone());
+        Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, secrets, untrusted, renew })
     })
 }
 

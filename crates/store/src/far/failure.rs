@@ -1,4 +1,5 @@
-//! What a service's refusal means for the caller.
+//! What a service's refusal means for the caller. An error shows the status of the answer, and what the service calls
+//! its code and its message, without what the requests [carried](super::carried).
 
 use std::error::Error as _;
 use std::time::Duration;
@@ -19,7 +20,7 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
         return Error { wait: own.wait, ..Error::new(own.kind, op, place, own.to_string()) };
     }
     let text = error.to_string();
-    let (code, said) = (tag(&text, "Code"), tag(&text, "Message"));
+    let (code, said) = (answer.carried.shown_code(tag(&text, "Code")), tag(&text, "Message"));
     let is_full = NO_SPACE.iter().any(|full| said.contains(full));
     if let Some(status @ (StatusCode::NOT_FOUND | StatusCode::GONE)) = answer.status
         && code.is_empty()
@@ -36,7 +37,7 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
         Some(status) if !code.is_empty() => (status, kind_of(StatusCode::INTERNAL_SERVER_ERROR, code)),
         _ => return unanswered(op, place, error, answer),
     };
-    let mut message = match (code, said) {
+    let mut message = match (code, &*answer.carried.shown(said)) {
         ("", _) => format!("the service answered {status}"),
         (code, "") => format!("the service answered {status}: {code}"),
         (code, said) => format!("the service answered {status}: {code}: {said}"),
@@ -46,6 +47,13 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     }
     message += remedy(status, code);
     Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
+}
+
+/// Makes a call of the client library for credentials. Its error is what an error may say.
+#[cfg(feature = "s3")]
+pub(crate) async fn told<T>(call: impl Future<Output = object_store::Result<T>>) -> Result<T, String> {
+    let (done, answer) = super::network::answered(call).await;
+    done.map_err(|error| of("open", String::new(), &error, &answer).message)
 }
 
 /// What the service says under this name in its answer.
@@ -72,6 +80,11 @@ const NO_SPACE: [&str; 2] = ["no space left on device", "disk quota exceeded"];
 fn unanswered(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
     // The innermost cause says what happened; what stands around it repeats it, with the URL.
     let cause = causes(error).last().map_or_else(|| error.to_string(), ToString::to_string);
+    // It may have words of the answer.
+    let cause = match answer.carried.shown(&cause) {
+        shown if shown.is_empty() => "not shown, since it repeats the request".to_owned(),
+        shown => shown,
+    };
     if METADATA_HOSTS.contains(&answer.host.as_str()) {
         return Error::new(Kind::Invalid, op, place, format!("{NO_CREDENTIALS} ({cause})"));
     }

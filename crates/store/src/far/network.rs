@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{RANGE, RETRY_AFTER};
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
@@ -26,7 +26,9 @@ use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Sleep, sleep, timeout};
 
+use super::carried::Carried;
 use super::flow::MOST;
+use super::list::Lists;
 use super::{PARTS, READS_MAX};
 use crate::{Error, Kind, Parts, Requests, Result};
 
@@ -143,6 +145,8 @@ pub(super) struct Answer {
     pub(super) requests: Requests,
     /// Bytes of answers in all, but for those of objects that were asked for.
     pub(super) received: u64,
+    /// What the requests carried, which no error repeats.
+    pub(super) carried: Carried,
 }
 
 /// Headers that S3, Azure and GCS give each answer.
@@ -208,6 +212,7 @@ impl Network {
         #[cfg(not(feature = "testing"))]
         let simulated = None;
         let http = simulated.map_or_else(|| Connections::new(pool.still_max).map(HttpClient::new), Ok)?;
+        let http = HttpClient::new(Lists(http));
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
@@ -323,28 +328,30 @@ struct Simulated(Arc<dyn HttpService>);
 #[async_trait::async_trait]
 impl HttpService for Simulated {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
-        asked(request.method(), request.uri());
+        asked(&request);
         let response = self.0.call(request).await?;
         note(|answer| answer.take(response.status(), response.headers()));
         Ok(response)
     }
 }
 
-/// Counts a request of this task's call.
-fn asked(method: &Method, uri: &Uri) {
+/// Counts a request of this task's call, and notes what it carries.
+fn asked(request: &HttpRequest) {
     note(|answer| {
-        let mut requests = answer.requests;
-        count(&mut requests, method, uri.query().unwrap_or_default());
-        let (host, is_head) = (uri.host().unwrap_or_default().to_owned(), *method == Method::HEAD);
-        *answer = Answer { host, requests, is_head, received: answer.received, ..Answer::default() };
+        let (mut requests, mut carried) = (answer.requests, std::mem::take(&mut answer.carried));
+        count(&mut requests, request.method(), request.uri().query().unwrap_or_default());
+        carried.add(request);
+        let host = request.uri().host().unwrap_or_default().to_owned();
+        let (is_head, received) = (*request.method() == Method::HEAD, answer.received);
+        *answer = Answer { host, requests, is_head, received, carried, ..Answer::default() };
     });
 }
 
 #[async_trait::async_trait]
 impl HttpService for Connections {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
+        asked(&request);
         let (parts, body) = request.into_parts();
-        asked(&parts.method, &parts.uri);
         let slow_max = self.still_max * if parts.method == Method::GET { 1 } else { CHANGES_TAKE };
         let expected = parts.headers.get(RANGE).and_then(range_bytes).unwrap_or(0);
         let url = parts.uri.to_string().parse().map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
@@ -380,13 +387,17 @@ pub(crate) fn wait_of(header: &HeaderValue) -> Option<Duration> {
     is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
 }
 
-/// Counts a request by its kind. All services list by a `GET` of the bucket with a prefix or a kind of list.
+/// Whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of list.
+pub(super) fn is_list(method: &Method, query: &str) -> bool {
+    let lists = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
+    *method == Method::GET && query.split('&').any(lists)
+}
+
+/// Counts a request by its kind.
 fn count(requests: &mut Requests, method: &Method, query: &str) {
-    let is_list = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
-    let is_list = query.split('&').any(is_list);
     let deletes_many = query.split('&').any(|part| part == "delete" || part == "comp=batch");
     match *method {
-        Method::GET if is_list => requests.lists += 1,
+        Method::GET if is_list(method, query) => requests.lists += 1,
         Method::GET => requests.gets += 1,
         Method::HEAD => requests.heads += 1,
         Method::DELETE => requests.deletes += 1,

@@ -103,6 +103,15 @@ struct Made {
     crc64nvme: Option<String>,
 }
 
+impl Made {
+    /// What an answer to a copy says.
+    fn of(answer: String) -> object_store::Result<Made> {
+        // The words of an error tell what it is; those of anything else stay here.
+        let is_error = answer.contains("<Code>");
+        quick_xml::de::from_str(&answer).map_err(|error| if is_error { other(answer) } else { other(error) })
+    }
+}
+
 /// What the client library takes for a part's id where parts have checksums, in its pinned version.
 #[derive(Serialize)]
 struct PartMetadata {
@@ -149,7 +158,7 @@ impl Beyond for BeyondClient {
             headers.insert(HeaderName::from_static("x-amz-storage-class"), class);
         }
         let answer = text(self.ask(Method::PUT, path, &[], headers).await?).await?;
-        quick_xml::de::from_str::<Made>(&answer).map(|_| ()).map_err(|_| other(answer))
+        Made::of(answer).map(|_| ())
     }
 
     async fn put_part(
@@ -187,8 +196,7 @@ impl Beyond for BeyondClient {
         let number = (number + 1).to_string();
         let query = [("partNumber", &*number), ("uploadId", upload)];
         let headers = HeaderMap::from_iter([copied(source)?, range]);
-        let answer = text(self.ask(Method::PUT, path, &query, headers).await?).await?;
-        let made = quick_xml::de::from_str::<Made>(&answer).map_err(|_| other(answer))?;
+        let made = Made::of(text(self.ask(Method::PUT, path, &query, headers).await?).await?)?;
         let part = PartMetadata { e_tag: made.e_tag, checksum_crc64nvme: made.crc64nvme };
         Ok(PartId { content_id: quick_xml::se::to_string(&part).map_err(other)? })
     }

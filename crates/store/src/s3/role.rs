@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 use super::profile::{Files, Lasting, NEVER_SAID, NOT_PRINTABLE, NOWHERE, Profile, can_sign, lasts_until, variable};
 use crate::far::xml::percent_encoded;
-use crate::far::{Connector, once};
+use crate::far::{Carried, Connector, once, told};
 use crate::{Error, Kind, Result};
 
 /// The settings that say what proves that the role may be taken.
@@ -267,7 +267,7 @@ enum Proof<'a> {
 }
 
 impl Proof<'_> {
-    /// What no error may repeat.
+    /// What no error may repeat, sent or not.
     fn secrets(&self) -> impl Iterator<Item = &str> {
         let (one, other) = match self {
             Proof::Keys(keys) => (keys.secret_key.as_str(), keys.token.as_deref()),
@@ -337,13 +337,16 @@ impl Sts {
             Error { kind: Kind::Unavailable, wait, ..fail(why) }
         };
         let request = self.request(role, proof).map_err(|why| fail(&why))?;
+        let mut carried = Carried::default();
+        carried.add(&request);
+        proof.secrets().for_each(|secret| carried.hold(secret));
         let answer = self.connector.client().execute(request).await;
         let (parts, body) = answer.map_err(|error| passing(&format!("no answer: {error}"), None))?.into_parts();
         let body = body.bytes().await.map_err(|error| passing(&format!("the answer broke off: {error}"), None))?;
         // It holds secrets: no error repeats it.
         let text = String::from_utf8_lossy(&body);
         if !parts.status.is_success() {
-            let (code, why) = refusal(parts.status, &text, proof);
+            let (code, why) = refusal(parts.status, &text, &carried);
             return Err(match passes(parts.status, &code) {
                 true => passing(&why, wait_of(&parts.headers)),
                 false => fail(&why),
@@ -403,8 +406,8 @@ impl Sts {
         }
         let client = builder.with_http_connector(self.connector.clone()).build();
         let client = client.map_err(|error| fail(&error.to_string()))?;
-        let asked = client.credentials().get_credential().await;
-        let keys = asked.map_err(|error| fail(&format!("this machine has no role of its own ({error})")))?;
+        let asked = told(client.credentials().get_credential()).await;
+        let keys = asked.map_err(|why| fail(&format!("this machine has no role of its own ({why})")))?;
         Ok(AwsCredential {
             key_id: keys.key_id.clone(),
             secret_key: keys.secret_key.clone(),
@@ -414,15 +417,16 @@ impl Sts {
 }
 
 /// The code and the text of a refusal.
-fn refusal(status: StatusCode, text: &str, proof: &Proof<'_>) -> (String, String) {
-    let Ok(Refusal { error: Why { code, message } }) = quick_xml::de::from_str(text) else {
+fn refusal(status: StatusCode, text: &str, carried: &Carried) -> (String, String) {
+    let refused = quick_xml::de::from_str(text).map(|Refusal { error }| error);
+    let Some(Why { code, message }) = refused.ok().filter(|why| !carried.shown_code(&why.code).is_empty()) else {
         let why = format!("the service answered {status}, without a code of STS: is it the right endpoint?");
         return (String::new(), why);
     };
     // Of a wrong signature AWS repeats in the further lines what was signed, with the session's token.
-    let line = message.lines().next().unwrap_or_default().trim_end_matches('.');
-    let has_secret = proof.secrets().any(|secret| line.contains(secret));
-    let said = if line.is_empty() || has_secret { String::new() } else { format!(": {line}") };
+    let line = carried.shown(message.lines().next().unwrap_or_default());
+    let line = line.trim_end_matches('.');
+    let said = if line.is_empty() { String::new() } else { format!(": {line}") };
     let remedy = "STS must know who asks, and the role's trust policy allow it";
     let why = format!("the service answered {status}: {code}{said}; {remedy}");
     (code, why)

@@ -537,6 +537,7 @@ def test_a_dot_in_a_states_name_is_part_of_the_name(tmp_path, key):
     model = net()
     optimizer = Under(model.parameters(), key)
     step(model, optimizer)
+    optimizer.state.update({"": None, "a": 1, key: torch.ones(3), "..": torch.ones(())})
     sf.save(tmp_path / "one", {"model": model, **held(optimizer)})
     into = net(1)
     other = Under(into.parameters(), key)
@@ -544,6 +545,8 @@ def test_a_dot_in_a_states_name_is_part_of_the_name(tmp_path, key):
         sf.load(tmp_path / "one", {"model": into, **held(other)})
         assert list(other.state[into.weight]) == [key]
         assert torch.equal(other.state[into.weight][key], optimizer.state[model.weight][key])
+        assert (other.state[""], other.state["a"], float(other.state[".."])) == (None, 1, 1.0)
+        assert torch.equal(other.state[key], torch.ones(3))
         step(into, other)
     stale = Under(into.parameters(), "other.name")
     step(into, stale)

@@ -58,9 +58,18 @@ def loads_by_itself(optimizer: Any) -> bool:
 
 def makes_state_by_shape(optimizer: Any) -> bool:
     """Whether its class may make other state for a parameter of another shape, such as factored moments of matrices."""
+    return not _maker(optimizer).__module__.startswith("torch.") or makes_factors_whole(optimizer)
+
+
+def makes_factors_whole(optimizer: Any) -> bool:
+    """Whether state of another shape than its DTensor is made on each rank whole, as ``new_zeros()`` does."""
+    return _maker(optimizer) is torch.optim.Adafactor
+
+
+def _maker(optimizer: Any) -> type:
+    """The class whose code makes its state."""
     makers = (kind for kind in type(optimizer).__mro__ if vars(kind).keys() & {"step", "_init_group"})
-    maker = next(makers, torch.optim.Optimizer)
-    return not maker.__module__.startswith("torch.") or maker is torch.optim.Adafactor
+    return next(makers, torch.optim.Optimizer)
 
 
 class Taken:

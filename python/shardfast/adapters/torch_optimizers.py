@@ -87,6 +87,7 @@ class Optimizers:
         self._buffers: dict[Place, torch.Tensor] = {}
         self._states: list[Any] = []
         self._by_shape: dict[int, str] = {}
+        self._whole: set[int] = set()
         # One that is reached in several ways counts once.
         self._held = list({id(held.holder): held for one in optimizers for held in _held(one, ())}.values())
         # A ZeroRedundancyOptimizer is not one of them: its state dict is not this rank's, but gathered of all.
@@ -101,6 +102,8 @@ class Optimizers:
                 for parameter in group["params"]:
                     self.parameters.update(dict.fromkeys((fqn for fqn, _ in names[id(parameter)]), parameter))
             self._states.append(holder.state)
+            if accounts.makes_factors_whole(holder):
+                self._whole.add(id(holder.state))
             if accounts.makes_state_by_shape(holder):
                 self._by_shape[id(holder.state)] = class_of(holder)
             for group in holder.param_groups:
@@ -163,7 +166,7 @@ class Optimizers:
         for _, _, holder in self._held:
             for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
-                    yield f"global.{name}", value, (id(holder), name)
+                    yield f"{_GLOBAL}{_quoted(name)}", value, (id(holder), name)
 
     def _unwrap(
         self, leaf: str, owned: _Owned, outer: torch.Tensor, place: Place
@@ -291,7 +294,7 @@ class Optimizers:
             return not self._owned[place[0]].is_empty
         if name.startswith(_OWN):
             return any(class_of(optimizer) == name.removeprefix(_OWN) for optimizer in self._levels)
-        return name.startswith("global.") and bool(self._states)
+        return name.startswith(_GLOBAL) and bool(self._states)
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         place = self._split(name)
@@ -322,7 +325,8 @@ class Optimizers:
             # State of another shape than its parameter (row-wise, factored) is sharded if it was, or if the saving job
             # did not shard the parameter: there its optimizer computed it from plain gradients.
             if is_dtensor(parameter) and shape and (layout or not beside):
-                return empty_beside(parameter, shape, kind, device, is_replicated=was_replicated)
+                is_whole = was_replicated or id(state) in self._whole
+                return empty_beside(parameter, shape, kind, device, is_replicated=is_whole)
             return torch.empty(shape, dtype=kind, device=device)
 
     def _expect_made_here(self, owned: _Owned, layout: str) -> None:
@@ -413,7 +417,7 @@ class Optimizers:
                         value.within if isinstance(value, Part) else value
                     )
                 else:
-                    self._states[0][name.removeprefix("global.")] = value
+                    self._states[0][_unquoted(name.removeprefix(_GLOBAL))] = value
             put_into(groups)
             self._load_by_themselves(own, strict)
 
@@ -488,7 +492,7 @@ class Optimizers:
         place = self._split(name)
         if place is None:
             for state in self._states:
-                state.pop(name.removeprefix("global."), None)
+                state.pop(_unquoted(name.removeprefix(_GLOBAL)), None)
             return
         state, owner, _, part = self._owned[place[0]]
         if part is not None and part.length:
@@ -557,7 +561,11 @@ class Optimizers:
 
 def _leaf(fqn: str, name: str) -> str:
     """The leaf of a state called ``name``, whose dots are not those before the parts of one that wraps others."""
-    return f"state.{fqn}.{name.replace('%', '%25').replace('.', '%2E') if '.' in name or '%' in name else name}"
+    return f"state.{fqn}.{_quoted(name)}"
+
+
+def _quoted(name: str) -> str:
+    return name.replace("%", "%25").replace(".", "%2E") if "." in name or "%" in name else name
 
 
 def _unquoted(name: str) -> str:
@@ -580,6 +588,7 @@ def _no_wrapping(now: object) -> str:
 
 
 _OWN = "own."
+_GLOBAL = "global."
 _DEPTH_MAX = 3  # of containers in an attribute: some hold a list of optimizers for each part of a model
 
 

@@ -114,7 +114,11 @@ STEPS = [
         nextest({"SHARDFAST_TEST_CRASHES": 50}, "-E", "test(outlives_the_death)"),
         after=(SERVERS,),
     ),
-    Step("runs that are tended", nextest({"SHARDFAST_TENDING_SEEDS": 10000}, "-E", "test(/^tending::/)")),
+    Step(
+        "runs that are tended",
+        nextest({"SHARDFAST_TENDING_SEEDS": 10000, "SHARDFAST_TENDING_FAR_SEEDS": 50}, "-E", "test(/^tending::/)"),
+        after=(SERVERS,),
+    ),
     Step("sweeps beside savers", nextest({"SHARDFAST_SWEEP_SEEDS": 1000}, "-E", "test(/^sweep::/)"), cores=1.5),
     Step("changes in windows", nextest({"SHARDFAST_AHEAD_SEEDS": 500}, "-E", "test(/^ahead::tests/)"), cores=1.5),
     # What fails by chance; it brings its own load.

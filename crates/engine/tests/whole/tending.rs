@@ -16,7 +16,8 @@ use shardfast_engine::runs::{list, step_url};
 use shardfast_engine::sweep::{AGE_MIN, sweep_in};
 use shardfast_engine::verify::Problem;
 use shardfast_engine::{Copying, Engine, Error, Kind, Limit, Result, copy_between, verify};
-use shardfast_store::{Store, open};
+use shardfast_store::servers::Server;
+use shardfast_store::{Store, join, open};
 
 use crate::checkpoints::{save_ranks, two_ranks_of};
 use crate::dying::{Dying, Life};
@@ -30,8 +31,9 @@ const OPERATIONS: u64 = 6;
 /// An operation makes fewer requests than that.
 const REQUESTS_MAX: u64 = 40;
 
-const SEEDS: u64 = 60;
-const SEEDS_VARIABLE: &str = "SHARDFAST_TENDING_SEEDS";
+/// Seeds of a usual run, in memory and on disk, and at a service; a campaign sets more.
+const SEEDS: (&str, u64) = ("SHARDFAST_TENDING_SEEDS", 60);
+const SEEDS_AT_A_SERVICE: (&str, u64) = ("SHARDFAST_TENDING_FAR_SEEDS", 2);
 
 /// Random numbers of a seed (splitmix64).
 #[derive(Clone, Copy)]
@@ -151,15 +153,15 @@ fn expect_whole_or_gone(url: &str) -> bool {
 fn committed(run: &str) -> Vec<u64> {
     let abandoned = |name: &String| name.starts_with("abandoned-");
     let names = open(run).unwrap().list("").unwrap_or_default().into_iter().map(|entry| entry.name);
-    let runs = names.filter(abandoned).map(|name| format!("{run}/{name}")).chain([run.to_owned()]);
+    let runs = names.filter(abandoned).map(|name| join(run, &name)).chain([run.to_owned()]);
     let steps = runs.flat_map(|run| list(&run).unwrap());
     steps.filter(|step| expect_whole_or_gone(&step.url)).map(|step| step.step).collect()
 }
 
 fn lives_through(seed: u64, place: &str) -> u64 {
     let world = Arc::new(World {
-        source: format!("{place}/source"),
-        target: format!("{place}/target"),
+        source: join(place, "source"),
+        target: join(place, "target"),
         last_step: AtomicU64::new(0),
         saved: Mutex::default(),
         log: Mutex::default(),
@@ -183,9 +185,13 @@ fn lives_through(seed: u64, place: &str) -> u64 {
     world.succeeded.load(Ordering::SeqCst)
 }
 
+fn seeds((variable, usual): (&str, u64)) -> u64 {
+    std::env::var(variable).map_or(usual, |seeds| seeds.parse().unwrap())
+}
+
 #[test]
 fn whatever_meets_leaves_what_is_committed_whole_and_what_was_saved_last() {
-    let seeds = std::env::var(SEEDS_VARIABLE).map_or(SEEDS, |seeds| seeds.parse().unwrap());
+    let seeds = seeds(SEEDS);
     let dir = tempfile::tempdir().unwrap();
     let mut succeeded = 0;
     for seed in 0..seeds {
@@ -196,4 +202,14 @@ fn whatever_meets_leaves_what_is_committed_whole_and_what_was_saved_last() {
         succeeded += lives_through(seed, &place);
     }
     assert!(succeeded > 3 * seeds, "only {succeeded} operations of {seeds} seeds succeeded");
+}
+
+#[test]
+fn whatever_meets_at_a_service_leaves_what_is_committed_whole_and_what_was_saved_last() {
+    let test = "tending::whatever_meets_at_a_service_leaves_what_is_committed_whole_and_what_was_saved_last";
+    Server::any(test, |server| {
+        let seeds = seeds(SEEDS_AT_A_SERVICE);
+        let succeeded: u64 = (0..seeds).map(|seed| lives_through(seed, &server.s3(&format!("tending/{seed}")))).sum();
+        assert!(succeeded > 3 * seeds, "only {succeeded} operations of {seeds} seeds succeeded");
+    });
 }

@@ -215,7 +215,7 @@ impl std::fmt::Display for Seconds {
 /// A timeout in seconds, as [`Timeout::seconds`].
 fn timeout(text: &str) -> Result<Seconds, String> {
     let seconds = text.parse().map_err(|_| "expected a number of seconds, such as 600".to_owned())?;
-    Timeout::seconds(seconds).map(Seconds).map_err(|error| error.message)
+    Timeout::seconds(seconds).map(Seconds)
 }
 
 /// Bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or nothing.

@@ -330,15 +330,15 @@ impl<'a> Copy<'a> {
             Pieces::Any => SLOT_BYTES as u64,
             Pieces::Parts(parts) => parts.of(file.bytes),
         };
-        let mut object: Box<dyn ObjectWriter> =
-            retry(self.timeout(), || match self.target.create(&file.path, file.bytes) {
-                // An earlier try of this attempt made the file, and its answer was lost: no other attempt uses the name.
-                Err(error) if error.kind == Stored::Conflict && attempt_of(&file.path) == Some(&*self.attempt) => {
-                    self.target.delete(&file.path)?;
-                    Ok(self.target.create(&file.path, file.bytes)?)
-                }
-                created => Ok(created?),
-            })?;
+        let create = || match self.target.create(&file.path, file.bytes) {
+            // An earlier try of this attempt made the file, and its answer was lost: no other attempt uses the name.
+            Err(error) if error.kind == Stored::Conflict && attempt_of(&file.path) == Some(&*self.attempt) => {
+                self.target.delete(&file.path)?;
+                Ok(self.target.create(&file.path, file.bytes)?)
+            }
+            created => Ok(created?),
+        };
+        let mut object: Box<dyn ObjectWriter> = retry(self.timeout(), create)?;
         each_piece(&self.source.files, number, self.engine, piece_bytes, &self.how.limit, |offset, piece| {
             let padded = piece.bytes.next_multiple_of(object.alignment());
             let bytes = &piece.memory[piece.start..piece.start + padded];

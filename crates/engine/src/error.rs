@@ -228,7 +228,9 @@ impl Tries {
         let mut message = error.message;
         if let Some(silence) = silent.filter(|_| pause.is_some()) {
             silence.expire();
-            message += &format!("; no request succeeded {}", timeout::said(patience.within));
+            if error.wait.is_none_or(|wait| wait <= patience.within) {
+                message += &format!("; no request succeeded {}", timeout::said(patience.within));
+            }
         }
         if let Some(wait) = error.wait.filter(|&wait| may_pass && wait > patience.within.min(WAIT_MAX)) {
             message += &format!("; the service asks to wait {} s", wait.as_secs());
@@ -282,7 +284,10 @@ pub(crate) fn retry_until<'a, T>(
 ) -> Result<T> {
     let (patience, mut tries) = (patience.into(), Tries::begin());
     loop {
-        patience.silence.map_or(Ok(()), |silence| silence.expect(patience.within))?;
+        if patience.silence.is_some_and(Silence::is_over) {
+            let message = format!("no request to the storage succeeded {}", timeout::said(patience.within));
+            return Err(Error { is_final: true, ..Error::new(Kind::Unavailable, message) });
+        }
         let done = act();
         if let Some(silence) = patience.silence.filter(|_| !is_unavailable(&done)) {
             silence.answered();

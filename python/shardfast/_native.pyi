@@ -484,10 +484,17 @@ class Retention:
         last: The newest so many are kept.
         every: Those are kept whose step is a multiple of this.
         best: Those are kept with the best values of a metric: its name, how many, whether larger values are better.
+        timeout_s: A round fails once no request to the storage has succeeded for so long.
     """
 
     def __new__(
-        cls, url: str, *, last: int | None, every: int | None, best: Sequence[tuple[str, int, bool]]
+        cls,
+        url: str,
+        *,
+        last: int | None,
+        every: int | None,
+        best: Sequence[tuple[str, int, bool]],
+        timeout_s: float,
     ) -> Retention: ...
     def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]]]:
         """Takes back the committed checkpoints that no rule keeps: their files are deleted later.

@@ -19,7 +19,7 @@ from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
 from .schedule import Keep, Schedule, noted
-from .session import TIMEOUT_S, current, met, prepare
+from .session import TIMEOUT_S, current, expect_timeout, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -64,7 +64,8 @@ class Checkpointer:
             ``<url>/abandoned-…``; nothing is deleted. Without it the first :meth:`step` refuses to begin there, unless
             :meth:`restore` has restored the newest one: else a restart would restore them.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
-        timeout_s: How long ranks wait for each other, in seconds.
+        timeout_s: How long ranks wait for each other, in seconds; and how long the rules of ``keep`` wait for storage
+            that does not answer.
 
     Attributes:
         url: The directory of the run.
@@ -119,7 +120,7 @@ class Checkpointer:
         self._prove = prove
         self._prove_except = prove_except
         self._process_group = process_group
-        self._timeout_s = timeout_s
+        self._timeout_s = expect_timeout(timeout_s)
         self._rewind = rewind
         # The run is known to hold nothing committed of this step or a later one, but what this object saves.
         self._free_from: int | None = None
@@ -130,7 +131,9 @@ class Checkpointer:
         self._running: list[tuple[Pending, Future[None]]] = []
         self._retention: _native.Retention | None = None
         if keep is not None:
-            self._retention = _native.Retention(self.url, last=keep.last, every=keep.every, best=keep.best)
+            self._retention = _native.Retention(
+                self.url, last=keep.last, every=keep.every, best=keep.best, timeout_s=timeout_s
+            )
         # Steps that were taken back, and whose files are still there; None if that is not known.
         self._leaving: list[int] | None = None
         self._spared: set[str] = set()

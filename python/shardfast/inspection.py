@@ -15,7 +15,7 @@ from .values import Raising, decode, raise_value
 from .verbs import Url, expect_url
 
 
-def mapped(url: Url) -> Mapped:
+def mapped(url: Url, *, timeout_s: float = session.TIMEOUT_S) -> Mapped:
     """Opens the checkpoint at ``url`` to look at it. Any process may do so by itself, whatever job it belongs to.
 
     Reads the manifest, and of the data only what you look up::
@@ -25,16 +25,22 @@ def mapped(url: Url) -> Mapped:
 
     Tensors are PyTorch's if this process has imported PyTorch, otherwise NumPy's arrays.
 
+    Args:
+        url: The checkpoint.
+        timeout_s: How long a request to the storage is tried, in seconds: here, and at each lookup.
+
     Raises:
         NotFound: No checkpoint is committed there. (For a run, name one of its steps.)
         Invalid: No framework was imported.
+        Unavailable: The storage does not answer within ``timeout_s``.
         Unsupported: The format is newer.
     """
+    timeout_s = session.expect_timeout(timeout_s)
     active = frameworks.active()
     place = expect_url(url)
     if not active:
         raise Invalid(f"{place}: import the framework to show the tensors with before mapping the checkpoint")
-    return Mapped(_native.open(session.alone(), place, timeout_s=session.TIMEOUT_S), active)
+    return Mapped(_native.open(session.alone(), place, timeout_s=timeout_s), active, timeout_s)
 
 
 class Mapped(Mapping[str, Any]):
@@ -54,7 +60,8 @@ class Mapped(Mapping[str, Any]):
     for an element type that the framework does not have, or after :meth:`close`.
     """
 
-    def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter]) -> None:
+    def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._url = checkpoint.url
         self._open: tuple[_native.Checkpoint, _native.Mapped] | None = (checkpoint, _native.Mapped(checkpoint))
         self._adapters = active
@@ -126,7 +133,7 @@ class Mapped(Mapping[str, Any]):
         held = [number for number, of in enumerate(copies) if any(start <= rank < stop for start, stop in of)]
         if not held:
             raise Invalid(f"rank={rank}: expected one that saved {name}: {_text(copies)}")
-        (data,), _ = self._opened()[0].load([], [(index, held[0])], session.TIMEOUT_S)
+        (data,), _ = self._opened()[0].load([], [(index, held[0])], self._timeout_s)
         how = Raising(name, self._adapters, lambda key, below: self[f"{key}/{below}"], pickle=pickle)
         return raise_value(decode(data, name), how)
 

@@ -19,6 +19,7 @@ import datetime
 import functools
 import ipaddress
 import logging
+import numbers
 import os
 import re
 import secrets
@@ -37,6 +38,9 @@ _log = logging.getLogger("shardfast")
 
 TIMEOUT_S = 600.0
 """How long ranks wait for each other by default: longer than one of them may compile or evaluate alone."""
+
+TIMEOUT_S_MAX = 1e9
+"""The longest timeout: 31 years."""
 
 PATIENCE_S = 10.0
 """How long a call waits for the other ranks to make it before a warning names those that have not."""
@@ -90,6 +94,14 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
+def expect_timeout(timeout_s: float) -> float:
+    """Returns ``timeout_s`` if it is a time above zero; otherwise raises :class:`Invalid`."""
+    if not isinstance(timeout_s, numbers.Real) or not 0 < timeout_s <= TIMEOUT_S_MAX:
+        limits = f"more than 0 and at most {TIMEOUT_S_MAX:.0f}"
+        raise Invalid(f"timeout_s={timeout_s!r}: expected a number of seconds, {limits}")
+    return timeout_s
+
+
 def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
     """The session of all ranks of this job, or of those in ``process_group``.
 
@@ -100,11 +112,12 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
 
     Raises:
         Unavailable: If the ranks do not find each other within ``timeout_s``.
-        Invalid: If :data:`STAGING_BYTES` is no size or :data:`FANOUT` no fan-out, on every rank that begins an
-            operation with this one; if what this rank's environment says of the job or of certificates cannot be used;
-            if ``process_group`` is none that this rank is in; if this is a process of several that are in no process
-            group and do not know rank 0's address.
+        Invalid: If ``timeout_s`` is no time above zero; if :data:`STAGING_BYTES` is no size or :data:`FANOUT` no
+            fan-out, on every rank that begins an operation with this one; if what this rank's environment says of the
+            job or of certificates cannot be used; if ``process_group`` is none that this rank is in; if this is a
+            process of several that are in no process group and do not know rank 0's address.
     """
+    expect_timeout(timeout_s)
     found = _job(process_group)
     if found is None:
         return alone()

@@ -136,7 +136,7 @@ CALLS = {
     "an endless step": (lambda url: sf.save(url / "x", state(), step=1 << 64), r"expected the number of training"),
     "a note that is no text": (lambda url: sf.save(url / "x", state(), user={"a": 1}), r"\{'a': 1\}: expected texts"),
     "notes without end": (lambda url: sf.save(url / "x", state(), user={"a": "x" * (2 << 20)}), r"at most 1048576 b"),
-    "a time of the past": (lambda url: sf.save(url / "x", state(), timeout_s=-1), r"a time of -1 seconds"),
+    "a time of the past": (lambda url: sf.save(url / "x", state(), timeout_s=-1), r"timeout_s=-1: expected"),
     "a choice unknown": (lambda url: sf.load(url, state(), per_rank="first"), r"per_rank='first': expected \"error\""),
     "names in a list": (lambda url: sf.load(url, state(), rename=["a"]), r"rename=\['a'\]: expected a dict"),
     "a name unknown": (

@@ -306,7 +306,7 @@ def test_no_older_checkpoint_is_deleted_while_the_newest_is_hollow(tmp_path):
     hollow.unlink()
     before = files_below(tmp_path)
     with pytest.raises(sf.Corrupt, match="no older one was deleted") as failure:
-        sf._native.Retention(str(tmp_path), last=1, every=None, best=[]).retain([])
+        sf._native.Retention(str(tmp_path), last=1, every=None, best=[], timeout_s=60).retain([])
     assert hollow.name in str(failure.value)
     assert "step-00000003 is the newest checkpoint" in str(failure.value)
     assert files_below(tmp_path) == before

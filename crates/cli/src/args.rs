@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use shardfast_engine::interval;
+use shardfast_engine::{TIMEOUT, Timeout, interval};
 
 const EXIT_CODES: &str = "\
 URL is a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a checkpoint, or a run,
@@ -25,6 +25,10 @@ pub(crate) struct Arguments {
     /// Print one JSON object instead of text
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    /// Fail once no request to the storage has succeeded for so long; each that succeeds begins the time anew
+    #[arg(long, global = true, value_name = "SECONDS", value_parser = timeout, allow_hyphen_values = true,
+          default_value_t = Seconds(TIMEOUT))]
+    pub(crate) timeout: Seconds,
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -198,6 +202,22 @@ pub(crate) struct Question {
     pub(crate) at_most: Option<u64>,
 }
 
+/// A time that is written in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Seconds(pub(crate) Duration);
+
+impl std::fmt::Display for Seconds {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0.as_secs_f64())
+    }
+}
+
+/// A timeout in seconds, as [`Timeout::seconds`].
+fn timeout(text: &str) -> Result<Seconds, String> {
+    let seconds = text.parse().map_err(|_| "expected a number of seconds, such as 600".to_owned())?;
+    Timeout::seconds(seconds).map(Seconds)
+}
+
 /// Bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or nothing.
 fn size(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -277,6 +297,16 @@ mod tests {
         }
         for text in ["", "GB", "0", "-1GB", "5gb", "1.5GB", "18446744073709551615KB", "5GB "] {
             assert_eq!(size(text).is_ok(), text == "5GB ", "{text:?}");
+        }
+    }
+
+    #[test]
+    fn timeouts_are_read() {
+        for (text, ms) in [("600", 600_000), ("0.5", 500), ("1e9", 1_000_000_000_000)] {
+            assert_eq!(timeout(text), Ok(Seconds(Duration::from_millis(ms))), "{text}");
+        }
+        for text in ["", "0", "-1", "nan", "inf", "soon", "5s", "1e300"] {
+            assert!(timeout(text).unwrap_err().starts_with("expected a number of seconds"), "{text:?}");
         }
     }
 

@@ -3,13 +3,13 @@
 use std::io::{IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{
-    Checkpoint, Copied, Copying, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, VerifyReport,
-    copy, diff, examine, export, history, locate, locate_all, open, pin, rewind, summary, sweep, sync, unpin, verify,
-    verify_stored,
+    Checkpoint, Copied, Copying, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, Timeout,
+    VerifyReport, copy, diff, examine, export, history, locate, locate_all, open, pin, rewind, summary, sweep, sync,
+    unpin, verify, verify_stored,
 };
 
 use crate::args::Command;
@@ -24,25 +24,24 @@ pub(crate) struct Outcome {
     pub(crate) exit_code: i32,
 }
 
-/// With one rank, agreements do not wait.
-const DEADLINE: Duration = Duration::from_secs(60);
-
-pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outcome> {
+pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
+    let timeout = &timeout;
+    let engine = || Engine::waiting(timeout.clone());
     match command {
         Command::Ls { url } => {
-            let history = history(&url)?;
+            let history = history(&url, timeout)?;
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             Ok(outcome(describe::history(&history, now.as_millis() as u64), &history, FINE))
         }
         Command::Inspect { url, leaf, values } => {
-            let (located, checkpoint) = opened(&url)?;
+            let (located, checkpoint) = opened(&url, timeout)?;
             let summary = summary(&checkpoint, leaf.as_deref(), values)?;
             let text = describe::located(&located) + &describe::summary(&summary);
             Ok(outcome(text, &Inspected { run: &located.run, passed_over: &located.passed_over, summary }, FINE))
         }
-        Command::Verify { url, all, stored } => verify_command(&url, all, stored),
+        Command::Verify { url, all, stored } => verify_command(&url, all, stored, timeout),
         Command::Diff { a, b } => {
-            let ((located_a, a), (located_b, b)) = (opened(&a)?, opened(&b)?);
+            let ((located_a, a), (located_b, b)) = (opened(&a, timeout)?, opened(&b, timeout)?);
             let progress = Progress::new("compared");
             let diff: Diff = diff(&a, &b, &|done, total| progress.show(done, total))?;
             drop(progress);
@@ -51,17 +50,17 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             Ok(outcome(text, &diff, exit_code))
         }
         Command::Export { url, out, key, shard_size } => {
-            let (located, checkpoint) = opened(&url)?;
+            let (located, checkpoint) = opened(&url, timeout)?;
             let exported: Exported = export(&checkpoint, &out, &key, shard_size)?;
             let text = describe::located(&located) + &describe::exported(&exported);
             Ok(outcome(text, &Export { checkpoint: checkpoint.url(), exported: &exported }, FINE))
         }
         Command::Copy { from, to, limit, verify } => {
-            let located = locate(&from)?;
+            let located = locate(&from, timeout)?;
             let progress = Progress::new("copied");
             let how = Copying { limit: Limit::new(limit), verify };
             let show = |done, total| progress.show(done, total);
-            let copied: Copied = copy(&Engine::solo(), &located.url, &to, &how, &show)?;
+            let copied: Copied = copy(&engine(), &located.url, &to, &how, &show)?;
             drop(progress);
             Ok(outcome(describe::located(&located) + &describe::copied(&copied), &copied, FINE))
         }
@@ -69,20 +68,20 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
             let progress = Progress::new("copied");
             let how = Copying { limit: Limit::new(limit), verify };
             let show = |done, total| progress.show(done, total);
-            let synced: Synced = sync(&Engine::solo(), &from, &to, &how, &show)?;
+            let synced: Synced = sync(&engine(), &from, &to, &how, &show)?;
             drop(progress);
             let exit_code = synced.failed.first().map_or(FINE, |failed| exit_code(failed.kind));
             Ok(outcome(describe::synced(&synced), &synced, exit_code))
         }
         Command::Rewind { url, to } => {
-            let rewound = rewind(&url, to.saturating_add(1))?;
+            let rewound = rewind(&url, to.saturating_add(1), timeout)?;
             Ok(outcome(describe::rewound(&rewound), &rewound, FINE))
         }
         Command::Pin { url, note, remove } => {
-            let located = locate(&url)?;
+            let located = locate(&url, timeout)?;
             let changed = match remove {
-                true => unpin(&located.url)?,
-                false => pin(&located.url, &note).map(|()| true)?,
+                true => unpin(&located.url, timeout)?,
+                false => pin(&located.url, &note, timeout).map(|()| true)?,
             };
             let what = match (remove, changed) {
                 (false, _) => "pinned",
@@ -94,7 +93,7 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
         }
         Command::Sweep { url, dry_run, older_than } => {
             let progress = Progress::of("looked at", |n| count(n, "directory", "directories"));
-            let swept: Swept = sweep(&url, older_than, dry_run, &|done, total| progress.show(done, total))?;
+            let swept: Swept = sweep(&url, older_than, dry_run, timeout, &|done, total| progress.show(done, total))?;
             drop(progress);
             Ok(outcome(describe::swept(&swept, dry_run), &Sweeping { dry_run, swept: &swept }, FINE))
         }
@@ -110,15 +109,15 @@ pub(crate) fn run(command: Command, host: impl FnOnce() -> Host) -> Result<Outco
     }
 }
 
-fn verify_command(url: &str, all: bool, stored: bool) -> Result<Outcome> {
+fn verify_command(url: &str, all: bool, stored: bool, timeout: &Timeout) -> Result<Outcome> {
     let verify = if stored { verify_stored } else { verify };
     let (mut text, urls) = if all {
-        (String::new(), locate_all(url)?)
+        (String::new(), locate_all(url, timeout)?)
     } else {
-        let located = locate(url)?;
+        let located = locate(url, timeout)?;
         (describe::located(&located), vec![located.url])
     };
-    let engine = Engine::solo();
+    let engine = Engine::waiting(timeout.clone());
     let mut checkpoints = Vec::with_capacity(urls.len());
     for url in &urls {
         let progress = Progress::new("verified");
@@ -131,10 +130,10 @@ fn verify_command(url: &str, all: bool, stored: bool) -> Result<Outcome> {
     Ok(outcome(text, &Verified { sound, checkpoints }, if sound { FINE } else { FOUND }))
 }
 
-fn opened(url: &str) -> Result<(Located, Checkpoint)> {
-    let located = locate(url)?;
-    let engine: Arc<Engine> = Engine::solo();
-    let checkpoint = open(&engine, &located.url, DEADLINE)?;
+fn opened(url: &str, timeout: &Timeout) -> Result<(Located, Checkpoint)> {
+    let located = locate(url, timeout)?;
+    let engine: Arc<Engine> = Engine::waiting(timeout.clone());
+    let checkpoint = open(&engine, &located.url, timeout.clone())?;
     Ok((located, checkpoint))
 }
 

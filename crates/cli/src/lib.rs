@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 
 use clap::Parser;
-use shardfast_engine::Kind;
+use shardfast_engine::{Kind, Timeout};
 
 use args::Arguments;
 pub use doctor::{Finding, Host, Status};
@@ -43,7 +43,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
             return error.exit_code();
         }
     };
-    let outcome = match commands::run(arguments.command, host) {
+    let outcome = match commands::run(arguments.command, Timeout::of_call(arguments.timeout.0), host) {
         Ok(outcome) => outcome,
         Err(error) => {
             let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));

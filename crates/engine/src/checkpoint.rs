@@ -10,9 +10,10 @@ use shardfast_store::Store;
 
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry_within};
+use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
 use crate::reader::Files;
+use crate::timeout::Timeout;
 
 /// A committed checkpoint whose manifest is verified.
 pub struct Checkpoint {
@@ -81,9 +82,10 @@ impl Checkpoint {
         self.engine.refuse(error, deadline)
     }
 
-    /// The same checkpoint, whose requests are tried for so long at most.
-    pub(crate) fn within(self, patience: Duration) -> Checkpoint {
-        Checkpoint { files: self.files.within(patience), ..self }
+    /// The same checkpoint, whose requests have this timeout.
+    pub(crate) fn within(mut self, timeout: Timeout) -> Checkpoint {
+        self.files.timeout = timeout;
+        self
     }
 
     pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
@@ -92,7 +94,7 @@ impl Checkpoint {
         let decoded = Arc::new(decoded);
         Ok(Checkpoint {
             engine: Arc::clone(engine),
-            files: Files::new(store, url.to_owned(), Arc::clone(&decoded)),
+            files: Files::new(store, url.to_owned(), Arc::clone(&decoded), engine.timeout().clone()),
             manifest: decoded,
             url: url.to_owned(),
             manifest_bytes: manifest.len() as u64,
@@ -109,13 +111,16 @@ pub struct MatchSummary {
     pub problems: Vec<(Vec<u32>, String)>,
 }
 
-/// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on.
+/// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on. Ranks
+/// wait for each other, and what they read later for the storage, as `timeout` tells.
 ///
 /// # Errors
 /// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
 /// `Unsupported` for a newer format, the store's errors.
-pub fn open(engine: &Arc<Engine>, url: &str, deadline: Duration) -> Result<Checkpoint> {
-    open_from(engine, engine.store(url).map_err(|error| foreign::explained(url, error)), url, deadline)
+pub fn open(engine: &Arc<Engine>, url: &str, timeout: impl Into<Timeout>) -> Result<Checkpoint> {
+    let timeout = timeout.into();
+    let store = engine.store(url, &timeout.shared()).map_err(|error| foreign::explained(url, error));
+    open_from(engine, store, url, timeout)
 }
 
 /// [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in messages.
@@ -126,19 +131,20 @@ pub fn open_from(
     engine: &Arc<Engine>,
     store: Result<Arc<dyn Store>>,
     url: &str,
-    deadline: Duration,
+    timeout: impl Into<Timeout>,
 ) -> Result<Checkpoint> {
-    let operation = engine.begin(format!("open {url}"), deadline);
+    let timeout = timeout.into();
+    let operation = engine.begin(format!("open {url}"), timeout.within());
     let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
-        let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url, deadline))?;
+        let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url, &timeout.shared()))?;
         Ok(vec![manifest; ranks.len()])
     })?;
-    Ok(Checkpoint::new(engine, url, store?, &manifest)?.within(deadline))
+    Ok(Checkpoint::new(engine, url, store?, &manifest)?.within(timeout))
 }
 
-/// The verified manifest at `url`, tried for `within`, or an error that says what is there instead.
-pub(crate) fn read(store: &dyn Store, url: &str, within: Duration) -> Result<Vec<u8>> {
-    retry_within(within, || None, || commit::read_manifest(store, "")).map_err(|error| {
+/// The verified manifest at `url`, or an error that says what is there instead.
+pub(crate) fn read(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u8>> {
+    retry(timeout, || commit::read_manifest(store, "")).map_err(|error| {
         if error.kind != Kind::NotFound {
             return error;
         }

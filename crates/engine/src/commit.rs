@@ -26,13 +26,14 @@ use shardfast_store::{Store, join};
 
 use crate::assemble::assemble;
 use crate::contents;
-use crate::error::{Error, Kind, PATIENCE, Patience, Result, retry, retry_within};
+use crate::error::{Error, Kind, Patience, Result, retry};
 use crate::operation::Operation;
 use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
 use crate::progress::{Notes, Progress};
 use crate::receipt::Receipt;
 use crate::state::Destination;
+use crate::timeout::Timeout;
 use crate::together;
 
 /// Longer than any `COMMIT` of this format.
@@ -80,7 +81,7 @@ pub(crate) fn commit(
         let commit = record(&manifest_bytes, &attempt);
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
         let files = files_and_manifest(&manifest, &commit);
-        let prepared = retry_within(patience, || None, prepare).and_then(|()| still_there(store, &files, patience));
+        let prepared = retry(patience, prepare).and_then(|()| still_there(store, &files, patience));
         let prepared = prepared.and_then(|()| operation.expect_young(PUBLISH_MAX));
         published = prepared.is_ok();
         let outcome = prepared.and_then(|()| publish(store, &commit, patience.at_most(PUBLISH_MAX)));
@@ -106,10 +107,10 @@ pub(crate) fn commit(
             let nothing_published = failed.error.kind != Kind::Unavailable;
             Err(Failed { error: failed.error, nothing_published })
         }
-        Err(failed) => match retry(|| read_commit(store, "")) {
+        Err(failed) => match retry(patience, || read_commit(store, "")) {
             // Rank 0 may have died before it could make the name durable.
             Ok(commit) if commit.attempt == attempt && store.sync(&[COMMIT]).is_ok() => {
-                let manifest = retry(|| Ok(Manifest::decode(&manifest_of(store, "", &commit)?)?));
+                let manifest = retry(patience, || Ok(Manifest::decode(&manifest_of(store, "", &commit)?)?));
                 Ok(manifest.map_or_else(|_| Notes::new(), |manifest| own_notes(&manifest.info)))
             }
             _ => Err(Failed { error: failed.error, nothing_published: false }),
@@ -235,10 +236,14 @@ pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Resu
     let place = || join(store.url(), &name);
     twice(|| {
         let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
-            if error.kind == Kind::NotFound && has_left(store, dir) {
-                return Error::new(Kind::NotFound, LEFT).within(place());
-            }
-            let kind = if error.kind == Kind::NotFound { Kind::Corrupt } else { error.kind };
+            let kind = match error.kind {
+                Kind::NotFound => match has_left(store, dir) {
+                    Ok(true) => return Error::new(Kind::NotFound, LEFT).within(place()),
+                    Ok(false) => Kind::Corrupt,
+                    Err(unknown) => return unknown,
+                },
+                kind => kind,
+            };
             let message = format!("{}: the committed manifest cannot be read: {}", place(), error.message);
             Error { kind, message, ..error }
         })?;
@@ -252,8 +257,11 @@ pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as
                                checkpoint back; read another one";
 
 /// Whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
-pub(crate) fn has_left(store: &dyn Store, dir: &str) -> bool {
-    matches!(presence::is_there(store, &below(dir, COMMIT)), Ok(false))
+///
+/// # Errors
+/// The store's errors, at the first try.
+pub(crate) fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
+    presence::is_there(store, &below(dir, COMMIT), Duration::ZERO).map(|is_there| !is_there)
 }
 
 /// Reads again what is not what was saved: a bit may have turned on the way, while the storage has it right.
@@ -318,19 +326,25 @@ fn prepare(
 ///
 /// # Errors
 /// `Conflict` when something was committed there meanwhile; `Corrupt` when files vanished; the store's errors.
-pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &Manifest, bytes: &[u8]) -> Result<()> {
+pub(crate) fn repeat(
+    store: &dyn Store,
+    url: &str,
+    commit: &Commit,
+    (manifest, bytes): (&Manifest, &[u8]),
+    timeout: &Timeout,
+) -> Result<()> {
     let files = files_and_manifest(manifest, commit);
-    retry(|| {
+    retry(timeout, || {
         store.put(&commit.manifest, bytes)?;
         // All attempts share their names: those of what is committed stay.
-        if presence::is_there(store, COMMIT)? {
+        if presence::is_there(store, COMMIT, Duration::ZERO)? {
             return Err(Error::new(Kind::Conflict, format!("copy to {url}: something was committed there meanwhile")));
         }
         put_indexes(store, indexes(manifest))
     })?;
-    presence::expect(store, &files, PATIENCE)?;
-    publish(store, commit, PATIENCE.into())
-        .and_then(|()| take_back_if_hollow(store, &files, PATIENCE.into()))
+    presence::expect(store, &files, timeout)?;
+    publish(store, commit, timeout.into())
+        .and_then(|()| take_back_if_hollow(store, &files, timeout.into()))
         .map_err(|error| error.within(format_args!("copy to {url}")))
 }
 
@@ -338,18 +352,14 @@ pub(crate) fn repeat(store: &dyn Store, url: &str, commit: &Commit, manifest: &M
 /// sync, since the system may have dropped what it could not write.
 fn publish(store: &dyn Store, commit: &Commit, patience: Patience<'_>) -> Result<()> {
     let mut outcome = Ok(());
-    retry_within(
-        patience,
-        || None,
-        || {
-            outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
-            let is_absent = || store.open(COMMIT).is_err_and(|error| error.kind == shardfast_store::Kind::NotFound);
-            match &outcome {
-                Err(error) if is_absent() => Err(error.clone()),
-                _ => Ok(()),
-            }
-        },
-    )
+    retry(patience, || {
+        outcome = store.publish(COMMIT, &commit.encode()).map_err(Error::from);
+        let is_absent = || store.open(COMMIT).is_err_and(|error| error.kind == shardfast_store::Kind::NotFound);
+        match &outcome {
+            Err(error) if is_absent() => Err(error.clone()),
+            _ => Ok(()),
+        }
+    })
     .and(outcome)
 }
 

@@ -10,7 +10,8 @@ use std::time::SystemTime;
 use shardfast_format::{COMMIT, Manifest, is_own_path};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
-use crate::error::{Error, PATIENCE, Patience, Result, retry_within};
+use crate::error::{Error, Patience, Result, retry};
+use crate::timeout::Timeout;
 
 /// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
 pub(crate) const LEVELS_MAX: usize = 8;
@@ -46,16 +47,22 @@ pub(crate) struct Contents {
 ///
 /// # Errors
 /// The store's errors. A missing directory is none.
-pub(crate) fn survey(store: &dyn Store, dir: &str, manifest: Option<&Manifest>, levels: usize) -> Result<Contents> {
-    survey_within(store, dir, manifest, levels, PATIENCE.into(), true)
+pub(crate) fn survey(
+    store: &dyn Store,
+    dir: &str,
+    manifest: Option<&Manifest>,
+    levels: usize,
+    timeout: &Timeout,
+) -> Result<Contents> {
+    survey_within(store, dir, manifest, levels, timeout.into(), true)
 }
 
 /// All own files in the directory `dir` of a store and below it, whatever else is there.
 ///
 /// # Errors
 /// As [`survey`].
-pub(crate) fn own(store: &dyn Store, dir: &str) -> Result<Contents> {
-    survey_within(store, dir, None, LEVELS_MAX, PATIENCE.into(), false)
+pub(crate) fn own(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Contents> {
+    survey_within(store, dir, None, LEVELS_MAX, timeout.into(), false)
 }
 
 /// [`survey`] whose requests are tried for so long at most, and which may go on where it finds foreign things.
@@ -140,7 +147,7 @@ fn list(store: &dyn Store, dir: &str, within: Patience<'_>) -> Result<Vec<Entry>
         Err(error) if error.kind == Stored::NotFound => Ok(Vec::new()),
         entries => Ok(entries?),
     };
-    retry_within(within, || None, list)
+    retry(within, list)
 }
 
 /// The path of `name` in `dir`; either may be empty.

@@ -36,11 +36,12 @@ use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, PATIENCE, Result, retry};
+use crate::error::{Error, Kind, Result, retry};
 use crate::presence;
 use crate::reader::Files;
 use crate::retention;
 use crate::staging::SLOT_BYTES;
+use crate::timeout::Timeout;
 
 use pieces::each_piece;
 pub use run::{FailedStep, Synced, sync};
@@ -119,7 +120,8 @@ pub fn copy(
     how: &Copying,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
-    copy_between(engine, (engine.store(from)?, from), (engine.store(to)?, to), how, progress)
+    let (source, target) = (engine.store(from, engine.timeout())?, engine.store(to, engine.timeout())?);
+    copy_between(engine, (source, from), (target, to), how, progress)
 }
 
 /// [`copy`] between stores that are already open at their places.
@@ -133,7 +135,7 @@ pub fn copy_between(
     how: &Copying,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
-    let bytes = checkpoint::read(&*source, from, PATIENCE)?;
+    let bytes = checkpoint::read(&*source, from, engine.timeout())?;
     let (there, here) = (source.location(), target.location());
     let there = there.filter(|there| here.is_some_and(|here| here.service == there.service));
     let source = Checkpoint::new(engine, from, source, &bytes)?;
@@ -156,8 +158,8 @@ pub fn copy_between(
     if let Some(record) = copy.committed()? {
         return copy.complete(&record);
     }
-    contents::refuse_foreign(&*copy.target, to, 0, PATIENCE)?;
-    retry(|| Ok(copy.target.can_publish()?))?;
+    contents::refuse_foreign(&*copy.target, to, 0, engine.timeout())?;
+    retry(engine.timeout(), || Ok(copy.target.can_publish()?))?;
     match copy.make() {
         Ok(()) => Ok(copy.copied),
         Err(error) => match copy.committed() {
@@ -202,10 +204,14 @@ struct Copy<'a> {
     copied: Copied,
 }
 
-impl Copy<'_> {
+impl<'a> Copy<'a> {
+    fn timeout(&self) -> &'a Timeout {
+        self.engine.timeout()
+    }
+
     /// The commit record at the target, if it is of this very checkpoint; `None` if nothing is committed there.
     fn committed(&self) -> Result<Option<Commit>> {
-        let record = match retry(|| commit::read_commit(&*self.target, "")) {
+        let record = match retry(self.timeout(), || commit::read_commit(&*self.target, "")) {
             Err(error) if error.kind == Kind::NotFound => return Ok(None),
             record => record?,
         };
@@ -223,7 +229,7 @@ impl Copy<'_> {
     /// Steps 2 to 4.
     fn make(&mut self) -> Result<()> {
         let target = Arc::clone(&self.target);
-        let mark = Mark::put(&*target)?;
+        let mark = Mark::put(&*target, self.timeout())?;
         let bytes = Manifest::under_attempt(self.bytes, &self.attempt)?;
         let manifest = Manifest::decode(&bytes)?;
         let earlier = self.earlier()?;
@@ -238,8 +244,9 @@ impl Copy<'_> {
             self.send(number, file, &mark)?;
         }
         let names: Vec<&str> = manifest.files().iter().map(|file| file.path.as_str()).collect();
-        retry(|| Ok(target.sync(&names)?))?;
-        commit::repeat(&*target, self.to, &commit::record(&bytes, &self.attempt), &manifest, &bytes)?;
+        retry(self.timeout(), || Ok(target.sync(&names)?))?;
+        let record = commit::record(&bytes, &self.attempt);
+        commit::repeat(&*target, self.to, &record, (&manifest, &bytes), self.timeout())?;
         // An attempt that was second may have put its own in between.
         let _ = commit::mend_indexes(&*target, &manifest);
         // What stays goes with the next sweep, as the mark does.
@@ -248,13 +255,18 @@ impl Copy<'_> {
         Ok(())
     }
 
+    /// The files of this manifest at the target.
+    fn files(&self, manifest: Arc<Manifest>) -> Files {
+        Files::new(Arc::clone(&self.target), self.to.to_owned(), manifest, self.timeout().clone())
+    }
+
     /// Files at the target that other attempts left there, as they would be named by each.
     fn earlier(&self) -> Result<Vec<Files>> {
-        let found = contents::own(&*self.target, "")?;
+        let found = contents::own(&*self.target, "", self.timeout())?;
         let attempts: BTreeSet<&str> = found.own.iter().filter_map(|own| attempt_of(&own.path)).collect();
         let named = |attempt: &str| -> Result<Files> {
             let manifest = Manifest::decode(&Manifest::under_attempt(self.bytes, attempt)?)?;
-            Ok(Files::new(Arc::clone(&self.target), self.to.to_owned(), Arc::new(manifest)))
+            Ok(self.files(Arc::new(manifest)))
         };
         attempts.into_iter().map(named).collect()
     }
@@ -262,11 +274,11 @@ impl Copy<'_> {
     /// Gives the file `number` of an earlier attempt the name of this one's as well, if it is there and whole.
     fn taken_over(&self, earlier: &Files, number: u32, file: &FileEntry) -> Result<bool> {
         let path = &earlier.entry(number).path;
-        let is_there = retry(|| Ok(self.target.size(path)?)).is_ok_and(|bytes| bytes == file.bytes);
+        let is_there = retry(self.timeout(), || Ok(self.target.size(path)?)).is_ok_and(|bytes| bytes == file.bytes);
         if !is_there || !self.is_whole(earlier, number) {
             return Ok(false);
         }
-        match retry(|| Ok(self.target.also_named(path, &file.path, file.bytes)?)) {
+        match retry(self.timeout(), || Ok(self.target.also_named(path, &file.path, file.bytes)?)) {
             Ok(()) => self.is_kept(number, &file.path),
             Err(error) if error.kind == Kind::Unavailable => Err(error),
             // It gives no second names, or the other attempt has removed it.
@@ -292,7 +304,7 @@ impl Copy<'_> {
     /// Has the storage copy a file by itself. Returns whether the copy is there and proven.
     fn copied_within(&self, number: u32, there: &Location, file: &FileEntry) -> Result<bool> {
         let source = &self.source.files.entry(number).path;
-        match retry(|| Ok(self.target.copy_within(there, source, &file.path, file.bytes)?)) {
+        match retry(self.timeout(), || Ok(self.target.copy_within(there, source, &file.path, file.bytes)?)) {
             Ok(()) => self.is_kept(number, &file.path),
             // The service may be away for the other way as well.
             Err(error) if error.kind == Kind::Unavailable => Err(error),
@@ -305,11 +317,11 @@ impl Copy<'_> {
     /// the copy goes. Storage that keeps none, and gave the object a second name, has moved no byte.
     fn is_kept(&self, number: u32, path: &str) -> Result<bool> {
         let expected = self.source.files.open(number)?.crc64(self.source.files.entry(number));
-        match retry(|| Ok(self.target.kept_crc64(path)?)) {
+        match retry(self.timeout(), || Ok(self.target.kept_crc64(path)?)) {
             Ok(Some(kept)) if kept == expected => Ok(true),
             Err(error) if error.kind == Kind::Unsupported => Ok(true),
             Err(error) if error.kind == Kind::Unavailable => Err(error),
-            _ => retry(|| Ok(self.target.delete(path)?)).map(|()| false),
+            _ => retry(self.timeout(), || Ok(self.target.delete(path)?)).map(|()| false),
         }
     }
 
@@ -318,22 +330,24 @@ impl Copy<'_> {
             Pieces::Any => SLOT_BYTES as u64,
             Pieces::Parts(parts) => parts.of(file.bytes),
         };
-        let mut object: Box<dyn ObjectWriter> = retry(|| match self.target.create(&file.path, file.bytes) {
+        let create = || match self.target.create(&file.path, file.bytes) {
             // An earlier try of this attempt made the file, and its answer was lost: no other attempt uses the name.
             Err(error) if error.kind == Stored::Conflict && attempt_of(&file.path) == Some(&*self.attempt) => {
                 self.target.delete(&file.path)?;
                 Ok(self.target.create(&file.path, file.bytes)?)
             }
             created => Ok(created?),
-        })?;
+        };
+        let mut object: Box<dyn ObjectWriter> = retry(self.timeout(), create)?;
         each_piece(&self.source.files, number, self.engine, piece_bytes, &self.how.limit, |offset, piece| {
             let padded = piece.bytes.next_multiple_of(object.alignment());
-            retry(|| Ok(object.write_at(offset, &piece.memory[piece.start..piece.start + padded])?))?;
+            let bytes = &piece.memory[piece.start..piece.start + padded];
+            retry(self.timeout(), || Ok(object.write_at(offset, bytes)?))?;
             mark.renew();
             self.progress.advance(piece.bytes as u64);
             Ok(())
         })?;
-        retry(|| Ok(object.finish()?))
+        retry(self.timeout(), || Ok(object.finish()?))
     }
 
     /// Whether a file of the right length is what the manifest says: by the checksum that the storage keeps of it, or
@@ -352,16 +366,16 @@ impl Copy<'_> {
         let manifest = Arc::new(Manifest::decode(&expected)?);
         let own = Manifest::decode(&Manifest::under_attempt(self.bytes, &self.attempt)?)?;
         let target = Arc::clone(&self.target);
-        let found = Files::new(Arc::clone(&target), self.to.to_owned(), Arc::clone(&manifest));
-        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), PATIENCE)?;
+        let found = self.files(Arc::clone(&manifest));
+        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), self.timeout())?;
         self.copied.was_there = record.attempt != self.attempt;
         let verify = self.how.verify;
         if flawed.contains(&record.manifest) || (verify && commit::manifest_of(&*target, "", record).is_err()) {
-            retry(|| Ok(target.put(&record.manifest, &expected)?))?;
+            retry(self.timeout(), || Ok(target.put(&record.manifest, &expected)?))?;
             self.copied.files_mended += 1;
         }
         // All attempts share their names, and one that was second or died may have put its own.
-        retry(|| commit::mend_indexes(&*target, &manifest))?;
+        retry(self.timeout(), || commit::mend_indexes(&*target, &manifest))?;
         let is_flawed =
             |number: u32, file: &FileEntry| flawed.contains(&file.path) || (verify && !self.is_whole(&found, number));
         let files = (0u32..).zip(manifest.files());
@@ -370,7 +384,7 @@ impl Copy<'_> {
             return Ok(self.copied);
         }
         self.progress.total = flawed.iter().map(|(_, file)| file.bytes).sum();
-        let mark = Mark::put(&*target)?;
+        let mark = Mark::put(&*target, self.timeout())?;
         for (number, file) in flawed {
             self.mend(number, file, &own.files()[number as usize], &mark)?;
         }
@@ -383,12 +397,12 @@ impl Copy<'_> {
     fn mend(&mut self, number: u32, file: &FileEntry, own: &FileEntry, mark: &Mark<'_>) -> Result<()> {
         if self.target.needs().refuses_taken_names {
             self.send(number, own, mark)?;
-            let replaced = retry(|| Ok(self.target.also_named(&own.path, &file.path, file.bytes)?));
+            let replaced = retry(self.timeout(), || Ok(self.target.also_named(&own.path, &file.path, file.bytes)?));
             replaced.map_err(|error| match error.kind {
                 Kind::Unsupported => error.within(format_args!("{}: delete {} and copy again", self.to, file.path)),
                 _ => error,
             })?;
-            retry(|| Ok(self.target.delete(&own.path)?))?;
+            retry(self.timeout(), || Ok(self.target.delete(&own.path)?))?;
         } else {
             self.send(number, file, mark)?;
         }
@@ -404,12 +418,13 @@ impl Copy<'_> {
 
     /// Removes the files of some attempts. Something is committed, and none of them is.
     fn remove(&self, goes: impl Fn(&str) -> bool) -> Result<()> {
-        let found = contents::own(&*self.target, "")?;
+        let found = contents::own(&*self.target, "", self.timeout())?;
         let paths = found.own.into_iter().map(|own| own.path);
         retention::delete(
             &*self.target,
             &paths.filter(|path| attempt_of(path).is_some_and(&goes)).collect::<Vec<_>>(),
             &[],
+            self.timeout(),
         )
     }
 }
@@ -421,8 +436,8 @@ struct Mark<'a> {
 }
 
 impl Mark<'_> {
-    fn put(target: &dyn Store) -> Result<Mark<'_>> {
-        retry(|| Ok(target.put(COPYING, b"")?))?;
+    fn put<'a>(target: &'a dyn Store, timeout: &Timeout) -> Result<Mark<'a>> {
+        retry(timeout, || Ok(target.put(COPYING, b"")?))?;
         Ok(Mark { target, put: Mutex::new(Instant::now()) })
     }
 

@@ -14,6 +14,7 @@ use crate::error::{Result, retry, spread};
 use crate::memory::staging_bytes_default;
 use crate::plans;
 use crate::staging::{PageLock, Staging};
+use crate::timeout::Timeout;
 
 /// A save that has lasted so long fails instead of committing: a sweep may take what is twice as old.
 pub const SAVE_MAX: Duration = Duration::from_secs(3 * 3600);
@@ -51,6 +52,8 @@ pub struct Engine {
     /// The pause of a rank of so many before its first request; tests have another.
     pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
+    /// Of what has no deadline.
+    timeout: Timeout,
 }
 
 impl Engine {
@@ -64,11 +67,17 @@ impl Engine {
 
     /// An engine of one rank with the default staging budget.
     pub fn solo() -> Arc<Engine> {
-        Engine::with(shardfast_coord::solo(), Staging::at_least(staging_bytes_default(1)))
+        Engine::waiting(Timeout::default())
+    }
+
+    /// [`solo`](Engine::solo), where calls without a deadline, such as [`copy`](crate::copy()), have this timeout.
+    pub fn waiting(timeout: Timeout) -> Arc<Engine> {
+        let staging = Staging::at_least(staging_bytes_default(1));
+        Engine::on(shardfast_coord::solo(), staging, cuda::Devices::default(), timeout)
     }
 
     pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
-        Engine::on(coord, staging, cuda::Devices::default())
+        Engine::on(coord, staging, cuda::Devices::default(), Timeout::default())
     }
 
     /// An engine of one rank whose devices are those of the CUDA driver in that library.
@@ -77,10 +86,10 @@ impl Engine {
     /// As [`Engine::new`].
     pub fn with_driver(library: &str, staging_bytes: u64) -> Result<Arc<Engine>> {
         let accelerators = cuda::Devices::of(library);
-        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators))
+        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators, Timeout::default()))
     }
 
-    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices) -> Arc<Engine> {
+    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices, timeout: Timeout) -> Arc<Engine> {
         Arc::new(Engine {
             coord,
             staging,
@@ -93,12 +102,18 @@ impl Engine {
             save_max: SAVE_MAX,
             spread,
             calls: Arc::default(),
+            timeout,
         })
     }
 
     /// The store at a URL, for reading, with what this engine's stores share.
-    pub(crate) fn store(&self, url: &str) -> Result<Arc<dyn Store>> {
-        retry(|| Ok(shardfast_store::open_on(url, &self.storage)?))
+    pub(crate) fn store(&self, url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+        retry(timeout, || Ok(shardfast_store::open_on(url, &self.storage)?))
+    }
+
+    /// The timeout of calls that have no deadline.
+    pub fn timeout(&self) -> &Timeout {
+        &self.timeout
     }
 
     /// This rank's number.

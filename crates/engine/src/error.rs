@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::timeout::{self, Silence, Timeout};
+
 /// The kind of an error, by what the caller would do. Codes are only appended; Python has an exception class for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
@@ -132,9 +134,6 @@ const LONG_TRIES_MAX: usize = 11;
 /// The longest wait that a service may ask for. What asks for more is away.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
-/// How long a request of a call without a deadline is tried: retention, the command.
-pub(crate) const PATIENCE: Duration = WAIT_MAX;
-
 /// How soon a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
@@ -151,17 +150,19 @@ pub(crate) trait Failures: Sync {
     fn before(&self) -> (u64, Option<String>);
 }
 
-/// How long what fails is tried again, and which save takes note of the failures.
+/// How long what fails is tried again, and who takes note of the failures.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience<'a> {
     within: Duration,
     save: Option<&'a dyn Failures>,
+    /// Of a call whose requests share the time.
+    silence: Option<&'a Silence>,
 }
 
 impl<'a> Patience<'a> {
     /// That of a save.
     pub(crate) fn of(save: &'a dyn Failures, within: Duration) -> Patience<'a> {
-        Patience { within, save: Some(save) }
+        Patience { within, save: Some(save), silence: None }
     }
 
     /// For so long at most.
@@ -172,27 +173,36 @@ impl<'a> Patience<'a> {
 
 impl From<Duration> for Patience<'_> {
     fn from(within: Duration) -> Self {
-        Patience { within, save: None }
+        Patience { within, save: None, silence: None }
+    }
+}
+
+impl<'a> From<&'a Timeout> for Patience<'a> {
+    fn from(timeout: &'a Timeout) -> Self {
+        Patience { within: timeout.within(), save: None, silence: timeout.silence() }
     }
 }
 
 /// The tries of one operation.
 pub(crate) struct Tries {
     began: Instant,
+    /// Begin of the newest try.
+    newest: Instant,
     failed: usize,
 }
 
 impl Tries {
     /// Before the first one.
     pub(crate) fn begin() -> Tries {
-        Tries { began: Instant::now(), failed: 0 }
+        let began = Instant::now();
+        Tries { began, newest: began, failed: 0 }
     }
 
     /// When the next try after this error begins. The save takes note of the error.
     ///
     /// # Errors
-    /// The error itself if it will not pass, or if no try is left or fits into the patience since the first one; then
-    /// its message says how often it was tried, and what else failed in the save.
+    /// The error itself if it will not pass, or if no try is left or fits into the patience, since the first try or
+    /// since the call's newest answer; then its message says how often it was tried, and what else failed in the save.
     pub(crate) fn again(&mut self, error: Error, patience: Patience<'_>) -> Result<Instant> {
         self.failed += 1;
         let (now, tried) = (Instant::now(), self.began.elapsed());
@@ -204,14 +214,24 @@ impl Tries {
             Some(wait) if self.failed > LONG_TRIES_MAX || wait > WAIT_MAX => None,
             Some(wait) => Some(wait.max(jittered(LONG_PAUSES_MS[(self.failed - 1).min(LONG_PAUSES_MS.len() - 1)]))),
         };
-        let pause = pause.filter(|&pause| tried.saturating_add(pause) <= patience.within);
+        // Faults of a disk pass in a second or not at all: they are no silence.
+        let silent = patience.silence.filter(|_| error.kind == Kind::Unavailable && error.wait.is_some());
+        let waited = silent.map_or(tried, |silence| silence.unanswered(self.newest));
+        let fitting = pause.filter(|&pause| waited.saturating_add(pause) <= patience.within);
         if let Some(save) = patience.save {
-            save.failed(&error, self.failed, pause);
+            save.failed(&error, self.failed, fitting);
         }
-        if let Some(pause) = pause {
-            return Ok(now + pause);
+        if let Some(pause) = fitting {
+            self.newest = now + pause;
+            return Ok(self.newest);
         }
         let mut message = error.message;
+        if let Some(silence) = silent.filter(|_| pause.is_some()) {
+            silence.expire();
+            if error.wait.is_none_or(|wait| wait <= patience.within) {
+                message += &format!("; no request succeeded {}", timeout::said(patience.within));
+            }
+        }
         if let Some(wait) = error.wait.filter(|&wait| may_pass && wait > patience.within.min(WAIT_MAX)) {
             message += &format!("; the service asks to wait {} s", wait.as_secs());
         }
@@ -245,26 +265,34 @@ pub(crate) fn spread(world: u32) -> Duration {
     random_below(u64::from(world).min(SPREAD_MAX_MS))
 }
 
-/// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass, for [`PATIENCE`] at most.
+/// Retries `act` a few times, with growing pauses, while it fails for a reason that may pass and `patience` lasts.
 ///
 /// # Errors
-/// The last failure, and how many there were.
-pub(crate) fn retry<T>(act: impl FnMut() -> Result<T>) -> Result<T> {
-    retry_within(PATIENCE, || None, act)
+/// The last failure, and how many there were; `Unavailable` at once if the time of the call is over.
+pub(crate) fn retry<'a, T>(patience: impl Into<Patience<'a>>, act: impl FnMut() -> Result<T>) -> Result<T> {
+    retry_until(patience, || None, act)
 }
 
-/// [`retry`] for a limited time, and only until it is cancelled.
+/// [`retry`] until it is cancelled.
 ///
 /// # Errors
-/// The last error, with the number of tries; or why it was cancelled.
-pub(crate) fn retry_within<'a, T>(
+/// As [`retry`]; or why it was cancelled.
+pub(crate) fn retry_until<'a, T>(
     patience: impl Into<Patience<'a>>,
     given_up: impl Fn() -> Option<Error>,
     mut act: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let (patience, mut tries) = (patience.into(), Tries::begin());
     loop {
-        let due = match act() {
+        if patience.silence.is_some_and(Silence::is_over) {
+            let message = format!("no request to the storage succeeded {}", timeout::said(patience.within));
+            return Err(Error { is_final: true, ..Error::new(Kind::Unavailable, message) });
+        }
+        let done = act();
+        if let Some(silence) = patience.silence.filter(|_| !is_unavailable(&done)) {
+            silence.answered();
+        }
+        let due = match done {
             Ok(done) => return Ok(done),
             Err(error) => tries.again(error, patience)?,
         };
@@ -273,6 +301,10 @@ pub(crate) fn retry_within<'a, T>(
             std::thread::sleep(left.min(GLANCE));
         }
     }
+}
+
+fn is_unavailable<T>(done: &Result<T>) -> bool {
+    matches!(done, Err(Error { kind: Kind::Unavailable, .. }))
 }
 
 /// The first failure of a group of threads.

@@ -78,12 +78,14 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     // Half the budget for each side: a writer that waits for a load, and a load for a slot of the writer, would
     // deadlock.
     let budget = checkpoint.engine.staging_bytes() / 2;
+    let timeout = &checkpoint.files.timeout;
     let source = Arc::new(Checkpoint {
         engine: Engine::with(Arc::clone(&checkpoint.engine.coord), Staging::at_least(budget)),
         files: Files::new(
-            checkpoint.engine.store(&checkpoint.url)?,
+            checkpoint.engine.store(&checkpoint.url, timeout)?,
             checkpoint.url.clone(),
             Arc::clone(&checkpoint.manifest),
+            timeout.clone(),
         ),
         manifest: Arc::clone(&checkpoint.manifest),
         url: checkpoint.url.clone(),

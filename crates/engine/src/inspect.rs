@@ -19,6 +19,7 @@ use crate::reads::ValueRef;
 use crate::repr;
 use crate::runs;
 use crate::stream::{batches, tensor_bytes};
+use crate::timeout::Timeout;
 
 /// Values up to this size, in bytes, are decoded and shown.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
@@ -116,22 +117,25 @@ impl Holdings {
 ///
 /// # Errors
 /// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
-pub fn history(url: &str) -> Result<History> {
+pub fn history(url: &str, timeout: &Timeout) -> Result<History> {
     let shared = Arc::default();
     let of_run = |checkpoints, abandoned| History { url: url.to_owned(), is_run: true, checkpoints, abandoned };
-    Ok(match locate::look(url)? {
+    Ok(match locate::look(url, timeout)? {
         Place::Checkpoint => {
-            let checkpoints = vec![outline(url, None, &shared)];
+            let checkpoints = vec![outline(url, None, &shared, timeout)?];
             History { is_run: false, ..of_run(checkpoints, Vec::new()) }
         }
         Place::Run(steps, abandoned) => of_run(
-            steps.into_iter().map(|step| outline(&step.url, Some(step.step), &shared)).collect(),
+            steps
+                .into_iter()
+                .map(|step| outline(&step.url, Some(step.step), &shared, timeout))
+                .collect::<Result<_>>()?,
             abandoned.iter().map(|dir| join(url, dir)).collect(),
         ),
     })
 }
 
-fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {
+fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Outline> {
     let line = |status, error: Option<Error>| Outline {
         url: url.to_owned(),
         step,
@@ -140,7 +144,7 @@ fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {
         pinned: None,
         holds: None,
     };
-    match look(url, shared) {
+    Ok(match look(url, shared, timeout) {
         Ok(Found::Committed { manifest, bytes, pinned }) => Outline {
             step: step.or(manifest.info.step),
             pinned,
@@ -148,8 +152,9 @@ fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>) -> Outline {
             ..line(Status::Committed, None)
         },
         Ok(Found::Without(status)) => line(status, None),
+        Err(error) if timeout.is_over() => return Err(error),
         Err(error) => line(Status::Unreadable, Some(error)),
-    }
+    })
 }
 
 enum Found {
@@ -162,14 +167,14 @@ enum Found {
     Without(Status),
 }
 
-fn look(url: &str, shared: &Arc<Shared>) -> Result<Found> {
-    let store = runs::store_on(url, shared)?;
-    match retry(|| commit::read_manifest(&*store, "")) {
+fn look(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Found> {
+    let store = runs::store_on(url, shared, timeout)?;
+    match retry(timeout, || commit::read_manifest(&*store, "")) {
         Ok(bytes) => {
             let manifest = Box::new(Manifest::decode(&bytes)?);
-            Ok(Found::Committed { manifest, bytes: bytes.len() as u64, pinned: pins::note(&*store)? })
+            Ok(Found::Committed { manifest, bytes: bytes.len() as u64, pinned: pins::note(&*store, timeout)? })
         }
-        Err(error) if error.kind == Kind::NotFound => match is_there(&*store, LEAVING)? {
+        Err(error) if error.kind == Kind::NotFound => match is_there(&*store, LEAVING, timeout)? {
             true => Ok(Found::Without(Status::Leaving)),
             false => Ok(Found::Without(Status::Incomplete)),
         },
@@ -276,7 +281,7 @@ pub fn summary(checkpoint: &Checkpoint, leaf: Option<&str>, values: bool) -> Res
         (0..manifest.len()).filter(|&i| leaf.is_none_or(|pattern| matches(pattern, &full_name(manifest, i)))).collect();
     let mut leaves: Vec<LeafSummary> = chosen.iter().map(|&i| leaf_summary(manifest, i)).collect();
     if values {
-        show_values(checkpoint, &chosen, &mut leaves);
+        show_values(checkpoint, &chosen, &mut leaves)?;
     }
     Ok(Summary {
         url: checkpoint.url().to_owned(),
@@ -341,7 +346,7 @@ fn leaf_summary(manifest: &Manifest, i: usize) -> LeafSummary {
 }
 
 /// Reads the values of the chosen leaves and writes them into their summaries.
-fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSummary]) {
+fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSummary]) -> Result<()> {
     let mut wanted: Vec<(ValueRef, &mut ValueSummary)> = Vec::new();
     for (&leaf, summary) in chosen.iter().zip(leaves) {
         let KindSummary::Object { values, .. } = &mut summary.kind else { continue };
@@ -354,10 +359,12 @@ fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSumm
         for ((_, line), encoded) in wanted[batch].iter_mut().zip(load_each(checkpoint, &refs)) {
             match encoded.and_then(|encoded| Ok(decode(&encoded)?)) {
                 Ok(value) => line.text = Some(repr::short(&value, VALUE_CHARS_MAX)),
+                Err(error) if checkpoint.files.timeout.is_over() => return Err(error),
                 Err(error) => line.error = Some(error.message),
             }
         }
     }
+    Ok(())
 }
 
 /// Each value, or its error. Reads all at once, and one by one only after a failure.

@@ -3,10 +3,11 @@
 use shardfast_format::COMMIT;
 
 use crate::checkpoint;
-use crate::error::{Error, Kind, PATIENCE, Result};
+use crate::error::{Error, Kind, Result};
 use crate::foreign;
 use crate::rewind::ABANDONED;
 use crate::runs::{self, Step};
+use crate::timeout::Timeout;
 
 /// The checkpoint that a URL resolves to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,18 +39,18 @@ pub(crate) enum Place {
 ///
 /// # Errors
 /// `NotFound` when neither is there; the message says what is there instead.
-pub(crate) fn look(url: &str) -> Result<Place> {
-    let store = runs::store(url).map_err(|error| foreign::explained(url, error))?;
-    let entries = runs::entries(&*store)?;
+pub(crate) fn look(url: &str, timeout: &Timeout) -> Result<Place> {
+    let store = runs::store(url, timeout).map_err(|error| foreign::explained(url, error))?;
+    let entries = runs::entries(&*store, timeout)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Ok(Place::Checkpoint);
     }
-    let (steps, entries) = runs::list_in(&*store, url)?;
+    let (steps, entries) = runs::list_in(&*store, url, timeout)?;
     let abandoned = entries.into_iter().filter(|entry| entry.is_dir && entry.name.starts_with(ABANDONED));
     let abandoned: Vec<String> = abandoned.map(|entry| entry.name).collect();
     if steps.is_empty() && abandoned.is_empty() {
         // A commit that was published just now is as good as one that was there before.
-        return checkpoint::read(&*store, url, PATIENCE).map(|_| Place::Checkpoint);
+        return checkpoint::read(&*store, url, timeout).map(|_| Place::Checkpoint);
     }
     Ok(Place::Run(steps, abandoned))
 }
@@ -59,8 +60,8 @@ pub(crate) fn look(url: &str) -> Result<Place> {
 ///
 /// # Errors
 /// `NotFound` when neither a checkpoint nor a run with a committed one is there; the store's errors.
-pub fn locate(url: &str) -> Result<Located> {
-    let steps = match look(url)? {
+pub fn locate(url: &str, timeout: &Timeout) -> Result<Located> {
+    let steps = match look(url, timeout)? {
         Place::Checkpoint => return Ok(Located { url: url.to_owned(), run: None, passed_over: Vec::new() }),
         Place::Run(steps, _) => steps,
     };
@@ -76,8 +77,8 @@ pub fn locate(url: &str) -> Result<Located> {
 ///
 /// # Errors
 /// As [`locate`].
-pub fn locate_all(url: &str) -> Result<Vec<String>> {
-    let steps = match look(url)? {
+pub fn locate_all(url: &str, timeout: &Timeout) -> Result<Vec<String>> {
+    let steps = match look(url, timeout)? {
         Place::Checkpoint => return Ok(vec![url.to_owned()]),
         Place::Run(steps, _) => steps,
     };

@@ -9,6 +9,7 @@ use shardfast_store::Store;
 use crate::error::{Error, Kind, Result, retry};
 use crate::presence::is_there;
 use crate::runs;
+use crate::timeout::Timeout;
 
 /// Longest note, in bytes.
 const NOTE_BYTES_MAX: u64 = 4096;
@@ -18,21 +19,21 @@ const NOTE_BYTES_MAX: u64 = 4096;
 /// # Errors
 /// `NotFound` when no checkpoint is committed there, or it was taken back meanwhile; `Invalid` for a note of more than
 /// 4096 bytes; the store's errors.
-pub fn pin(url: &str, note: &str) -> Result<()> {
+pub fn pin(url: &str, note: &str, timeout: &Timeout) -> Result<()> {
     let found = note.len() as u64;
     if found > NOTE_BYTES_MAX {
         return Err(Error::invalid(format!(
             "pin {url}: expected a note of at most {NOTE_BYTES_MAX} bytes, found {found}"
         )));
     }
-    let store = runs::store(url)?;
-    expect_committed(&*store, url)?;
-    retry(|| Ok(store.put(PINNED, note.as_bytes())?))?;
-    expect_committed(&*store, url).inspect_err(|_| _ = store.delete(PINNED))
+    let store = runs::store(url, timeout)?;
+    expect_committed(&*store, url, timeout)?;
+    retry(timeout, || Ok(store.put(PINNED, note.as_bytes())?))?;
+    expect_committed(&*store, url, timeout).inspect_err(|_| _ = store.delete(PINNED))
 }
 
-fn expect_committed(store: &dyn Store, url: &str) -> Result<()> {
-    match is_there(store, COMMIT)? {
+fn expect_committed(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<()> {
+    match is_there(store, COMMIT, timeout)? {
         true => Ok(()),
         false => Err(Error::new(
             Kind::NotFound,
@@ -45,18 +46,18 @@ fn expect_committed(store: &dyn Store, url: &str) -> Result<()> {
 ///
 /// # Errors
 /// The store's errors.
-pub fn unpin(url: &str) -> Result<bool> {
-    let store = runs::store(url)?;
-    let was_pinned = is_there(&*store, PINNED)?;
+pub fn unpin(url: &str, timeout: &Timeout) -> Result<bool> {
+    let store = runs::store(url, timeout)?;
+    let was_pinned = is_there(&*store, PINNED, timeout)?;
     if was_pinned {
-        retry(|| Ok(store.delete(PINNED)?))?;
+        retry(timeout, || Ok(store.delete(PINNED)?))?;
     }
     Ok(was_pinned)
 }
 
 /// The note of the pin of the checkpoint at this place; `None` if it has none.
-pub(crate) fn note(store: &dyn Store) -> Result<Option<String>> {
-    match retry(|| Ok(store.read(PINNED, NOTE_BYTES_MAX)?)) {
+pub(crate) fn note(store: &dyn Store, timeout: &Timeout) -> Result<Option<String>> {
+    match retry(timeout, || Ok(store.read(PINNED, NOTE_BYTES_MAX)?)) {
         Ok(note) => Ok(Some(String::from_utf8_lossy(&note).into_owned())),
         Err(error) if error.kind == Kind::NotFound => Ok(None),
         Err(error) => Err(error),

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use shardfast_store::Store;
 
-use crate::error::{Error, Kind, Patience, Result, retry, retry_within};
+use crate::error::{Error, Kind, Patience, Result, retry};
 use crate::together;
 
 /// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
@@ -71,8 +71,8 @@ fn flaws(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Re
 ///
 /// # Errors
 /// The store's errors.
-pub(crate) fn is_there(store: &dyn Store, name: &str) -> Result<bool> {
-    match retry(|| Ok(store.size(name)?)) {
+pub(crate) fn is_there<'a>(store: &dyn Store, name: &str, within: impl Into<Patience<'a>>) -> Result<bool> {
+    match retry(within, || Ok(store.size(name)?)) {
         Ok(_) => Ok(true),
         Err(error) if error.kind == Kind::NotFound => Ok(false),
         Err(error) => Err(error),
@@ -91,7 +91,7 @@ fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'
             Err(error) if error.kind == shardfast_store::Kind::NotFound => Ok(Vec::new()),
             entries => Ok(entries?),
         };
-        let objects = retry_within(within, || None, list)?.into_iter().filter(|entry| !entry.is_dir);
+        let objects = retry(within, list)?.into_iter().filter(|entry| !entry.is_dir);
         Ok(objects.map(|entry| (entry.name, entry.bytes)).collect())
     });
     let lists: HashMap<&str, _> = dirs.into_iter().zip(listed.into_iter().collect::<Result<Vec<_>>>()?).collect();
@@ -120,7 +120,7 @@ fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some((name, bytes)) = files.get(at) else { return };
-            let flaw = retry_within(within, || None, || flaw(store, name, *bytes));
+            let flaw = retry(within, || flaw(store, name, *bytes));
             if let Some(flaw) = flaw.transpose() {
                 found.lock().unwrap_or_else(PoisonError::into_inner).push((at, flaw));
             }

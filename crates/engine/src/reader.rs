@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64, crc64_joined};
 use shardfast_plan::{Limits, Piece, Read};
@@ -13,11 +12,12 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
 use crate::commit;
-use crate::error::{Error, FirstFailure, Kind, PATIENCE, Result, retry_within};
+use crate::error::{Error, FirstFailure, Kind, Result, retry};
 use crate::proof;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
+use crate::timeout::Timeout;
 
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 
@@ -48,8 +48,8 @@ pub(crate) struct Files {
     store: Arc<dyn Store>,
     place: String,
     manifest: Arc<Manifest>,
-    /// How long each request is tried.
-    patience: Duration,
+    /// Of its requests.
+    pub(crate) timeout: Timeout,
     open: Vec<Mutex<Option<Arc<OpenFile>>>>,
     /// The open ones, the one opened first in front: reads come file by file, so that one is done with soonest.
     order: Mutex<VecDeque<u32>>,
@@ -62,18 +62,13 @@ pub(crate) struct OpenFile {
 }
 
 impl Files {
-    pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>) -> Files {
+    pub(crate) fn new(store: Arc<dyn Store>, place: String, manifest: Arc<Manifest>, timeout: Timeout) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, patience: PATIENCE, open, order: Mutex::default() }
-    }
-
-    /// The same files, whose requests are tried for so long at most.
-    pub(crate) fn within(self, patience: Duration) -> Files {
-        Files { patience, ..self }
+        Files { store, place, manifest, timeout, open, order: Mutex::default() }
     }
 
     fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
-        retry_within(self.patience, || None, act)
+        retry(&self.timeout, act)
     }
 
     /// The file, opened, with a verified header.
@@ -339,8 +334,11 @@ fn open_file(store: &dyn Store, entry: &FileEntry) -> Result<OpenFile> {
     let missing = |error: shardfast_store::Error| {
         let error = Error::from(error);
         match error.kind {
-            Kind::NotFound if commit::has_left(store, "") => Error::new(Kind::NotFound, commit::LEFT),
-            Kind::NotFound => Error::corrupt(format!("file {} is missing: {}", entry.path, error.message)),
+            Kind::NotFound => match commit::has_left(store, "") {
+                Ok(true) => Error::new(Kind::NotFound, commit::LEFT),
+                Ok(false) => Error::corrupt(format!("file {} is missing: {}", entry.path, error.message)),
+                Err(unknown) => unknown,
+            },
             _ => error,
         }
     };

@@ -16,6 +16,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{COMMIT, Commit, LEAVING, Manifest, PINNED, attempt_of, step_dir};
@@ -23,9 +24,10 @@ use shardfast_store::Store;
 
 use crate::commit;
 use crate::contents;
-use crate::error::{Error, Kind, PATIENCE, Result, retry};
+use crate::error::{Error, Kind, Result, retry};
 use crate::presence::{self, is_there};
 use crate::runs;
+use crate::timeout::{TIMEOUT, Timeout};
 
 /// What the name of a metric is noted under begins with.
 pub const METRIC: &str = "metric.";
@@ -86,6 +88,8 @@ type Metrics = BTreeMap<String, f64>;
 pub struct Retention {
     url: String,
     keep: Keep,
+    /// How long a round waits for storage that does not answer.
+    within: Duration,
     /// Opened with the first round.
     store: Option<Arc<dyn Store>>,
     /// Those that were read, by attempt.
@@ -95,7 +99,7 @@ pub struct Retention {
 impl Retention {
     /// Of the run at `url`. Reads nothing yet.
     pub fn new(url: &str, keep: Keep) -> Retention {
-        Retention { url: url.to_owned(), keep, store: None, metrics: HashMap::new() }
+        Retention { url: url.to_owned(), keep, within: TIMEOUT, store: None, metrics: HashMap::new() }
     }
 
     /// [`new`](Self::new) with a store that is already open at the run.
@@ -103,11 +107,16 @@ impl Retention {
         Retention { store: Some(store), ..Retention::new(url, keep) }
     }
 
-    fn store(&mut self) -> Result<Arc<dyn Store>> {
+    /// The same retention, each round of which fails once no request has succeeded for so long.
+    pub fn within(self, within: Duration) -> Retention {
+        Retention { within, ..self }
+    }
+
+    fn store(&mut self, timeout: &Timeout) -> Result<Arc<dyn Store>> {
         if let Some(store) = &self.store {
             return Ok(Arc::clone(store));
         }
-        let store = runs::store(&self.url)?;
+        let store = runs::store(&self.url, timeout)?;
         self.store = Some(Arc::clone(&store));
         Ok(store)
     }
@@ -125,25 +134,26 @@ impl Retention {
         if self.keep.is_nothing() {
             return Ok(retained);
         }
-        let store = self.store()?;
-        let (steps, entries) = runs::list_in(&*store, &self.url)?;
+        let timeout = &Timeout::of_call(self.within);
+        let store = self.store(timeout)?;
+        let (steps, entries) = runs::list_in(&*store, &self.url, timeout)?;
         let committed = steps.into_iter().filter_map(|step| Some((step.step, step.commit.ok()??)));
         let mut committed: Vec<(u64, Commit)> = committed.collect();
         // Those that this process has not made come first.
         committed.sort_by_key(|(step, _)| made.iter().rposition(|made| made == step));
-        let mut kept = self.kept(&*store, &committed)?;
+        let mut kept = self.kept(&*store, &committed, timeout)?;
         // Of a save that has begun since, or of another training.
         let later = |step: &u64| made.last().is_some_and(|last| step > last) && !made.contains(step);
         kept.extend(committed.iter().map(|(step, _)| *step).filter(later));
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
-        prove(&*store, &self.url, *newest)?;
+        prove(&*store, &self.url, *newest, timeout)?;
         for (step, record) in unkept {
             let dir = step_dir(*step);
             let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
             let stays = match is_link {
                 true => Stays::Spared("it is a link".to_owned()),
-                false => take_back(&*store, &dir, record)?,
+                false => take_back(&*store, &dir, record, timeout)?,
             };
             match stays {
                 Stays::Not => retained.left.push(*step),
@@ -162,14 +172,15 @@ impl Retention {
     /// # Errors
     /// The store's errors; the round can be made again.
     pub fn clear(&mut self, steps: Option<&[u64]>) -> Result<Vec<u64>> {
-        let store = self.store()?;
+        let timeout = &Timeout::of_call(self.within);
+        let store = self.store(timeout)?;
         let leaving = match steps {
             Some(steps) => steps.to_vec(),
-            None => leaving(&*store, &self.url)?,
+            None => leaving(&*store, &self.url, timeout)?,
         };
         let mut cleared = Vec::new();
         for step in leaving {
-            if clear(&*store, &step_dir(step))? {
+            if clear(&*store, &step_dir(step), timeout)? {
                 cleared.push(step);
             }
         }
@@ -177,7 +188,7 @@ impl Retention {
     }
 
     /// The steps that a rule keeps, the newest among them.
-    fn kept(&mut self, store: &dyn Store, committed: &[(u64, Commit)]) -> Result<BTreeSet<u64>> {
+    fn kept(&mut self, store: &dyn Store, committed: &[(u64, Commit)], timeout: &Timeout) -> Result<BTreeSet<u64>> {
         let last = self.keep.last.unwrap_or(0).max(1);
         let newest = committed.iter().rev().take(usize::try_from(last).unwrap_or(usize::MAX));
         let mut kept: BTreeSet<u64> = newest.map(|(step, _)| *step).collect();
@@ -188,7 +199,7 @@ impl Retention {
             self.metrics.retain(|attempt, _| committed.iter().any(|(_, record)| record.attempt == *attempt));
             for (step, record) in committed {
                 if !self.metrics.contains_key(&record.attempt) {
-                    self.metrics.insert(record.attempt.clone(), metrics(store, &step_dir(*step), record)?);
+                    self.metrics.insert(record.attempt.clone(), metrics(store, &step_dir(*step), record, timeout)?);
                 }
             }
         }
@@ -206,8 +217,8 @@ impl Retention {
 }
 
 /// The metrics that a checkpoint notes; none of one whose manifest is damaged.
-fn metrics(store: &dyn Store, dir: &str, record: &Commit) -> Result<Metrics> {
-    let manifest = match retry(|| commit::manifest_of(store, dir, record)) {
+fn metrics(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> Result<Metrics> {
+    let manifest = match retry(timeout, || commit::manifest_of(store, dir, record)) {
         Err(error) if matches!(error.kind, Kind::Corrupt | Kind::Unsupported) => return Ok(Metrics::new()),
         manifest => Manifest::decode(&manifest?)?,
     };
@@ -219,9 +230,10 @@ fn metrics(store: &dyn Store, dir: &str, record: &Commit) -> Result<Metrics> {
 }
 
 /// Step 1.
-pub(crate) fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
+pub(crate) fn prove(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Result<()> {
     let (dir, url) = (step_dir(step), runs::step_url(url, step));
-    let proven = retry(|| commit::read_manifest(store, &dir)).and_then(|bytes| are_there(store, &dir, &bytes));
+    let proven =
+        retry(timeout, || commit::read_manifest(store, &dir)).and_then(|bytes| are_there(store, &dir, &bytes, timeout));
     proven.map_err(|error| match error.kind {
         Kind::Corrupt | Kind::Unsupported => Error::new(
             error.kind,
@@ -235,10 +247,10 @@ pub(crate) fn prove(store: &dyn Store, url: &str, step: u64) -> Result<()> {
 }
 
 /// Checks that all data files of this manifest exist.
-fn are_there(store: &dyn Store, dir: &str, manifest: &[u8]) -> Result<()> {
+fn are_there(store: &dyn Store, dir: &str, manifest: &[u8], timeout: &Timeout) -> Result<()> {
     let manifest = Manifest::decode(manifest)?;
     let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
-    presence::expect(store, &files.collect::<Vec<_>>(), PATIENCE)
+    presence::expect(store, &files.collect::<Vec<_>>(), timeout)
 }
 
 /// Whether a checkpoint stays.
@@ -249,10 +261,11 @@ enum Stays {
 }
 
 /// Steps 2 to 5.
-fn take_back(store: &dyn Store, dir: &str, record: &Commit) -> Result<Stays> {
+fn take_back(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> Result<Stays> {
     // Without it names alone tell which files are ours.
-    let manifest = retry(|| commit::manifest_of(store, dir, record)).and_then(|bytes| Ok(Manifest::decode(&bytes)?));
-    let contents = match contents::survey(store, dir, manifest.ok().as_ref(), contents::LEVELS_MAX) {
+    let manifest =
+        retry(timeout, || commit::manifest_of(store, dir, record)).and_then(|bytes| Ok(Manifest::decode(&bytes)?));
+    let contents = match contents::survey(store, dir, manifest.ok().as_ref(), contents::LEVELS_MAX, timeout) {
         // Probably a foreign directory: this process may not list it.
         Err(error) if error.kind == Kind::Invalid => return Ok(Stays::Spared(error.message)),
         contents => contents?,
@@ -266,31 +279,31 @@ fn take_back(store: &dyn Store, dir: &str, record: &Commit) -> Result<Stays> {
     let is_stale = |path: &&str| attempt_of(path).is_some_and(|it| it != record.attempt) || is_temporary(path);
     let stale = contents.own.iter().map(|own| own.path.as_str()).filter(is_stale);
     let stale: Vec<String> = stale.map(|path| format!("{dir}/{path}")).collect();
-    delete(store, &stale, &[])?;
-    retry(|| Ok(store.put(&format!("{dir}/{LEAVING}"), &record.encode())?))?;
-    retry(|| Ok(store.delete(&format!("{dir}/{COMMIT}"))?))?;
-    match is_there(store, &format!("{dir}/{PINNED}"))? {
-        true => bring_back(store, dir, record).map(|()| Stays::Pinned),
+    delete(store, &stale, &[], timeout)?;
+    retry(timeout, || Ok(store.put(&format!("{dir}/{LEAVING}"), &record.encode())?))?;
+    retry(timeout, || Ok(store.delete(&format!("{dir}/{COMMIT}"))?))?;
+    match is_there(store, &format!("{dir}/{PINNED}"), timeout)? {
+        true => bring_back(store, dir, record, timeout).map(|()| Stays::Pinned),
         false => Ok(Stays::Not),
     }
 }
 
 /// Publishes the `COMMIT` of a checkpoint that was taken back.
-fn bring_back(store: &dyn Store, dir: &str, record: &Commit) -> Result<()> {
-    let bytes = retry(|| commit::manifest_of(store, dir, record))?;
-    are_there(store, dir, &bytes)?;
-    match retry(|| Ok(store.publish(&format!("{dir}/{COMMIT}"), &record.encode())?)) {
+fn bring_back(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> Result<()> {
+    let bytes = retry(timeout, || commit::manifest_of(store, dir, record))?;
+    are_there(store, dir, &bytes, timeout)?;
+    match retry(timeout, || Ok(store.publish(&format!("{dir}/{COMMIT}"), &record.encode())?)) {
         Err(error) if error.kind != Kind::Conflict => Err(error),
-        _ => retry(|| Ok(store.delete(&format!("{dir}/{LEAVING}"))?)),
+        _ => retry(timeout, || Ok(store.delete(&format!("{dir}/{LEAVING}"))?)),
     }
 }
 
 /// The steps of a run that are marked as leaving, ascending.
-fn leaving(store: &dyn Store, url: &str) -> Result<Vec<u64>> {
+fn leaving(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u64>> {
     let mut leaving = Vec::new();
-    for step in runs::list_in(store, url)?.0 {
+    for step in runs::list_in(store, url, timeout)?.0 {
         let has_none = matches!(step.commit, Ok(None));
-        if has_none && is_there(store, &format!("{}/{LEAVING}", step_dir(step.step)))? {
+        if has_none && is_there(store, &format!("{}/{LEAVING}", step_dir(step.step)), timeout)? {
             leaving.push(step.step);
         }
     }
@@ -299,23 +312,23 @@ fn leaving(store: &dyn Store, url: &str) -> Result<Vec<u64>> {
 
 /// The second round for one checkpoint. Returns whether it deleted anything: not if the checkpoint does not leave, or
 /// something foreign is beside its files.
-fn clear(store: &dyn Store, dir: &str) -> Result<bool> {
+fn clear(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<bool> {
     let below = |path: &str| format!("{dir}/{path}");
-    let record = match retry(|| commit::read_record(store, &below(LEAVING))) {
+    let record = match retry(timeout, || commit::read_record(store, &below(LEAVING))) {
         Err(error) if error.kind == Kind::NotFound => return Ok(false),
         record => record?,
     };
     // Saved again, or brought back: a list that shows it counts as much as an answer that denies it.
-    if is_there(store, &below(COMMIT))? {
+    if is_there(store, &below(COMMIT), timeout)? {
         return Ok(false);
     }
-    let contents = contents::own(store, dir)?;
+    let contents = contents::own(store, dir, timeout)?;
     if contents.has(COMMIT) {
         return Ok(false);
     }
     if contents.has(PINNED) {
         // A round was interrupted between its steps 4 and 5.
-        return bring_back(store, dir, &record).map(|()| false);
+        return bring_back(store, dir, &record, timeout).map(|()| false);
     }
     if contents.foreign_names().is_some() {
         return Ok(false);
@@ -327,8 +340,8 @@ fn clear(store: &dyn Store, dir: &str) -> Result<bool> {
     let paths = contents.own.iter().map(|own| own.path.as_str());
     let own: Vec<String> = paths.filter(|path| goes(path)).map(below).collect();
     let dirs: Vec<String> = contents.dirs.iter().map(|path| below(path)).collect();
-    delete(store, &own, &dirs)?;
-    delete(store, &[below(LEAVING)], &[dir.to_owned()])?;
+    delete(store, &own, &dirs, timeout)?;
+    delete(store, &[below(LEAVING)], &[dir.to_owned()], timeout)?;
     Ok(true)
 }
 
@@ -337,9 +350,9 @@ fn is_temporary(path: &str) -> bool {
 }
 
 /// Deletes these objects, then those of these directories that are empty by then.
-pub(crate) fn delete(store: &dyn Store, objects: &[String], dirs: &[String]) -> Result<()> {
+pub(crate) fn delete(store: &dyn Store, objects: &[String], dirs: &[String], timeout: &Timeout) -> Result<()> {
     fn texts(paths: &[String]) -> Vec<&str> {
         paths.iter().map(String::as_str).collect()
     }
-    retry(|| Ok(store.delete_all(&texts(objects), &texts(dirs))?))
+    retry(timeout, || Ok(store.delete_all(&texts(objects), &texts(dirs))?))
 }

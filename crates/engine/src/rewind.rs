@@ -24,6 +24,7 @@ use crate::error::{Error, Kind, Result, retry};
 use crate::retention;
 use crate::runs::{self, Step};
 use crate::staging::{ALIGNMENT, SLOT_BYTES};
+use crate::timeout::Timeout;
 
 /// Begins the name of each directory of abandoned steps.
 pub(crate) const ABANDONED: &str = "abandoned-";
@@ -46,20 +47,20 @@ pub struct Rewound {
 /// `NotFound` when no run is there; `Invalid` where a step is a link, or holds files that are not a checkpoint's;
 /// `Conflict` where a step is saved again meanwhile; the store's errors. Steps that moved before the error have moved;
 /// it can be made again.
-pub fn rewind(url: &str, from: u64) -> Result<Rewound> {
-    rewind_in(&*runs::store(url)?, url, from)
+pub fn rewind(url: &str, from: u64, timeout: &Timeout) -> Result<Rewound> {
+    rewind_in(&*runs::store(url, timeout)?, url, from, timeout)
 }
 
 /// [`rewind()`] of a store that is open.
 ///
 /// # Errors
 /// As [`rewind()`].
-pub fn rewind_in(store: &dyn Store, url: &str, from: u64) -> Result<Rewound> {
-    let (steps, entries) = runs::list_in(store, url)?;
+pub fn rewind_in(store: &dyn Store, url: &str, from: u64, timeout: &Timeout) -> Result<Rewound> {
+    let (steps, entries) = runs::list_in(store, url, timeout)?;
     if steps.is_empty() {
         return Err(Error::new(Kind::NotFound, format!("rewind {url}: there is no run with a step")));
     }
-    rewound(store, url, from, &steps, &entries)
+    rewound(store, url, from, &steps, &entries, timeout)
 }
 
 /// Makes sure that a training whose next step is `step` may save into the run at `url`: that this holds no committed
@@ -78,12 +79,13 @@ pub fn begin(engine: &Arc<Engine>, url: &str, step: u64, rewind: bool, deadline:
                 (step, rewind)
             )));
         }
-        let store = engine.store(url)?;
-        let (steps, entries) = runs::list_from(&*store, url, step)?;
+        let timeout = Timeout::of_call(deadline);
+        let store = engine.store(url, &timeout)?;
+        let (steps, entries) = runs::list_from(&*store, url, step, &timeout)?;
         let committed: Vec<u64> = steps.iter().filter(|step| step.is_committed()).map(|step| step.step).collect();
         let rewound = match (committed.last(), rewind) {
             (None, _) => None,
-            (Some(_), true) => Some(rewound(&*store, url, step, &steps, &entries)?),
+            (Some(_), true) => Some(rewound(&*store, url, step, &steps, &entries, &timeout)?),
             (Some(newest), false) => return Err(refusal(url, step, committed.len(), *newest)),
         };
         Ok(vec![rewound; ranks.len()])
@@ -105,30 +107,37 @@ fn refusal(url: &str, step: u64, later: usize, newest: u64) -> Error {
 }
 
 /// [`rewind()`] of a run whose root has these entries and steps.
-fn rewound(store: &dyn Store, url: &str, from: u64, steps: &[Step], entries: &[Entry]) -> Result<Rewound> {
+fn rewound(
+    store: &dyn Store,
+    url: &str,
+    from: u64,
+    steps: &[Step],
+    entries: &[Entry],
+    timeout: &Timeout,
+) -> Result<Rewound> {
     let mut moving: Vec<Moving> = Vec::new();
     for step in steps.iter().filter(|step| step.step >= from && step.is_committed()) {
-        moving.push(Moving::look(store, url, step.step, entries)?);
+        moving.push(Moving::look(store, url, step.step, entries, timeout)?);
     }
     let mut rewound = Rewound { url: url.to_owned(), moved: Vec::new(), into: None };
     if moving.is_empty() {
         return Ok(rewound);
     }
-    let place = place(store, from, &moving)?;
+    let place = place(store, from, &moving, timeout)?;
     rewound.into = Some(join(url, &place));
     for step in moving.iter().rev() {
-        step.go(store, &place)?;
+        step.go(store, &place, timeout)?;
         rewound.moved.insert(0, step.step);
     }
     Ok(rewound)
 }
 
 /// The first place for these steps where none of them has another checkpoint.
-fn place(store: &dyn Store, from: u64, moving: &[Moving]) -> Result<String> {
+fn place(store: &dyn Store, from: u64, moving: &[Moving], timeout: &Timeout) -> Result<String> {
     let first = format!("{ABANDONED}from-{from:08}");
     let is_free = |place: &str| -> Result<bool> {
         for step in moving {
-            if commit_at(store, &step.at(place))?.is_some_and(|there| there != step.commit) {
+            if commit_at(store, &step.at(place), timeout)?.is_some_and(|there| there != step.commit) {
                 return Ok(false);
             }
         }
@@ -145,8 +154,8 @@ fn place(store: &dyn Store, from: u64, moving: &[Moving]) -> Result<String> {
 }
 
 /// The bytes of the `COMMIT` in a directory, whatever they are.
-fn commit_at(store: &dyn Store, dir: &str) -> Result<Option<Vec<u8>>> {
-    match retry(|| Ok(store.read(&contents::join(dir, COMMIT), COMMIT_BYTES_MAX)?)) {
+fn commit_at(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Option<Vec<u8>>> {
+    match retry(timeout, || Ok(store.read(&contents::join(dir, COMMIT), COMMIT_BYTES_MAX)?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
         bytes => bytes.map(Some),
     }
@@ -162,7 +171,7 @@ struct Moving {
 
 impl Moving {
     /// Sees what is in the step's directory, and that it can be moved.
-    fn look(store: &dyn Store, url: &str, step: u64, entries: &[Entry]) -> Result<Moving> {
+    fn look(store: &dyn Store, url: &str, step: u64, entries: &[Entry], timeout: &Timeout) -> Result<Moving> {
         let dir = step_dir(step);
         let refuse = |what: &str| {
             Error::invalid(format!("rewind {url}: {dir} cannot be moved: {what}: move it by hand, or save elsewhere"))
@@ -170,11 +179,11 @@ impl Moving {
         if entries.iter().any(|entry| entry.name == dir && entry.is_link) {
             return Err(refuse("it is a link"));
         }
-        let contents = contents::survey(store, &dir, None, contents::LEVELS_MAX)?;
+        let contents = contents::survey(store, &dir, None, contents::LEVELS_MAX, timeout)?;
         if let Some(found) = contents.foreign_names() {
             return Err(refuse(&format!("it holds files that are not a checkpoint's ({found})")));
         }
-        let commit = commit_at(store, &dir)?.ok_or_else(|| {
+        let commit = commit_at(store, &dir, timeout)?.ok_or_else(|| {
             let message = format!("rewind {url}: the {COMMIT} of {dir} is not there any more: look, and rewind again");
             Error::new(Kind::Conflict, message)
         })?;
@@ -194,52 +203,52 @@ impl Moving {
     }
 
     /// Steps 1 to 3.
-    fn go(&self, store: &dyn Store, place: &str) -> Result<()> {
+    fn go(&self, store: &dyn Store, place: &str, timeout: &Timeout) -> Result<()> {
         let (from, to) =
             (|path: &str| format!("{}/{path}", self.dir), |path: &str| format!("{}/{path}", self.at(place)));
-        if commit_at(store, &self.at(place))?.is_none() {
+        if commit_at(store, &self.at(place), timeout)?.is_none() {
             for (path, bytes) in self.files() {
-                move_file(store, &from(path), &to(path), bytes)?;
+                move_file(store, &from(path), &to(path), bytes, timeout)?;
             }
             let names: Vec<String> = self.files().map(|(path, _)| to(path)).collect();
-            retry(|| Ok(store.sync(&names.iter().map(String::as_str).collect::<Vec<_>>())?))?;
-            match retry(|| Ok(store.publish(&to(COMMIT), &self.commit)?)) {
+            retry(timeout, || Ok(store.sync(&names.iter().map(String::as_str).collect::<Vec<_>>())?))?;
+            match retry(timeout, || Ok(store.publish(&to(COMMIT), &self.commit)?)) {
                 // Another rewind was first, or an answer was lost: compared below.
                 Err(error) if error.kind == Kind::Conflict => {}
                 published => published?,
             }
         }
-        let (here, there) = (commit_at(store, &self.dir)?, commit_at(store, &self.at(place))?);
+        let (here, there) = (commit_at(store, &self.dir, timeout)?, commit_at(store, &self.at(place), timeout)?);
         if [here, there].iter().any(|found| found.as_ref().is_some_and(|found| *found != self.commit)) {
             return Err(Error::new(
                 Kind::Conflict,
                 format!("{}: it was saved or moved by another program meanwhile: look, and rewind again", from("")),
             ));
         }
-        retry(|| Ok(store.delete(&from(COMMIT))?))?;
+        retry(timeout, || Ok(store.delete(&from(COMMIT))?))?;
         let gone: Vec<String> = self.contents.own.iter().map(|own| from(&own.path)).collect();
         let dirs = self.contents.dirs.iter().map(|path| from(path)).chain([self.dir.clone()]);
-        retention::delete(store, &gone, &dirs.collect::<Vec<_>>())
+        retention::delete(store, &gone, &dirs.collect::<Vec<_>>(), timeout)
     }
 }
 
 /// Step 1 for one file.
-fn move_file(store: &dyn Store, from: &str, to: &str, bytes: u64) -> Result<()> {
-    match retry(|| Ok(store.also_named(from, to, bytes)?)) {
-        Err(error) if error.kind == Kind::Unsupported => copy_file(store, from, to),
+fn move_file(store: &dyn Store, from: &str, to: &str, bytes: u64, timeout: &Timeout) -> Result<()> {
+    match retry(timeout, || Ok(store.also_named(from, to, bytes)?)) {
+        Err(error) if error.kind == Kind::Unsupported => copy_file(store, from, to, timeout),
         named => named,
     }
 }
 
 /// Copies a file inside a store, as it is.
-fn copy_file(store: &dyn Store, from: &str, to: &str) -> Result<()> {
-    let source = retry(|| Ok(store.open(from)?))?;
+fn copy_file(store: &dyn Store, from: &str, to: &str, timeout: &Timeout) -> Result<()> {
+    let source = retry(timeout, || Ok(store.open(from)?))?;
     let bytes = source.bytes();
     let piece_bytes = match store.needs().pieces {
         Pieces::Any => SLOT_BYTES as u64,
         Pieces::Parts(parts) => parts.of(bytes),
     };
-    let mut object = retry(|| match store.create(to, bytes) {
+    let mut object = retry(timeout, || match store.create(to, bytes) {
         // Left by a rewind that was interrupted.
         Err(error) if error.kind == Stored::Conflict => {
             store.delete(to)?;
@@ -254,8 +263,8 @@ fn copy_file(store: &dyn Store, from: &str, to: &str) -> Result<()> {
         let padded = length.next_multiple_of(object.alignment());
         let piece = &mut memory[start..start + padded];
         piece[length..].fill(0);
-        retry(|| Ok(source.read_at(offset, &mut piece[..length])?))?;
-        retry(|| Ok(object.write_at(offset, piece)?))?;
+        retry(timeout, || Ok(source.read_at(offset, &mut piece[..length])?))?;
+        retry(timeout, || Ok(object.write_at(offset, piece)?))?;
     }
-    retry(|| Ok(object.finish()?))
+    retry(timeout, || Ok(object.finish()?))
 }

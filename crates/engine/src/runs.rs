@@ -10,8 +10,9 @@ use shardfast_store::{Entry, Shared, Store};
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, PATIENCE, Result, retry, retry_within};
+use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
+use crate::timeout::Timeout;
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -37,23 +38,18 @@ pub fn step_url(run_url: &str, step: u64) -> String {
 }
 
 /// The store at a URL, for reading.
-pub(crate) fn store(url: &str) -> Result<Arc<dyn Store>> {
-    store_on(url, &Arc::default())
+pub(crate) fn store(url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+    store_on(url, &Arc::default(), timeout)
 }
 
 /// [`store`], with what it shares with others.
-pub(crate) fn store_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
-    retry(|| Ok(shardfast_store::open_on(url, shared)?))
+pub(crate) fn store_on(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+    retry(timeout, || Ok(shardfast_store::open_on(url, shared)?))
 }
 
 /// The entries of a store's root; none if that does not exist.
-pub(crate) fn entries(store: &dyn Store) -> Result<Vec<Entry>> {
-    entries_within(store, PATIENCE)
-}
-
-/// [`entries`], tried for so long at most.
-fn entries_within(store: &dyn Store, within: Duration) -> Result<Vec<Entry>> {
-    match retry_within(within, || None, || Ok(store.list("")?)) {
+pub(crate) fn entries(store: &dyn Store, timeout: &Timeout) -> Result<Vec<Entry>> {
+    match retry(timeout, || Ok(store.list("")?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
         entries => entries,
     }
@@ -64,25 +60,29 @@ fn entries_within(store: &dyn Store, within: Duration) -> Result<Vec<Entry>> {
 /// # Errors
 /// `Invalid` when a checkpoint is there instead of a run; the store's errors.
 pub fn list(url: &str) -> Result<Vec<Step>> {
-    Ok(list_in(&*store(url)?, url)?.0)
+    let timeout = Timeout::default();
+    Ok(list_in(&*store(url, &timeout)?, url, &timeout)?.0)
 }
 
 /// [`list`] of a run whose store is open, and the entries of its root.
-pub(crate) fn list_in(store: &dyn Store, url: &str) -> Result<(Vec<Step>, Vec<Entry>)> {
-    list_from(store, url, 0)
+pub(crate) fn list_in(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
+    list_from(store, url, 0, timeout)
 }
 
 /// [`list_in`] without the steps below one.
-pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64) -> Result<(Vec<Step>, Vec<Entry>)> {
-    let step = |step| Step { step, url: step_url(url, step), commit: commit_of(store, step, PATIENCE) };
-    let entries = entries(store)?;
+pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
+    let step = |step| match commit_of(store, step, timeout) {
+        Err(error) if timeout.is_over() => Err(error),
+        commit => Ok(Step { step, url: step_url(url, step), commit }),
+    };
+    let entries = entries(store, timeout)?;
     let steps = steps(url, &entries)?.into_iter().filter(|&step| step >= from);
-    Ok((steps.map(step).collect(), entries))
+    Ok((steps.map(step).collect::<Result<_>>()?, entries))
 }
 
 /// The commit of a step; `None` when it has none.
-fn commit_of(store: &dyn Store, step: u64, within: Duration) -> Result<Option<Commit>> {
-    match retry_within(within, || None, || commit::read_commit(store, &step_dir(step))) {
+fn commit_of(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<Option<Commit>> {
+    match retry(timeout, || commit::read_commit(store, &step_dir(step))) {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
         commit => commit.map(Some),
     }
@@ -133,27 +133,29 @@ pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, 
                 (below, older)
             )));
         }
-        let store = engine.store(url)?;
-        Ok(vec![find(&*store, url, below, older, deadline)?; ranks.len()])
+        let timeout = Timeout::of_call(deadline);
+        let store = engine.store(url, &timeout)?;
+        Ok(vec![find(&*store, url, below, older, &timeout)?; ranks.len()])
     })?;
     let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
     let url = step_url(url, step);
-    let checkpoint = engine.store(&url).and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
-    let checkpoint = checkpoint.map(|checkpoint| checkpoint.within(deadline));
+    let checkpoint =
+        engine.store(&url, &deadline.into()).and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
+    let checkpoint = checkpoint.map(|checkpoint| checkpoint.within(deadline.into()));
     // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
     operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
     Ok(Newest { found: Some((step, checkpoint?)), skipped })
 }
 
-/// Reads commits from the newest down, as far as that is needed, each for so long at most.
-fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, within: Duration) -> Result<Found> {
-    let entries = entries_within(store, within)?;
+/// Reads commits from the newest down, as far as that is needed.
+fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, timeout: &Timeout) -> Result<Found> {
+    let entries = entries(store, timeout)?;
     let mut skipped = Vec::new();
     let mut unreadable: Option<(u64, Error)> = None;
     let mut passed_over_committed = false;
     for step in steps(url, &entries)?.into_iter().rev().filter(|&step| below.is_none_or(|below| step < below)) {
-        let commit = commit_of(store, step, within);
+        let commit = commit_of(store, step, timeout);
         if matches!(commit, Ok(None)) {
             skipped.push(format!("{}: not committed (its save was cut off, or is still running)", step_dir(step)));
             continue;
@@ -169,11 +171,12 @@ fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, within: D
             return Err(Error::new(error.kind, message));
         }
         let read = |commit: Option<Commit>| match commit {
-            Some(commit) => retry_within(within, || None, || commit::manifest_of(store, &step_dir(step), &commit)),
+            Some(commit) => retry(timeout, || commit::manifest_of(store, &step_dir(step), &commit)),
             None => Err(Error::internal("a step without a commit is passed over")),
         };
         match commit.and_then(read) {
             Ok(manifest) => return Ok(Found { found: Some((step, manifest)), skipped }),
+            Err(error) if timeout.is_over() => return Err(error),
             Err(error) if older => {
                 passed_over_committed = true;
                 skipped.push(format!("{}: {error}", step_dir(step)));

@@ -19,7 +19,7 @@ use crate::capture::Captures;
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, Patience, Result, retry_within};
+use crate::error::{Error, Patience, Result, retry};
 use crate::operation::Operation;
 use crate::pending::Pending;
 use crate::planning::{self, Planning, RankPlan, ValuePlan};
@@ -51,7 +51,7 @@ pub fn save_deferred(
     let (devices, url) = (Arc::clone(&engine.storage), destination.url.clone());
     // Opened in the background: on remote storage even that can take long.
     let open = move |progress: &Progress| {
-        retry_within(Patience::of(progress, deadline), || None, || Ok(shardfast_store::open_on(&url, &devices)?))
+        retry(Patience::of(progress, deadline), || Ok(shardfast_store::open_on(&url, &devices)?))
     };
     begin(engine, open, destination, captures, state, deadline)
 }
@@ -152,13 +152,13 @@ impl Save<'_> {
         let store = self.store()?;
         contents::refuse_foreign(store, &self.destination.url, 0, self.patience())?;
         self.state.check()?;
-        retry_within(self.patience(), || None, || Ok(store.can_publish()?))
+        retry(self.patience(), || Ok(store.can_publish()?))
     }
 
     /// Rank 0's last check of the place before ranks agree.
     fn admit(&self) -> Result<()> {
         let store = self.store()?;
-        retry_within(self.patience(), || None, || commit::admit(store, self.destination))
+        retry(self.patience(), || commit::admit(store, self.destination))
     }
 
     /// Captures and writes this rank's parts, and reads what else is compared.

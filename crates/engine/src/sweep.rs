@@ -30,6 +30,7 @@ use crate::error::{Error, Kind, Result, retry};
 use crate::presence::is_there;
 use crate::retention;
 use crate::runs;
+use crate::timeout::Timeout;
 
 /// The least age that a sweep accepts.
 pub const AGE_MIN: Duration = SAVE_MAX.saturating_mul(2);
@@ -66,7 +67,13 @@ pub struct SparedPlace {
 /// # Errors
 /// `Invalid` for an age below [`AGE_MIN`]; `NotFound` when nothing is at `url`; the store's errors. What was removed
 /// before an error stays removed; the sweep can be made again.
-pub fn sweep(url: &str, older_than: Duration, dry: bool, progress: &dyn Fn(u64, u64)) -> Result<Swept> {
+pub fn sweep(
+    url: &str,
+    older_than: Duration,
+    dry: bool,
+    timeout: &Timeout,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Swept> {
     if older_than < AGE_MIN {
         return Err(Error::invalid(format!(
             "sweep {url}: expected an age of at least {} hours, found {} s: a save may last half of that",
@@ -74,7 +81,7 @@ pub fn sweep(url: &str, older_than: Duration, dry: bool, progress: &dyn Fn(u64, 
             older_than.as_secs()
         )));
     }
-    sweep_in(&*runs::store(url)?, url, older_than, dry, progress)
+    sweep_in(&*runs::store(url, timeout)?, url, older_than, dry, timeout, progress)
 }
 
 /// [`sweep`] of a store that is open, with any age.
@@ -86,13 +93,14 @@ pub fn sweep_in(
     url: &str,
     older_than: Duration,
     dry: bool,
+    timeout: &Timeout,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Swept> {
-    let entries = runs::entries(store)?;
+    let entries = runs::entries(store, timeout)?;
     if entries.is_empty() {
         return Err(Error::new(Kind::NotFound, format!("sweep {url}: nothing is there")));
     }
-    let now = clock(store)?;
+    let now = clock(store, timeout)?;
     let is_old = |modified: Option<SystemTime>| {
         modified.is_some_and(|at| now.duration_since(at).is_ok_and(|age| age >= older_than))
     };
@@ -102,7 +110,7 @@ pub fn sweep_in(
     let is_run = !steps.is_empty();
     let root = Entry { name: String::new(), is_dir: true, is_link: false, bytes: 0, modified: None };
     let places = if is_run { steps } else { vec![&root] };
-    let sweep = Sweep { store, url, is_old: &is_old, dry };
+    let sweep = Sweep { store, url, is_old: &is_old, dry, timeout };
     let mut young: Vec<&str> = Vec::new();
     for (done, place) in (0..).zip(&places) {
         let dir = place.name.as_str();
@@ -126,11 +134,11 @@ pub fn sweep_in(
 }
 
 /// The time by the store's own clock.
-fn clock(store: &dyn Store) -> Result<SystemTime> {
+fn clock(store: &dyn Store, timeout: &Timeout) -> Result<SystemTime> {
     let name = shardfast_store::temporary()?;
-    retry(|| Ok(store.put(&name, b"now")?))?;
-    let listed = retry(|| Ok(store.list("")?));
-    retry(|| Ok(store.delete(&name)?))?;
+    retry(timeout, || Ok(store.put(&name, b"now")?))?;
+    let listed = retry(timeout, || Ok(store.list("")?));
+    retry(timeout, || Ok(store.delete(&name)?))?;
     let modified = listed?.into_iter().find(|entry| entry.name == name).and_then(|entry| entry.modified);
     modified.ok_or_else(|| {
         let message = format!("{}: an object that was written is in no list, so its time is unknown", store.url());
@@ -156,13 +164,14 @@ struct Sweep<'a> {
     url: &'a str,
     is_old: &'a dyn Fn(Option<SystemTime>) -> bool,
     dry: bool,
+    timeout: &'a Timeout,
 }
 
 impl Sweep<'_> {
     /// Step 2 for one directory.
     fn place(&self, place: &Entry, swept: &mut Swept) -> Result<Age> {
         let dir = place.name.as_str();
-        let found = match contents::own(self.store, dir) {
+        let found = match contents::own(self.store, dir, self.timeout) {
             // Probably a foreign directory: this process may not list it.
             Err(error) if error.kind == Kind::Invalid => {
                 swept.spare(join(self.url, dir), error.message);
@@ -170,8 +179,10 @@ impl Sweep<'_> {
             }
             found => found?,
         };
-        let committed = match retry(|| commit::read_commit(self.store, dir)) {
-            Ok(record) => retry(|| commit::manifest_of(self.store, dir, &record)).map(|bytes| (record, bytes)),
+        let committed = match retry(self.timeout, || commit::read_commit(self.store, dir)) {
+            Ok(record) => {
+                retry(self.timeout, || commit::manifest_of(self.store, dir, &record)).map(|bytes| (record, bytes))
+            }
             Err(error) if error.kind == Kind::NotFound && found.has(COMMIT) => {
                 swept.spare(
                     join(self.url, dir),
@@ -211,7 +222,7 @@ impl Sweep<'_> {
             let are_old = (self.is_old)(place.modified) && found.dirs_modified.is_none_or(|at| (self.is_old)(Some(at)));
             if are_old && !self.dry {
                 let dirs = found.dirs.iter().map(|path| contents::join(dir, path)).chain([dir.to_owned()]);
-                retention::delete(self.store, &[], &dirs.collect::<Vec<_>>())?;
+                retention::delete(self.store, &[], &dirs.collect::<Vec<_>>(), self.timeout)?;
             }
             return Ok(Age::Old);
         }
@@ -228,7 +239,9 @@ impl Sweep<'_> {
             swept.spare(join(self.url, dir), format!("it may be the last checkpoint: {}", error.message));
             return Ok(Age::Old);
         }
-        if is_there(self.store, &contents::join(dir, COMMIT))? || contents::own(self.store, dir)?.has(COMMIT) {
+        if is_there(self.store, &contents::join(dir, COMMIT), self.timeout)?
+            || contents::own(self.store, dir, self.timeout)?.has(COMMIT)
+        {
             return Ok(Age::Young);
         }
         // The mark comes last: a sweep that is interrupted is made again.
@@ -242,15 +255,15 @@ impl Sweep<'_> {
 
     /// Checks the newest committed checkpoint, as retention does.
     fn newest_proves(&self) -> Result<()> {
-        let (steps, _) = runs::list_in(self.store, self.url)?;
+        let (steps, _) = runs::list_in(self.store, self.url, self.timeout)?;
         let newest = steps.iter().rfind(|step| matches!(step.commit, Ok(Some(_))));
         let newest = newest.ok_or_else(|| Error::new(Kind::NotFound, "the run has no committed one"))?;
-        retention::prove(self.store, self.url, newest.step)
+        retention::prove(self.store, self.url, newest.step, self.timeout)
     }
 
     /// Step 3: uploads of own files. Those below a place in which something was changed lately may be a copy's.
     fn uploads(&self, young: &[&str], swept: &mut Swept) -> Result<()> {
-        let uploads = match retry(|| Ok(self.store.uploads()?)) {
+        let uploads = match retry(self.timeout, || Ok(self.store.uploads()?)) {
             Err(error) if error.kind == Kind::Unsupported => {
                 swept.spare(self.url.to_owned(), error.message);
                 return Ok(());
@@ -267,7 +280,7 @@ impl Sweep<'_> {
         };
         for upload in uploads.iter().filter(goes) {
             if !self.dry {
-                retry(|| Ok(self.store.abort_upload(upload)?))?;
+                retry(self.timeout, || Ok(self.store.abort_upload(upload)?))?;
             }
             swept.uploads.push(join(self.url, &upload.name));
         }
@@ -281,7 +294,7 @@ impl Sweep<'_> {
         }
         let names: Vec<String> = objects.iter().map(|(name, _)| name.clone()).collect();
         if !self.dry {
-            retention::delete(self.store, &names, dirs)?;
+            retention::delete(self.store, &names, dirs, self.timeout)?;
         }
         swept.bytes += objects.iter().map(|(_, bytes)| bytes).sum::<u64>();
         swept.files.extend(names.iter().map(|name| join(self.url, name)));

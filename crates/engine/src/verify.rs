@@ -24,13 +24,14 @@ pub use findings::{Block, Finding, Hit, Problem};
 use crate::checkpoint::{self, Checkpoint};
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, FirstFailure, Kind, PATIENCE, Result, retry};
+use crate::error::{Error, FirstFailure, Kind, Result, retry};
 use crate::inspect::load_each;
 use crate::reader::{self, Files};
 use crate::reads::ValueRef;
 use crate::reads::data_bytes;
 use crate::staging::SLOT_BYTES;
 use crate::stream::batches;
+use crate::timeout::Timeout;
 use findings::Findings;
 use spans::Spans;
 
@@ -80,7 +81,7 @@ impl VerifyReport {
 /// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; the store's error
 /// when the commit or the manifest cannot be read. Damage is no error.
 pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
-    verify_in(engine, engine.store(url)?, url, progress)
+    verify_in(engine, engine.store(url, engine.timeout())?, url, progress)
 }
 
 /// [`verify`] without reading data: each file's checksum that the storage keeps since it took the file is compared
@@ -90,7 +91,7 @@ pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sy
 /// # Errors
 /// As [`verify`]; `Unsupported` where the storage keeps no such checksums.
 pub fn verify_stored(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
-    run(engine, engine.store(url)?, url, true, progress)
+    run(engine, engine.store(url, engine.timeout())?, url, true, progress)
 }
 
 /// [`verify`] in a store that is already open at the checkpoint's place.
@@ -117,12 +118,12 @@ fn run(
         Kind::Corrupt => Ok(VerifyReport { is_stored, ..of_broken_top(url, problem, error) }),
         _ => Err(error),
     };
-    if let Err(error) = retry(|| commit::read_commit(&*store, ""))
+    if let Err(error) = retry(engine.timeout(), || commit::read_commit(&*store, ""))
         && error.kind != Kind::NotFound
     {
         return top(Problem::Commit, error);
     }
-    let manifest = checkpoint::read(&*store, url, PATIENCE)
+    let manifest = checkpoint::read(&*store, url, engine.timeout())
         .and_then(|bytes| Ok((Checkpoint::new(engine, url, Arc::clone(&store), &bytes)?.manifest, bytes.len())));
     let (manifest, manifest_bytes) = match manifest {
         Ok(manifest) => manifest,
@@ -144,6 +145,7 @@ fn run(
         values: AtomicU64::new(0),
         manifest: &manifest,
         is_stored,
+        timeout: engine.timeout(),
         failure: FirstFailure::default(),
     };
     let files: Vec<u32> = (0..manifest.files().len() as u32).collect();
@@ -151,7 +153,7 @@ fn run(
         // One for each group, so that the files of the previous group are closed.
         let checkpoint = Checkpoint {
             engine: Arc::clone(engine),
-            files: Files::new(Arc::clone(&store), url.to_owned(), Arc::clone(&manifest)),
+            files: Files::new(Arc::clone(&store), url.to_owned(), Arc::clone(&manifest), engine.timeout().clone()),
             manifest: Arc::clone(&manifest),
             url: url.to_owned(),
             manifest_bytes: manifest_bytes as u64,
@@ -243,6 +245,7 @@ struct Run<'a> {
     blocks: AtomicU64,
     values: AtomicU64,
     is_stored: bool,
+    timeout: &'a Timeout,
     /// Why nothing can be said of files.
     failure: FirstFailure,
 }
@@ -266,6 +269,7 @@ impl Run<'_> {
             }
         };
         let work = |task| match task {
+            _ if self.failure.is_set() => {}
             Task::Header(file) => self.check_header(files, file),
             Task::Blocks(file, range) => self.check_blocks(checkpoint, file, range),
             Task::Kept(file) => self.check_kept(store, files, file),
@@ -298,6 +302,9 @@ impl Run<'_> {
             Ok(open) => open,
             Err(error) => {
                 self.unproven().insert(file);
+                if self.ends(&error) {
+                    return;
+                }
                 let problem = match error.kind {
                     Kind::Corrupt | Kind::Unsupported => Problem::File,
                     _ => Problem::Unreadable,
@@ -326,13 +333,10 @@ impl Run<'_> {
 
     /// Compares the checksum of the whole file that the storage keeps with that of header and blocks.
     fn check_kept(&self, store: &dyn Store, files: &Files, file: u32) {
-        if self.failure.is_set() {
-            return;
-        }
         // Another thread may check the header at the same time; then it reports what is wrong.
         let Ok(open) = files.open(file) else { return };
         let entry = &self.manifest.files()[file as usize];
-        let kept = match retry(|| Ok(store.kept_crc64(&entry.path)?)) {
+        let kept = match retry(self.timeout, || Ok(store.kept_crc64(&entry.path)?)) {
             Ok(Some(kept)) => kept,
             Ok(None) => {
                 let message = format!("{}: the storage keeps no CRC-64 of {}: read it", files.place(), entry.path);
@@ -379,6 +383,7 @@ impl Run<'_> {
                 let done = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
                 (self.progress)(done, self.total);
             }
+            Err(error) if self.ends(&error) => {}
             Err(_) if bytes > block_bytes => {
                 let some = if ranges.len() > 1 { ranges } else { parts(block_bytes) };
                 some.into_iter().for_each(|part| self.check_blocks(checkpoint, file, part));
@@ -389,6 +394,16 @@ impl Run<'_> {
                 self.findings.of_spans(Problem::Unreadable, path, Some(block), hit, error.message);
             }
         }
+    }
+
+    /// Whether the time without an answer of the storage is over. Then the error is that of the verification: nothing
+    /// can be said of the bytes.
+    fn ends(&self, error: &Error) -> bool {
+        let is_over = self.timeout.is_over();
+        if is_over {
+            self.failure.set(error.clone());
+        }
+        is_over
     }
 
     fn unproven(&self) -> MutexGuard<'_, HashSet<u32>> {
@@ -412,6 +427,7 @@ impl Run<'_> {
                 let message = match missing {
                     Ok(missing) if missing.is_empty() => continue,
                     Ok(missing) => format!("it refers to tensors that are not there: {}", missing.join(", ")),
+                    Err(error) if self.ends(&error) => return,
                     Err(error) => error.message,
                 };
                 let path = &self.manifest.files()[span.file as usize].path;

@@ -28,7 +28,7 @@ use shardfast_store::{Buffer, Kind as StoreKind, Next, ObjectWriter, Pieces, Sto
 use smallvec::SmallVec;
 
 use crate::capture::Capture;
-use crate::error::{Error, FirstFailure, GLANCE, Patience, Result, Tries, retry_within};
+use crate::error::{Error, FirstFailure, GLANCE, Patience, Result, Tries, retry_until};
 use crate::progress::{Countdown, Progress};
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
@@ -138,7 +138,7 @@ struct Again<'a> {
 
 impl Again<'_> {
     fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
-        retry_within(Patience::of(self.progress, self.patience), || self.progress.cancelled(), act)
+        retry_until(Patience::of(self.progress, self.patience), || self.progress.cancelled(), act)
     }
 }
 

@@ -7,6 +7,7 @@ use shardfast_engine::retention::{self, Best, Keep};
 
 use crate::errors::raise;
 use crate::process::Own;
+use crate::session::seconds;
 
 /// The retention of one run. One rank has it.
 #[pyclass(frozen, module = "shardfast._native")]
@@ -17,13 +18,21 @@ pub(crate) struct Retention {
 #[pymethods]
 impl Retention {
     /// Of the run at `url`, whose newest `last` checkpoints are kept, those of a step that is a multiple of `every`,
-    /// and those that are `best`: a metric, how many, and whether larger values are better.
+    /// and those that are `best`: a metric, how many, and whether larger values are better. A round fails once no
+    /// request has succeeded for `timeout_s`.
     #[new]
-    #[pyo3(signature = (url, *, last, every, best))]
-    fn new(url: &str, last: Option<u64>, every: Option<u64>, best: Vec<(String, u64, bool)>) -> Retention {
+    #[pyo3(signature = (url, *, last, every, best, timeout_s))]
+    fn new(
+        url: &str,
+        last: Option<u64>,
+        every: Option<u64>,
+        best: Vec<(String, u64, bool)>,
+        timeout_s: f64,
+    ) -> PyResult<Retention> {
+        let within = seconds(timeout_s)?;
         let best = best.into_iter().map(|(metric, count, largest)| Best { metric, count, largest }).collect();
-        let retention = retention::Retention::new(url, Keep { last, every, best });
-        Retention { retention: Own::new("this retention", Mutex::new(retention)) }
+        let retention = retention::Retention::new(url, Keep { last, every, best }).within(within);
+        Ok(Retention { retention: Own::new("this retention", Mutex::new(retention)) })
     }
 
     /// Takes back the committed checkpoints that no rule keeps; `made` are the steps whose saves this process has

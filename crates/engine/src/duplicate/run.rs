@@ -53,7 +53,7 @@ pub fn sync(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Synced> {
     let mut synced = Synced { checkpoints: Vec::new(), incomplete: Vec::new(), left: Vec::new(), failed: Vec::new() };
-    let steps = runs::list_in(&*engine.store(from)?, from)?.0;
+    let steps = runs::list_in(&*engine.store(from, engine.timeout())?, from, engine.timeout())?.0;
     if steps.is_empty() {
         return Err(Error::new(Kind::NotFound, format!("{from}: there is no run with a step to copy")));
     }
@@ -65,7 +65,8 @@ pub fn sync(
             }
             Ok(Some(_)) => {
                 let target = runs::step_url(to, step.step);
-                let (source, place) = (engine.store(&step.url)?, engine.store(&target)?);
+                let (source, place) =
+                    (engine.store(&step.url, engine.timeout())?, engine.store(&target, engine.timeout())?);
                 copy_between(engine, (source, &step.url), (place, &target), how, progress)
             }
             Err(error) => Err(error),

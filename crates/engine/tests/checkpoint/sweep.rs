@@ -12,7 +12,7 @@ use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
 use shardfast_engine::verify::Problem;
-use shardfast_engine::{Engine, Kind, checkpoint, pin, unpin, verify_in};
+use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin, verify_in};
 use shardfast_format::{crc64, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::simdisk::{Fault, SimDisk};
@@ -65,7 +65,7 @@ fn leave(path: PathBuf, age: Duration) {
 }
 
 fn swept(url: &str) -> Swept {
-    sweep(url, DAY, false, &|_, _| {}).unwrap()
+    sweep(url, DAY, false, &Timeout::default(), &|_, _| {}).unwrap()
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn debris_goes_and_nothing_else_does() {
     went.sort();
 
     let all = files(dir.path());
-    let mut told = sweep(&url, DAY, true, &|_, _| {}).unwrap();
+    let mut told = sweep(&url, DAY, true, &Timeout::default(), &|_, _| {}).unwrap();
     told.files.sort();
     assert_eq!((&told.files, told.bytes, files(dir.path())), (&went, 4 * debris.len() as u64, all), "it only says so");
     let mut found = swept(&url);
@@ -150,9 +150,9 @@ fn what_cannot_be_told_is_spared_and_named() {
 fn bad_ages_and_places_are_refused() {
     let dir = scratch();
     let url = dir.path().to_str().unwrap();
-    let error = sweep(url, AGE_MIN - Duration::from_secs(1), false, &|_, _| {}).unwrap_err();
+    let error = sweep(url, AGE_MIN - Duration::from_secs(1), false, &Timeout::default(), &|_, _| {}).unwrap_err();
     assert!(error.kind == Kind::Invalid && error.message.contains("at least 6 hours"), "{error}");
-    let error = sweep(&format!("{url}/none"), DAY, false, &|_, _| {}).unwrap_err();
+    let error = sweep(&format!("{url}/none"), DAY, false, &Timeout::default(), &|_, _| {}).unwrap_err();
     assert!(error.kind == Kind::NotFound && error.message.contains("nothing is there"), "{error}");
 }
 
@@ -174,12 +174,12 @@ fn what_leaves_is_readable_until_the_second_round_and_pins_keep() {
     let url = run(dir.path(), &[1, 2, 3, 4]);
     let place = |step| dir.path().join(step_dir(step));
     let before: Vec<Vec<String>> = (1..=4).map(|step| files(&place(step))).collect();
-    pin(&step_url(&url, 2), "the paper's").unwrap();
+    pin(&step_url(&url, 2), "the paper's", &Timeout::default()).unwrap();
     let mut retention = Retention::new(&url, LAST);
     let retained = retention.retain(&[]).unwrap();
     assert_eq!((&retained.left[..], &retained.pinned[..]), (&[1, 3][..], &[2][..]));
     let status = |url: &str| -> Vec<(u64, String, Option<String>)> {
-        let lines = shardfast_engine::history(url).unwrap().checkpoints;
+        let lines = shardfast_engine::history(url, &Timeout::default()).unwrap().checkpoints;
         lines.into_iter().map(|line| (line.step.unwrap(), format!("{:?}", line.status), line.pinned)).collect()
     };
     let line = |step, status: &str| (step, status.to_owned(), None);
@@ -188,14 +188,17 @@ fn what_leaves_is_readable_until_the_second_round_and_pins_keep() {
     for (step, before) in [(1, &before[0]), (3, &before[2])] {
         let left: Vec<String> = before.iter().filter(|name| *name != "COMMIT").cloned().collect();
         assert_eq!(files(&place(step)), [vec![".leaving".to_owned()], left].concat(), "a reader can finish");
-        let error = pin(&step_url(&url, step), "").unwrap_err();
+        let error = pin(&step_url(&url, step), "", &Timeout::default()).unwrap_err();
         assert!(error.kind == Kind::NotFound && error.message.contains("taken back"), "{error}");
     }
     assert_eq!(retention.clear(Some(&[1])).unwrap(), [1]);
     // Another process finds by itself what leaves.
     assert_eq!(Retention::new(&url, LAST).clear(None).unwrap(), [3]);
     assert_eq!(status(&url), [pinned, line(4, "Committed")]);
-    assert_eq!((unpin(&step_url(&url, 2)), unpin(&step_url(&url, 2))), (Ok(true), Ok(false)));
+    assert_eq!(
+        (unpin(&step_url(&url, 2), &Timeout::default()), unpin(&step_url(&url, 2), &Timeout::default())),
+        (Ok(true), Ok(false))
+    );
     assert_eq!(retention.retain(&[]).unwrap().left, [2]);
     // What no round took is swept when it is old, but never the last checkpoint that proves.
     let age = |dir: &Path| {
@@ -318,7 +321,7 @@ fn rounds_that_die_anywhere_are_made_again_with_the_same_result() {
         retention.clear(None)?;
         // What a power cut brings back of files that were deleted is debris without a mark.
         disk.pass(2 * AGE_MIN);
-        sweep_in(&*on_disk(disk.clone(), RUN)?, RUN, AGE_MIN, false, &|_, _| {}).map(drop)
+        sweep_in(&*on_disk(disk.clone(), RUN)?, RUN, AGE_MIN, false, &Timeout::default(), &|_, _| {}).map(drop)
     });
 }
 
@@ -337,7 +340,7 @@ fn a_rewind_that_dies_anywhere_loses_nothing_and_is_made_again() {
         };
         (1..=3).filter(whole).collect()
     };
-    let rewound = |disk: &SimDisk| rewind_in(&*on_disk(disk.clone(), RUN)?, RUN, 2);
+    let rewound = |disk: &SimDisk| rewind_in(&*on_disk(disk.clone(), RUN)?, RUN, 2, &Timeout::default());
     let (kept, moved) = (vec![1], vec![2, 3]);
     let mut died_at = 0;
     for at in 0.. {
@@ -371,7 +374,9 @@ fn a_commit_that_a_list_shows_keeps_its_files_whatever_another_answer_says() {
     };
     disk.pass(2 * AGE_MIN);
     let before = contents(&disk);
-    let swept = sweep_in(&*on_disk(deny("open_read"), RUN).unwrap(), RUN, AGE_MIN, false, &|_, _| {}).unwrap();
+    let swept =
+        sweep_in(&*on_disk(deny("open_read"), RUN).unwrap(), RUN, AGE_MIN, false, &Timeout::default(), &|_, _| {})
+            .unwrap();
     assert!(swept.files.is_empty() && contents(&disk) == before);
     let [spared] = &swept.spared[..] else { panic!("{swept:?}") };
     assert!(spared.url.ends_with(&step_dir(2)) && spared.reason.contains("a list shows its COMMIT"), "{spared:?}");
@@ -409,7 +414,7 @@ fn a_sweep_that_dies_anywhere_is_made_again_with_the_same_result() {
     disk.pass(2 * AGE_MIN);
     dies_anywhere(&disk, |disk| {
         let store = on_disk(disk.clone(), RUN)?;
-        sweep_in(&*store, RUN, AGE_MIN, false, &|_, _| {}).map(drop)
+        sweep_in(&*store, RUN, AGE_MIN, false, &Timeout::default(), &|_, _| {}).map(drop)
     });
 }
 
@@ -445,7 +450,7 @@ fn a_sweep_beside_eight_savers_touches_nothing_of_theirs_and_leaves_no_debris() 
                         disk.pass(time);
                         passed += time;
                     }
-                    sweep_in(&*store, RUN, AGE_MIN, false, &|_, _| {}).unwrap();
+                    sweep_in(&*store, RUN, AGE_MIN, false, &Timeout::default(), &|_, _| {}).unwrap();
                     sweeps += 1;
                     // The savers have the disk to themselves for a while.
                     thread::sleep(Duration::from_millis(1));
@@ -460,7 +465,7 @@ fn a_sweep_beside_eight_savers_touches_nothing_of_theirs_and_leaves_no_debris() 
         });
         assert!(sweeps > 0);
         disk.pass(AGE_MIN);
-        sweep_in(&*store, RUN, AGE_MIN, false, &|_, _| {}).unwrap();
+        sweep_in(&*store, RUN, AGE_MIN, false, &Timeout::default(), &|_, _| {}).unwrap();
         let after = contents(&disk);
         let debris = |path: &Path| path.to_str().unwrap().contains("0123456789abcdef");
         assert!(!after.keys().any(|path| debris(path)), "seed {seed}: {:?}", after.keys());

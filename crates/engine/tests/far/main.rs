@@ -1,5 +1,6 @@
 //! Saves and loads over object storage while it fails: each request of them meets each fault, and the server is killed.
 
+mod away;
 mod campaign;
 mod checkpoint;
 mod crashes;
@@ -80,4 +81,15 @@ fn checkpoints_are_verified_by_what_the_storage_keeps() {
 #[test]
 fn one_service_copies_by_itself() {
     Server::any("one_service_copies_by_itself", within::one_service_copies_by_itself);
+}
+
+#[test]
+fn storage_that_does_not_answer_ends_each_call() {
+    let given = Server::given("url=unknown bucket=b key=k secret=s");
+    given.again("storage_that_does_not_answer_ends_each_call", away::ends_each_call);
+}
+
+#[test]
+fn storage_that_stops_answering_ends_what_it_interrupts() {
+    Server::any("storage_that_stops_answering_ends_what_it_interrupts", away::ends_what_it_interrupts);
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use shardfast_engine::Timeout;
 use shardfast_engine::runs::step_url;
 use shardfast_engine::sweep::sweep_in;
 use shardfast_store::servers::Server;
@@ -24,7 +25,8 @@ pub(crate) fn debris(server: &Server) {
     }
     std::mem::forget(store.create("step-00000002/model/mine.bin", 100 << 20).unwrap());
     let sweep = |age: u64, dry| {
-        let mut swept = sweep_in(&*store, &run, Duration::from_secs(age), dry, &|_, _| {}).unwrap();
+        let mut swept =
+            sweep_in(&*store, &run, Duration::from_secs(age), dry, &Timeout::default(), &|_, _| {}).unwrap();
         swept.files.sort();
         swept.uploads.sort();
         swept

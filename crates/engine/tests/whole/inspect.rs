@@ -1,7 +1,7 @@
 //! What a checkpoint or a run holds is told without reading its tensors; which checkpoint a URL means.
 
 use shardfast_engine::inspect::{KindSummary, Status};
-use shardfast_engine::{Kind, history, locate, locate_all, summary};
+use shardfast_engine::{Kind, Timeout, history, locate, locate_all, summary};
 use shardfast_format::{DType, Value};
 
 use crate::checkpoints::*;
@@ -86,37 +86,37 @@ fn a_damaged_value_does_not_hide_the_others() {
 fn a_run_is_told_step_by_step() {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().to_str().unwrap().to_owned();
-    let error = locate(&run).unwrap_err();
+    let error = locate(&run, &Timeout::default()).unwrap_err();
     assert_eq!(error.kind, Kind::NotFound, "{error}");
-    assert_eq!(history(&format!("{run}/nothing")).unwrap_err().kind, Kind::NotFound);
+    assert_eq!(history(&format!("{run}/nothing"), &Timeout::default()).unwrap_err().kind, Kind::NotFound);
 
     let job = || vec![vec![Tensor::random(1, DType::F32, &[10]).whole("model", "w")]];
     let step = |n: u64| format!("{run}/step-{n:08}");
     std::fs::create_dir_all(dir.path().join("step-00000030/model")).unwrap();
-    let error = locate(&run).unwrap_err();
+    let error = locate(&run, &Timeout::default()).unwrap_err();
     assert_eq!(error.kind, Kind::NotFound);
     assert!(error.message.contains("committed"), "{error}");
 
     save_ranks(&step(10), Some(10), job());
     save_ranks(&step(20), Some(20), job());
-    let found = history(&run).unwrap();
+    let found = history(&run, &Timeout::default()).unwrap();
     let lines: Vec<_> = found.checkpoints.iter().map(|line| (line.step, line.status)).collect();
     let (committed, incomplete) = (Status::Committed, Status::Incomplete);
     assert_eq!(lines, [(Some(10), committed), (Some(20), committed), (Some(30), incomplete)]);
     assert!(found.is_run && found.checkpoints[0].holds.as_ref().unwrap().bytes > 4096);
-    let located = locate(&run).unwrap();
+    let located = locate(&run, &Timeout::default()).unwrap();
     assert_eq!((located.url, located.run, located.passed_over), (step(20), Some(run.clone()), vec![30]));
-    assert_eq!(locate_all(&run).unwrap(), [step(10), step(20)]);
+    assert_eq!(locate_all(&run, &Timeout::default()).unwrap(), [step(10), step(20)]);
 
     // A committed checkpoint that is broken is still the newest.
     std::fs::write(dir.path().join("step-00000020/COMMIT"), b"rubbish").unwrap();
-    assert_eq!(locate(&run).unwrap().url, step(20));
-    assert_eq!(locate_all(&run).unwrap(), [step(10), step(20)]);
-    let broken = &history(&run).unwrap().checkpoints[1];
+    assert_eq!(locate(&run, &Timeout::default()).unwrap().url, step(20));
+    assert_eq!(locate_all(&run, &Timeout::default()).unwrap(), [step(10), step(20)]);
+    let broken = &history(&run, &Timeout::default()).unwrap().checkpoints[1];
     assert!(broken.status == Status::Unreadable && broken.error.is_some());
 
-    let one = history(&step(10)).unwrap();
+    let one = history(&step(10), &Timeout::default()).unwrap();
     assert_eq!((one.is_run, one.checkpoints.len(), one.checkpoints[0].step), (false, 1, Some(10)));
-    assert_eq!(locate(&step(10)).unwrap().run, None);
-    assert_eq!(locate(&step(30)).unwrap_err().kind, Kind::NotFound);
+    assert_eq!(locate(&step(10), &Timeout::default()).unwrap().run, None);
+    assert_eq!(locate(&step(30), &Timeout::default()).unwrap_err().kind, Kind::NotFound);
 }

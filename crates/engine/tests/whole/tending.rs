@@ -15,7 +15,7 @@ use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{list, step_url};
 use shardfast_engine::sweep::{AGE_MIN, sweep_in};
 use shardfast_engine::verify::Problem;
-use shardfast_engine::{Copying, Engine, Error, Kind, Limit, Result, copy_between, verify};
+use shardfast_engine::{Copying, Engine, Error, Kind, Limit, Result, Timeout, copy_between, verify};
 use shardfast_store::servers::Server;
 use shardfast_store::{Store, join, open};
 
@@ -101,7 +101,7 @@ impl World {
                 (format!("copy {step}"), self.copy(step, store))
             }
             5 => {
-                let swept = sweep_in(&*store(run), run, AGE_MIN, false, &|_, _| {});
+                let swept = sweep_in(&*store(run), run, AGE_MIN, false, &Timeout::default(), &|_, _| {});
                 (format!("sweep {run}"), swept.map(drop))
             }
             6..8 => {
@@ -114,7 +114,10 @@ impl World {
             }
             _ => {
                 let from = 1 + dice.below(self.last_step.load(Ordering::SeqCst).max(1));
-                (format!("rewind from {from}"), rewind_in(&*store(&self.source), &self.source, from).map(drop))
+                (
+                    format!("rewind from {from}"),
+                    rewind_in(&*store(&self.source), &self.source, from, &Timeout::default()).map(drop),
+                )
             }
         };
         self.succeeded.fetch_add(u64::from(done.is_ok()), Ordering::SeqCst);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use shardfast_engine::verify::{Finding, Problem};
-use shardfast_engine::{Engine, Kind, ValueRef, VerifyReport, diff, export, summary, verify, verify_in};
+use shardfast_engine::{Engine, Kind, Timeout, ValueRef, VerifyReport, diff, export, summary, verify, verify_in};
 use shardfast_format::{
     BLOCK_BYTES, Commit, DType, Extent, FileEntry, LeafKind, LeafName, Manifest, ManifestBuilder, Region, Tag, Value,
     hugging_face_index, manifest_name, object as objects, sha256,
@@ -260,7 +260,7 @@ fn a_commit_that_is_no_file_is_damage_and_does_not_block() {
         assert!(only(&found).message.contains("expected a file"), "{what}: {}", only(&found).message);
         let steps = shardfast_engine::runs::list(run).unwrap();
         assert_eq!(steps[0].commit.as_ref().unwrap_err().kind, Kind::Corrupt, "{what}");
-        let listed = shardfast_engine::history(run).unwrap();
+        let listed = shardfast_engine::history(run, &Timeout::default()).unwrap();
         assert_eq!(listed.checkpoints[0].status, shardfast_engine::inspect::Status::Unreadable, "{what}");
         let opened =
             shardfast_engine::open(&Engine::solo(), place.to_str().unwrap(), std::time::Duration::from_secs(60));
@@ -268,7 +268,7 @@ fn a_commit_that_is_no_file_is_damage_and_does_not_block() {
         std::fs::remove_file(&commit).or_else(|_| std::fs::remove_dir(&commit)).unwrap();
     }
     assert_eq!(
-        shardfast_engine::history(run).unwrap().checkpoints[0].status,
+        shardfast_engine::history(run, &Timeout::default()).unwrap().checkpoints[0].status,
         shardfast_engine::inspect::Status::Incomplete
     );
 }

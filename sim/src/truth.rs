@@ -250,7 +250,7 @@ impl Truth {
         let (leaves, providers) = leaves.into_iter().map(|(leaf, providers, _)| (leaf, captured(providers))).unzip();
         let replicas = self.knowing[rank as usize].then(|| Arc::new(replicas));
         let (catalog, compared) = (Arc::new(Catalog { leaves }), Arc::default());
-        State { catalog, providers, replicas, compared }
+        State { catalog, providers, replicas, compared, ..State::default() }
     }
 
     fn held(&self, tensor: &Tensor, rank: u32, mischief: Option<Mischief>) -> Held {

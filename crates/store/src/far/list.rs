@@ -10,6 +10,7 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
+use http::Method;
 use http::header::CONTENT_LENGTH;
 use object_store::ObjectMeta;
 use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, HttpResponseBody, HttpService};
@@ -18,7 +19,7 @@ use quick_xml::Reader;
 use quick_xml::escape::resolve_predefined_entity;
 use quick_xml::events::{BytesRef, BytesStart, Event};
 
-use super::{Place, delete_each, network};
+use super::{Place, delete_each};
 use crate::{Entry, Kind, Result, Upload, name};
 
 impl Place {
@@ -69,6 +70,12 @@ impl Place {
     }
 }
 
+/// Whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of list.
+pub(super) fn is_list(method: &Method, query: &str) -> bool {
+    let lists = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
+    *method == Method::GET && query.split('&').any(lists)
+}
+
 /// Makes requests, and takes entries with names that no store gives out of the answers to lists.
 #[derive(Debug)]
 pub(super) struct Lists(pub(super) HttpClient);
@@ -76,7 +83,7 @@ pub(super) struct Lists(pub(super) HttpClient);
 #[async_trait::async_trait]
 impl HttpService for Lists {
     async fn call(&self, request: HttpRequest) -> std::result::Result<HttpResponse, HttpError> {
-        let is_list = network::is_list(request.method(), request.uri().query().unwrap_or_default());
+        let is_list = is_list(request.method(), request.uri().query().unwrap_or_default());
         let response = self.0.execute(request).await?;
         if !is_list || !response.status().is_success() {
             return Ok(response);

@@ -28,7 +28,7 @@ use tokio::time::{Sleep, sleep, timeout};
 
 use super::carried::Carried;
 use super::flow::MOST;
-use super::list::Lists;
+use super::list::{Lists, is_list};
 use super::{PARTS, READS_MAX};
 use crate::{Error, Kind, Parts, Requests, Result};
 
@@ -385,12 +385,6 @@ pub(crate) fn wait_of(header: &HeaderValue) -> Option<Duration> {
     let text = header.to_str().ok()?.trim();
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
-}
-
-/// Whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of list.
-pub(super) fn is_list(method: &Method, query: &str) -> bool {
-    let lists = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
-    *method == Method::GET && query.split('&').any(lists)
 }
 
 /// Counts a request by its kind.

@@ -226,9 +226,11 @@ class Checkpointer:
 
     def _begin_at(self, step: int) -> None:
         """Refuses to save into a run whose checkpoints a restart would restore instead; or moves these away."""
-        if self._free_from is not None and self._free_from <= step:
+        is_back = self.newest is not None and step < self.newest
+        if self._free_from is not None and self._free_from <= step and not is_back:
             return
         expect_step(step)
+        self._settle(0)  # what is in flight may be of a later step
         session = current(self._timeout_s, self._process_group)
         moved = _native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
         self._free_from = step

@@ -439,3 +439,13 @@ def test_what_restores_nothing_says_what_is_there(tmp_path, caplog):
         f"{run}: nothing is restored and the training begins at step 0, though the run has 2 steps: the newest is "
         "step-00000004: not committed (its save was cut off, or is still running)"
     )
+
+
+def test_a_step_behind_a_save_in_flight_is_refused(tmp_path):
+    state = {"w": torch.zeros(3_000_000)}
+    with sf.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state) == 0
+        ckpt.save(10, state)
+        with pytest.raises(sf.Conflict, match="a training at step 5 cannot save there"):
+            ckpt.save(5, state)
+        ckpt.save(11, state)

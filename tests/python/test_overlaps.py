@@ -254,6 +254,19 @@ def test_cast_moments_are_of_the_type_that_the_optimizer_makes(tmp_path, dtype, 
         step(into, other)
 
 
+def test_an_array_that_has_a_tensors_memory_is_not_filled_through_it(tmp_path):
+    model, into = nn.Linear(400, 400), nn.Linear(400, 400)
+    sf.save(tmp_path / "a", {"model": model, "other": {"w": [model.weight.detach().numpy() + 5]}})
+    values = {"w": [into.weight.detach().numpy()]}
+    sf.load(tmp_path / "a", {"model": into, "other": values})
+    assert torch.equal(into.weight, model.weight)
+    assert torch.equal(torch.from_numpy(values["w"][0]), model.weight.detach() + 5)
+    array = into.weight.detach().numpy()
+    sf.save(tmp_path / "b", {"array": array + 1, "tensor": torch.zeros(400, 400)})
+    with pytest.raises(sf.Invalid, match="overlap: .*tensor"):
+        sf.load(tmp_path / "b", {"array": array, "tensor": into.weight.detach()})
+
+
 class Picky:
     def state_dict(self):
         return {"n": 1}

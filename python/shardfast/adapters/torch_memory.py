@@ -105,7 +105,8 @@ def box(tensor: torch.Tensor) -> Box | None:
     except (RuntimeError, NotImplementedError):
         return None
     strides = tuple([stride * item for stride in local.stride()])
-    return Box(local.device, pointer, tuple(local.shape), strides, item, local.is_conj() or local.is_neg())
+    space = "host" if local.device.type == "cpu" else local.device  # memory that NumPy may have, too
+    return Box(space, pointer, tuple(local.shape), strides, item, local.is_conj() or local.is_neg())
 
 
 def is_direct(local: torch.Tensor) -> bool:

@@ -263,7 +263,7 @@ def test_an_array_that_has_a_tensors_memory_is_not_filled_through_it(tmp_path):
     assert torch.equal(torch.from_numpy(values["w"][0]), model.weight.detach() + 5)
     array = into.weight.detach().numpy()
     sf.save(tmp_path / "b", {"array": array + 1, "tensor": torch.zeros(400, 400)})
-    with pytest.raises(sf.Invalid, match="overlap: .*tensor"):
+    with pytest.raises(sf.Invalid, match=r"overlap: .*tensor"):
         sf.load(tmp_path / "b", {"array": array, "tensor": into.weight.detach()})
 
 

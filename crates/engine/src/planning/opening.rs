@@ -134,8 +134,8 @@ fn renewed(
     catalogs.collect::<Option<Vec<_>>>().map(|catalogs| planned(number, catalogs)).transpose()
 }
 
-/// Decides over everything of all ranks. The plan, if any, is then in `found`; without one the error begins with the
-/// `contradiction` of their local plans.
+/// Decides over everything of all ranks. The plan, if any, is then in `found`; a `contradiction` of
+/// their local plans is an error.
 pub(super) fn decide_in_full(
     number: PlanId,
     catalogs: Vec<RankCatalog>,
@@ -144,10 +144,10 @@ pub(super) fn decide_in_full(
 ) -> Result<Vec<Answer>> {
     let has_draft: Vec<bool> = catalogs.iter().map(|catalog| catalog.writes.is_some()).collect();
     expect_one_kind(&catalogs.iter().map(|catalog| &*catalog.makers).collect::<Vec<_>>(), |_| true)?;
-    let plan = planned(number, catalogs).map_err(|error| match contradiction {
-        Some(contradiction) => error.within(contradiction.message),
-        None => error,
-    })?;
+    if let Some(contradiction) = contradiction {
+        return Err(contradiction);
+    }
+    let plan = planned(number, catalogs)?;
     let answers = plan.answers(|rank| has_draft[rank]);
     *found = Some(plan);
     Ok(answers)

@@ -400,7 +400,7 @@ class Described:
     """
 
     def __new__(
-        cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ()
+        cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...
     ) -> Self: ...
     @property
     def devices(self) -> set[int]:

@@ -267,6 +267,26 @@ def test_an_array_that_has_a_tensors_memory_is_not_filled_through_it(tmp_path):
         sf.load(tmp_path / "b", {"array": array, "tensor": into.weight.detach()})
 
 
+@pytest.mark.parametrize("way", ["views of one buffer", "one counter", "in a list", "interleaved"])
+def test_state_that_shares_memory_is_refused(tmp_path, way):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    one, two = (optimizer.state[parameter] for parameter in model.parameters())
+    if way == "one counter":
+        one["n"] = two["n"] = torch.zeros(())
+    else:
+        one["both"] = torch.zeros(2, 4, 8)
+        one["first"] = [one["both"][0]] if way == "in a list" else one["both"][0]
+    if way == "interleaved":  # which have no element in common
+        one["both"], one["first"] = one["both"][:, :, ::2], one["both"][:, :, 1::2]
+        sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+        return
+    with pytest.raises(sf.Invalid, match=r"SGD has '\w+' and '\w+' in its state, which share memory, and"):
+        sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+
+
 class Picky:
     def state_dict(self):
         return {"n": 1}

@@ -52,7 +52,7 @@ pub struct Engine {
     /// The pause of a rank of so many before its first request; tests have another.
     pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
-    /// Of what has no deadline.
+    /// Timeout of what has no deadline.
     timeout: Timeout,
 }
 

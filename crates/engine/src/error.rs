@@ -155,7 +155,7 @@ pub(crate) trait Failures: Sync {
 pub(crate) struct Patience<'a> {
     within: Duration,
     save: Option<&'a dyn Failures>,
-    /// Of a call whose requests share the time.
+    /// Silence of a call whose requests share the time.
     silence: Option<&'a Silence>,
 }
 

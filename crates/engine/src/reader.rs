@@ -48,7 +48,7 @@ pub(crate) struct Files {
     store: Arc<dyn Store>,
     place: String,
     manifest: Arc<Manifest>,
-    /// Of its requests.
+    /// Timeout of its requests.
     pub(crate) timeout: Timeout,
     open: Vec<Mutex<Option<Arc<OpenFile>>>>,
     /// The open ones, the one opened first in front: reads come file by file, so that one is done with soonest.

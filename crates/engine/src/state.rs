@@ -34,11 +34,11 @@ pub struct Maker {
     pub value: LeafName,
     /// The name of the class.
     pub class: String,
-    /// What classes have in common that can take each other's state.
+    /// Common to classes that can take each other's state.
     pub kind: String,
-    /// What it has made state for.
+    /// Owners of state that it has made.
     pub made: Vec<String>,
-    /// What it may make state for later.
+    /// Owners of state that it may make later.
     pub unmade: Vec<String>,
 }
 

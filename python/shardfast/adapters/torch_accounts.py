@@ -8,6 +8,8 @@ what the save takes anyway, or plain values that the optimizer's own ``load_stat
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -344,10 +346,65 @@ def _shown(path: Sequence[Any]) -> str:
 
 def _memory(tensor: torch.Tensor) -> object:
     """Equal for tensors of the same elements in the same memory."""
-    inner = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
-    if type(inner) not in (torch.Tensor, nn.Parameter) or inner.is_meta:
-        return id(inner)
+    inner = _plain(tensor)
+    if inner is None:
+        return id(getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor)
     return inner.data_ptr(), inner.dtype, inner.shape, inner.stride()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor with its elements here, if there is one."""
+    inner = getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
+    return None if type(inner) not in (torch.Tensor, nn.Parameter) or inner.is_meta else inner
+
+
+def expect_apart(optimizer: Any) -> None:
+    """Refuses tensors of its state that share memory: a load makes one of each, which share none.
+
+    Raises:
+        Refused: Naming the class and both.
+    """
+    spans: list[tuple[int, int, object, torch.Tensor]] = []
+    for key, entries in optimizer.state.items():
+        of_parameter = isinstance(key, torch.Tensor) and isinstance(entries, dict)
+        for name, value in entries.items() if of_parameter else [(key, entries)]:
+            for outer in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+                tensor = outer if type(outer) is torch.Tensor else _plain(outer)
+                start = tensor.data_ptr() if tensor is not None and tensor.layout is torch.strided else 0
+                if start and tensor is not None:  # what has no elements begins at 0
+                    spans.append((start, start + _span(tensor), name, tensor))
+    spans.sort(key=operator.itemgetter(0))
+    if all(before[1] <= behind[0] for before, behind in itertools.pairwise(spans)):
+        return
+    open_: list[tuple[int, int, object, torch.Tensor]] = []
+    for span in spans:
+        open_ = [one for one in open_ if one[1] > span[0]]
+        for one in open_:
+            if _share(one[3], span[3]):
+                raise Refused(
+                    f"a {class_of(optimizer)} has {one[2]!r} and {span[2]!r} in its state, which share memory, and a "
+                    "load would make two tensors of their own: keep one of them, and make views of it in each step"
+                )
+        open_.append(span)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((length - 1) * stride for length, stride in steps) + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose spans meet, the first of which begins first, have an element in common."""
+    item = one.element_size()
+    first, odd = divmod(other.data_ptr() - one.data_ptr(), item)
+    if odd or other.element_size() != item or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    taken = torch.zeros(max(_span(one), first * item + _span(other)) // item, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), 0).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), first).any())
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -127,6 +127,8 @@ class Optimizers:
         """
         holders = [held.holder for held in self._held]
         accounts.expect_entries(holders)
+        for holder in holders:
+            accounts.expect_apart(holder)
         own: dict[str, object] = {}
         for optimizer in reversed(self._levels):  # an error names the innermost one
             accounts.expect_no_more(optimizer, beside, names, [*self._levels, *holders])

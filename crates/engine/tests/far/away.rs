@@ -27,7 +27,7 @@ const TIMEOUT: Duration = Duration::from_millis(300);
 /// A request in which nothing moves for so long is cut.
 const STILL_MAX: Duration = Duration::from_millis(100);
 
-/// What a call may take beyond its timeout on a busy machine: far below the minute of pauses between twelve tries.
+/// Time that a call may take beyond its timeout on a busy machine: far below the minute of pauses between twelve tries.
 const SLACK: Duration = Duration::from_secs(10);
 
 /// A call, by its name.

@@ -60,7 +60,7 @@ struct World {
     last_step: AtomicU64,
     /// Saves that succeeded, in that order; those of the source.
     saved: Mutex<Vec<u64>>,
-    /// What has happened, for a seed that fails.
+    /// Events so far, for a seed that fails.
     log: Mutex<Vec<String>>,
     succeeded: AtomicU64,
 }

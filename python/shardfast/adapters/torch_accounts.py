@@ -359,7 +359,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def expect_apart(optimizer: Any) -> None:
-    """Refuses tensors of its state that share memory: a load makes one of each, which share none.
+    """Refuses tensors of its state that share a part of their memory: a load makes one of each, which share none.
+
+    One that stands there several times is left: classes keep constants so, such as bitsandbytes' tables.
 
     Raises:
         Refused: Naming the class and both.
@@ -397,7 +399,9 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose spans meet, the first of which begins first, have an element in common."""
+    """Whether two tensors whose spans meet, the first of which begins first, have some elements in common, not all."""
+    if _memory(one) == _memory(other):
+        return False
     item = one.element_size()
     first, odd = divmod(other.data_ptr() - one.data_ptr(), item)
     if odd or other.element_size() != item or (one.is_contiguous() and other.is_contiguous()):

@@ -85,7 +85,7 @@ impl Process {
 
     pub(crate) fn heard(&mut self) -> Heard {
         let told = self.hear();
-        let (after, what) = told.split_once(' ').unwrap();
+        let (after, what) = told.split_once(' ').unwrap_or_else(|| panic!("told {told:?} in place of an outcome"));
         Heard { after: Duration::from_millis(after.parse().unwrap()), what: what.to_owned() }
     }
 

@@ -110,6 +110,10 @@ class RankServer:
             raise AssertionError("a server of ranks has ended: its output says why") from error
 
 
+class NoStart(Exception):
+    """Gloo's processes have not found each other: by chance it closes a connection that it has just accepted."""
+
+
 def in_job(rank: Rank, function: Callable, args: tuple) -> object:
     """What a rank's function returns."""
     import torch
@@ -120,7 +124,12 @@ def in_job(rank: Rank, function: Callable, args: tuple) -> object:
     number, world = str(rank.number), str(rank.world)
     os.environ.update(RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, LOCAL_RANK=number)
     place = {"init_method": rank.rendezvous, "rank": rank.number, "world_size": rank.world}
-    dist.init_process_group("gloo", **place, timeout=timedelta(seconds=rank.timeout_s))
+    try:
+        dist.init_process_group("gloo", **place, timeout=timedelta(seconds=rank.timeout_s))
+    except RuntimeError as error:
+        if "connectFullMesh failed" in str(error):
+            raise NoStart from error
+        raise
     result = function(rank.number, rank.world, *args)
     if dist.is_initialized():
         dist.barrier()

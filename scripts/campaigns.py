@@ -89,6 +89,7 @@ STEPS = [
     Step("memory that Python owns", ["scripts/memcheck.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),
+    Step("guide as a site, its whole figure", ["scripts/site.sh"]),
     Step("copies that meet", given({"SHARDFAST_COPY_ROUNDS": 50}, *pytest("tests/python/test_copies.py"))),
     Step("Python tests, further instances", pytest("-m", "campaign", "tests/python")),
     Step(

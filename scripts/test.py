@@ -89,7 +89,7 @@ CHECKED = [
     ),
     Step("README and guide", pytest("tests/python/test_readme.py", "tests/python/test_guide.py"), after=("wheel",)),
     Step("wheel, audited and tried", pytest("tests/wheel"), after=("wheel",)),
-    Step("guide as a site", ["scripts/site.sh"], after=("wheel",)),
+    Step("guide as a site", ["scripts/site.sh", "gate"], after=("wheel",)),
     Step("cargo doc", ["scripts/docs.sh", "rust"], after=("clippy",)),
     Step("documentation's examples in Rust", cargo("test", "--workspace", "--doc"), after=("Rust tests, built",)),
     Step("structure", pytest("tests/structure"), after=("environment",)),

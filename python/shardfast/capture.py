@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _native
@@ -23,6 +23,7 @@ from . import adapters as frameworks
 from .ahead import Ahead
 from .description import Watched
 from .errors import Error, Invalid, Unavailable
+from .nesting import call, work
 
 _log = logging.getLogger("shardfast")
 
@@ -60,11 +61,8 @@ class Pending:
         Raises:
             Error: What made the save fail, the same on every rank; :class:`Unavailable` if ``timeout_s`` is over first.
         """
-        try:
+        with call("Pending.staged()"), self._raising():
             self.mind(timeout_s)
-        except Error:
-            self._is_raised = self._pending.done() or self._broken is not None
-            raise
 
     def committed(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is durable and visible.
@@ -72,8 +70,18 @@ class Pending:
         Raises:
             Error: What made the save fail, the same on every rank; :class:`Unavailable` if ``timeout_s`` is over first.
         """
-        try:
+        with call("Pending.committed()"):
+            self.waited(timeout_s)
+
+    def waited(self, timeout_s: float | None = None) -> None:
+        """Does what :meth:`committed` does, inside of a call."""
+        with self._raising():
             self.end(timeout_s)
+
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        try:
+            yield
         except Error:
             self._is_raised = self._pending.done() or self._broken is not None
             raise
@@ -132,7 +140,8 @@ class Pending:
             if self._pending.done():
                 self._watched = ()
             raise
-        self._confirm()
+        with work("a check whether tensors changed"):
+            self._confirm()
         if self._broken is not None:
             raise Invalid(self._broken)
 
@@ -160,7 +169,7 @@ class Pending:
         """Waits until the save has ended. Logs its error, unless a caller has got it."""
         was_raised = self._is_raised
         try:
-            self.committed()
+            self.waited()
         except Error as error:
             self._failure = self._failure or str(error)
         if self._failure is not None and not was_raised:
@@ -248,14 +257,16 @@ class InFlight:
         self._aheads = (*others, weakref.ref(ahead))
 
     def _stepping(self, optimizer: object) -> None:
-        for one in self._aheads:
-            if (ahead := one()) is not None:
-                ahead.stepping(optimizer)
+        with work("an optimizer's step"):
+            for one in self._aheads:
+                if (ahead := one()) is not None:
+                    ahead.stepping(optimizer)
 
     def _stepped(self, optimizer: object) -> None:
-        for one in self._aheads:
-            if (ahead := one()) is not None:
-                ahead.stepped(optimizer)
+        with work("an optimizer's step"):
+            for one in self._aheads:
+                if (ahead := one()) is not None:
+                    ahead.stepped(optimizer)
 
     def let_go(self, reason: str) -> None:
         """Gives back what is captured ahead of saves: tensors change otherwise than by steps."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import _native
 from . import adapters as frameworks
@@ -18,6 +20,7 @@ from .capture import Pending, in_flight
 from .description import Describer
 from .errors import Corrupt, Error, Invalid
 from .load_plan import LoadPlan, Options, Rename
+from .nesting import call
 from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
@@ -26,6 +29,20 @@ _log = logging.getLogger("shardfast")
 
 IN_FLIGHT_MAX = 2
 """Saves of a run that may be in flight: one that is copied, and one that becomes durable."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(method: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
+    """A method that waits for other threads' calls of the same object."""
+
+    @functools.wraps(method)
+    def alone(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with call(f"Checkpointer.{method.__name__}()"), self._calls:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class Checkpointer:
@@ -125,6 +142,7 @@ class Checkpointer:
         # The run is known to hold nothing committed of this step or a later one, but what this object saves.
         self._free_from: int | None = None
         self._closed = False
+        self._calls = threading.Lock()
         self._describer = Describer(in_flight.changing)
         self._is_prepared = False
         self.capture = capture
@@ -148,6 +166,7 @@ class Checkpointer:
             in_flight.follow(self.capture)
         prepare(process_group)
 
+    @_one_at_a_time
     def restore(
         self,
         state: dict[str, Any],
@@ -250,6 +269,7 @@ class Checkpointer:
             skipped[0],
         )
 
+    @_one_at_a_time
     def step(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
         """Saves if a save is due after ``step`` steps. Every rank calls it after each step.
 
@@ -278,7 +298,8 @@ class Checkpointer:
             self._settle(None)
             self._approach(step, state)
             return False
-        self.save(step, state, metrics=metrics)
+        self._expect_open(step)
+        self._save(step, state, metrics)
         self._approach(step, state)
         return True
 
@@ -328,11 +349,14 @@ class Checkpointer:
             with contextlib.suppress(Error):  # what is wrong with a device is an error of the save
                 session.reserve(description.native)
 
+    @_one_at_a_time
     def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Saves now, as :meth:`step` does when a save is due."""
-        if self._closed:
-            raise Invalid(f"{self.url}: step {step} cannot be saved: this checkpointer is closed")
+        self._expect_open(step)
         self._begin_at(step)
+        self._save(step, state, metrics)
+
+    def _save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         expect_step(step)
         self._count_waits()
         began = time.perf_counter()
@@ -345,6 +369,17 @@ class Checkpointer:
         self._begin(step, state, metrics)
         self._waited_s = in_flight.waited_s  # those waits are a part of the call
         self._schedule.waited(time.perf_counter() - began)
+
+    def _expect_open(self, step: int) -> None:
+        reason = "this checkpointer is closed"
+        if not self._closed:
+            try:
+                self._background.submit(int)
+            except RuntimeError:
+                reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
+            else:
+                return
+        raise Invalid(f"{self.url}: step {step} cannot be saved: {reason}")
 
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         number = self._schedule.save_begun(step)
@@ -448,10 +483,12 @@ class Checkpointer:
         finally:  # an exception that its own traceback refers to would keep all frames, and with them the state
             del failures
 
+    @_one_at_a_time
     def wait(self) -> None:
         """Waits until every save is durable. Raises what failed."""
         self._settle(0)
 
+    @_one_at_a_time
     def close(self) -> None:
         """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
         self._closed = True

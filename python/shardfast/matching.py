@@ -29,7 +29,7 @@ from .errors import Corrupt, Error, Invalid
 from .giving import checked, installed, load_into
 from .load_plan import LoadPlan, Options
 from .overlaps import overlaps
-from .parts import Parts, adapter_of, flat_run, row_major
+from .parts import Parts, adapter_of, flat_run, made_once, row_major
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
@@ -77,6 +77,7 @@ class _Received:
         values: Its loaded values, likewise.
         absent: Leaves that it has and the checkpoint does not, which it drops.
         decisive: Of values that merge the number of copies that decide, by leaf name.
+        made: The tensors that were made, by the index of the saved one.
     """
 
     entry: BundleEntry
@@ -84,6 +85,7 @@ class _Received:
     values: dict[str, object] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     decisive: dict[str, int] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
 
 
 class Matching:
@@ -521,6 +523,7 @@ class Matching:
                 dtype = adapter_of(owner, self._adapters).layout(owner).dtype
             tensor = entry.bundle.create(name, dtype, saved.shape, layout=saved.layout, beside=layout, dry=self._dry)
             adapter = adapter_of(tensor, self._adapters)
+            tensor = made_once(bundle.made, saved.index, tensor, adapter)
             destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{full}: {refused}")

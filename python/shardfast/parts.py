@@ -34,6 +34,21 @@ def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
     return Parts(adapter) if isinstance(tensor, Part) else adapter
 
 
+def made_once(made: dict[int, Any], index: int, tensor: Any, adapter: Adapter | Parts) -> Any:
+    """A tensor that a load made for a saved one, or the one that it made before for the same: several names were one.
+
+    Args:
+        made: What was made for one bundle, by the index of what it is filled from.
+        index: That of ``tensor``.
+        adapter: That of ``tensor``.
+    """
+    other = made.setdefault(index, tensor)
+    if isinstance(tensor, Part) or type(other) is not type(tensor):
+        return tensor
+    is_alike = getattr(other, "device", None) == getattr(tensor, "device", None)
+    return other if is_alike and adapter.layout(other) == adapter.layout(tensor) else tensor
+
+
 def name_of(tensor: object, name: str, names: dict[int, list[NamedPart]]) -> bool:
     """Notes the name of a module's tensor or part, by ``id`` of what an optimizer steps; the first one of each counts.
 

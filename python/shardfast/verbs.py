@@ -17,6 +17,7 @@ from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
 from .load_plan import LoadPlan, Options, Rename
 from .matching import Matching
+from .nesting import call
 from .session import TIMEOUT_S, current
 from .state import walk
 
@@ -24,6 +25,7 @@ Url = str | os.PathLike[str]
 T = TypeVar("T")
 
 
+@call("save()")
 def save(
     url: Url,
     state: dict[str, Any],
@@ -88,9 +90,10 @@ def save(
         timeout_s=timeout_s,
         blocking=True,
     )
-    pending.committed()
+    pending.waited()
 
 
+@call("save_async()")
 def save_async(
     url: Url,
     state: dict[str, Any],
@@ -227,6 +230,7 @@ def _streams(devices: Iterable[int]) -> dict[int, int]:
     return {device: stream for device, stream in found if stream is not None}
 
 
+@call("load()")
 def load(
     url: Url,
     state: dict[str, Any],
@@ -290,6 +294,7 @@ def load(
 
 
 @paused
+@call("plan_load()")
 def plan_load(
     url: Url,
     state: dict[str, Any],

@@ -16,7 +16,7 @@ WITHOUT_FSDP1 = {
 }
 """Layouts by number of ranks. Muon takes no flat parameters."""
 
-OTHERS = max(4 // PAIRS_ONE_IN, 2)
+OTHERS = 4 if PAIRS_ONE_IN == 1 else 1
 
 LAYOUTS_OF = {
     1: ["plain"],
@@ -60,7 +60,8 @@ def load_all(rank, world, url, kinds, pairs_with):
                 assert differing(*target) == [], (kind, one, layout)
 
 
-KINDS = ["adamw", "fused adamw", "sgd"] + ["muon"] * HAS_MUON
+# The table of optimizers has all of them, in some layouts.
+KINDS = ["adamw", "fused adamw"] + ["sgd"] * (PAIRS_ONE_IN == 1) + ["muon"] * HAS_MUON
 OTHER = {"adamw": "fused adamw", "fused adamw": "adamw", "sgd": "sgd", "muon": "muon"}
 
 

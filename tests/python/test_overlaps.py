@@ -287,6 +287,49 @@ def test_state_that_shares_a_part_of_its_memory_is_refused(tmp_path, way):
     sf.save(tmp_path / "one", state)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in one tensor, which stands in the state of each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        first = self.state[parameters[0]]
+        for parameter in parameters:
+            entries = self.state[parameter]
+            entries.setdefault("n", first.setdefault("n", torch.zeros(())))
+            entries["n"] += 1
+            parameter.data.sub_(parameter.grad * 0.1 / entries["n"])
+
+
+def test_a_state_tensor_that_stands_in_several_places_comes_back_as_one(tmp_path):
+    def begun(steps):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 2)
+        return trained(model, Counting(model.parameters()), steps)
+
+    def trained(model, optimizer, steps):
+        for _ in range(steps):
+            model.zero_grad()
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = begun(2)
+    sf.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
+    trained(model, optimizer, 2)
+    for stepped in (0, 1):
+        other, loaded = begun(stepped)
+        sf.load(tmp_path / "a", {"model": other, "optimizer": loaded})
+        first, second = (loaded.state[parameter]["n"] for parameter in other.parameters())
+        assert first is second
+        trained(other, loaded, 2)
+        assert first == optimizer.state[model.weight]["n"] == 8
+        assert torch.equal(other.weight, model.weight)
+        assert torch.equal(other.bias, model.bias)
+
+
 class Picky:
     def state_dict(self):
         return {"n": 1}

@@ -51,7 +51,13 @@ def test_four_ranks_load_what_four_saved_under_another_layout(ranks, tmp_path, l
     ranks(4)(expect_known, [other for other in PARALLEL if other != layout], url)
 
 
-@pytest.mark.parametrize(("layout", "world"), [("plain", 1), ("fsdp", 2), ("fsdp_tp", 2), ("tp", 2), ("fsdp", 3)])
+SAVED_BY_FEWER = [
+    *[("plain", 1), ("fsdp_tp", 2), ("fsdp", 3)],
+    *(pytest.param(layout, 2, marks=pytest.mark.campaign) for layout in ("fsdp", "tp")),
+]
+
+
+@pytest.mark.parametrize(("layout", "world"), SAVED_BY_FEWER)
 def test_what_fewer_ranks_saved_loads_on_four(ranks, tmp_path, layout, world):
     url = f"{tmp_path}/checkpoint"
     if world == 1:

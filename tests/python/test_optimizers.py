@@ -6,6 +6,7 @@ import shardfast as sf
 import torch
 from layouts import PAIRS_ONE_IN, build, differing, fill, same_bits, spoil
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Shard
 
 HAS_MUON = hasattr(torch.optim, "Muon")
 
@@ -72,6 +73,24 @@ def test_every_kind_of_optimizer_under_other_layouts(ranks, tmp_path):
     load_all(0, 1, url, KINDS, OTHER)
     for world in (2, 4):
         ranks(world)(load_all, url, KINDS, OTHER)
+
+
+def check_lost_placements(rank, world, url):
+    model, optimizer = build("fsdp_tp")
+    fill(model, optimizer)
+    strided = [one for one in model.parameters() if any(type(p).__name__ == "_StridedShard" for p in one.placements)]
+    assert strided, "FSDP2 cuts none of them below tensor parallelism"
+    sf.save(f"{url}/sound", state_of(model, optimizer))
+    moment = optimizer.state[strided[0]]["exp_avg_sq"]
+    optimizer.state[strided[0]]["max_exp_avg_sq"] = DTensor.from_local(
+        *(moment.to_local(), moment.device_mesh, [Shard(0), Shard(0)]), shape=moment.shape, stride=moment.stride()
+    )
+    with pytest.raises(sf.Invalid, match=r"Adam.* has 'max_exp_avg_sq' in its state, which says \(Shard\(dim=0\), "):
+        sf.save(f"{url}/lost", state_of(model, optimizer))
+
+
+def test_state_that_lost_where_its_elements_are_is_refused(ranks, tmp_path):
+    ranks(4)(check_lost_placements, f"{tmp_path}")
 
 
 # Muon and FSDP1

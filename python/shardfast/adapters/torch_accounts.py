@@ -20,7 +20,7 @@ from torch import nn
 from ..catalog import Refused
 from .torch_capture import SAYING, is_dtensor
 from .torch_groups import equal
-from .torch_placement import placements_of
+from .torch_placement import is_strided, placements_of
 
 Said = list[tuple[list[str | int], object]]
 """Plain values of a state dict, each with the keys and positions that lead to it."""
@@ -388,6 +388,31 @@ def expect_apart(optimizer: Any) -> None:
                     "load would make two tensors of their own: keep one of them, and make views of it in each step"
                 )
         open_.append(span)
+
+
+def expect_where_parameters_are(optimizer: Any) -> None:
+    """Refuses state that says that it lies otherwise than its parameter, which FSDP2 cut below tensor parallelism.
+
+    Up to PyTorch 2.7 an operation with ``out=``, such as Adam's with ``amsgrad=True``, writes ``Shard`` for
+    ``_StridedShard`` into its result, whose elements stay where the parameter's are.
+
+    Raises:
+        Refused: Naming the class and the state.
+    """
+    for parameter, entries in optimizer.state.items():
+        if not is_dtensor(parameter) or not any(map(is_strided, parameter.placements)):
+            continue
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            if not is_dtensor(value) or value.shape != parameter.shape or value.device_mesh != parameter.device_mesh:
+                continue
+            both = zip(parameter.placements, value.placements, strict=True)
+            plain = torch.distributed.tensor.Shard
+            if any(is_strided(one) and type(other) is plain and other.dim == one.dim for one, other in both):
+                raise Refused(
+                    f"a {class_of(optimizer)} has {name!r} in its state, which says {value.placements!r} and is of a "
+                    f"parameter in {parameter.placements!r}: PyTorch {torch.__version__} has lost where its elements "
+                    "are, as Adam with amsgrad=True does up to 2.7: use a newer PyTorch, or an optimizer without it"
+                )
 
 
 def _span(tensor: torch.Tensor) -> int:

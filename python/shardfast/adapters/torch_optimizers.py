@@ -129,6 +129,7 @@ class Optimizers:
         accounts.expect_entries(holders)
         for holder in holders:
             accounts.expect_apart(holder)
+            accounts.expect_where_parameters_are(holder)
         own: dict[str, object] = {}
         for optimizer in reversed(self._levels):  # an error names the innermost one
             accounts.expect_no_more(optimizer, beside, names, [*self._levels, *holders])

@@ -80,7 +80,7 @@ def _cuts(
                 "redistribute() it to Shard or Replicate first"
             )
         split = 1
-        if _is_strided(placement):
+        if is_strided(placement):
             split = int(placement.split_factor)
         elif placement.is_replicate():
             continue
@@ -319,12 +319,13 @@ def parts(tensor: Any, local: torch.Tensor) -> list[torch.Tensor]:
     if local.numel() == 0:
         return []
     # A rank's part is one box, unless strides or another library cut it.
-    if not is_dtensor(tensor) or (chunks(tensor) is None and not any(map(_is_strided, tensor.placements))):
+    if not is_dtensor(tensor) or (chunks(tensor) is None and not any(map(is_strided, tensor.placements))):
         return [local]
     return [view for _, view in views(tensor, local)]
 
 
-def _is_strided(placement: Any) -> bool:
+def is_strided(placement: Any) -> bool:
+    """Whether a dimension is cut in another order than that of the mesh: by FSDP2, below tensor parallelism."""
     return type(placement).__name__ == "_StridedShard"
 
 

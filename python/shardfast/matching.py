@@ -29,7 +29,7 @@ from .errors import Corrupt, Error, Invalid
 from .giving import checked, installed, load_into
 from .load_plan import LoadPlan, Options
 from .overlaps import overlaps
-from .parts import Parts, adapter_of, flat_run, made_once, row_major
+from .parts import Parts, adapter_of, flat_run, row_major, shared_as_saved
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
@@ -77,7 +77,6 @@ class _Received:
         values: Its loaded values, likewise.
         absent: Leaves that it has and the checkpoint does not, which it drops.
         decisive: Of values that merge the number of copies that decide, by leaf name.
-        made: The tensors that were made, by the index of the saved one.
     """
 
     entry: BundleEntry
@@ -85,7 +84,6 @@ class _Received:
     values: dict[str, object] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     decisive: dict[str, int] = field(default_factory=dict)
-    made: dict[int, Any] = field(default_factory=dict)
 
 
 class Matching:
@@ -124,6 +122,7 @@ class Matching:
         self._wants: list[_Want] = []
         self._values: list[_Value] = []
         self._filled: dict[Hashable, tuple[int, str]] = {}
+        self._bound: dict[int, Any] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._bundles: list[_Received] = []
         self._finish: list[tuple[str, Callable[[], None]]] = []
@@ -133,7 +132,8 @@ class Matching:
         self._install: list[Callable[[], None]] = []
         self._install_last: list[Callable[[], None]] = []
         self._owners: list[object] = []
-        for entry in walked.entries:
+        # Optimizers last: their state may be what stands elsewhere.
+        for entry in sorted(walked.entries, key=lambda entry: isinstance(entry, BundleEntry) and bool(entry.owned)):
             if isinstance(entry, TensorEntry):
                 self._into(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, entry.put)
             elif isinstance(entry, TreeEntry):
@@ -278,6 +278,7 @@ class Matching:
     ) -> None:
         index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
+            self._bound.setdefault(index, tensor)
             self._wants.append(_Want(saved, adapter, tensor, destination, name))
         elif index != saved.index:
             is_of_one_key = name.partition("/")[0] == other.partition("/")[0]
@@ -523,7 +524,7 @@ class Matching:
                 dtype = adapter_of(owner, self._adapters).layout(owner).dtype
             tensor = entry.bundle.create(name, dtype, saved.shape, layout=saved.layout, beside=layout, dry=self._dry)
             adapter = adapter_of(tensor, self._adapters)
-            tensor = made_once(bundle.made, saved.index, tensor, adapter)
+            tensor = shared_as_saved(self._bound.get(saved.index), tensor, adapter)
             destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{full}: {refused}")

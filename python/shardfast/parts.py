@@ -34,18 +34,16 @@ def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
     return Parts(adapter) if isinstance(tensor, Part) else adapter
 
 
-def made_once(made: dict[int, Any], index: int, tensor: Any, adapter: Adapter | Parts) -> Any:
-    """A tensor that a load made for a saved one, or the one that it made before for the same: several names were one.
+def shared_as_saved(other: Any, tensor: Any, adapter: Adapter | Parts) -> Any:
+    """What a load puts in place of a tensor that it made: ``other``, which the same saved one fills, if that is alike.
 
-    Args:
-        made: What was made for one bundle, by the index of what it is filled from.
-        index: That of ``tensor``.
-        adapter: That of ``tensor``.
+    They were one tensor when they were saved. What a state holds of a trained tensor is that without its gradient.
     """
-    other = made.setdefault(index, tensor)
-    if isinstance(tensor, Part) or type(other) is not type(tensor):
+    if other is None or isinstance(other, Part) or isinstance(tensor, Part):
         return tensor
-    is_alike = getattr(other, "device", None) == getattr(tensor, "device", None)
+    if type(other) is not type(tensor) and hasattr(other, "detach"):
+        other = other.detach()
+    is_alike = type(other) is type(tensor) and getattr(other, "device", None) == getattr(tensor, "device", None)
     return other if is_alike and adapter.layout(other) == adapter.layout(tensor) else tensor
 
 

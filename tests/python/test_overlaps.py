@@ -330,6 +330,35 @@ def test_a_state_tensor_that_stands_in_several_places_comes_back_as_one(tmp_path
         assert torch.equal(other.bias, model.bias)
 
 
+@pytest.mark.parametrize("comes_first", ["model", "optimizer"])
+def test_state_that_is_its_parameters_memory_comes_back_as_that(tmp_path, comes_first):
+    def begun():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return (
+            model,
+            optimizer,
+            dict(sorted({"model": model, "optimizer": optimizer}.items(), reverse=comes_first > "n")),
+        )
+
+    model, optimizer, state = begun()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["master"] = model.weight.detach().float()
+    sf.save(tmp_path / "a", state)
+    into, loaded, state = begun()
+    sf.load(tmp_path / "a", state)
+    master = loaded.state[into.weight]["master"]
+    assert master.data_ptr() == into.weight.data_ptr()
+    assert type(master) is torch.Tensor
+    assert torch.equal(into.weight, model.weight)
+    alone, its, _ = begun()
+    before = alone.weight.detach().clone()
+    sf.load(tmp_path / "a", {"model": alone, "optimizer": its}, only="optimizer")
+    assert torch.equal(alone.weight, before)
+    assert torch.equal(its.state[alone.weight]["master"], model.weight)
+
+
 class Picky:
     def state_dict(self):
         return {"n": 1}

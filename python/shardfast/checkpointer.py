@@ -203,6 +203,7 @@ class Checkpointer:
         if step is not None:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
             checkpoint = _native.open(session, _native.step_url(self.url, step), timeout_s=self._timeout_s)
+            self._expect_of(step, checkpoint)
             self.restored = fill(session, checkpoint, state, options, self._timeout_s)
             self._was_restored(step, checkpoint, state, began)
             self._free_from = None
@@ -218,6 +219,7 @@ class Checkpointer:
                 self._free_from = 0
                 return 0
             newest, checkpoint = found
+            self._expect_of(newest, checkpoint)
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:
@@ -237,6 +239,14 @@ class Checkpointer:
         expect_step(step)
         if older:
             raise Invalid(f"restore(step={step}, older=True): expected one of them: a step names its checkpoint")
+
+    def _expect_of(self, step: int, checkpoint: _native.Checkpoint) -> None:
+        recorded = checkpoint.info()["step"]
+        if recorded not in (None, step):
+            raise Invalid(
+                f"{checkpoint.url}: expected the checkpoint of step {step}, found that of step {recorded}, which was "
+                f"copied or renamed: move it to {_native.step_url(self.url, recorded)}, or out of the run"
+            )
 
     def _was_restored(self, step: int, checkpoint: _native.Checkpoint, state: dict[str, Any], began: float) -> None:
         self.newest = self.committed = step

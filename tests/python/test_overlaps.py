@@ -359,6 +359,75 @@ def test_state_that_is_its_parameters_memory_comes_back_as_that(tmp_path, comes_
     assert torch.equal(its.state[alone.weight]["master"], model.weight)
 
 
+class Remembering(torch.optim.Optimizer):
+    """Keeps a history, in one list for all groups: PyTorch gives each group the default itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "history": [1.0]})
+
+
+def test_a_list_that_groups_share_stays_one(tmp_path):
+    def begun():
+        model = nn.Linear(4, 2)
+        return model, Remembering([{"params": [one]} for one in model.parameters()])
+
+    model, optimizer = begun()
+    optimizer.param_groups[0]["history"].append(0.5)
+    sf.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
+    into, loaded = begun()
+    sf.load(tmp_path / "a", {"model": into, "optimizer": loaded})
+    first, second = (group["history"] for group in loaded.param_groups)
+    assert first is second
+    assert first == [1.0, 0.5]
+    optimizer.param_groups[1]["history"] = [2.0]
+    sf.save(tmp_path / "b", {"model": model, "optimizer": optimizer})
+    sf.load(tmp_path / "b", {"model": into, "optimizer": loaded})
+    assert [group["history"] for group in loaded.param_groups] == [[1.0, 0.5], [2.0]]
+
+
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_a_list_that_stands_in_state_and_elsewhere_is_refused(tmp_path, where):
+    model = nn.Linear(4, 2)
+    optimizer = Remembering(model.parameters())
+    optimizer.state[model.weight]["seen"] = shared = [1]
+    optimizer.state[model.bias]["seen"] = [1]
+    (optimizer.state[model.bias] if where == "state" else optimizer.param_groups[0])["seen"] = shared
+    with pytest.raises(sf.Invalid, match=r"Remembering has 'seen' in its state, a list that stands elsewhere"):
+        sf.save(tmp_path / "b", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "found"),
+    [
+        (0.1, torch.float32, 0.1),
+        (2**24, torch.float32, 2.0**24),
+        (True, torch.float32, 1.0),
+        (float("inf"), torch.float16, float("inf")),
+        (2**24 + 1, torch.float32, None),
+        (2.75, torch.int64, None),
+        (-1, torch.uint8, None),
+        (2, torch.bool, None),
+        (1e300, torch.float32, None),
+    ],
+)
+def test_a_number_is_put_into_a_tensor_only_where_it_stays_itself(tmp_path, saved, dtype, found):
+    def begun(value):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight]["n"] = value
+        return model, optimizer, {"model": model, "optimizer": optimizer}
+
+    sf.save(tmp_path / "a", begun(saved)[2])
+    model, optimizer, state = begun(torch.tensor(0, dtype=dtype))
+    if found is None:
+        with pytest.raises(sf.Invalid, match=r"the checkpoint holds .*, which as torch\.\w+ is "):
+            sf.load(tmp_path / "a", state)
+        assert optimizer.state[model.weight]["n"] == 0
+    else:
+        sf.load(tmp_path / "a", state)
+        assert optimizer.state[model.weight]["n"] == torch.tensor(found, dtype=dtype)
+
+
 class Picky:
     def state_dict(self):
         return {"n": 1}

@@ -186,6 +186,34 @@ def test_the_current_directory_is_refused_though_it_is_empty(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_is_no_place_for_one_checkpoint(tmp_path):
+    for step in (1, 2):
+        sf.save(tmp_path / f"run/step-{step:08d}", {"n": step}, step=step)
+    sf.save(tmp_path / "one", {"n": 9})
+    said = r"save .*/run: expected a new or empty directory, found a run, with step-00000001 in it"
+    with pytest.raises(sf.Invalid, match=said):
+        sf.save(tmp_path / "run", {"n": 9})
+    command = [COMMAND, "copy", f"{tmp_path}/one", f"{tmp_path}/run"]
+    copied = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert copied.returncode != 0
+    assert re.search(said, copied.stderr), copied.stderr
+    assert sf.Checkpointer(tmp_path / "run").restore({"n": None}) == 2
+
+
+def test_a_checkpoint_under_another_steps_name_is_not_taken_for_that_step(tmp_path):
+    for step in (1, 2):
+        sf.save(tmp_path / f"step-{step:08d}", {"n": step}, step=step)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+    state = {"n": None}
+    for asked in ({}, {"step": 9}, {"older": True}):
+        with pytest.raises(sf.Invalid, match=r"step-00000009: expected .* step 9, found that of step 1, "):
+            sf.Checkpointer(tmp_path).restore(state, **asked)
+        assert state == {"n": None}
+    shutil.rmtree(tmp_path / "step-00000009")
+    assert sf.Checkpointer(tmp_path).restore(state) == 2
+    assert state == {"n": 2}
+
+
 def test_memory_is_held_to_the_same():
     sf.save("memory://places/run/step", state_of(1))
     with pytest.raises(sf.Invalid, match="found step/COMMIT"):

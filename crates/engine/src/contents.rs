@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::time::SystemTime;
 
-use shardfast_format::{COMMIT, Manifest, is_own_path};
+use shardfast_format::{COMMIT, Manifest, is_own_path, parse_step_dir};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
 
 use crate::error::{Error, Patience, Result, retry};
@@ -131,7 +131,16 @@ pub(crate) fn refuse_foreign<'a>(
     levels: usize,
     within: impl Into<Patience<'a>>,
 ) -> Result<()> {
-    match survey_within(store, "", None, levels, within.into(), true)?.foreign_names() {
+    let contents = survey_within(store, "", None, levels, within.into(), true)?;
+    if let Some(step) = contents.dirs.iter().find(|dir| parse_step_dir(dir).is_some())
+        && store.size(COMMIT).is_err()
+    {
+        return Err(Error::invalid(format!(
+            "save {url}: expected a new or empty directory, found a run, with {step} in it: name the directory of a \
+             step in it, such as {url}/{step}, or another place"
+        )));
+    }
+    match contents.foreign_names() {
         None => Ok(()),
         // Files beside a committed checkpoint do not matter: the check for `COMMIT` refuses the save.
         Some(_) if store.size(COMMIT).is_ok() => Ok(()),

@@ -30,6 +30,9 @@ BEFORE_LOADS, AFTER_LOADS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_
 LISTED = ("param_groups", "state", "defaults")
 """Attributes of optimizers that are long, and of which it is known what is there."""
 
+_CHANGING = (list, dict, set, bytearray)
+"""Containers whose changes are seen wherever they stand."""
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -361,15 +364,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 def expect_apart(optimizer: Any) -> None:
     """Refuses tensors of its state that share a part of their memory: a load makes one of each, which share none.
 
-    One that stands there several times is left: classes keep constants so, such as bitsandbytes' tables.
+    One that stands there several times is left: it comes back as one. A list or dict that does would not.
 
     Raises:
         Refused: Naming the class and both.
     """
     spans: list[tuple[int, int, object, torch.Tensor]] = []
+    groups = (entry for group in optimizer.param_groups for entry in group.items() if entry[0] != "params")
+    containers: dict[int, object] = {id(value): name for name, value in groups if isinstance(value, _CHANGING)}
     for key, entries in optimizer.state.items():
         of_parameter = isinstance(key, torch.Tensor) and isinstance(entries, dict)
         for name, value in entries.items() if of_parameter else [(key, entries)]:
+            place = id(key), name
+            if isinstance(value, _CHANGING) and containers.setdefault(id(value), place) != place:
+                raise Refused(
+                    f"a {class_of(optimizer)} has {name!r} in its state, a {type(value).__name__} that stands "
+                    "elsewhere in its state or groups, too, and a load would make two of it: keep it in one place"
+                )
             for outer in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
                 tensor = outer if type(outer) is torch.Tensor else _plain(outer)
                 start = tensor.data_ptr() if tensor is not None and tensor.layout is torch.strided else 0

@@ -94,7 +94,7 @@ def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str, rem
 
 
 def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Gives groups their hyper-parameters; a tensor that several have becomes one of each if theirs differ now."""
+    """Gives groups their hyper-parameters. What several have stays one, unless theirs differ now."""
     given: dict[int, list[object]] = {}
     for group, said in groups:
         for name, value in said.items():
@@ -102,11 +102,12 @@ def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for group, said in groups:
         for name, value in said.items():
             now = group.get(name)
-            if not isinstance(now, torch.Tensor):
-                group[name] = value
-                continue
             first, *others = given[id(now)]
-            if not all(equal(first, other) for other in others):
+            is_one = all(equal(first, other) for other in others)
+            if not isinstance(now, torch.Tensor):
+                group[name] = first if is_one and name in group else value
+                continue
+            if not is_one:
                 group[name] = now = now.clone()
             fill(now, value)
 

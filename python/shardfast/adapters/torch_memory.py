@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -239,9 +240,13 @@ def expect_fill(tensor: torch.Tensor, value: object) -> None:
     expect_writable(local)
     if tensor.ndim == 0 and isinstance(value, (bool, int, float)):
         try:
-            torch.tensor(value, dtype=tensor.dtype, device="cpu")
+            kept = torch.tensor(value, dtype=tensor.dtype, device="cpu").item()
         except (RuntimeError, OverflowError, ValueError) as error:
             raise Refused(f"the checkpoint holds a {type(value).__name__} that is no {tensor.dtype}") from error
+        # A fraction is rounded, as the tensor's own type rounds each.
+        is_rounded = isinstance(value, float) and tensor.dtype.is_floating_point and math.isfinite(kept)
+        if kept != value and kept == kept and not is_rounded:
+            raise Refused(f"the checkpoint holds {value!r}, which as {tensor.dtype} is {kept!r}")
         return
     if not isinstance(value, torch.Tensor):
         raise Refused(f"the checkpoint holds a {type(value).__name__} where the state has a tensor")

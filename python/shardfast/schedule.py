@@ -370,7 +370,7 @@ def noted(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, s
     for name, metric in (metrics or {}).items():
         try:
             value = float(metric)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             value = None
         if not isinstance(name, str) or value is None:
             raise Invalid(f"metrics={{{name!r}: {metric!r}}}: expected numbers by name")

@@ -439,8 +439,11 @@ def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Ex
 
 
 def patterns(only: str | Sequence[str]) -> tuple[str, ...]:
-    """The patterns of ``only``."""
-    return (only,) if isinstance(only, str) else tuple(only)
+    """The patterns of ``only``, or of another choice of leaves."""
+    chosen = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else (only,)
+    if not all(isinstance(pattern, str) for pattern in chosen):
+        raise Invalid(f"{only!r}: expected a key, a name or a pattern of leaves, or several of them")
+    return chosen
 
 
 def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:

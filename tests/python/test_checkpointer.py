@@ -329,6 +329,7 @@ def test_the_best_stay_and_so_does_what_is_pinned(tmp_path):
         ({"lost": 1.0}, r"keep=sf.best\('loss'\) needs this metric"),
         ({"loss": "low"}, r"metrics=\{'loss': 'low'\}: expected numbers by name"),
         ({"loss": torch.ones(2)}, r"expected numbers by name"),
+        ({"loss": 10**400}, r"expected numbers by name"),
         ({"loss": 1.0, 3: 1.0}, r"metrics=\{3: 1.0\}: expected numbers by name"),
     ],
 )

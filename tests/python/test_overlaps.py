@@ -267,7 +267,7 @@ def test_an_array_that_has_a_tensors_memory_is_not_filled_through_it(tmp_path):
         sf.load(tmp_path / "b", {"array": array, "tensor": into.weight.detach()})
 
 
-@pytest.mark.parametrize("way", ["views of one buffer", "in a list", "one table", "interleaved"])
+@pytest.mark.parametrize("way", ["views of one buffer", "in a list", "whole, in a list", "one table", "interleaved"])
 def test_state_that_shares_a_part_of_its_memory_is_refused(tmp_path, way):
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -280,7 +280,8 @@ def test_state_that_shares_a_part_of_its_memory_is_refused(tmp_path, way):
     elif way == "interleaved":
         one["both"], one["first"] = both[:, :, ::2], both[:, :, 1::2]
     else:
-        one["both"], one["first"] = both, [both[0]] if way == "in a list" else both[0]
+        inside = {"views of one buffer": both[0], "in a list": [both[0]], "whole, in a list": [both]}
+        one["both"], one["first"] = both, inside[way]
         with pytest.raises(sf.Invalid, match=r"SGD has '\w+' and '\w+' in its state, which share memory, and"):
             sf.save(tmp_path / "one", state)
         return

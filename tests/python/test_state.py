@@ -561,6 +561,16 @@ def test_a_part_can_be_loaded():
         Stored(saved).load(state, only="modle")
 
 
+@pytest.mark.parametrize("odd", [1, None, [b"model"], [["model"]]])
+def test_what_is_no_pattern_is_refused(tmp_path, odd):
+    sf.save(tmp_path / "a", {"n": 1})
+    said = r"expected a key, a name or a pattern of leaves, or several"
+    with pytest.raises(sf.Invalid, match=said):
+        sf.load(tmp_path / "a", {"n": None}, only=odd)
+    with pytest.raises(sf.Invalid, match=said):
+        sf.save(tmp_path / "b", {"n": 1}, prove_except=odd)
+
+
 def test_a_value_and_a_dict_of_tensors_do_not_mix_up():
     tensors, mixed = {"x": {"t": {"a": big(1.0), "b": big(2.0)}}}, {"x": {"t": {"a": big(1.0), "b": big(2.0), "n": 3}}}
     a, b = torch.zeros_like(big()), torch.zeros_like(big())

@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -369,7 +369,7 @@ def expect_apart(optimizer: Any) -> None:
     Raises:
         Refused: Naming the class and both.
     """
-    spans: list[tuple[int, int, object, torch.Tensor]] = []
+    spans: list[_Span] = []
     groups = (entry for group in optimizer.param_groups for entry in group.items() if entry[0] != "params")
     containers: dict[int, object] = {id(value): name for name, value in groups if isinstance(value, _CHANGING)}
     for key, entries in optimizer.state.items():
@@ -381,24 +381,45 @@ def expect_apart(optimizer: Any) -> None:
                     f"a {class_of(optimizer)} has {name!r} in its state, a {type(value).__name__} that stands "
                     "elsewhere in its state or groups, too, and a load would make two of it: keep it in one place"
                 )
+            is_entry = isinstance(value, torch.Tensor) and type(key).__name__ != "FlatParameter"
             for outer in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
                 tensor = outer if type(outer) is torch.Tensor else _plain(outer)
                 start = tensor.data_ptr() if tensor is not None and tensor.layout is torch.strided else 0
                 if start and tensor is not None:  # what has no elements begins at 0
-                    spans.append((start, start + _span(tensor), name, tensor))
+                    spans.append(_Span(start, start + _span(tensor), name, tensor, is_entry))
     spans.sort(key=operator.itemgetter(0))
-    if all(before[1] <= behind[0] for before, behind in itertools.pairwise(spans)):
+    if all(before.stop <= behind.start for before, behind in itertools.pairwise(spans)):
         return
-    open_: list[tuple[int, int, object, torch.Tensor]] = []
+    open_: list[_Span] = []
     for span in spans:
-        open_ = [one for one in open_ if one[1] > span[0]]
+        open_ = [one for one in open_ if one.stop > span.start]
         for one in open_:
-            if _share(one[3], span[3]):
+            is_one = _memory(one.tensor) == _memory(span.tensor)
+            if not (one.is_entry and span.is_entry) if is_one else _share(one.tensor, span.tensor):
                 raise Refused(
-                    f"a {class_of(optimizer)} has {one[2]!r} and {span[2]!r} in its state, which share memory, and a "
-                    "load would make two tensors of their own: keep one of them, and make views of it in each step"
+                    f"a {class_of(optimizer)} has {one.name!r} and {span.name!r} in its state, which share memory, and "
+                    "a load would make two tensors of their own: keep one of them, and make views of it in each step"
                 )
         open_.append(span)
+
+
+class _Span(NamedTuple):
+    """Memory of a tensor in an optimizer's state.
+
+    Attributes:
+        start: Address of its first element.
+        stop: The end of its last one.
+        name: Of the entry of the state.
+        tensor: Itself.
+        is_entry: Whether it is the entry of a parameter, not in a list there or of a flat one: a load may make it one
+            with another.
+    """
+
+    start: int
+    stop: int
+    name: object
+    tensor: torch.Tensor
+    is_entry: bool
 
 
 def expect_where_parameters_are(optimizer: Any) -> None:
@@ -435,9 +456,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose spans meet, the first of which begins first, have some elements in common, not all."""
-    if _memory(one) == _memory(other):
-        return False
+    """Whether two tensors whose spans meet, the first of which begins first, have elements in common."""
     item = one.element_size()
     first, odd = divmod(other.data_ptr() - one.data_ptr(), item)
     if odd or other.element_size() != item or (one.is_contiguous() and other.is_contiguous()):

@@ -187,7 +187,7 @@ def wait(*timeout):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 
-pending.committed = wait  # a save that does not end
+pending.waited = wait  # a save that does not end
 """
     code, _, err = run(body)
     assert code == 0, err

@@ -425,7 +425,7 @@ class _Span(NamedTuple):
 def expect_where_parameters_are(optimizer: Any) -> None:
     """Refuses state that says that it lies otherwise than its parameter, which FSDP2 cut below tensor parallelism.
 
-    Up to PyTorch 2.7 an operation with ``out=``, such as Adam's with ``amsgrad=True``, writes ``Shard`` for
+    In PyTorch 2.7 an operation with ``out=``, such as Adam's with ``amsgrad=True``, writes ``Shard`` for
     ``_StridedShard`` into its result, whose elements stay where the parameter's are.
 
     Raises:
@@ -443,7 +443,7 @@ def expect_where_parameters_are(optimizer: Any) -> None:
                 raise Refused(
                     f"a {class_of(optimizer)} has {name!r} in its state, which says {value.placements!r} and is of a "
                     f"parameter in {parameter.placements!r}: PyTorch {torch.__version__} has lost where its elements "
-                    "are, as Adam with amsgrad=True does up to 2.7: use a newer PyTorch, or an optimizer without it"
+                    "are, as 2.7 does for Adam with amsgrad=True: use a newer PyTorch, or an optimizer without it"
                 )
 
 

@@ -13,16 +13,23 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "guide")
 WITH_CODE = [page for page in PAGES if any(block.language in ("python", "sh") for block in blocks(page))]
 
 
-def save_and_wait(self: sf.Checkpointer, *arguments, save=sf.Checkpointer.save, **named) -> None:
-    save(self, *arguments, **named)
-    self.wait()
+def waiting(method):
+    """The method, which then waits until every save is durable."""
+
+    def and_wait(self: sf.Checkpointer, *arguments, **named):
+        answer = method(self, *arguments, **named)
+        self.wait()
+        return answer
+
+    return and_wait
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_runs(page: str, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # As in a training, whose saves end before the next one: those of a page's few steps would overtake each other, and
     # which steps are still leaving in the end would be chance.
-    monkeypatch.setattr(sf.Checkpointer, "save", save_and_wait)
+    for name in ("save", "step"):
+        monkeypatch.setattr(sf.Checkpointer, name, waiting(getattr(sf.Checkpointer, name)))
     (tmp_path / "page").mkdir()
     monkeypatch.chdir(tmp_path / "page")
     run_page(page, ranks)

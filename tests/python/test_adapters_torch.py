@@ -313,6 +313,11 @@ def check_refusals(rank, world):
     # A rank outside of the mesh holds nothing.
     alone = init_device_mesh("cpu", (1,)) if world == 1 else None
     assert alone is None
+    # PyTorch's collectives take these shards in the order of ranks, and its coordinates in that of the mesh.
+    turned = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 0])
+    with pytest.raises(Refused, match=r"which lists ranks \[1, 0\].* in that of \[0, 1\]: make the mesh of ranks that"):
+        ADAPTER.layout(distribute_tensor(torch.ones(4), turned, [Shard(0)]))
+    assert ADAPTER.layout(distribute_tensor(torch.ones(4), turned, [Replicate()])).shape == (4,)
     half = torch.distributed.device_mesh.DeviceMesh("cpu", [0])
     tensor = distribute_tensor(torch.ones(4), half, [Shard(0)])
     assert len(ADAPTER.layout(tensor).regions) == (1 if rank == 0 else 0)

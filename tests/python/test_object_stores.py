@@ -152,8 +152,10 @@ def test_wrong_and_absent_credentials_are_told_apart(service, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(sf.Invalid, match=r"SignatureDoesNotMatch.*credentials do not allow it"):
         sf.save(service.s3("credentials/wrong"), {"extra": {"a": 1}})
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(sf.Invalid, match=r"AWS_ACCESS_KEY_ID is set, AWS_SECRET_ACCESS_KEY is not: set both"):
+        sf.save(service.s3("credentials/half"), {"extra": {"a": 1}})
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     with pytest.raises(sf.Invalid, match="no credentials"):
         sf.save(service.s3("credentials/none"), {"extra": {"a": 1}})
 

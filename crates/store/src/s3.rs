@@ -126,7 +126,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     })
 }
 
-/// Refuses what the client library panics over when it signs a request: a header cannot hold it.
+/// Refuses half of a pair of keys, and what the client library panics over when it signs a request: a header cannot
+/// hold it.
 fn can_sign(builder: &AmazonS3Builder) -> std::result::Result<(), String> {
     for (key, what) in [
         (AmazonS3ConfigKey::Region, "a region"),
@@ -137,7 +138,16 @@ fn can_sign(builder: &AmazonS3Builder) -> std::result::Result<(), String> {
             return Err(format!("expected {what} of printable characters, found others"));
         }
     }
-    Ok(())
+    let has = |key| builder.get_config_value(&key).is_some();
+    match (has(AmazonS3ConfigKey::AccessKeyId), has(AmazonS3ConfigKey::SecretAccessKey)) {
+        (true, false) => {
+            Err("no credentials: AWS_ACCESS_KEY_ID is set, AWS_SECRET_ACCESS_KEY is not: set both".to_owned())
+        }
+        (false, true) => {
+            Err("no credentials: AWS_SECRET_ACCESS_KEY is set, AWS_ACCESS_KEY_ID is not: set both".to_owned())
+        }
+        _ => Ok(()),
+    }
 }
 
 fn endpoint_of(builder: &AmazonS3Builder) -> Option<String> {

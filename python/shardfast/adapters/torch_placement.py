@@ -170,6 +170,8 @@ def _placed(
 ) -> Placed:
     sizes = tuple(map(int, same.mesh.shape))
     where = None if coordinate is None else tuple(map(int, coordinate))
+    if where is not None and torch.distributed.is_initialized():
+        _expect_one_order(same.mesh, where, placements)
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
     regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
     holders = _holders(same.mesh, where, placements)
@@ -230,6 +232,24 @@ def is_flat(layout: str) -> bool:
 def everyone() -> Ints:
     """All ranks of the job."""
     return tuple(range(torch.distributed.get_world_size()))
+
+
+def _expect_one_order(mesh: Any, coordinate: Ints, placements: tuple[Any, ...]) -> None:
+    """Refuses a mesh dimension that lists its ranks in another order than its process group does, by their numbers.
+
+    There PyTorch's collectives (``distribute_tensor``, ``full_tensor``) take shards in the group's order, and what cuts
+    by coordinates takes them in the mesh's: which one a tensor was cut by cannot be told.
+    """
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        line = mesh.mesh[tuple(slice(None) if at == axis else index for at, index in enumerate(coordinate))].tolist()
+        if line != sorted(line):
+            raise Refused(
+                f"a DTensor with placement {placement!r} on mesh dimension {axis}, which lists ranks {line}: its "
+                f"shards are in that order or, as PyTorch's collectives take them, in that of {sorted(line)}: make "
+                "the mesh of ranks that ascend"
+            )
 
 
 def _holders(mesh: Any, coordinate: Ints | None, placements: tuple[Any, ...]) -> Ints | None:

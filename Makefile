@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test campaigns frameworks oldest memcheck servers wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test campaigns frameworks megatron oldest memcheck servers wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | campaigns | frameworks | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | campaigns | frameworks | megatron | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and the wheel built from these sources, as it is shipped.
 setup:
@@ -25,6 +25,10 @@ campaigns: setup
 # The tests with the packages of trainers, in an environment of their own.
 frameworks: setup
 	@scripts/frameworks.sh
+
+# The tests with Megatron-Core, in an environment of their own.
+megatron: setup
+	@scripts/megatron.sh
 
 # The Python tests with the oldest PyTorch that works.
 oldest: setup

@@ -86,6 +86,7 @@ STEPS = [
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
+    Step("Megatron-Core", ["scripts/megatron.sh"]),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),

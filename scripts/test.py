@@ -16,7 +16,7 @@ for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONPATH", "PYTHONOPTIMIZE"
 
 BIN = ".venv/bin"
 
-NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "python/test_readme.py", "python/test_guide.py")
+NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "megatron", "python/test_readme.py", "python/test_guide.py")
 """Parts of tests/ that steps of their own run."""
 
 
@@ -84,6 +84,7 @@ CHECKED = [
     ),
     Step("pytest, oldest PyTorch", ["scripts/oldest.sh", "gate"], after=("wheel",)),
     Step("pytest, trainers' packages", ["scripts/frameworks.sh", "gate"], after=("wheel",)),
+    Step("pytest, Megatron-Core", ["scripts/megatron.sh", "gate"], after=("wheel",)),
     Step(
         "clippy", cargo("clippy", "--workspace", "--all-targets", "--", "-D", "warnings"), after=("Rust tests, built",)
     ),

@@ -206,19 +206,18 @@ class Part:
         tensor: Its elements in row-major order are those of the regions, one region behind the other. Contiguous,
             except that one box of its own shape may have any strides.
         shape: The global shape, in elements.
-        regions: As in :class:`Layout`, like ``text`` and ``holders``.
-        text: See there.
-        holders: See there.
+        regions: As in :class:`Layout`.
+        text, holders: See there.
         sharers: All ranks of the job that hold any of the tensor's elements, where that is known.
         within: The object that the framework changes: ``tensor`` is a view of it, shares its memory and its count of
             writes. What optimizers step and bundles announce is this object.
         start: Where ``within`` is a buffer of several parts, the number of its elements before this one.
         length: Likewise the number of all its elements; 0 where ``within`` is the part alone.
-        several: One list for all leaves that are read from the same memory and are not tied, such as the one step
-            counter of a flat buffer. A load fills the memory if the saved ones are equal, and refuses them otherwise;
-            here it notes the names of those that it was given.
+        several: One list for all leaves read from the same memory that are not tied, such as the step counter of a flat
+            buffer. A load fills it if the saved ones are equal, else refuses; it notes here which it was given.
         name: The leaf's, where there are several.
         refusal: Why a load cannot write to it now; empty if it can.
+        others: This rank's other parts of the leaf, which lie in other memory.
     """
 
     tensor: Any
@@ -233,6 +232,7 @@ class Part:
     several: list[str] | None = None
     name: str = ""
     refusal: str = ""
+    others: "Sequence[Part]" = ()
 
 
 NamedPart = tuple[str, Part | None]

@@ -7,10 +7,11 @@ addresses. Between saves nothing of the state is kept alive, its memory included
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from .catalog import (
 from .collection import Paused
 from .errors import Invalid
 from .load_plan import Options
-from .parts import Parts, adapter_of, changed_as, flat_run, numel_of
+from .parts import Parts, adapter_of, changed_as, flat_run, joined, numel_of, pieces_of
 from .state import (
     BundleEntry,
     Entry,
@@ -211,14 +212,15 @@ class _Leaves:
 
     def tensors_of(self, entry: BundleEntry, tensors: Mapping[str, Any], holders: Mapping[str, Ints]) -> None:
         compared = entry.bundle.compared()
-        for name, tensor in tensors.items():
-            adapter = adapter_of(tensor, self._adapters)
-            place = f"{entry.place}.{name}"
-            origin = _origin(adapter, tensor, place)
-            if origin.layout.holders is None and name in holders and _is_whole(origin.layout):
-                origin = origin._replace(layout=origin.layout._replace(holders=holders[name]))
-            when = compared.get(name, "first save")
-            self._laid_out(entry.key, entry.prefix + name, adapter, tensor, place, origin, when)
+        for name, whole in tensors.items():
+            place, when = f"{entry.place}.{name}", compared.get(name, "first save")
+            self._claim(entry.key, entry.prefix + name, place)
+            for tensor in pieces_of(whole):
+                adapter = adapter_of(tensor, self._adapters)
+                origin = _origin(adapter, tensor, place)
+                if origin.layout.holders is None and name in holders and _is_whole(origin.layout):
+                    origin = origin._replace(layout=origin.layout._replace(holders=holders[name]))
+                self._named(entry.key, entry.prefix + name, adapter, tensor, place, origin, when)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -262,6 +264,18 @@ class _Leaves:
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
+        self._named(key, name, adapter, tensor, place, origin, compared)
+
+    def _named(
+        self,
+        key: str,
+        name: str,
+        adapter: Adapter | Parts,
+        tensor: object,
+        place: str,
+        origin: Origin,
+        compared: Compared,
+    ) -> None:
         layout, identity, source = origin
         self.named.append(_Named(key, name, layout, adapter, tensor, place, identity, compared, source))
 
@@ -315,6 +329,15 @@ def _held_bytes(layout: Layout) -> int:
     return sum(map(numel_of, layout.regions)) * item_bytes(layout.dtype)
 
 
+@contextmanager
+def _placed(entry: BundleEntry) -> Iterator[None]:
+    """Says in errors of a bundle where it stands."""
+    try:
+        yield
+    except Refused as refused:
+        raise Invalid(f"{entry.place}: {refused}") from refused
+
+
 @dataclass(frozen=True)
 class _Found:
     """All that a state holds: bundles' tensors first, then other tensors, and the values."""
@@ -347,41 +370,52 @@ class _Found:
         }
         for entry, of, known in zip(bundles, tensors, holders, strict=True):
             if notice is not None:
-                announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
+                with _placed(entry):
+                    announced.update({id(tensor): tensor for tensor in entry.bundle.announce(notice)})
             leaves.tensors_of(entry, of, {**known, **entry.bundle.holders(of_parameters)})
         in_bundles = len(leaves.named)
         for entry in bundles:
-            leaves.values_of(entry.key, entry.prefix, entry.place, entry.bundle.values())
+            with _placed(entry):
+                values = entry.bundle.values()
+            leaves.values_of(entry.key, entry.prefix, entry.place, values)
         for other in walked.entries:
             leaves.add(other)
         are_announced = [id(changed_as(one.tensor)) in announced for one in leaves.named]
         named = _excepted(leaves.named, excepted)
         return _Found(walked.adapters, bundles, named, in_bundles, leaves.objects, are_announced)
 
-    def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[int]]]:
-        """The leaves, and for each tensor leaf the numbers of its names among ``named``."""
+    def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[list[int]]]]:
+        """The leaves, and for each piece of a tensor leaf the numbers of its names among ``named``."""
         by_identity: dict[Hashable, list[int]] = {}
         for number, named in enumerate(self.named):
             by_identity.setdefault(named.identity, []).append(number)
-        tensors: list[tuple[_Named, list[int], int, bool]] = []
-        aliases: list[Leaf] = []
+        tensors: dict[tuple[str, str], list[list[int]]] = {}
+        aliases: dict[tuple[str, str], Leaf] = {}
         for numbers in by_identity.values():
             # Every rank must choose the same name for the tensor itself, in any order of its dicts.
             if len(numbers) > 1:
                 numbers.sort(key=lambda number: self.named[number][:2])
             first, *others = map(self.named.__getitem__, numbers)
-            aliases += [AliasLeaf(other.key, other.name, first.key, first.name) for other in others]
-            is_announced = any(map(self.announced.__getitem__, numbers))
-            tensors.append((first, numbers, _held_bytes(first.layout), is_announced))
-        eager = sum(size for _, _, size, is_announced in tensors if not is_announced)
+            aliases.update(((one.key, one.name), AliasLeaf(one.key, one.name, first.key, first.name)) for one in others)
+            tensors.setdefault((first.key, first.name), []).append(numbers)
+        sizes = {of: sum(_held_bytes(self.named[numbers[0]].layout) for numbers in tensors[of]) for of in tensors}
+        announced = {
+            of: all(any(map(self.announced.__getitem__, numbers)) for numbers in pieces)
+            for of, pieces in tensors.items()
+        }
+        eager = sum(size for of, size in sizes.items() if not announced[of])
         inline = 0  # bytes that are copied in the call
-        leaves: list[Leaf] = [*self.objects, *aliases]
-        numbers_of: dict[tuple[str, str], list[int]] = {}
-        for first, numbers, size, is_announced in tensors:
+        leaves: list[Leaf] = [*self.objects, *aliases.values()]
+        for of, pieces in tensors.items():
+            first = self.named[pieces[0][0]]
             try:
-                source = first.source()
+                sources = [self.named[numbers[0]].source() for numbers in pieces]
             except Refused as refused:
                 raise Invalid(f"{first.place}: {refused}") from refused
+            layout, source = first.layout, sources[0]
+            if len(pieces) > 1:
+                layout, source = joined([self.named[numbers[0]].layout for numbers in pieces], sources)
+            size, is_announced = sizes[of], announced[of]
             is_small = size <= SMALL_BYTES_MAX or (eager <= EAGER_BYTES_MAX and not is_announced)
             how: Capture = "lazy" if is_announced else "eager"
             if source.is_copy:
@@ -389,12 +423,10 @@ class _Found:
             elif is_small and inline + size <= EAGER_BYTES_MAX and not source.is_on_device:
                 how = "inline"
                 inline += size
-            compared = first.compared
-            if len(numbers) > 1:
-                compared = min((self.named[number].compared for number in numbers), key=COMPARED.index)
-            leaves.append(TensorLeaf(first.key, first.name, first.layout, source, how, compared))
-            numbers_of[first.key, first.name] = numbers
-        return leaves, numbers_of
+            names = itertools.chain.from_iterable(pieces)
+            compared = min((self.named[number].compared for number in names), key=COMPARED.index)
+            leaves.append(TensorLeaf(*of, layout, source, how, compared))
+        return leaves, tensors
 
 
 # What is remembered of it
@@ -594,9 +626,8 @@ def _described(
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
-    for leaf in tensors:
+    for leaf, (number, *others) in ((of, piece) for of in tensors for piece in numbers[of.key, of.name]):
         # Its number in a bundle, if it has one.
-        number, *others = numbers[leaf.key, leaf.name]
         if others:
             number = min((number, *others), key=lambda number: (not found.announced[number], number))
         if leaf.capture == "lazy":
@@ -624,7 +655,9 @@ def _described(
         return description, None
     bundles = [_Bundle.of(entry, of, forget) for entry, of in zip(found.bundles, outlines, strict=True)]
     extra = found.named[found.in_bundles :]
-    memory_of = {number: leaf.source.memory for leaf in tensors for number in numbers[leaf.key, leaf.name]}
+    memory_of = {
+        number: leaf.source.memory for leaf in tensors for piece in numbers[leaf.key, leaf.name] for number in piece
+    }
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))

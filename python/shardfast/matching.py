@@ -29,14 +29,10 @@ from .errors import Corrupt, Error, Invalid
 from .giving import checked, installed, load_into
 from .load_plan import LoadPlan, Options
 from .overlaps import overlaps
-from .parts import Parts, adapter_of, flat_run, row_major, shared_as_saved
+from .parts import Parts, adapter_of, native_want, pieces_of, row_major, shared_as_saved
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
-
-NativeWant = tuple[Any, ...]
-"""``(leaf index, offsets, lengths, pointer, strides_bytes)`` or ``(leaf index, "flat", start, stop, pointer)``, and the
-number of the CUDA device at the end if it is one's memory."""
 
 
 class _Want(NamedTuple):
@@ -120,6 +116,7 @@ class Matching:
         known = {name for key, below in self._ours for name in (key, f"{key}/{below}")}
         self._options = options = dataclasses.replace(options, exact=frozenset(known.intersection(options.only)))
         self._wants: list[_Want] = []
+        self.devices = set[int]()
         self._values: list[_Value] = []
         self._filled: dict[Hashable, tuple[int, str]] = {}
         self._bound: dict[int, Any] = {}
@@ -288,7 +285,8 @@ class Matching:
             else:
                 self._left.append(name)
             return
-        self.plan.tensors.append(name)
+        if name not in self.plan.tensors[-1:]:  # of a leaf in several tensors, once
+            self.plan.tensors.append(name)
 
     # Values
 
@@ -486,9 +484,9 @@ class Matching:
                 self.plan.dropped.append(full)
         absent = set(bundle.absent)
         for name, tensor in tensors.items():
-            if name not in absent:
-                adapter = adapter_of(tensor, self._adapters)
-                self._into(entry.key, entry.prefix + name, adapter, tensor, f"{entry.place}.{name}")
+            for piece in pieces_of(tensor) if name not in absent else ():
+                adapter = adapter_of(piece, self._adapters)
+                self._into(entry.key, entry.prefix + name, adapter, piece, f"{entry.place}.{name}")
         for name, value in values.items():
             leaf = self._find(entry.key, entry.prefix + name) if name not in absent else None
             if leaf is not None:
@@ -525,14 +523,15 @@ class Matching:
             tensor = entry.bundle.create(name, dtype, saved.shape, layout=saved.layout, beside=layout, dry=self._dry)
             adapter = adapter_of(tensor, self._adapters)
             tensor = shared_as_saved(self._bound.get(saved.index), tensor, adapter)
-            destination = adapter.destination(tensor, saved.dtype)
+            pieces = [(piece, adapter.destination(piece, saved.dtype)) for piece in pieces_of(tensor)]
         except Refused as refused:
             self.plan.problems.append(f"{full}: {refused}")
             return
         bundle.created[name] = tensor
         if dtype != saved.dtype:
             self.plan.cast[full] = (saved.dtype, dtype)
-        self._want(saved, adapter, tensor, destination, full)
+        for piece, destination in pieces:
+            self._want(saved, adapter, piece, destination, full)
 
     def _beside(self, entry: BundleEntry, name: str) -> tuple[str, str, str]:
         """The parameter with state called ``name``, and the layout, as text, and the type with which it was saved."""
@@ -547,16 +546,16 @@ class Matching:
 
     # From a plan to a filled state
 
-    def forecast_wants(self) -> list[NativeWant]:
+    def forecast_wants(self) -> list[tuple[Any, ...]]:
         """The wants without memory, for a plan only."""
         out = []
         for want in self._wants:
             for region in want.destination.layout.regions:
                 strides = () if isinstance(region, Flat) else row_major(region.lengths, item_bytes(want.leaf.dtype))
-                out.append(_native_want(want.leaf.index, region, Memory(0, strides)))
+                out.append(native_want(want.leaf.index, region, Memory(0, strides)))
         return out
 
-    def bind(self) -> list[NativeWant]:
+    def bind(self) -> list[tuple[Any, ...]]:
         """The wants with their memory, which this object keeps allocated."""
         out = []
         owners: dict[Adapter | Parts, list[object]] = {}
@@ -569,7 +568,8 @@ class Matching:
             if target.finish is not None:
                 self._finish.append((want.place, target.finish))
             for region, memory in zip(want.destination.layout.regions, target.memory, strict=True):
-                out.append(_native_want(want.leaf.index, region, memory))
+                self.devices.update(memory.where)
+                out.append(native_want(want.leaf.index, region, memory))
         for adapter, of in owners.items():
             adapter.wrote(of)
         self._owners += owners.values()
@@ -684,12 +684,6 @@ def _written(adapter: Adapter, tensor: Any) -> Box | None:
         return adapter.written(tensor)
     except Refused:  # a load makes a new one in its place
         return None
-
-
-def _native_want(index: int, region: Any, memory: Memory) -> NativeWant:
-    if isinstance(region, Flat):
-        return (index, *flat_run(region, memory))
-    return (index, region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where)
 
 
 def _by_ranks(ranks: Sequence[int], problem: str, world: int) -> str:

@@ -27,6 +27,22 @@ from .catalog import (
 )
 
 
+def pieces_of(tensor: Any) -> Sequence[Any]:
+    """What a leaf is on this rank: a tensor or a part, and the parts of it that lie in other memory."""
+    return (tensor, *tensor.others) if isinstance(tensor, Part) and tensor.others else (tensor,)
+
+
+def joined(layouts: Sequence[Layout], sources: Sequence[Source]) -> tuple[Layout, Source]:
+    """One leaf's pieces, which lie in different memory, as one; what several pieces have is taken from the first."""
+    memory: dict[Region | Flat, Memory] = {}
+    for layout, source in zip(layouts, sources, strict=True):
+        for region, of in zip(layout.regions, source.memory, strict=True):
+            memory.setdefault(region, of)
+    owners = [source.owner for source in sources]
+    source = Source(tuple(memory.values()), owners, any(source.is_copy for source in sources))
+    return layouts[0]._replace(regions=tuple(memory)), source
+
+
 def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
     """What answers for a tensor of a bundle, or for a part of one."""
     plain = tensor.tensor if isinstance(tensor, Part) else tensor
@@ -199,6 +215,17 @@ def flat_run(region: Flat, memory: Memory) -> tuple[Any, ...]:
     """A run and where it lies, as Rust takes it."""
     box = () if region.box is None else (tuple(region.box),)
     return ("flat", region.start, region.stop, memory.pointer, *box, *memory.where)
+
+
+def native_want(leaf: int, region: Region | Flat, memory: Memory) -> tuple[Any, ...]:
+    """What a load fills of a saved leaf, by its number, as Rust takes it.
+
+    ``(leaf, offsets, lengths, pointer, strides_bytes)`` or ``(leaf, "flat", start, stop, pointer)``, with the box at
+    the end if the run is one's, and the number of the CUDA device if the memory is one's.
+    """
+    if isinstance(region, Flat):
+        return (leaf, *flat_run(region, memory))
+    return (leaf, region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where)
 
 
 def numel_of(region: Region | Flat) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from . import adapters as frameworks
 from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Refused, item_bytes
 from .errors import Invalid
-from .parts import changed_as, name_of
+from .parts import changed_as, name_of, pieces_of
 from .stateful import PerRank
 from .values import DEPTH_MAX, Trail, dotted
 
@@ -183,7 +183,8 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
             modules[id(unit)] = module.bundle
             prefix = f"{unit.name}." if unit.name is not None else ""
             for fqn, parameter in module.parameters.items():
-                named.add(parameter, unit.key, prefix + fqn)
+                for piece in pieces_of(parameter):
+                    named.add(piece, unit.key, prefix + fqn)
     for unit, owner in zip(units, owners, strict=True):
         for name, tensor in _standing(unit, owner, adapters):
             named.add(tensor, unit.key, name)

@@ -345,7 +345,7 @@ def fill(
     in_flight.staged()
     in_flight.let_go("a checkpoint was loaded since")
     wants = prepared(session, matching.bind, timeout_s)
-    streams = _streams({want[5] for want in wants if len(want) == 6})
+    streams = _streams(matching.devices)
     if carrier is None and streams and session.world > 1:
         found = (adapter.carrier(session.world) for adapter in frameworks.active())
         carrier = next((carrier for carrier in found if carrier is not None), None)

@@ -9,6 +9,9 @@ from modules import circles, uses
 from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rust_code, table, without_unit_tests
 
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
+
+# Frameworks that are built on others, whose adapters use those of these.
+BUILT_ON = {"megatron": ("torch",)}
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
     "verbs",
@@ -265,8 +268,9 @@ def test_adapters_know_the_catalog_and_their_framework_only():
         if not module.startswith("shardfast.adapters.") or module.endswith("__init__"):
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
-        own = [name for name in python_modules() if name.partition("adapters.")[2].startswith(f"{framework}_")]
-        allowed = ("shardfast.catalog", "shardfast.stepping", framework, *own)
+        on = (framework, *BUILT_ON.get(framework, ()))
+        own = [name for name in python_modules() if name.partition("adapters.")[2].partition("_")[0] in on]
+        allowed = ("shardfast.catalog", "shardfast.stepping", *on, *own)
         for line, imported in imports(module, ast.parse(read(name))):
             if imported.split(".")[0] not in sys.stdlib_module_names and not any(
                 is_under(imported, a) for a in allowed

@@ -91,10 +91,11 @@ class Modules:
         self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
         for module in modules:
-            names, own_names = _Names(module), dict[int, str]()
+            own_names = dict[int, str]()
             self._replicated[id(module)] = list(_replicated(module))
             state = self._state_of(module)
-            own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+            names = self._names_of(module)
+            own = {id(tensor) for tensor in itertools.chain(module.parameters(), nn.Module.buffers(module))}
             for original, value in state.items():
                 name = names(original)
                 is_extra = original.rsplit(".", 1)[-1] == _EXTRA_STATE
@@ -152,6 +153,10 @@ class Modules:
         """The tensors, parts and other values of a module, by their names in its state dict."""
         expect_understood_module(module)
         return module.state_dict(keep_vars=True)
+
+    def _names_of(self, module: nn.Module) -> Callable[[str], str]:
+        """What entries of the module's state dict are called in a checkpoint; called after :meth:`_state_of`."""
+        return _Names(module)
 
     def _slot(self, module: nn.Module, original: str) -> Place:
         """Where an entry of the module's state dict stands in it."""

@@ -1,0 +1,344 @@
+"""Megatron-Core's optimizers: this rank's runs of parameters, said as parts of the whole ones, without a message.
+
+The distributed optimizer steps runs of the local parameters, which lie in boxes of the global ones. Its own records
+(``gbuf_ranges``) say which run it has of which parameter; the model's parts say where that parameter's elements belong.
+Beside the state of PyTorch's optimizer, ``state.<FQN>.master`` is the copy in fp32 of a 16-bit parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from megatron.core import parallel_state
+
+from ..catalog import Compared, Flat, Ints, NamedPart, Part, Refused, Region, Restored
+from .torch_capture import Place
+from .torch_groups import equal
+from .torch_optimizers import Optimizers
+
+MASTER = "master"
+_SCALER = "loss_scaler"
+_OF_THE_LAYOUT = ("is_expert_parallel",)
+"""What Megatron notes in groups of how it laid them out, beside hyper-parameters."""
+
+
+class _Shard(NamedTuple):
+    """What an optimizer of PyTorch steps for a parameter of the model: a run of its elements, or all.
+
+    Attributes:
+        model: The parameter.
+        stepped: What is stepped.
+        start: Its first element in the flattened parameter.
+        alike: The ranks that step the same run of the same part of a model.
+    """
+
+    model: torch.Tensor
+    stepped: torch.Tensor
+    start: int
+    alike: Ints
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The optimizers of a ``ChainedOptimizer``, or itself.
+
+    Raises:
+        Refused: If it chains them in another way.
+    """
+    if hasattr(optimizer, "chained_optimizers") and type(optimizer).__name__ != "ChainedOptimizer":
+        raise Refused(f"a {type(optimizer).__name__} of Megatron-Core is not understood: save the state without it")
+    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        if one is optimizer:
+            yield one
+        else:
+            yield from inner_optimizers(one)
+
+
+def _shards(optimizer: Any) -> Iterator[_Shard]:
+    kind = type(optimizer).__name__
+    if getattr(optimizer, "is_stub_optimizer", False):  # of a rank without parameters
+        return
+    if not isinstance(optimizer.optimizer, torch.optim.Optimizer) or hasattr(optimizer.optimizer, "sub_optimizers"):
+        kind = type(optimizer.optimizer).__name__
+    if kind == "DistributedOptimizer":
+        yield from _runs(optimizer)
+    elif kind in ("Float16OptimizerWithFloat16Params", "FP32Optimizer"):
+        halves = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
+        copies = {
+            id(copy): model for models, of in zip(*halves, strict=True) for model, copy in zip(models, of, strict=True)
+        }
+        for group in optimizer.optimizer.param_groups:
+            for stepped in group["params"]:
+                model = copies.get(id(stepped), stepped)
+                yield _Shard(model, stepped, 0, _replicas(model))
+    else:
+        raise Refused(f"a {kind} of Megatron-Core is not understood: save the state without it")
+
+
+def _runs(optimizer: Any) -> Iterator[_Shard]:
+    """What this rank steps of each parameter, by the records of a distributed optimizer."""
+    if optimizer.config.use_precision_aware_optimizer:
+        raise Refused("a DistributedOptimizer with use_precision_aware_optimizer is not understood: turn it off")
+    alike = _instances(optimizer)
+    for of_dtypes in optimizer.gbuf_ranges:
+        for model, ranges in itertools.chain.from_iterable(
+            bucket["param_map"].items() for buckets in of_dtypes.values() for bucket in buckets
+        ):
+            group, number = optimizer.model_param_group_index_map[model]
+            stepped = optimizer.optimizer.param_groups[group]["params"][number]
+            run = ranges["param"]
+            if stepped.numel() != run.end - run.start:
+                raise Refused(f"a DistributedOptimizer steps {stepped.numel()} elements where its records say {run}")
+            yield _Shard(model, stepped, run.start, alike)
+
+
+def _owners(optimizer: Any) -> Iterator[tuple[torch.Tensor, Ints]]:
+    """The ranks that step some run of each parameter that this rank has, whether itself does or not."""
+    if type(optimizer).__name__ != "DistributedOptimizer":
+        for shard in _shards(optimizer):
+            yield shard.model, shard.alike
+        return
+    ranks, me = _ranks(optimizer.data_parallel_group), torch.distributed.get_rank()
+    for buffer in optimizer.buffers:
+        for model, (first, stop, number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // len(ranks)
+            owners = ranks[(first - bucket.offset) // share : -((bucket.offset - stop) // share)]
+            yield model, tuple(rank + owner - me for owner in owners for rank in _instances(optimizer))
+
+
+def _ranks(group: Any) -> list[int]:
+    return list(torch.distributed.get_process_group_ranks(group))
+
+
+def _replicas(model: torch.Tensor) -> Ints:
+    """The ranks with the same part of a data-parallel replica."""
+    if getattr(model, "allreduce", True):
+        return tuple(sorted(_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))))
+    return tuple(sorted(_ranks(parallel_state.get_expert_data_parallel_group())))
+
+
+def _instances(optimizer: Any) -> Ints:
+    """The ranks of this one's place in the other instances of a distributed optimizer, and itself."""
+    if optimizer.ddp_config.num_distributed_optimizer_instances == 1:
+        return (torch.distributed.get_rank(),)
+    return tuple(sorted(_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())))
+
+
+def _peers(model: torch.Tensor) -> list[int]:
+    """The ranks of this one's place in data parallelism that have other parts of the same parameter, or copies."""
+    if getattr(model, "allreduce", True):
+        return _ranks(parallel_state.get_tensor_model_parallel_group())
+    return _ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
+def _moved(ranks: Ints, peers: Sequence[int]) -> Ints:
+    """The same ranks at each of this rank's peers: Megatron's groups are axes of one grid of ranks."""
+    me = torch.distributed.get_rank()
+    return tuple(sorted({rank + peer - me for rank in ranks for peer in peers}))
+
+
+def _run(part: Part, shard: _Shard, owners: Ints) -> Part:
+    """The part of the whole parameter that a shard is."""
+    at, regions = 0, list[Region | Flat]()
+    stop = shard.start + shard.stepped.numel()
+    for region in part.regions:
+        if isinstance(region, Flat):
+            raise Refused("a parameter that is itself a run")
+        size = math.prod(region.lengths)
+        first, last = max(shard.start - at, 0), min(stop - at, size)
+        if first < last:
+            is_whole = last - first == size
+            regions.append(region if is_whole else Flat(first, last, region))
+        at += size
+    holders = sharers = None
+    if part.holders is not None:
+        peers = _peers(shard.model)
+        holders = tuple(sorted(set(_moved(shard.alike, peers)) & set(part.holders)))
+        sharers = _moved(owners, peers)
+    return Part(shard.stepped.detach(), part.shape, tuple(regions), part.text, holders, sharers, within=shard.stepped)
+
+
+_PIECE = "\0"
+"""Between a name and a number in the names by which the pieces of one parameter are told apart inside."""
+
+
+def _outside(name: str) -> str:
+    """The name in a checkpoint of what is called ``name`` inside."""
+    head, piece, tail = name.partition(_PIECE)
+    return head + tail.partition(".")[1] + tail.partition(".")[2] if piece else name
+
+
+class MegatronOptimizers(Optimizers):
+    """One optimizer of Megatron, whatever it chains.
+
+    The optimizers of PyTorch inside step tensors of which several can be pieces of one parameter, such as experts.
+    """
+
+    def __init__(self, optimizer: Any, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()) -> None:
+        self._masters: dict[str, Part] = {}
+        self._shards: list[tuple[str, _Shard]] = []
+        inside: dict[int, list[NamedPart]] = {}
+        models: dict[str, torch.Tensor] = {}
+        inner = [one for one in inner_optimizers(optimizer) if not getattr(one, "is_stub_optimizer", False)]
+        owners: dict[str, Ints] = {}
+        for model, ranks in itertools.chain.from_iterable(map(_owners, inner)):
+            for fqn, _ in names.get(id(model), ()):
+                owners[fqn] = (*owners.get(fqn, ()), *ranks)
+        self._scalers = [one.grad_scaler for one in inner if getattr(one, "grad_scaler", None)]
+        for shard in itertools.chain.from_iterable(map(_shards, inner)):
+            if id(shard.model) not in names:
+                raise Refused(
+                    f"a parameter of shape {tuple(shard.model.shape)} belongs to no model of the state: put the model, "
+                    "or the list of this rank's chunks, into the state beside the optimizer"
+                )
+            for fqn, part in names[id(shard.model)]:
+                if part is None:
+                    raise Refused(f"{fqn!r} is a parameter of a model that is not Megatron's")
+                name = fqn
+                for number in itertools.count(1):
+                    if name not in models:
+                        break
+                    name = f"{fqn}{_PIECE}{number}"
+                run = _run(part, shard, owners[fqn])
+                inside.setdefault(id(shard.stepped), []).append((name, run))
+                models[name] = shard.model
+                if shard.stepped.dtype is not shard.model.dtype:
+                    self._masters[name] = run
+                    self._shards.append((fqn, shard))
+        self._pieces: dict[str, list[str]] = {}
+        for name in models:
+            self._pieces.setdefault(_outside(name), []).append(name)
+        for stepped in itertools.chain.from_iterable(group["params"] for one in inner for group in one.param_groups):
+            if id(stepped) not in inside:
+                raise Refused(f"its records name no parameter of which it steps a run of shape {tuple(stepped.shape)}")
+        super().__init__([one.optimizer for one in inner], inside, beside)
+        self._group_names = [list(dict.fromkeys(map(_outside, names))) for names in self._group_names]
+        self.parameters = models
+
+    def _entries(self) -> Iterator[tuple[str, object, Place]]:
+        yield from super()._entries()
+        for name, run in self._masters.items():
+            yield f"state.{name}.{MASTER}", run, (id(run.within), MASTER)
+
+    def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
+        return [*super().announce(notice), *self.parameters.values()]
+
+    def outline(self) -> None:
+        return None
+
+    def tensors(self) -> Mapping[str, torch.Tensor | Part]:
+        pieces: dict[str, list[torch.Tensor | Part]] = {}
+        for name, value in super().tensors().items():
+            of = pieces.setdefault(_outside(name), [])
+            if of and not (isinstance(value, Part) or isinstance(of[0], Part) or torch.equal(of[0], value)):
+                raise Refused(f"{_outside(name)} is {of[0]} for one tensor of the parameter and {value} for another")
+            of.append(value)
+        return {name: _joined(name, of) for name, of in pieces.items()}
+
+    def values(self) -> Mapping[str, object]:
+        values: dict[str, object] = {}
+        for name, value in super().values().items():
+            other = values.setdefault(_outside(name), value)
+            if not equal(other, value):
+                raise Refused(f"{_outside(name)} is {other!r} for one of its tensors and {value!r} for another")
+        for group in cast("list[dict[str, object]]", values["param_groups"]):
+            for name in _OF_THE_LAYOUT:
+                group.pop(name, None)
+        for scaler in self._scalers:
+            # Each of a chain's optimizers has one, and all see the same gradients.
+            said = {name: plain(value) for name, value in scaler.state_dict().items()}
+            if values.setdefault(_SCALER, said) != said:
+                raise Refused(f"its loss scalers differ: {values[_SCALER]} and {said}")
+        return values
+
+    def accepts(self, name: str) -> bool:
+        return bool(self._scalers) if name == _SCALER else super().accepts(name)
+
+    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
+        return {_outside(name): holders for name, holders in super().holders(of).items()}
+
+    def compared(self) -> Mapping[str, Compared]:
+        return {_outside(name): when for name, when in super().compared().items()}
+
+    def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
+        made = [
+            super(MegatronOptimizers, self).create(piece, dtype, shape, layout=layout, beside=beside, dry=dry)
+            for piece in self._inside_names(name)
+        ]
+        return _joined(name, made)
+
+    def _inside_names(self, name: str) -> list[str]:
+        """What a leaf is called inside, once for each of its pieces."""
+        place = self._split(name)
+        if place is None:
+            return [name]
+        return [f"state.{piece}.{place[1]}" for piece in self._pieces[place[0]]]
+
+    def restore(
+        self,
+        created: Mapping[str, Any],
+        values: Mapping[str, object],
+        parameter: Callable[[str], str],
+        *,
+        strict: bool,
+        absent: Sequence[str] = (),
+        decisive: Mapping[str, int] = {},
+    ) -> Restored:
+        apart: dict[str, Any] = {}
+        for name, made in created.items():
+            apart.update(zip(self._inside_names(name), (made, *getattr(made, "others", ())), strict=True))
+        scaler = values.get(_SCALER)
+        if not (scaler is None or isinstance(scaler, dict)):
+            raise Refused(f"{_SCALER} is {scaler!r}: expected what a loss scaler's state_dict() says")
+        values = {name: value for name, value in values.items() if name != _SCALER}
+        every = {inside: value for name, value in values.items() for inside in self._inside_names(name)}
+        gone = [inside for name in absent for inside in self._inside_names(name)]
+        restored = super().restore(apart, every, parameter, strict=strict, absent=gone, decisive=decisive)
+
+        def install() -> None:
+            restored.install()
+            self._expect_masters()
+            for one in self._scalers if scaler else ():
+                said = one.state_dict().items()
+                one.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
+
+        missing, unexpected = (
+            list(dict.fromkeys(map(_outside, names))) for names in (restored.missing, restored.unexpected)
+        )
+        return Restored(install, missing, unexpected)
+
+    def _expect_masters(self) -> None:
+        """Refuses a copy in fp32 that is not, rounded, what the model has."""
+        for fqn, shard in self._shards:
+            run = shard.model.detach().reshape(-1)[shard.start : shard.start + shard.stepped.numel()]
+            if not torch.equal(run, shard.stepped.detach().reshape(-1).to(run.dtype)):
+                raise Refused(
+                    f"state.{fqn}.{MASTER} and the model's {fqn!r} are of different steps after the load: load both "
+                    "from one checkpoint"
+                )
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one number as that number."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _like(now: Any, value: Any) -> Any:
+    return torch.full_like(now, value) if isinstance(now, torch.Tensor) else value
+
+
+def _joined(name: str, pieces: Sequence[Any]) -> Any:
+    """A leaf of which this rank has several tensors; one of a number is the same in all of them."""
+    first, *others = pieces
+    if not others:
+        return first
+    if not all(isinstance(piece, Part) for piece in pieces):
+        if any(piece.ndim for piece in pieces):
+            raise Refused(f"{name} is in several tensors, of which one is no part of a parameter's state")
+        first, *others = (Part(piece, (), (Region((), ()),), within=piece) for piece in pieces)
+    return dataclasses.replace(first, others=others)

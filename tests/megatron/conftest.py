@@ -1,0 +1,17 @@
+"""Tests with Megatron-Core on the CPU, in the environment of scripts/megatron.sh; elsewhere none is collected."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+IS_THERE = importlib.util.find_spec("megatron") is not None
+
+collect_ignore_glob = [] if IS_THERE else ["test_*.py"]
+
+# The ranks of tests/python, which import other modules there; a second one called conftest cannot be imported by name.
+_python = Path(__file__).parents[1] / "python"
+sys.path.append(str(_python))
+_spec = importlib.util.spec_from_file_location("ranks_of_tests", _python / "conftest.py")
+_ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_ranks)
+ranks, rank_server = _ranks.ranks, _ranks.rank_server

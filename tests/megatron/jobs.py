@@ -1,0 +1,204 @@
+"""Small models of Megatron-Core with optimizers in any layout, and what their tensors are by Megatron's own words."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import megatron_on_cpu
+
+megatron_on_cpu.install()
+warnings.filterwarnings("ignore")
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+megatron_on_cpu.repair()
+
+VOCABULARY, LENGTH = 64, 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job of Megatron is laid out; what is left of its ranks is data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    instances: int = 1
+    distributed: bool = True
+    """Whether its optimizer is the distributed one."""
+
+    def __str__(self) -> str:
+        axes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "instances")}
+        said = "x".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "dp"
+        return said if self.distributed else f"{said}, plain optimizer"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained."""
+
+    dtype: torch.dtype = torch.bfloat16
+    layers: int = 4
+    hidden: int = 24
+    experts: int = 0
+    tied: bool = False
+    optimizer: str = "adam"
+    overlaps: bool = False
+    """Whether parameters are gathered in the next forward pass."""
+
+
+def begin(layout: Layout) -> None:
+    """Makes the process groups, again and again in one process: threads of groups that are left would fill it."""
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        num_distributed_optimizer_instances=layout.instances,
+    )
+
+
+def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
+    experts = {}
+    if kind.experts:
+        experts = {
+            "num_moe_experts": kind.experts,
+            "expert_model_parallel_size": layout.ep,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+        }
+    return TransformerConfig(
+        num_layers=kind.layers,
+        hidden_size=kind.hidden,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=4,
+        ffn_hidden_size=28,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_dtype=kind.dtype,
+        params_dtype=kind.dtype,
+        bf16=kind.dtype is torch.bfloat16,
+        fp16=kind.dtype is torch.float16,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        **experts,
+    )
+
+
+def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | None) -> Any:
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=kind.experts or None, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=kind.tied,
+        vp_stage=stage,
+    )
+    if config.bf16 or config.fp16:
+        model = Float16Module(config, model)
+    said = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed,
+        overlap_grad_reduce=kind.overlaps,
+        overlap_param_gather=kind.overlaps,
+        num_distributed_optimizer_instances=layout.instances,
+    )
+    return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage))
+
+
+def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
+    """The chunks of the model that this rank has, and the optimizer."""
+    torch.manual_seed(seed)
+    config = config_of(layout, kind)
+    stages = [None] if layout.vpp == 1 else list(range(layout.vpp))
+    chunks = [_chunk(config, layout, kind, stage) for stage in stages]
+    said = OptimizerConfig(
+        optimizer=kind.optimizer,
+        lr=1e-2,
+        weight_decay=0.01,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=layout.distributed,
+        clip_grad=0.0,
+    )
+    return chunks, get_megatron_optimizer(said, chunks)
+
+
+def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
+    """A step with random gradients: the same for all replicas."""
+    optimizer.zero_grad()
+    for number, chunk in enumerate(chunks):
+        chunk.zero_grad_buffer()
+        torch.manual_seed(1000 + 10 * seed + number)
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared_embedding", False):  # on several stages, whose gradients Megatron adds up
+                torch.manual_seed(seed)
+            parameter.main_grad.copy_(torch.randn_like(parameter.main_grad))
+            parameter.grad_added_to_main_grad = True
+        chunk.finish_grad_sync()
+    assert optimizer.step()[0]
+
+
+def truth(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """All tensors of the job, whole, by Megatron's own `fully_reshardable`; on rank 0."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    of_chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in chunks]
+    models = {f"model{number}" if len(of_chunks) > 1 else "model": of for number, of in enumerate(of_chunks)}
+    of_optimizer = optimizer.sharded_state_dict(models if len(of_chunks) > 1 else of_chunks[0], metadata=metadata)
+    said = {**models, "optimizer": of_optimizer}
+    apply_factories(said)
+    mine = []
+    for tensor in nested_values(said):
+        if isinstance(tensor, ShardedTensor):
+            box = (*[1] * tensor.prepend_axis_num, *tensor.local_shape)
+            key = tensor.key.replace("fp32_param", "param").replace("module.", "")
+            mine.append((key, tensor.global_shape, tensor.global_offset, box, tensor.data.detach().clone()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole: dict[str, torch.Tensor] = {}
+    for key, shape, offsets, box, data in (tensor for of in everyone for tensor in of):
+        into = whole.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
+        into[tuple(slice(at, at + size) for at, size in zip(offsets, box, strict=True))] = data.reshape(box)
+    return whole
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what differs by a bit."""
+    names = one.keys() ^ other.keys()
+    return sorted({*names, *(name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name]))})

@@ -97,13 +97,13 @@ def test_rows_to_columns(ranks, tmp_path):
 
 
 def check_part_of_the_ranks(rank, world, url):
-    """Tensors that live on some of the ranks only, and one whose ranks are in another order."""
+    """Tensors that live on some of the ranks only, and one whose ranks are in another order, which nothing tells."""
     some, turned = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [2, 0, 3, 1])
-    wholes = {"some": known("some", (5, 2)), "turned": known("turned", (6, 2))}
+    wholes = {"some": known("some", (5, 2)), "all": known("all", (6, 2))}
 
     def tensors(sources):
         on_some = {"some": distribute_tensor(sources["some"], some, [Shard(0)], src_data_rank=None)}
-        on_all = {"turned": distribute_tensor(sources["turned"], turned, [Shard(0)], src_data_rank=None)}
+        on_all = {"all": distribute_tensor(sources["all"], turned, [Replicate()], src_data_rank=None)}
         return {**(on_some if rank in (1, 3) else {}), **on_all}
 
     sf.save(url, {"w": tensors(wholes)})
@@ -111,14 +111,18 @@ def check_part_of_the_ranks(rank, world, url):
     sf.load(url, {"w": loaded})
     for name, tensor in loaded.items():
         assert same_bits(local(tensor), mine(wholes[name], tensor)), name
+    for source in (0, None):
+        shards = distribute_tensor(wholes["all"], turned, [Shard(0)], src_data_rank=source)
+        with pytest.raises(sf.Invalid, match=r"w\.all: .* lists ranks \[2, 0, 3, 1\]"):
+            sf.save(f"{url}-{source}", {"w": {"all": shards}})
     return sorted(loaded)
 
 
 def test_ranks_without_a_shard(ranks, tmp_path):
     url = f"{tmp_path}/checkpoint"
     names = ranks(4)(check_part_of_the_ranks, url)
-    assert names == [["turned"], ["some", "turned"], ["turned"], ["some", "turned"]]
-    plain = {"some": torch.zeros(5, 2), "turned": torch.zeros(6, 2)}
+    assert names == [["all"], ["all", "some"], ["all"], ["all", "some"]]
+    plain = {"some": torch.zeros(5, 2), "all": torch.zeros(6, 2)}
     sf.load(url, {"w": plain})
     assert all(same_bits(tensor, known(name, tuple(tensor.shape))) for name, tensor in plain.items())
 

@@ -369,6 +369,8 @@ def expect_apart(optimizer: Any) -> None:
     Raises:
         Refused: Naming the class and both.
     """
+    if not _may_share(optimizer):
+        return
     spans: list[_Span] = []
     groups = (entry for group in optimizer.param_groups for entry in group.items() if entry[0] != "params")
     containers: dict[int, object] = {id(value): name for name, value in groups if isinstance(value, _CHANGING)}
@@ -401,6 +403,21 @@ def expect_apart(optimizer: Any) -> None:
                     "a load would make two tensors of their own: keep one of them, and make views of it in each step"
                 )
         open_.append(span)
+
+
+def _may_share(optimizer: Any) -> bool:
+    """Whether anything in its state may share memory: most hold tensors of storages of their own, and numbers."""
+    storages: list[tuple[int, int]] = []
+    for entries in optimizer.state.values():
+        for value in entries.values() if isinstance(entries, dict) else (entries,):
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                start = storage.data_ptr()
+                storages.append((start, start + storage.nbytes()))
+            elif not isinstance(value, (int, float, str, type(None))):
+                return True
+    storages.sort()
+    return any(stop > start for (_, stop), (start, _) in itertools.pairwise(storages))
 
 
 class _Span(NamedTuple):

@@ -252,9 +252,9 @@ def load(
 
     If several ranks want the same bytes, one of them reads these and passes them on: to ranks of its machine through
     shared memory, to others over connections of their own if a short trial shows that this is faster. Ranks of one
-    machine that load from a file system read for themselves, since the page cache reads each byte once. There is one
-    exception: if tensors are on devices of several machines and the default process group uses NCCL, the bytes travel
-    through that group. Then all ranks must call this in the same order as the group's collectives, while none of those
+    machine that load from a file system read for themselves, since the page cache reads each byte once. If
+    tensors are on devices of several machines and the default process group uses NCCL, the bytes travel through that
+    group. Then all ranks must call this in the same order as the group's collectives, while none of those
     is running.
 
     Args:

@@ -3,6 +3,7 @@
 import shardfast as sf
 import torch
 from jobs import Kind, Layout, begin, build, step, truth
+from megatron.core import parallel_state
 
 
 def error_of(call, *arguments, **named):
@@ -123,3 +124,41 @@ def save_with_a_hole(rank, world, place):
 def test_records_of_a_buffer_without_a_parameter_are_refused(ranks, tmp_path):
     for said in ranks(2)(save_with_a_hole, str(tmp_path)):
         assert "rank 1: optimizer: its records name no parameter of which it steps a run of shape (1536,)" in said
+
+
+def load_as_another_dtype(rank, world, place):
+    found, layout = [], Layout()
+    for saved, loaded in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        url = f"{place}/{saved}"
+        begin(layout)
+        chunks, optimizer = build(layout, Kind(layers=1, dtype=saved))
+        step(chunks, optimizer, 0)
+        sf.save(url, {"model": chunks, "optimizer": optimizer})
+        begin(layout)
+        chunks, optimizer = build(layout, Kind(layers=1, dtype=loaded), seed=5)
+        before = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+        found.append(error_of(sf.load, url, {"model": chunks, "optimizer": optimizer}, cast=True))
+        assert all(map(torch.equal, before, chunks[0].parameters()))
+    return found
+
+
+def test_exact_copies_are_not_left_behind(ranks, tmp_path):
+    for narrow, wide in ranks(2)(load_as_another_dtype, str(tmp_path)):
+        assert "unexpected" in narrow
+        assert ".master" in narrow
+        assert "missing" in wide
+        assert ".master" in wide
+
+
+def save_without_groups_or_around(rank, world, place):
+    begin(Layout())
+    chunks, _ = build(Layout(), Kind(layers=1))
+    around = error_of(sf.save, f"{place}/around", {"model": torch.nn.Sequential(*chunks)})
+    parallel_state.destroy_model_parallel()
+    return around, error_of(sf.save, f"{place}/gone", {"model": chunks})
+
+
+def test_a_model_that_does_not_tell_where_it_lies_is_refused(ranks, tmp_path):
+    for around, gone in ranks(2)(save_without_groups_or_around, str(tmp_path)):
+        assert "model: a Sequential around modules of Megatron-Core" in around
+        assert "model: a model of Megatron-Core, whose process groups are not there" in gone

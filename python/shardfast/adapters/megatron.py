@@ -38,7 +38,7 @@ class MegatronModules(Modules):
         ):
             originals.setdefault(id(tensor), name)
         found: dict[str, list[tuple[str, Part]]] = {}
-        for entry in _said(unwrapped(module)):
+        for entry in _said(_unwrapped(module)):
             original = originals.get(id(entry.data))
             if original is None:
                 raise Refused(f"its sharded_state_dict() has {entry.key!r}, which is none of its parameters or buffers")
@@ -72,10 +72,16 @@ def _one(pieces: Sequence[Part]) -> Part:
     return pieces[0] if len(pieces) == 1 else dataclasses.replace(pieces[0], others=pieces[1:])
 
 
-def unwrapped(module: Any) -> Any:
+def _unwrapped(module: Any) -> Any:
     """The model inside of what wraps it: ``DistributedDataParallel``, ``Float16Module``."""
+    outer = module
     while not hasattr(type(module), "sharded_state_dict") or type(module).__module__.startswith(_WRAPPERS):
-        module = module.module
+        module = getattr(module, "module", None)
+        if module is None:
+            raise Refused(
+                f"a {type(outer).__name__} around modules of Megatron-Core, without a sharded_state_dict() that says "
+                "where their tensors lie: put the model inside of it into the state"
+            )
     return module
 
 
@@ -192,6 +198,8 @@ class MegatronObjects:
             return None
         if not any(isinstance(part, kind) for chunk in chunks for part in chunk.modules()):
             return None
+        if not parallel_state.model_parallel_is_initialized():
+            raise Refused("a model of Megatron-Core, whose process groups are not there: initialize_model_parallel()")
         for chunk in chunks:
             _expect_understood(chunk)
         modules = MegatronModules(chunks)

@@ -43,7 +43,7 @@ class _Shard(NamedTuple):
     alike: Ints
 
 
-def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
     """The optimizers of a ``ChainedOptimizer``, or itself.
 
     Raises:
@@ -55,7 +55,7 @@ def inner_optimizers(optimizer: Any) -> Iterator[Any]:
         if one is optimizer:
             yield one
         else:
-            yield from inner_optimizers(one)
+            yield from _inner_optimizers(one)
 
 
 def _shards(optimizer: Any) -> Iterator[_Shard]:
@@ -102,13 +102,13 @@ def _owners(optimizer: Any) -> Iterator[tuple[torch.Tensor, Ints]]:
         for shard in _shards(optimizer):
             yield shard.model, shard.alike
         return
-    ranks, me = _ranks(optimizer.data_parallel_group), torch.distributed.get_rank()
+    ranks, me, alike = _ranks(optimizer.data_parallel_group), torch.distributed.get_rank(), _instances(optimizer)
     for buffer in optimizer.buffers:
         for model, (first, stop, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             share = bucket.grad_data.numel() // len(ranks)
             owners = ranks[(first - bucket.offset) // share : -((bucket.offset - stop) // share)]
-            yield model, tuple(rank + owner - me for owner in owners for rank in _instances(optimizer))
+            yield model, tuple(rank + owner - me for owner in owners for rank in alike)
 
 
 def _ranks(group: Any) -> list[int]:
@@ -184,7 +184,7 @@ class MegatronOptimizers(Optimizers):
         self._shards: list[tuple[str, _Shard]] = []
         inside: dict[int, list[NamedPart]] = {}
         models: dict[str, torch.Tensor] = {}
-        inner = [one for one in inner_optimizers(optimizer) if not getattr(one, "is_stub_optimizer", False)]
+        inner = [one for one in _inner_optimizers(optimizer) if not getattr(one, "is_stub_optimizer", False)]
         owners: dict[str, Ints] = {}
         for model, ranks in itertools.chain.from_iterable(map(_owners, inner)):
             for fqn, _ in names.get(id(model), ()):
@@ -251,13 +251,24 @@ class MegatronOptimizers(Optimizers):
                 group.pop(name, None)
         for scaler in self._scalers:
             # Each of a chain's optimizers has one, and all see the same gradients.
-            said = {name: plain(value) for name, value in scaler.state_dict().items()}
+            said = {name: _plain(value) for name, value in scaler.state_dict().items()}
             if values.setdefault(_SCALER, said) != said:
                 raise Refused(f"its loss scalers differ: {values[_SCALER]} and {said}")
         return values
 
     def accepts(self, name: str) -> bool:
-        return bool(self._scalers) if name == _SCALER else super().accepts(name)
+        if name == _SCALER:
+            return bool(self._scalers)
+        # A parameter that is stepped itself has no place for a copy that is more exact.
+        return (not _is_master(name) or bool(self._masters.keys() & self._bare(name))) and super().accepts(name)
+
+    def drops(self, name: str) -> bool:
+        return name != _SCALER and not _is_master(name) and super().drops(name)
+
+    def _bare(self, name: str) -> set[str]:
+        """What a leaf's parameter is called inside."""
+        place = self._split(name)
+        return set() if place is None else set(self._pieces[place[0]])
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         return {_outside(name): holders for name, holders in super().holders(of).items()}
@@ -323,13 +334,17 @@ class MegatronOptimizers(Optimizers):
                 )
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A tensor of one number as that number."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _like(now: Any, value: Any) -> Any:
     return torch.full_like(now, value) if isinstance(now, torch.Tensor) else value
+
+
+def _is_master(name: str) -> bool:
+    return name.startswith("state.") and name.endswith(f".{MASTER}")
 
 
 def _joined(name: str, pieces: Sequence[Any]) -> Any:

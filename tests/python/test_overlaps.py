@@ -267,7 +267,10 @@ def test_an_array_that_has_a_tensors_memory_is_not_filled_through_it(tmp_path):
         sf.load(tmp_path / "b", {"array": array, "tensor": into.weight.detach()})
 
 
-@pytest.mark.parametrize("way", ["views of one buffer", "in a list", "whole, in a list", "one table", "interleaved"])
+WAYS = ["views of one buffer", "storages of their own", "in a list", "whole, in a list", "one table", "interleaved"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_state_that_shares_a_part_of_its_memory_is_refused(tmp_path, way):
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -281,6 +284,7 @@ def test_state_that_shares_a_part_of_its_memory_is_refused(tmp_path, way):
         one["both"], one["first"] = both[:, :, ::2], both[:, :, 1::2]
     else:
         inside = {"views of one buffer": both[0], "in a list": [both[0]], "whole, in a list": [both]}
+        inside["storages of their own"] = torch.from_numpy(both.numpy()[1])
         one["both"], one["first"] = both, inside[way]
         with pytest.raises(sf.Invalid, match=r"SGD has '\w+' and '\w+' in its state, which share memory, and"):
             sf.save(tmp_path / "one", state)

@@ -214,13 +214,15 @@ class _Leaves:
         compared = entry.bundle.compared()
         for name, whole in tensors.items():
             place, when = f"{entry.place}.{name}", compared.get(name, "first save")
-            self._claim(entry.key, entry.prefix + name, place)
+            leaf = entry.prefix + name
+            self._claim(entry.key, leaf, place)
             for tensor in pieces_of(whole):
                 adapter = adapter_of(tensor, self._adapters)
-                origin = _origin(adapter, tensor, place)
-                if origin.layout.holders is None and name in holders and _is_whole(origin.layout):
-                    origin = origin._replace(layout=origin.layout._replace(holders=holders[name]))
-                self._named(entry.key, entry.prefix + name, adapter, tensor, place, origin, when)
+                layout, identity, source = _origin(adapter, tensor, place)
+                if layout.holders is None and name in holders and _is_whole(layout):
+                    layout = layout._replace(holders=holders[name])
+                named = _Named(entry.key, leaf, layout, adapter, tensor, place, identity, when, source)
+                self.named.append(named)
 
     def values_of(self, key: str, prefix: str, place: str, values: Mapping[str, object]) -> None:
         for name, value in values.items():
@@ -264,18 +266,6 @@ class _Leaves:
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
-        self._named(key, name, adapter, tensor, place, origin, compared)
-
-    def _named(
-        self,
-        key: str,
-        name: str,
-        adapter: Adapter | Parts,
-        tensor: object,
-        place: str,
-        origin: Origin,
-        compared: Compared,
-    ) -> None:
         layout, identity, source = origin
         self.named.append(_Named(key, name, layout, adapter, tensor, place, identity, compared, source))
 
@@ -398,24 +388,12 @@ class _Found:
             first, *others = map(self.named.__getitem__, numbers)
             aliases.update(((one.key, one.name), AliasLeaf(one.key, one.name, first.key, first.name)) for one in others)
             tensors.setdefault((first.key, first.name), []).append(numbers)
-        sizes = {of: sum(_held_bytes(self.named[numbers[0]].layout) for numbers in tensors[of]) for of in tensors}
-        announced = {
-            of: all(any(map(self.announced.__getitem__, numbers)) for numbers in pieces)
-            for of, pieces in tensors.items()
-        }
-        eager = sum(size for of, size in sizes.items() if not announced[of])
+        whole = [self._joined(pieces) for pieces in tensors.values()]
+        sizes = [_held_bytes(layout) for layout, *_ in whole]
+        eager = sum(size for size, (*_, is_announced) in zip(sizes, whole, strict=True) if not is_announced)
         inline = 0  # bytes that are copied in the call
         leaves: list[Leaf] = [*self.objects, *aliases.values()]
-        for of, pieces in tensors.items():
-            first = self.named[pieces[0][0]]
-            try:
-                sources = [self.named[numbers[0]].source() for numbers in pieces]
-            except Refused as refused:
-                raise Invalid(f"{first.place}: {refused}") from refused
-            layout, source = first.layout, sources[0]
-            if len(pieces) > 1:
-                layout, source = joined([self.named[numbers[0]].layout for numbers in pieces], sources)
-            size, is_announced = sizes[of], announced[of]
+        for of, size, (layout, source, compared, is_announced) in zip(tensors, sizes, whole, strict=True):
             is_small = size <= SMALL_BYTES_MAX or (eager <= EAGER_BYTES_MAX and not is_announced)
             how: Capture = "lazy" if is_announced else "eager"
             if source.is_copy:
@@ -423,10 +401,24 @@ class _Found:
             elif is_small and inline + size <= EAGER_BYTES_MAX and not source.is_on_device:
                 how = "inline"
                 inline += size
-            names = itertools.chain.from_iterable(pieces)
-            compared = min((self.named[number].compared for number in names), key=COMPARED.index)
             leaves.append(TensorLeaf(*of, layout, source, how, compared))
         return leaves, tensors
+
+    def _joined(self, pieces: Sequence[Sequence[int]]) -> tuple[Layout, Source, Compared, bool]:
+        """Of a leaf with all its pieces: what it is, how it is compared, and whether its changes are announced."""
+        number = pieces[0][0]
+        first = self.named[number]
+        try:
+            if len(pieces) == 1 == len(pieces[0]):
+                return first.layout, first.source(), first.compared, self.announced[number]
+            named = [self.named[numbers[0]] for numbers in pieces]
+            layout, source = joined([one.layout for one in named], [one.source() for one in named])
+        except Refused as refused:
+            raise Invalid(f"{first.place}: {refused}") from refused
+        names = itertools.chain.from_iterable(pieces)
+        compared = min((self.named[number].compared for number in names), key=COMPARED.index)
+        is_announced = all(any(map(self.announced.__getitem__, numbers)) for numbers in pieces)
+        return layout, source, compared, is_announced
 
 
 # What is remembered of it
@@ -626,14 +618,15 @@ def _described(
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
-    for leaf, (number, *others) in ((of, piece) for of in tensors for piece in numbers[of.key, of.name]):
-        # Its number in a bundle, if it has one.
-        if others:
-            number = min((number, *others), key=lambda number: (not found.announced[number], number))
-        if leaf.capture == "lazy":
-            numbers_of.setdefault(found.named[number].adapter, []).append(number)
-        elif leaf.capture == "eager" and number < found.in_bundles:
-            eager.append(number)
+    for leaf in tensors:
+        for piece in numbers[leaf.key, leaf.name]:
+            number = piece[0]
+            if len(piece) > 1:  # its number in a bundle, if it has one
+                number = min(piece, key=lambda number: (not found.announced[number], number))
+            if leaf.capture == "lazy":
+                numbers_of.setdefault(found.named[number].adapter, []).append(number)
+            elif leaf.capture == "eager" and number < found.in_bundles:
+                eager.append(number)
     lazy, watched = [], []
     for adapter, of in numbers_of.items():
         places = [f"{found.named[number].key}/{found.named[number].name}" for number in of]
@@ -655,9 +648,8 @@ def _described(
         return description, None
     bundles = [_Bundle.of(entry, of, forget) for entry, of in zip(found.bundles, outlines, strict=True)]
     extra = found.named[found.in_bundles :]
-    memory_of = {
-        number: leaf.source.memory for leaf in tensors for piece in numbers[leaf.key, leaf.name] for number in piece
-    }
+    of_named = ((number, leaf) for leaf in tensors for piece in numbers[leaf.key, leaf.name] for number in piece)
+    memory_of = {number: leaf.source.memory for number, leaf in of_named if number >= found.in_bundles}
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))

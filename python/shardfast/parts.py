@@ -46,8 +46,8 @@ def joined(layouts: Sequence[Layout], sources: Sequence[Source]) -> tuple[Layout
 def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
     """What answers for a tensor of a bundle, or for a part of one."""
     plain = tensor.tensor if isinstance(tensor, Part) else tensor
-    adapter = next(adapter for adapter in adapters if adapter.is_tensor(plain))
-    return Parts(adapter) if isinstance(tensor, Part) else adapter
+    adapter = next(filter(lambda adapter: adapter.is_tensor(plain), adapters))
+    return adapter if plain is tensor else Parts(adapter)
 
 
 def shared_as_saved(other: Any, tensor: Any, adapter: Adapter | Parts) -> Any:

@@ -406,18 +406,17 @@ def expect_apart(optimizer: Any) -> None:
 
 
 def _may_share(optimizer: Any) -> bool:
-    """Whether anything in its state may share memory: most hold tensors of storages of their own, and numbers."""
-    storages: list[tuple[int, int]] = []
+    """Whether anything in its state may share memory: most hold contiguous tensors that lie apart, and numbers."""
+    spans: list[tuple[int, int]] = []
     for entries in optimizer.state.values():
         for value in entries.values() if isinstance(entries, dict) else (entries,):
-            if type(value) is torch.Tensor and value.layout is torch.strided:
-                storage = value.untyped_storage()
-                start = storage.data_ptr()
-                storages.append((start, start + storage.nbytes()))
+            if type(value) is torch.Tensor and value.layout is torch.strided and value.is_contiguous():
+                start = value.data_ptr()
+                spans.append((start, start + value.nbytes))
             elif not isinstance(value, (int, float, str, type(None))):
                 return True
-    storages.sort()
-    return any(stop > start for (_, stop), (start, _) in itertools.pairwise(storages))
+    spans.sort()
+    return any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
 class _Span(NamedTuple):

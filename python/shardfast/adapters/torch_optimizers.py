@@ -155,17 +155,18 @@ class Optimizers:
 
     def _entries(self) -> Iterator[tuple[str, object, Place]]:
         for fqn, owned in self._owned.items():
-            for name, value in owned.state.get(owned.parameter, {}).items() if not owned.is_empty else ():
-                leaf = _leaf(fqn, name)
-                entry = value
+            if owned.is_empty:
+                continue
+            state, parameter, _, part = owned
+            for name, value in state.get(parameter, {}).items():
+                leaf, place = _leaf(fqn, name), (id(parameter), name)
                 if wraps(value):
-                    yield from self._unwrap(leaf, owned, value, (id(owned.parameter), name))
-                    continue
-                if not isinstance(value, torch.Tensor):
-                    accounts.expect_whole(leaf, owned.parameter, value, is_part=owned.part is not None)
-                elif owned.part is not None:
-                    entry = self._part(leaf, owned.part, value, (id(owned.parameter), name))
-                yield leaf, entry, (id(owned.parameter), name)
+                    yield from self._unwrap(leaf, owned, value, place)
+                elif not isinstance(value, torch.Tensor):
+                    accounts.expect_whole(leaf, parameter, value, is_part=part is not None)
+                    yield leaf, value, place
+                else:
+                    yield leaf, value if part is None else self._part(leaf, part, value, place), place
         for _, _, holder in self._held:
             for name, value in holder.state.items():
                 if not isinstance(name, torch.Tensor):
@@ -567,6 +568,7 @@ def _leaf(fqn: str, name: str) -> str:
     return f"state.{fqn}.{_quoted(name)}"
 
 
+@functools.lru_cache(maxsize=1024)
 def _quoted(name: str) -> str:
     return name.replace("%", "%25").replace(".", "%2E") if "." in name or "%" in name else name
 

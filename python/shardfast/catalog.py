@@ -583,7 +583,6 @@ class Adapter(Objects, Protocol):
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor of this framework."""
-        ...
 
     def layout(self, tensor: Any) -> Layout:
         """Which parts of the global tensor this rank holds. Reads no data and allocates none; no communication.
@@ -614,7 +613,6 @@ class Adapter(Objects, Protocol):
 
     def stream(self, device: int) -> int | None:
         """The handle of the stream that the program now uses on that CUDA device, if it is this framework's."""
-        ...
 
     def carrier(self, world: int) -> Callable[[Rounds], None] | None:
         """A carrier of rounds between the devices of all ``world`` ranks of the job, if this framework has one.
@@ -637,7 +635,6 @@ class Adapter(Objects, Protocol):
 
     def wrote(self, owners: Sequence[Any]) -> None:
         """Tells the framework that these were written: owners of targets, which a load has filled."""
-        ...
 
     def destination(self, tensor: Any, dtype: str) -> Destination:
         """What a load of elements of type ``dtype`` into ``tensor`` needs first, in one call.
@@ -649,7 +646,6 @@ class Adapter(Objects, Protocol):
 
     def written(self, tensor: Any) -> Box | None:
         """The memory that a load into ``tensor`` changes; ``None`` if it has none."""
-        ...
 
     def allocate(self, dtype: str, shape: Ints) -> Any:
         """A new whole tensor in host memory, contents undefined."""
@@ -670,6 +666,9 @@ class Adapter(Objects, Protocol):
             Refused: If the value is no tensor of the same shape and dtype.
         """
         ...
+
+    def clear(self, tensor: Any, start: int, stop: int) -> None:
+        """Sets a run of a plain tensor's elements to 0, counted in row-major order."""
 
     def identity(self, tensor: Any) -> Hashable:
         """Equal for two tensors exactly if they are the same elements in the same memory."""

@@ -93,6 +93,7 @@ class LoadPlan:
         missing: Names that the state has and the checkpoint does not have.
         unexpected: Names that the checkpoint has and no rank's state has.
         dropped: Optimizer state that the checkpoint does not have: a load removes it.
+        padded: Of tensors whose padding has another length here, which rows become 0 and which are left.
         problems: Everything that prevents the load, of all ranks; empty after a load.
         bytes_wanted: Bytes that this rank needs. Only :func:`shardfast.plan_load` sets it.
         bytes_read: Bytes that this rank will read; after a load, bytes that it read from storage.
@@ -112,6 +113,7 @@ class LoadPlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    padded: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     bytes_wanted: int = 0
     bytes_read: int = 0
@@ -133,6 +135,7 @@ class LoadPlan:
             "missing in the checkpoint": self.missing,
             "unexpected in the checkpoint": self.unexpected,
             "dropped here": self.dropped,
+            "padding of another length": self.padded,
             "problems": self.problems,
             "tensors": self.tensors,
             "values": self.values,

@@ -10,39 +10,28 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .catalog import (
     Adapter,
     Box,
     Destination,
-    Flat,
-    Memory,
     Refused,
     SavedAlias,
     SavedLeaf,
     SavedObject,
     SavedTensor,
-    item_bytes,
 )
 from .errors import Corrupt, Error, Invalid
 from .giving import checked, installed, load_into
 from .load_plan import LoadPlan, Options
 from .overlaps import overlaps
-from .parts import Parts, adapter_of, native_want, pieces_of, row_major, shared_as_saved
+from .padding import differ_by_padding, other_padding, said
+from .parts import Parts, adapter_of, pieces_of, shared_as_saved
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
-
-
-class _Want(NamedTuple):
-    """A tensor to fill from a saved one."""
-
-    leaf: SavedTensor
-    adapter: Adapter | Parts
-    tensor: Any
-    destination: Destination
-    place: str
+from .wants import Want
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class _Value:
     merges: bool
 
 
-_Found = tuple[object, "_Want | None", "Box | None"]
+_Found = tuple[object, "Want | None", "Box | None"]
 """What may be written: a name, or the number of a value and a trail in it; the want of a leaf; its memory."""
 
 
@@ -115,7 +104,7 @@ class Matching:
         self._ours = self._renamed(saved, walked)
         known = {name for key, below in self._ours for name in (key, f"{key}/{below}")}
         self._options = options = dataclasses.replace(options, exact=frozenset(known.intersection(options.only)))
-        self._wants: list[_Want] = []
+        self._wants: list[Want] = []
         self.devices = set[int]()
         self._values: list[_Value] = []
         self._filled: dict[Hashable, tuple[int, str]] = {}
@@ -259,9 +248,9 @@ class Matching:
             self.plan.problems.append(f"{name}: {refused}")
             return
         layout = destination.layout
-        if layout.shape != saved.shape:
+        if layout.shape != saved.shape and not differ_by_padding(saved.shape, saved.layout, layout.shape, layout.text):
             problem = f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(layout.shape)} here"
-            self.plan.problems.append(problem)
+            self.plan.problems.append(problem + other_padding(saved.layout, layout.text))
             return
         if layout.dtype != saved.dtype:
             if not self._options.cast:
@@ -276,7 +265,7 @@ class Matching:
         index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
             self._bound.setdefault(index, tensor)
-            self._wants.append(_Want(saved, adapter, tensor, destination, name))
+            self._wants.append(Want(saved, adapter, tensor, destination, name, self._padded(saved, destination, name)))
         elif index != saved.index:
             is_of_one_key = name.partition("/")[0] == other.partition("/")[0]
             if self._options.strict or not is_of_one_key:
@@ -287,6 +276,16 @@ class Matching:
             return
         if name not in self.plan.tensors[-1:]:  # of a leaf in several tensors, once
             self.plan.tensors.append(name)
+
+    def _padded(self, saved: SavedTensor, destination: Destination, name: str) -> int | None:
+        """How many rows the checkpoint has of a leaf that has more here, with padding."""
+        shape = destination.layout.shape
+        if shape == saved.shape:
+            return None
+        note = said(name, saved.shape[0], shape[0])
+        if note not in self.plan.padded:
+            self.plan.padded.append(note)
+        return saved.shape[0] if saved.shape[0] < shape[0] else None
 
     # Values
 
@@ -396,7 +395,7 @@ class Matching:
             value.current.update(now)
             self._refer(value.leaf, value.name, {dotted(trail): there for trail, there in now.items()})
 
-    def _overlap(self, one: _Want, other: _Want) -> None:
+    def _overlap(self, one: Want, other: Want) -> None:
         """Notes that two leaves lie over each other. A lazy view of all of another leaf is compared instead."""
         (first, second) = ((want, want.adapter.written(want.tensor)) for want in (one, other))
         if first[1] is not None and first[1].is_lazy:
@@ -411,7 +410,7 @@ class Matching:
             "checkpoint"
         )
 
-    def _compare(self, lazy: _Want, adapter: Adapter, filled: str) -> None:
+    def _compare(self, lazy: Want, adapter: Adapter, filled: str) -> None:
         """Loads elsewhere what is saved for a lazy view, and compares it once the leaf below is filled."""
         staging = adapter.allocate(lazy.leaf.dtype, lazy.leaf.shape)
         destination = adapter.destination(staging, lazy.leaf.dtype)
@@ -548,12 +547,7 @@ class Matching:
 
     def forecast_wants(self) -> list[tuple[Any, ...]]:
         """The wants without memory, for a plan only."""
-        out = []
-        for want in self._wants:
-            for region in want.destination.layout.regions:
-                strides = () if isinstance(region, Flat) else row_major(region.lengths, item_bytes(want.leaf.dtype))
-                out.append(native_want(want.leaf.index, region, Memory(0, strides)))
-        return out
+        return [native for want in self._wants for native in want.forecast()]
 
     def bind(self) -> list[tuple[Any, ...]]:
         """The wants with their memory, which this object keeps allocated."""
@@ -567,9 +561,12 @@ class Matching:
             owners.setdefault(want.adapter, []).append(target.owner)
             if target.finish is not None:
                 self._finish.append((want.place, target.finish))
-            for region, memory in zip(want.destination.layout.regions, target.memory, strict=True):
+            if want.rows is not None and isinstance(want.adapter, Parts):
+                clear = functools.partial(want.adapter.clear_behind, want.tensor, want.rows)
+                self._finish_last.append((want.place, clear))
+            for native, memory in want.bound(target):
                 self.devices.update(memory.where)
-                out.append(native_want(want.leaf.index, region, memory))
+                out.append(native)
         for adapter, of in owners.items():
             adapter.wrote(of)
         self._owners += owners.values()

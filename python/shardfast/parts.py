@@ -25,6 +25,7 @@ from .catalog import (
     Target,
     item_bytes,
 )
+from .padding import first_rows
 
 
 def pieces_of(tensor: Any) -> Sequence[Any]:
@@ -168,6 +169,15 @@ class Parts:
     def wrote(self, owners: Sequence[Any]) -> None:
         """As of plain tensors."""
         self.plain.wrote(owners)
+
+    def clear_behind(self, part: Part, rows: int) -> None:
+        """Sets to 0 what lies behind the first ``rows`` of the whole tensor."""
+        layout, at = Layout("", part.shape, part.regions), 0
+        for region, first in zip(part.regions, first_rows(layout, rows), strict=True):
+            kept, size = numel_of(first) if first is not None else 0, numel_of(region)
+            if kept < size:
+                self.plain.clear(part.tensor, at + kept, at + size)
+            at += size
 
     def fill(self, part: Part, value: object) -> None:
         """Copies a value where several leaves have one memory; no value is a part of a tensor."""

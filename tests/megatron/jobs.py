@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 
 megatron_on_cpu.repair()
 
-VOCABULARY, LENGTH = 64, 8
+LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Kind:
     experts: int = 0
     tied: bool = False
     optimizer: str = "adam"
+    vocabulary: int = 64
+    divisible_by: int = 16
+    """What the vocabulary is padded to a multiple of, times the tensor parallelism."""
+
     overlaps: bool = False
     """Whether parameters are gathered in the next forward pass."""
 
@@ -114,10 +118,11 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
 
 
 def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | None) -> Any:
+    multiple = kind.divisible_by * layout.tp
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(num_experts=kind.experts or None, moe_grouped_gemm=False),
-        vocab_size=VOCABULARY,
+        vocab_size=-(-kind.vocabulary // multiple) * multiple,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),

@@ -50,7 +50,7 @@ def load_others(rank, world, place):
     step(chunks, optimizer, 0)
     sf.save(url, {"model": chunks, "optimizer": optimizer})
     found = []
-    for kind in (Kind(layers=1), Kind(layers=3), Kind(layers=2, hidden=16)):
+    for kind in (Kind(layers=1), Kind(layers=3), Kind(layers=2, hidden=16), Kind(layers=2, vocabulary=200)):
         begin(layout)
         chunks, optimizer = build(layout, kind, seed=5)
         before = [parameter.detach().clone() for parameter in chunks[0].parameters()]
@@ -62,12 +62,16 @@ def load_others(rank, world, place):
     return found
 
 
-def test_another_depth_or_width_is_refused(ranks, tmp_path):
-    for shallower, deeper, narrower, alone in ranks(2)(load_others, str(tmp_path)):
+def test_another_depth_width_or_vocabulary_is_refused(ranks, tmp_path):
+    for shallower, deeper, narrower, larger, alone in ranks(2)(load_others, str(tmp_path)):
         assert "decoder.layers.1." in shallower
         assert "decoder.layers.2." in deeper
         assert (
             "model/decoder.layers.0.mlp.linear_fc1.weight is [56, 24] in the checkpoint and [56, 16] here" in narrower
+        )
+        assert (
+            "model/embedding.word_embeddings.weight is [64, 24] in the checkpoint and [224, 24] here, of which 1 to 64 "
+            "there and 193 to 224 here are no padding" in larger
         )
         assert "belongs to no model of the state" in alone
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from torch import nn
 
 from ..catalog import Ints, Module, NamedPart, Part, Refused, Region
+from ..padding import padded
 from .megatron_optimizer import MegatronOptimizers
 from .torch_modules import Modules
 
@@ -141,6 +143,7 @@ def _part(entry: Any) -> tuple[str, Part]:
         tensor.detach(),
         tuple(first.global_shape[axes:]),
         regions,
+        _padding(first.global_shape[axes]) if first.allow_shape_mismatch else "",
         holders=_holders(tensor, first),
         within=tensor,
     )
@@ -161,6 +164,20 @@ def _name(piece: Any) -> tuple[str, int]:
     if not piece.prepend_axis_num or not layers or tail[:1].isdigit():
         return piece.key, 0
     return f"{head}{layers}{piece.global_offset[0]}.{tail}", 1
+
+
+def _padding(rows: int) -> str:
+    """Between which counts a vocabulary lies that is padded to ``rows``.
+
+    Megatron pads it to a multiple of ``make_vocab_size_divisible_by`` (128 by default) times the tensor parallelism.
+    Its training loop knows how long it really is.
+    """
+    there = sys.modules.get("megatron.training.global_vars")
+    if there is not None and there._GLOBAL_TOKENIZER is not None and there.get_args().padded_vocab_size == rows:
+        known = int(there.get_tokenizer().vocab_size)
+        return padded(known, known)
+    multiple = math.gcd(rows, 128 * parallel_state.get_tensor_model_parallel_world_size())
+    return padded(rows - multiple + 1, rows)
 
 
 def _holders(tensor: torch.Tensor, piece: Any) -> Ints | None:

@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..catalog import Compared, Flat, Ints, NamedPart, Part, Refused, Region, Restored
+from ..padding import differ_by_padding
 from .torch_capture import Place
 from .torch_groups import equal
 from .torch_optimizers import Optimizers
@@ -277,11 +278,18 @@ class MegatronOptimizers(Optimizers):
         return {_outside(name): when for name, when in super().compared().items()}
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
-        made = [
-            super(MegatronOptimizers, self).create(piece, dtype, shape, layout=layout, beside=beside, dry=dry)
-            for piece in self._inside_names(name)
-        ]
+        made = []
+        for piece in self._inside_names(name):
+            there = self._place_of(piece)
+            is_padded = there is not None and differ_by_padding(shape, layout, there.shape, there.text)
+            size = there.shape if there is not None and is_padded else shape
+            made.append(super().create(piece, dtype, size, layout=layout, beside=beside, dry=dry))
         return _joined(name, made)
+
+    def _place_of(self, name: str) -> Part | None:
+        """The part that its parameter is of the whole one."""
+        place = self._split(name)
+        return None if place is None else self._owned[place[0]].part
 
     def _inside_names(self, name: str) -> list[str]:
         """What a leaf is called inside, once for each of its pieces."""

@@ -118,6 +118,9 @@ class NumpyAdapter:
         _expect_writable(tensor)
         np.copyto(tensor, value)
 
+    def clear(self, tensor: Array, start: int, stop: int) -> None:
+        tensor.flat[start:stop] = 0
+
     def follow(self, before: Callable[[object], None], after: Callable[[object], None]) -> None:
         pass  # NumPy has no optimizers
 

@@ -211,6 +211,11 @@ class TorchAdapter:
     def fill(self, tensor: torch.Tensor, value: object) -> None:
         fill(tensor, value)
 
+    def clear(self, tensor: torch.Tensor, start: int, stop: int) -> None:
+        with torch.no_grad():
+            places = torch.arange(start, stop, device=tensor.device)
+            tensor[torch.unravel_index(places, tensor.shape)] = 0
+
     @named
     def identity(self, tensor: torch.Tensor) -> Hashable:
         return identity(tensor)

@@ -351,11 +351,11 @@ class Hold:
     retain: Callable[[Any], object] | None = None
 
 
-Kind = Literal["names", "objects", "object", "entries", "groups", "state"]
+Kind = Literal["names", "objects", "object", "entries", "groups", "members", "state"]
 """What stands in an attribute: a dict or a set of which the names count; a dict of objects of the bundle or ``None``;
 one such object; a dict of entries by name; a list of dicts, each with a list of *members* under the name that
-:attr:`Outline.members` gives; or a dict by member of dicts of entries, and by name of an entry. Names are texts or
-whole numbers."""
+:attr:`Outline.members` gives; likewise, each member an entry, too; or a dict by member of dicts of entries, and by name
+of an entry. Names are texts or whole numbers."""
 
 
 class Inside(NamedTuple):
@@ -382,7 +382,7 @@ class Outline:
         others: Numbers of the entries that ``values`` needs.
         inside: For tensors inside of their entries, by number among the tensors, where they are there.
         values: What :meth:`Bundle.values` would give now, from these entries. Keeps nothing of the bundle alive.
-        members: The name under which a group lists its members, where an attribute is of kind ``"groups"``.
+        members: The name under which a group lists its members, where an attribute lists such.
         place: Returns a tensor's device, address, element type, shape and strides, and what else says how its memory
             is read. Is called for tensors whose class has no exchange table of DLPack, which is faster.
     """

@@ -75,6 +75,19 @@ def test_what_is_the_same_is_told_with_what_it_holds_now(table):
     assert native.again()[2] == [[2, 5]]
 
 
+def test_members_that_are_entries_are_told_and_watched():
+    first, second = torch.ones(4), torch.ones(5)
+    box = Box(groups=[{"listed": [first]}, {"listed": [second]}], state={second: {"mean": torch.ones(5)}})
+    attributes = [("groups", "members"), ("state", "state")]
+    native = outlined(
+        [Outline([(box, attributes)], [2, 1], [], [], {}, lambda entries: {}, members="listed", place=place)]
+    )
+    tensors, _, _ = native.again()
+    assert [id(one) for one in tensors] == [id(box.state[second]["mean"]), id(second)]
+    second.data = torch.ones(5)
+    assert native.again() is None
+
+
 def a_key_by_an_equal_one(box):
     """A text of its own that is the same is the same name."""
     box.entries = {"".join(["te", "xt"]) if name == "text" else name: one for name, one in box.entries.items()}

@@ -27,6 +27,8 @@ enum Kind {
     Entries,
     /// A list of dicts, each with a list of members under the bundle's name for them.
     Groups,
+    /// Likewise, and each member is an entry.
+    Members,
     /// A dict by member of dicts of entries by name; or, under a name of its own, of an entry.
     State,
 }
@@ -39,6 +41,7 @@ impl Kind {
             "object" => Kind::Object,
             "entries" => Kind::Entries,
             "groups" => Kind::Groups,
+            "members" => Kind::Members,
             "state" => Kind::State,
             other => return Err(invalid(format!("an attribute of unknown kind {other:?}"))),
         })
@@ -116,7 +119,7 @@ impl Outline {
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
-    ///   that list members) and "state" (a dict by member of dicts of entries, or by name of an entry). What is met in
+    ///   that list members), "members" (likewise, each one an entry, too) and "state" (a dict by member of dicts of entries, or by name of an entry). What is met in
     ///   them in this order numbers the entries.
     /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
     /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
@@ -379,6 +382,12 @@ impl<'a, 'py> Walk<'a, 'py> {
             Kind::Object => self.object(there),
             Kind::Entries => self.entries_of(there),
             Kind::Groups => self.groups(there),
+            Kind::Members => {
+                let first = self.members.len();
+                let is_same = self.groups(there);
+                self.entries.extend_from_slice(&self.members[first..]);
+                is_same
+            }
             Kind::State => self.dict(there, Self::state),
         }
     }

@@ -18,10 +18,14 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from torch import nn
 
-from ..catalog import Ints, Module, NamedPart, Part, Refused, Region
+from ..catalog import Ints, Kind, Module, NamedPart, Outline, Part, Refused, Region
 from ..padding import padded
 from .megatron_optimizer import MegatronOptimizers
+from .torch_capture import Place, outline_of_modules
 from .torch_modules import Modules
+
+_GATHERING = "remove_forward_pre_hook_handles"
+"""Where Megatron's DDP has the hooks that gather parameters in forward passes, while there are any."""
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
@@ -31,6 +35,7 @@ class MegatronModules(Modules):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._names: dict[int, dict[str, str]] = {}
+        self._within: dict[int, Place] = {}
         super().__init__(modules)
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
@@ -46,6 +51,7 @@ class MegatronModules(Modules):
                 raise Refused(f"its sharded_state_dict() has {entry.key!r}, which is none of its parameters or buffers")
             name, part = _part(entry)
             found.setdefault(name, []).append((original, part))
+            self._within[id(part.within)] = id(module), original
         self._names[id(module)] = {pieces[0][0]: name for name, pieces in found.items()}
         state = {pieces[0][0]: _one([part for _, part in pieces]) for pieces in found.values()}
         _expect_all(module, state)
@@ -53,13 +59,27 @@ class MegatronModules(Modules):
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         for module in self._modules:
-            if getattr(module, "remove_forward_pre_hook_handles", None):
+            if getattr(module, _GATHERING, None):
                 raise Refused(
                     "overlap_param_gather: parameters of other ranks' runs are those of the step before until the next "
                     "forward pass: call disable_forward_pre_hook() of each chunk before a save, and "
                     "enable_forward_pre_hook() after it, as Megatron's own loop does"
                 )
         return super().announce(notice)
+
+    def outline(self) -> Outline | None:
+        parts = (part for part in self._tensors.values() if isinstance(part, Part))
+        pieces = [piece for part in parts for piece in (part, *part.others)]
+        tensors: list[tuple[Place, Any, None]] = [(self._within[id(piece.within)], piece, None) for piece in pieces]
+        parameters = [place for place, piece, _ in tensors if isinstance(piece.within, nn.Parameter)]
+        found = outline_of_modules(self._modules, tensors, parameters, {}, lambda entry: entry, "megatron.core.")
+        if found is None:
+            return None
+        gathering: list[tuple[str, Kind]] = [(_GATHERING, "names")]
+        objects = [
+            (module, [*slots, *(gathering if hasattr(module, _GATHERING) else ())]) for module, slots in found.objects
+        ]
+        return dataclasses.replace(found, objects=objects)
 
     def _names_of(self, module: nn.Module) -> Callable[[str], str]:
         names = self._names[id(module)]

@@ -8,19 +8,23 @@ Beside the state of PyTorch's optimizer, ``state.<FQN>.master`` is the copy in f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core import parallel_state
 
-from ..catalog import Compared, Flat, Ints, NamedPart, Part, Refused, Region, Restored
+from ..catalog import Compared, Flat, Inside, Ints, Kind, NamedPart, Outline, Part, Refused, Region, Restored
 from ..padding import differ_by_padding
-from .torch_capture import Place
-from .torch_groups import equal
+from . import torch_accounts as accounts
+from .torch_capture import MEMBER, Place, outline_of_optimizers
+from .torch_groups import equal, groups_value
 from .torch_optimizers import Optimizers
+from .torch_wrapped import constants_of
 
 MASTER = "master"
 _SCALER = "loss_scaler"
@@ -190,7 +194,8 @@ class MegatronOptimizers(Optimizers):
         for model, ranks in itertools.chain.from_iterable(map(_owners, inner)):
             for fqn, _ in names.get(id(model), ()):
                 owners[fqn] = (*owners.get(fqn, ()), *ranks)
-        self._scalers = [one.grad_scaler for one in inner if getattr(one, "grad_scaler", None)]
+        self._inner = inner
+        self._scaled = [one for one in inner if getattr(one, "grad_scaler", None)]
         for shard in itertools.chain.from_iterable(map(_shards, inner)):
             if id(shard.model) not in names:
                 raise Refused(
@@ -224,13 +229,36 @@ class MegatronOptimizers(Optimizers):
     def _entries(self) -> Iterator[tuple[str, object, Place]]:
         yield from super()._entries()
         for name, run in self._masters.items():
-            yield f"state.{name}.{MASTER}", run, (id(run.within), MASTER)
+            yield f"state.{name}.{MASTER}", run, (id(run.within), MEMBER)
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         return [*super().announce(notice), *self.parameters.values()]
 
-    def outline(self) -> None:
-        return None
+    def outline(self) -> Outline | None:
+        if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
+            return None
+        placed: dict[str, list[tuple[Place, Any, Inside | None]]] = {}
+        values: dict[str, Place] = {}
+        for name, value, place in self._entries():
+            if isinstance(value, (torch.Tensor, Part)):
+                placed.setdefault(_outside(name), []).append((place, value, self._inside.get(name)))
+            else:
+                values[name] = place
+        tensors = list(itertools.chain.from_iterable(placed.values()))
+        groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
+        optimizers = [(held.optimizer, held.holder) for held in self._held]
+        constants = dict.fromkeys(self._constants, constants_of)
+        found = outline_of_optimizers(optimizers, tensors, values, constants, groups, with_members=True)
+        if found is None:
+            return None
+        of, weak = found.values, [weakref.ref(one) for one in self._scaled]
+        outer: list[tuple[Any, Sequence[tuple[str, Kind]]]] = [(one, [("optimizer", "object")]) for one in self._inner]
+
+        def values_of(entries: Sequence[Any]) -> Mapping[str, object]:
+            live: list[Any] = [one() for one in weak]
+            return _as_saved(of(entries), live)
+
+        return dataclasses.replace(found, objects=[*found.objects, *outer], values=values_of)
 
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         pieces: dict[str, list[torch.Tensor | Part]] = {}
@@ -242,24 +270,11 @@ class MegatronOptimizers(Optimizers):
         return {name: _joined(name, of) for name, of in pieces.items()}
 
     def values(self) -> Mapping[str, object]:
-        values: dict[str, object] = {}
-        for name, value in super().values().items():
-            other = values.setdefault(_outside(name), value)
-            if not equal(other, value):
-                raise Refused(f"{_outside(name)} is {other!r} for one of its tensors and {value!r} for another")
-        for group in cast("list[dict[str, object]]", values["param_groups"]):
-            for name in _OF_THE_LAYOUT:
-                group.pop(name, None)
-        for scaler in self._scalers:
-            # Each of a chain's optimizers has one, and all see the same gradients.
-            said = {name: _plain(value) for name, value in scaler.state_dict().items()}
-            if values.setdefault(_SCALER, said) != said:
-                raise Refused(f"its loss scalers differ: {values[_SCALER]} and {said}")
-        return values
+        return _as_saved(super().values(), self._scaled)
 
     def accepts(self, name: str) -> bool:
         if name == _SCALER:
-            return bool(self._scalers)
+            return bool(self._scaled)
         # A parameter that is stepped itself has no place for a copy that is more exact.
         return (not _is_master(name) or bool(self._masters.keys() & self._bare(name))) and super().accepts(name)
 
@@ -322,9 +337,9 @@ class MegatronOptimizers(Optimizers):
         def install() -> None:
             restored.install()
             self._expect_masters()
-            for one in self._scalers if scaler else ():
-                said = one.state_dict().items()
-                one.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
+            for one in self._scaled if scaler else ():
+                said = one.grad_scaler.state_dict().items()
+                one.grad_scaler.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
 
         missing, unexpected = (
             list(dict.fromkeys(map(_outside, names))) for names in (restored.missing, restored.unexpected)
@@ -340,6 +355,24 @@ class MegatronOptimizers(Optimizers):
                     f"state.{fqn}.{MASTER} and the model's {fqn!r} are of different steps after the load: load both "
                     "from one checkpoint"
                 )
+
+
+def _as_saved(values: Mapping[str, object], scaled: Sequence[Any]) -> Mapping[str, object]:
+    """The values by their names in a checkpoint, with those of the loss scalers of Megatron's optimizers ``scaled``."""
+    out: dict[str, object] = {}
+    for name, value in values.items():
+        other = out.setdefault(_outside(name), value)
+        if not equal(other, value):
+            raise Refused(f"{_outside(name)} is {other!r} for one of its tensors and {value!r} for another")
+    for group in cast("list[dict[str, object]]", out["param_groups"]):
+        for name in _OF_THE_LAYOUT:
+            group.pop(name, None)
+    for one in scaled:
+        # Each of a chain's optimizers has one, and all see the same gradients.
+        said = {name: _plain(value) for name, value in one.grad_scaler.state_dict().items()}
+        if out.setdefault(_SCALER, said) != said:
+            raise Refused(f"its loss scalers differ: {out[_SCALER]} and {said}")
+    return out
 
 
 def _plain(value: Any) -> Any:

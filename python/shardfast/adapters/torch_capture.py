@@ -205,7 +205,9 @@ _OF_MODULES: list[tuple[str, Kind]] = [
     *((slot, "entries") for slot in _SLOTS),
     *((name, "names") for name in ("_non_persistent_buffers_set", *_HOOKS)),
 ]
-_OF_OPTIMIZERS: list[tuple[str, Kind]] = [("param_groups", "groups"), ("state", "state")]
+MEMBER = ""
+"""The name of a place that is the parameter itself, as an optimizer's group lists it."""
+
 SAYING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _OF_WRAPPED: list[tuple[str, Kind]] = [("param_groups", "groups"), ("optim", "object")]
 
@@ -223,17 +225,20 @@ def place(tensor: torch.Tensor) -> Hashable:
     )
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module's state dict is what is in its slots, without any further code."""
+def _is_plain(module: nn.Module, of: str | None) -> bool:
+    """Whether the module's state dict is what is in its slots, without any further code but that of ``of``."""
     if isinstance(module, torch.jit.ScriptModule) or any(name in vars(module) for name in _METHODS):
         return False
-    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _METHODS):
-        return False
+    for name in _METHODS:
+        method = getattr(type(module), name)
+        if method is not getattr(nn.Module, name) and (of is None or not method.__module__.startswith(of)):
+            return False
     if not all(isinstance(vars(module).get(name), (dict, set)) for name, _ in _OF_MODULES):
         return False  # another torch
     hooks = [hook for name in _HOOKS for hook in vars(module)[name].values()]
     # FSDP2's put the sharded parameters into the slots: when these are there, they do nothing. FSDP1's are not run.
-    return all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks)
+    known = "torch.distributed.fsdp." if of is None else of
+    return all(getattr(hook, "__module__", "").startswith(known) for hook in hooks)
 
 
 Place = tuple[int, str]
@@ -250,6 +255,7 @@ def outline_of_modules(
     parameters: Sequence[Place],
     values: Mapping[str, Place],
     value_of: Callable[[Any], object],
+    of: str | None = None,
 ) -> Outline | None:
     """The outline of modules; ``None`` if only their state dicts show what they hold.
 
@@ -259,9 +265,10 @@ def outline_of_modules(
         parameters: The places of the parameters.
         values: Those of values, by leaf name.
         value_of: Makes a value of its entry.
+        of: The package whose modules' methods are known to say no more than what is in their slots.
     """
     modules = list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots)))
-    if not all(map(_is_plain, modules)):
+    if not all(_is_plain(module, of) for module in modules):
         return None
     entries = ((id(module), name) for module in modules for slot in _SLOTS for name in getattr(module, slot))
     number = {entry: number for number, entry in enumerate(entries)}
@@ -294,6 +301,8 @@ def outline_of_optimizers(
     values: Mapping[str, Place],
     constants: Mapping[str, Callable[[Any], object]],
     groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
+    *,
+    with_members: bool = False,
 ) -> Outline | None:
     """The outline of optimizers; ``None`` for those with state of what is neither a parameter nor a name.
 
@@ -303,14 +312,18 @@ def outline_of_optimizers(
         values: Likewise the places of the other entries, by leaf name, groups excepted.
         constants: What makes the values, by name, of those that are not their entries.
         groups: Makes the values of the groups.
+        with_members: Whether parameters themselves, as groups list them, are among the tensors.
     """
+    of_holders: list[tuple[str, Kind]] = [("param_groups", "members" if with_members else "groups"), ("state", "state")]
     objects: list[tuple[Any, Sequence[tuple[str, Kind]]]] = []
     places: list[Place] = []
     for optimizer, holder in optimizers:
         if holder is not optimizer:
             objects.append((optimizer, _OF_WRAPPED))
         hooks: list[tuple[str, Kind]] = [(name, "names") for name in SAYING if name in vars(holder)]
-        objects.append((holder, [*_OF_OPTIMIZERS, *hooks]))
+        objects.append((holder, [*of_holders, *hooks]))
+        if with_members:
+            places += ((id(member), MEMBER) for group in holder.param_groups for member in group["params"])
         for key, entries in holder.state.items():
             if isinstance(key, torch.Tensor) and isinstance(entries, dict):
                 places += ((id(key), name) for name in entries)

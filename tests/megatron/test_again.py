@@ -1,0 +1,79 @@
+"""A layout of Megatron-Core is described once: later saves ask the model for nothing, and notice what has changed."""
+
+import pytest
+import shardfast as sf
+import torch
+from jobs import Kind, Layout, begin, build, difference, step, truth
+from megatron.core.models.gpt import GPTModel
+
+
+def save_again(rank, world, place, kind, layout, target):
+    """How often the model was asked where its tensors lie, by save; what the last one lost of the state."""
+    asked, own = [], GPTModel.sharded_state_dict
+
+    def counted(self, *arguments, **named):
+        asked[-1] += 1
+        return own(self, *arguments, **named)
+
+    begin(layout)
+    chunks, optimizer = build(layout, kind)
+    state = {"model": chunks, "optimizer": optimizer}
+    with sf.Checkpointer(place) as ckpt, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPTModel, "sharded_state_dict", counted)
+        for number in range(5):
+            step(chunks, optimizer, number)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + number)
+            if number == 3:  # in other memory
+                inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+                entries = next(iter(inner.state.values()))
+                entries["exp_avg"] = entries["exp_avg"].clone()
+            asked.append(0)
+            ckpt.save(number, state)
+    before, groups = truth(chunks, optimizer), [group["lr"] for group in optimizer.param_groups]
+    begin(target)
+    chunks, optimizer = build(target, kind, seed=5)
+    sf.load(f"{place}/step-00000004", {"model": chunks, "optimizer": optimizer})
+    assert {group["lr"] for group in optimizer.param_groups} == set(groups)
+    return asked, difference(before, truth(chunks, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "target"),
+    [
+        (Kind(), Layout(tp=2, pp=2), Layout()),
+        pytest.param(Kind(experts=4), Layout(ep=2), Layout(ep=4), marks=pytest.mark.campaign),
+        pytest.param(Kind(dtype=torch.float16), Layout(pp=2, vpp=2), Layout(tp=2), marks=pytest.mark.campaign),
+        pytest.param(Kind(tied=True), Layout(tp=2, distributed=False), Layout(pp=2), marks=pytest.mark.campaign),
+    ],
+    ids=["dense", "experts", "scaled", "plain"],
+)
+def test_a_model_is_asked_once_until_something_changes(ranks, tmp_path, kind, layout, target):
+    for asked, lost in ranks(4)(save_again, str(tmp_path), kind, layout, target):
+        assert asked[0]
+        assert not asked[1], asked
+        assert not asked[2], asked
+        assert asked[3], asked
+        assert not asked[4], asked
+        assert not lost
+
+
+def overlap_later(rank, world, place):
+    layout = Layout()
+    begin(layout)
+    chunks, optimizer = build(layout, Kind(layers=1, overlaps=True))
+    chunks[0].disable_forward_pre_hook(param_sync=False)
+    with sf.Checkpointer(place) as ckpt:
+        for number in range(2):
+            ckpt.save(number, {"model": chunks, "optimizer": optimizer})
+        chunks[0].enable_forward_pre_hook()
+        try:
+            ckpt.save(2, {"model": chunks, "optimizer": optimizer})
+        except sf.Error as error:
+            return str(error)
+    return ""
+
+
+def test_a_forward_pass_that_begins_to_gather_is_noticed(ranks, tmp_path):
+    for refused in ranks(2)(overlap_later, str(tmp_path)):
+        assert "overlap_param_gather" in refused

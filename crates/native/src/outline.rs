@@ -119,8 +119,8 @@ impl Outline {
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
-    ///   that list members), "members" (likewise, each one an entry, too) and "state" (a dict by member of dicts of entries, or by name of an entry). What is met in
-    ///   them in this order numbers the entries.
+    ///   that list members), "members" (likewise, each member an entry, too) and "state" (a dict by member of dicts of
+    ///   entries, or by name of an entry). What is met in them in this order numbers the entries.
     /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
     /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
     /// - `others`: numbers of the entries that are wanted, too.

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -41,9 +42,13 @@ class Layout:
     distributed: bool = True
     """Whether its optimizer is the distributed one."""
 
+    fsdp: str = ""
+    """How Megatron-FSDP shards, if it does."""
+
     def __str__(self) -> str:
         axes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "instances")}
         said = "x".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "dp"
+        said = f"{said}, {self.fsdp}" if self.fsdp else said
         return said if self.distributed else f"{said}, plain optimizer"
 
 
@@ -138,6 +143,9 @@ def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | N
         overlap_param_gather=kind.overlaps,
         num_distributed_optimizer_instances=layout.instances,
     )
+    if layout.fsdp:
+        said.use_megatron_fsdp, said.data_parallel_sharding_strategy = True, layout.fsdp
+        return FullyShardedDataParallel(config, said, model, device=torch.device("cpu"))
     return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage))
 
 
@@ -166,6 +174,9 @@ def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
     for number, chunk in enumerate(chunks):
         chunk.zero_grad_buffer()
         torch.manual_seed(1000 + 10 * seed + number)
+        if hasattr(chunk, "param_and_grad_buffer"):
+            _give(chunk)
+            continue
         for parameter in chunk.parameters():
             if getattr(parameter, "shared_embedding", False):  # on several stages, whose gradients Megatron adds up
                 torch.manual_seed(seed)
@@ -173,6 +184,20 @@ def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
             parameter.grad_added_to_main_grad = True
         chunk.finish_grad_sync()
     assert optimizer.step()[0]
+
+
+def _give(chunk: Any) -> None:
+    """Random gradients for parameters that Megatron-FSDP shards, as for those of its DDP."""
+    buffers = chunk.param_and_grad_buffer
+    for parameter in chunk.module.raw_param.values():
+        group = buffers.parameter_groups[buffers.param_to_param_group[parameter]]
+        gradients = group.main_grad_buffer
+        gradient = torch.randn(parameter.shape, dtype=gradients.dtype)
+        if group.is_expert_param:  # DDP takes the mean over all data, of which an expert's replicas have a part
+            gradient /= parallel_state.get_expert_model_parallel_world_size()
+        gradients.set_item(gradients.param_idx[parameter], gradient)
+    buffers.update_main_grads()
+    chunk.synchronize_param_gather()  # as finish_grad_sync() does
 
 
 def truth(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -20,7 +20,8 @@ from torch import nn
 
 from ..catalog import Ints, Kind, Module, NamedPart, Outline, Part, Refused, Region
 from ..padding import padded
-from .megatron_optimizer import MegatronOptimizers
+from .megatron_fsdp import renew, runs_in, sharded_in, whole_parameters
+from .megatron_optimizer import MegatronOptimizers, cut
 from .torch_capture import Place, outline_of_modules
 from .torch_modules import Modules
 
@@ -39,7 +40,12 @@ class MegatronModules(Modules):
         super().__init__(modules)
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
-        originals: dict[int, str] = {}
+        with whole_parameters(module):
+            return self._whole_state_of(module)
+
+    def _whole_state_of(self, module: nn.Module) -> Mapping[str, Any]:
+        _expect_understood(module)
+        runs, originals = runs_in(module), dict[int, str]()
         for name, tensor in itertools.chain(
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         ):
@@ -50,6 +56,10 @@ class MegatronModules(Modules):
             if original is None:
                 raise Refused(f"its sharded_state_dict() has {entry.key!r}, which is none of its parameters or buffers")
             name, part = _part(entry)
+            if id(entry.data) in runs:
+                run = runs[id(entry.data)]
+                own = (torch.distributed.get_rank(),)
+                part = cut(part, entry.data, run.local.detach(), run.start, own, run.owners)
             found.setdefault(name, []).append((original, part))
             self._within[id(part.within)] = id(module), original
         self._names[id(module)] = {pieces[0][0]: name for name, pieces in found.items()}
@@ -68,6 +78,8 @@ class MegatronModules(Modules):
         return super().announce(notice)
 
     def outline(self) -> Outline | None:
+        if any(map(sharded_in, self._modules)):  # whose parameters take turns in their places
+            return None
         parts = (part for part in self._tensors.values() if isinstance(part, Part))
         pieces = [piece for part in parts for piece in (part, *part.others)]
         tensors: list[tuple[Place, Any, None]] = [(self._within[id(piece.within)], piece, None) for piece in pieces]
@@ -80,6 +92,14 @@ class MegatronModules(Modules):
             (module, [*slots, *(gathering if hasattr(module, _GATHERING) else ())]) for module, slots in found.objects
         ]
         return dataclasses.replace(found, objects=objects)
+
+    def _release(self) -> None:
+        super()._release()
+        for part in itertools.chain.from_iterable(map(sharded_in, self._modules)):
+            renew(part)
+
+    def _loaded(self, module: nn.Module) -> nn.Module:
+        return cast(nn.Module, _unwrapped(module))
 
     def _names_of(self, module: nn.Module) -> Callable[[str], str]:
         names = self._names[id(module)]
@@ -111,11 +131,6 @@ _WRAPPERS = ("megatron.core.distributed.", "megatron.core.transformer.module")
 
 
 def _expect_understood(chunk: nn.Module) -> None:
-    for module in chunk.modules():
-        if "fsdp" in type(module).__module__.lower() and type(module).__module__.startswith("megatron."):
-            raise Refused(
-                f"a {type(module).__name__} of Megatron-FSDP is not understood: wrap the model in Megatron's DDP"
-            )
     for name, parameter in chunk.named_parameters():
         if type(parameter) is not nn.Parameter:
             raise Refused(f"its parameter {name!r} is a {type(parameter).__name__}, which is not understood")
@@ -237,8 +252,6 @@ class MegatronObjects:
             return None
         if not parallel_state.model_parallel_is_initialized():
             raise Refused("a model of Megatron-Core, whose process groups are not there: initialize_model_parallel()")
-        for chunk in chunks:
-            _expect_understood(chunk)
         modules = MegatronModules(chunks)
         return Module(modules, modules.parameters)
 

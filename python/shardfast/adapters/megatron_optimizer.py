@@ -21,7 +21,8 @@ from megatron.core import parallel_state
 from ..catalog import Compared, Flat, Inside, Ints, Kind, NamedPart, Outline, Part, Refused, Region, Restored
 from ..padding import differ_by_padding
 from . import torch_accounts as accounts
-from .torch_capture import MEMBER, Place, outline_of_optimizers
+from .megatron_fsdp import stepped_by
+from .torch_capture import MEMBER, Place, is_dtensor, outline_of_optimizers
 from .torch_groups import equal, groups_value
 from .torch_optimizers import Optimizers
 from .torch_wrapped import constants_of
@@ -38,14 +39,23 @@ class _Shard(NamedTuple):
     Attributes:
         model: The parameter.
         stepped: What is stepped.
-        start: Its first element in the flattened parameter.
+        start: Its first element among those of the parameter that this rank has.
         alike: The ranks that step the same run of the same part of a model.
+        local: Where its elements lie, if it is a DTensor.
+        there: The same run of the parameter's own elements, if these lie elsewhere than in the parameter.
     """
 
     model: torch.Tensor
     stepped: torch.Tensor
     start: int
     alike: Ints
+    local: torch.Tensor | None = None
+    there: torch.Tensor | None = None
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """What is stepped, as a plain tensor."""
+        return (self.stepped if self.local is None else self.local).detach()
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -69,7 +79,11 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
         return
     if not isinstance(optimizer.optimizer, torch.optim.Optimizer) or hasattr(optimizer.optimizer, "sub_optimizers"):
         kind = type(optimizer.optimizer).__name__
-    if kind == "DistributedOptimizer":
+    if kind == "DistributedOptimizer" and optimizer.ddp_config.use_megatron_fsdp:
+        for one in stepped_by(optimizer):
+            alike = (torch.distributed.get_rank(),) if one.run.owners else _replicas(one.model)
+            yield _Shard(one.model, one.stepped, one.before, alike, one.run.local, one.there)
+    elif kind == "DistributedOptimizer":
         yield from _runs(optimizer)
     elif kind in ("Float16OptimizerWithFloat16Params", "FP32Optimizer"):
         halves = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
@@ -106,6 +120,10 @@ def _owners(optimizer: Any) -> Iterator[tuple[torch.Tensor, Ints]]:
     if type(optimizer).__name__ != "DistributedOptimizer":
         for shard in _shards(optimizer):
             yield shard.model, shard.alike
+        return
+    if optimizer.ddp_config.use_megatron_fsdp:
+        for one in stepped_by(optimizer):
+            yield one.model, one.run.owners or _replicas(one.model)
         return
     ranks, me, alike = _ranks(optimizer.data_parallel_group), torch.distributed.get_rank(), _instances(optimizer)
     for buffer in optimizer.buffers:
@@ -147,25 +165,34 @@ def _moved(ranks: Ints, peers: Sequence[int]) -> Ints:
     return tuple(sorted({rank + peer - me for rank in ranks for peer in peers}))
 
 
-def _run(part: Part, shard: _Shard, owners: Ints) -> Part:
-    """The part of the whole parameter that a shard is."""
+def cut(part: Part, model: torch.Tensor, elements: torch.Tensor, start: int, alike: Ints, owners: Ints) -> Part:
+    """The part of the whole parameter that a run of a part of it is.
+
+    Args:
+        part: That of the parameter ``model`` of this rank.
+        model: That parameter.
+        elements: The run's memory.
+        start: Its first element in the part.
+        alike: The ranks of this one's place in other data-parallel replicas that have the same run.
+        owners: Those that have any run of the part.
+    """
     at, regions = 0, list[Region | Flat]()
-    stop = shard.start + shard.stepped.numel()
+    stop = start + elements.numel()
     for region in part.regions:
-        if isinstance(region, Flat):
-            raise Refused("a parameter that is itself a run")
-        size = math.prod(region.lengths)
-        first, last = max(shard.start - at, 0), min(stop - at, size)
-        if first < last:
-            is_whole = last - first == size
-            regions.append(region if is_whole else Flat(first, last, region))
+        size = region.stop - region.start if isinstance(region, Flat) else math.prod(region.lengths)
+        first, last = max(start - at, 0), min(stop - at, size)
+        if first < last and last - first == size:
+            regions.append(region)
+        elif first < last:
+            before, box = (region.start, region.box) if isinstance(region, Flat) else (0, region)
+            regions.append(Flat(before + first, before + last, box))
         at += size
     holders = sharers = None
     if part.holders is not None:
-        peers = _peers(shard.model)
-        holders = tuple(sorted(set(_moved(shard.alike, peers)) & set(part.holders)))
-        sharers = _moved(owners, peers)
-    return Part(shard.stepped.detach(), part.shape, tuple(regions), part.text, holders, sharers, within=shard.stepped)
+        peers = _peers(model)
+        holders = tuple(sorted(set(_moved(alike, peers)) & set(part.holders)))
+        sharers = _moved(owners, peers) if owners else None
+    return Part(elements, part.shape, tuple(regions), part.text, holders, sharers, within=model)
 
 
 _PIECE = "\0"
@@ -210,7 +237,8 @@ class MegatronOptimizers(Optimizers):
                     if name not in models:
                         break
                     name = f"{fqn}{_PIECE}{number}"
-                run = _run(part, shard, owners[fqn])
+                run = cut(part, shard.model, shard.elements, shard.start, shard.alike, owners[fqn])
+                run = dataclasses.replace(run, within=shard.stepped)
                 inside.setdefault(id(shard.stepped), []).append((name, run))
                 models[name] = shard.model
                 if shard.stepped.dtype is not shard.model.dtype:
@@ -231,11 +259,25 @@ class MegatronOptimizers(Optimizers):
         for name, run in self._masters.items():
             yield f"state.{name}.{MASTER}", run, (id(run.within), MEMBER)
 
+    def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
+        outer: Any = value
+        found = super()._part(leaf, part, outer._local_tensor if is_dtensor(value) else value, place)
+        return dataclasses.replace(found, within=value) if is_dtensor(value) and isinstance(found, Part) else found
+
+    def _create_part(
+        self, leaf: str, place: Place, part: Part, shape: Ints, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | Part:
+        if not shape or shape != part.shape or not is_dtensor(part.within) or device.type == "meta":
+            return super()._create_part(leaf, place, part, shape, dtype, device)
+        return self._part(leaf, part, torch.zeros_like(part.within, dtype=dtype), place)
+
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         return [*super().announce(notice), *self.parameters.values()]
 
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
+            return None
+        if any(map(is_dtensor, itertools.chain.from_iterable(group["params"] for group in self._groups))):
             return None
         placed: dict[str, list[tuple[Place, Any, Inside | None]]] = {}
         values: dict[str, Place] = {}
@@ -349,8 +391,10 @@ class MegatronOptimizers(Optimizers):
     def _expect_masters(self) -> None:
         """Refuses a copy in fp32 that is not, rounded, what the model has."""
         for fqn, shard in self._shards:
-            run = shard.model.detach().reshape(-1)[shard.start : shard.start + shard.stepped.numel()]
-            if not torch.equal(run, shard.stepped.detach().reshape(-1).to(run.dtype)):
+            run, elements = shard.there, shard.elements
+            if run is None:
+                run = shard.model.detach().reshape(-1)[shard.start : shard.start + elements.numel()]
+            if not torch.equal(run.reshape(-1), elements.reshape(-1).to(run.dtype)):
                 raise Refused(
                     f"state.{fqn}.{MASTER} and the model's {fqn!r} are of different steps after the load: load both "
                     "from one checkpoint"

@@ -162,6 +162,10 @@ class Modules:
         """Where an entry of the module's state dict stands in it."""
         return id(module), original
 
+    def _loaded(self, module: nn.Module) -> nn.Module:
+        """The part of a module whose own code a load runs."""
+        return module
+
     def _release(self) -> None:
         """Frees what was made of the tensors before a load filled them."""
         for outer in self._wrapped:
@@ -248,6 +252,6 @@ class Modules:
         def install() -> None:
             self._release()
             for module in self._modules:
-                load_by_hooks(module, entries[id(module)])
+                load_by_hooks(self._loaded(module), entries[id(module)])
 
         return Restored(install)

@@ -97,6 +97,9 @@ class Job:
     def zero(self) -> None:
         for tensor in self.tensors():
             tensor.zero_()
+        for one in self.optimizer.chained_optimizers:
+            for state in one.optimizer.state.values():
+                state["step"] = torch.zeros(())  # Megatron's load leaves one tensor to all of AdamW's parameters
 
     def said(self, kind: str, *, by_root: bool = False, is_loading: bool = False) -> dict[str, Any]:
         """The state as Megatron's own loop gives it to `dist_checkpointing`."""

@@ -58,7 +58,7 @@ def measure(settings: Settings) -> Figures:
     return {"times": times, "memory_bytes": memory, "within budget": within, "rival": RIVAL, "parameters": 2 * LAYERS}
 
 
-def _made(kind: str, layers: int = LAYERS, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
+def built(kind: str, layers: int = LAYERS, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
     warnings.filterwarnings("ignore")
     units = [nn.Sequential(*(nn.Linear(width, width) for _ in range(IN_UNIT))) for _ in range(layers // IN_UNIT)]
     model: nn.Module = nn.Sequential(*units)
@@ -75,11 +75,11 @@ def _made(kind: str, layers: int = LAYERS, width: int = WIDTH) -> tuple[nn.Modul
             model, device_mesh=mesh, auto_wrap_policy=policy, use_orig_params=is_original, device_id=device
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
-    _step(model, optimizer)
+    step(model, optimizer)
     return model, optimizer
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3) if parameter.numel() else None
     optimizer.step()
@@ -90,7 +90,7 @@ def _worker(settings: Settings) -> dict[str, Any]:
     rival_rounds = 1 if settings.quick else ROUNDS_MAX
     times: dict[str, dict[str, list[float]]] = {}
     for kind in KINDS:
-        model, optimizer = _made(kind)
+        model, optimizer = built(kind)
         state = {"model": model, "optimizer": optimizer, "extra": {"step": 1}}
         described: list[float] = []
         for _ in range(rival_rounds + 1):
@@ -116,7 +116,7 @@ def _call(settings: Settings, state: dict[str, Any], number: int) -> float:
     took = (time.perf_counter() - began) * 1e3
     pending.committed()
     remove(path)
-    _step(state["model"], state["optimizer"])
+    step(state["model"], state["optimizer"])
     return took
 
 
@@ -136,7 +136,7 @@ def _memory_worker(settings: Settings) -> dict[str, int]:
     layers, width = (20, 256) if settings.quick else (40, 1024)
     found: dict[str, int] = {}
     for kind in KINDS:
-        model, optimizer = _made(kind, layers, width)
+        model, optimizer = built(kind, layers, width)
         path: Path = settings.where / "fsdp-memory"
         found[kind] = max(of_all(extra_memory(functools.partial(sf.save, path, {"m": model, "o": optimizer}))))
         remove(path)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from figures import OURS, median, table
+from footprint import CONSTANT_BYTES
+from megatron_core import BY_DP, FULLY
 
 Row = tuple[str, str, str, bool]
 """Measure, goal, what was found, whether the goal is reached."""
@@ -18,6 +20,7 @@ def show(results: dict[str, Any]) -> None:
     readers: dict[str, Callable[[dict[str, Any]], list[Row]]] = {
         "stall": _stall,
         "fsdp": _fsdp,
+        "megatron": _megatron,
         "replicas": _replicas,
         "training": _training,
         "transfer": _transfer,
@@ -67,6 +70,44 @@ def _fsdp(found: dict[str, Any]) -> list[Row]:
         is_within = found["within budget"][kind]
         rows.append((f"memory, {kind}", "budget + 64 MiB", "within" if is_within else "beyond", is_within))
     return rows
+
+
+def _megatron(found: dict[str, Any]) -> list[Row]:
+    if "not measured" in found:
+        return []
+    rows: list[Row] = []
+    for layout, systems in found["saves"].items():
+        for kind, stall_goal, durable_goal in ((FULLY, 20, 2), (BY_DP, 5, 1)):
+            rivals = [of for name, of in systems.items() if name.startswith(kind)]
+            if not rivals:
+                continue
+            stall = min(of["stall_of_ours"]["median"] for of in rivals)
+            durable = min(of["durable_of_ours"]["median"] for of in rivals)
+            title = f"{layout} beside {kind}"
+            rows.append((f"stall, {title}", f"{stall_goal} × shorter", f"{stall:.1f} ×", stall >= stall_goal))
+            goal = f"{durable_goal} × faster"
+            rows.append((f"durable save, {title}", goal, f"{durable:.2f} ×", durable >= durable_goal))
+    own = found["loads"][OURS]["resharded_of_same"]["median"]
+    rows.append(("resharded load, Megatron", "0.9 of the same layout's", f"{own:.2f}", own >= 0.9))
+    times = [of["resharded_of_ours"] for name, of in found["loads"].items() if name.startswith(FULLY)]
+    if times:
+        fastest = min(of["median"] for of in times)
+        rows.append((f"resharded load beside {FULLY}", "2 × faster", f"{fastest:.2f} ×", fastest >= 2))
+    return rows + _megatron_costs(found)
+
+
+def _megatron_costs(found: dict[str, Any]) -> list[Row]:
+    described = found["descriptions"]
+    first, later = described["first_ms_per_1000"]["median"], described["later_us_a_region"]["median"]
+    of_fsdp2, memory = described["later_of_fsdp2"]["median"], found["memory"]
+    most = max(of[OURS] for of in memory["bytes"].values()) - memory["budget_bytes"]
+    text = "within" if most <= CONSTANT_BYTES else "beyond"
+    return [
+        ("first description, Megatron", "20 ms per 1,000 parameters", f"{first:.1f} ms", first <= 20),
+        ("later descriptions, Megatron", "1 µs a region", f"{later:.2f} µs", later <= 1),
+        ("stall of later saves, Megatron", "1.2 × FSDP2's", f"{of_fsdp2:.2f} ×", of_fsdp2 <= 1.2),
+        ("memory, Megatron", "budget + 64 MiB", text, most <= CONSTANT_BYTES),
+    ]
 
 
 def _replicas(found: dict[str, Any]) -> list[Row]:

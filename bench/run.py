@@ -22,6 +22,7 @@ import fsdp
 import goals
 import hooks
 import machine
+import megatron_core
 import planning
 import replay
 import replicas
@@ -45,6 +46,7 @@ MEASURES = {
     "small": (small.measure, "5,000 tensors of 1 KiB"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
     "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
+    "megatron": (megatron_core.measure, "Megatron-Core and its distributed optimizer beside Megatron's checkpoints"),
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),

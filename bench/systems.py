@@ -227,7 +227,7 @@ NOT_MEASURED = {
     "saves only FSDP2 and DDP objects, no plain state; its asynchronous save blocks for the whole write",
     "InstantTensor, checkpoint-engine, DataStates-LLM, PCcheck": "need CUDA",
     "Orbax": "needs JAX and its own process runtime",
-    "Megatron dist_checkpointing, DLRover, NVRx": "expect CUDA in places, or their own launcher",
+    "DLRover, NVRx": "expect CUDA in places, or their own launcher",
 }
 """What is not in the tables, and why."""
 

@@ -69,6 +69,10 @@ class Kind:
     overlaps: bool = False
     """Whether parameters are gathered in the next forward pass."""
 
+    ffn: int = 28
+    channels: int = 4
+    """Of each of 8 heads of attention."""
+
 
 def begin(layout: Layout) -> None:
     """Makes the process groups, again and again in one process: threads of groups that are left would fill it."""
@@ -76,6 +80,11 @@ def begin(layout: Layout) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    make_groups(layout)
+
+
+def make_groups(layout: Layout) -> None:
+    """Makes the process groups where there are none."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -100,8 +109,8 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
         hidden_size=kind.hidden,
         num_attention_heads=8,
         num_query_groups=4,
-        kv_channels=4,
-        ffn_hidden_size=28,
+        kv_channels=kind.channels,
+        ffn_hidden_size=kind.ffn,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,

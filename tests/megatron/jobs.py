@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, layer_wise_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -39,11 +40,14 @@ class Layout:
     ep: int = 1
     instances: int = 1
     distributed: bool = True
-    """Whether its optimizer is the distributed one."""
+    """Whether its optimizer is the distributed one, or a layer-wise one for Muon and others."""
+    in_buffers: bool = True
+    """Whether a layer-wise optimizer divides parameters by the layout of buffers, not by their sizes alone."""
 
     def __str__(self) -> str:
         axes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "instances")}
         said = "x".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "dp"
+        said = said if self.in_buffers else f"{said}, by sizes"
         return said if self.distributed else f"{said}, plain optimizer"
 
 
@@ -59,6 +63,11 @@ class Kind:
     optimizer: str = "adam"
     overlaps: bool = False
     """Whether parameters are gathered in the next forward pass."""
+
+    @property
+    def is_emerging(self) -> bool:
+        """Whether its optimizer is one of the package emerging-optimizers."""
+        return self.optimizer not in ("adam", "sgd")
 
 
 def begin(layout: Layout) -> None:
@@ -127,13 +136,27 @@ def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | N
     )
     if config.bf16 or config.fp16:
         model = Float16Module(config, model)
+    is_layer_wise = layout.distributed and kind.is_emerging
     said = DistributedDataParallelConfig(
-        use_distributed_optimizer=layout.distributed,
+        use_distributed_optimizer=layout.distributed and (layout.in_buffers or not is_layer_wise),
         overlap_grad_reduce=kind.overlaps,
         overlap_param_gather=kind.overlaps,
         num_distributed_optimizer_instances=layout.instances,
     )
-    return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage))
+    named = {"full_param_layout": _layout_of_buffers(model, said)} if is_layer_wise and layout.in_buffers else {}
+    return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage), **named)
+
+
+def _layout_of_buffers(model: Any, said: DistributedDataParallelConfig) -> Any:
+    """Where the parameters of a model lie in buffers such that each rank has whole ones, as `pretrain` asks for it."""
+    layer_wise_optimizer.tag_params_for_buffer_routing([model])
+    return layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(model.parameters()),
+        said.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        said,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+    )
 
 
 def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
@@ -142,6 +165,7 @@ def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
     config = config_of(layout, kind)
     stages = [None] if layout.vpp == 1 else list(range(layout.vpp))
     chunks = [_chunk(config, layout, kind, stage) for stage in stages]
+    named = {"use_layer_wise_distributed_optimizer": layout.distributed} if kind.is_emerging else {}
     said = OptimizerConfig(
         optimizer=kind.optimizer,
         lr=1e-2,
@@ -149,21 +173,27 @@ def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=layout.distributed,
+        use_distributed_optimizer=layout.distributed and not kind.is_emerging,
         clip_grad=0.0,
+        **named,
     )
     return chunks, get_megatron_optimizer(said, chunks)
 
 
 def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
-    """A step with random gradients: the same for all replicas."""
+    """A step with random gradients: the same for all replicas, others for each part of a model."""
     optimizer.zero_grad()
     for number, chunk in enumerate(chunks):
         chunk.zero_grad_buffer()
-        torch.manual_seed(1000 + 10 * seed + number)
-        for parameter in chunk.parameters():
-            if getattr(parameter, "shared_embedding", False):  # on several stages, whose gradients Megatron adds up
-                torch.manual_seed(seed)
+        for index, parameter in enumerate(chunk.parameters()):
+            # A shared embedding is on several stages, whose gradients Megatron adds up.
+            is_shared = getattr(parameter, "shared_embedding", False)
+            place = [0, 0, 0] if is_shared else [number, index, parallel_state.get_pipeline_model_parallel_rank()]
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            place.append(parallel_state.get_tensor_model_parallel_rank() if is_cut else 0)
+            is_expert = not getattr(parameter, "allreduce", True)
+            place.append(parallel_state.get_expert_model_parallel_rank() if is_expert else 0)
+            torch.manual_seed(functools.reduce(lambda known, of: 100 * known + of, place, seed))
             parameter.main_grad.copy_(torch.randn_like(parameter.main_grad))
             parameter.grad_added_to_main_grad = True
         chunk.finish_grad_sync()

@@ -30,16 +30,16 @@ def test_parameters_that_the_next_forward_pass_gathers_are_refused(ranks, tmp_pa
         assert not saved
 
 
-def save_by_layers(rank, world, place):
+def save_chained(rank, world, place):
     begin(Layout(distributed=False))
     chunks, optimizer = build(Layout(distributed=False), Kind(layers=1))
-    optimizer.__class__ = type("LayerWiseDistributedOptimizer", (type(optimizer),), {})
+    optimizer.__class__ = type("ShuffledOptimizer", (type(optimizer),), {})
     return error_of(sf.save, f"{place}/saved", {"model": chunks, "optimizer": optimizer})
 
 
 def test_an_optimizer_that_chains_in_its_own_way_is_refused(ranks, tmp_path):
-    for refused in ranks(2)(save_by_layers, str(tmp_path)):
-        assert "a LayerWiseDistributedOptimizer of Megatron-Core is not understood" in refused
+    for refused in ranks(2)(save_chained, str(tmp_path)):
+        assert "a ShuffledOptimizer of Megatron-Core is not understood" in refused
 
 
 def load_others(rank, world, place):

@@ -83,6 +83,7 @@ def begin(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         num_distributed_optimizer_instances=layout.instances,
+        create_gloo_process_groups=dist.get_backend() == "gloo",
     )
 
 
@@ -177,7 +178,7 @@ def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
         clip_grad=0.0,
         **named,
     )
-    return chunks, get_megatron_optimizer(said, chunks)
+    return chunks, get_megatron_optimizer(said, chunks, use_gloo_process_groups=dist.get_backend() == "gloo")
 
 
 def step(chunks: list[Any], optimizer: Any, seed: int) -> None:

@@ -6,6 +6,7 @@ from the model, and moments from these copies, so that each shows in the other w
 
 import importlib.util
 import itertools
+import time
 
 import pytest
 import torch
@@ -110,3 +111,23 @@ def test_parts_of_all_ranks_are_each_tensor_once(alone, cases):
     for case, (tensors, found) in zip(cases, alone(of_all, cases), strict=True):
         assert not found, (str(case[0]), case[1], found[:5])
         assert tensors > 100, case
+
+
+DESCRIBED_S_MAX = 2.0  # 0.6 to 0.9 were measured, of a processor's time
+
+
+def described_in(layers, experts):
+    """How many tensors one of 64 ranks has, each with a 64th of the experts, and how long their description takes."""
+    dist.init_process_group("fake", rank=5, world_size=64, store=FakeStore())
+    begin(Layout(ep=64))
+    chunks, optimizer = build(Layout(ep=64), Kind(layers=layers, experts=experts))
+    began = time.process_time()
+    leaves = describe({"model": chunks, "optimizer": optimizer})
+    return sum(isinstance(leaf, TensorLeaf) for leaf in leaves), time.process_time() - began
+
+
+@pytest.mark.campaign
+def test_many_layers_and_experts_are_described_in_time(alone):
+    tensors, took_s = alone(described_in, 60, 256)
+    assert tensors > 600
+    assert took_s < DESCRIBED_S_MAX

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, item_bytes
+from .catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, Source, item_bytes
 from .description import held, outlined
 
 Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
@@ -36,7 +36,11 @@ class Snapshot:
 
 def snapshot(adapter: Adapter, tensor: object) -> Snapshot:
     """Reads this rank's parts of a tensor through the adapter, as a save does."""
-    layout, source = adapter.layout(tensor), adapter.source(tensor)
+    return read(adapter.layout(tensor), adapter.source(tensor))
+
+
+def read(layout: Layout, source: Source) -> Snapshot:
+    """Reads the parts of a tensor from host memory."""
     assert len(layout.regions) == len(source.memory), "an adapter gives memory for each region of the layout"
     item = item_bytes(layout.dtype)
     contents = []
@@ -251,6 +255,9 @@ def _rows(region: Region | Flat, memory: Memory, item: int) -> Iterator[tuple[in
         yield memory.pointer, (region.stop - region.start) * item
         return
     assert len(memory.strides_bytes) == len(region.lengths), f"{region} needs a stride per dimension, has {memory}"
-    for index in itertools.product(*map(range, region.lengths)):
+    places = [*map(range, region.lengths)]
+    row = region.lengths[-1] if places and memory.strides_bytes[-1] == item else 1
+    places[-1:] = [one[::row] for one in places[-1:]]
+    for index in itertools.product(*places):
         steps = zip(index, memory.strides_bytes, strict=True)
-        yield memory.pointer + sum(place * stride for place, stride in steps), item
+        yield memory.pointer + sum(place * stride for place, stride in steps), row * item

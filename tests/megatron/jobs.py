@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, layer_wise_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -40,7 +41,9 @@ class Layout:
     ep: int = 1
     instances: int = 1
     distributed: bool = True
-    """Whether its optimizer is the distributed one."""
+    """Whether its optimizer is the distributed one, or a layer-wise one for Muon and others."""
+    in_buffers: bool = True
+    """Whether a layer-wise optimizer divides parameters by the layout of buffers, not by their sizes alone."""
 
     fsdp: str = ""
     """How Megatron-FSDP shards, if it does."""
@@ -49,6 +52,7 @@ class Layout:
         axes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "instances")}
         said = "x".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "dp"
         said = f"{said}, {self.fsdp}" if self.fsdp else said
+        said = said if self.in_buffers else f"{said}, by sizes"
         return said if self.distributed else f"{said}, plain optimizer"
 
 
@@ -73,6 +77,11 @@ class Kind:
     channels: int = 4
     """Of each of 8 heads of attention."""
 
+    @property
+    def is_emerging(self) -> bool:
+        """Whether its optimizer is one of the package emerging-optimizers."""
+        return self.optimizer not in ("adam", "sgd")
+
 
 def begin(layout: Layout) -> None:
     """Makes the process groups, again and again in one process: threads of groups that are left would fill it."""
@@ -92,6 +101,7 @@ def make_groups(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         num_distributed_optimizer_instances=layout.instances,
+        create_gloo_process_groups=dist.get_backend() == "gloo",
     )
 
 
@@ -146,8 +156,9 @@ def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | N
     )
     if config.bf16 or config.fp16:
         model = Float16Module(config, model)
+    is_layer_wise = layout.distributed and kind.is_emerging
     said = DistributedDataParallelConfig(
-        use_distributed_optimizer=layout.distributed,
+        use_distributed_optimizer=layout.distributed and (layout.in_buffers or not is_layer_wise),
         overlap_grad_reduce=kind.overlaps,
         overlap_param_gather=kind.overlaps,
         num_distributed_optimizer_instances=layout.instances,
@@ -155,7 +166,20 @@ def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | N
     if layout.fsdp:
         said.use_megatron_fsdp, said.data_parallel_sharding_strategy = True, layout.fsdp
         return FullyShardedDataParallel(config, said, model, device=torch.device("cpu"))
-    return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage))
+    named = {"full_param_layout": _layout_of_buffers(model, said)} if is_layer_wise and layout.in_buffers else {}
+    return DistributedDataParallel(config, said, model, disable_bucketing=bool(stage), **named)
+
+
+def _layout_of_buffers(model: Any, said: DistributedDataParallelConfig) -> Any:
+    """Where the parameters of a model lie in buffers such that each rank has whole ones, as `pretrain` asks for it."""
+    layer_wise_optimizer.tag_params_for_buffer_routing([model])
+    return layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(model.parameters()),
+        said.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        said,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+    )
 
 
 def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
@@ -164,6 +188,7 @@ def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
     config = config_of(layout, kind)
     stages = [None] if layout.vpp == 1 else list(range(layout.vpp))
     chunks = [_chunk(config, layout, kind, stage) for stage in stages]
+    named = {"use_layer_wise_distributed_optimizer": layout.distributed} if kind.is_emerging else {}
     said = OptimizerConfig(
         optimizer=kind.optimizer,
         lr=1e-2,
@@ -171,42 +196,49 @@ def build(layout: Layout, kind: Kind, seed: int = 0) -> tuple[list[Any], Any]:
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=layout.distributed,
+        use_distributed_optimizer=layout.distributed and not kind.is_emerging,
         clip_grad=0.0,
+        **named,
     )
-    return chunks, get_megatron_optimizer(said, chunks)
+    return chunks, get_megatron_optimizer(said, chunks, use_gloo_process_groups=dist.get_backend() == "gloo")
 
 
 def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
-    """A step with random gradients: the same for all replicas."""
+    """A step with random gradients: the same for all replicas, others for each part of a model."""
     optimizer.zero_grad()
     for number, chunk in enumerate(chunks):
         chunk.zero_grad_buffer()
-        torch.manual_seed(1000 + 10 * seed + number)
-        if hasattr(chunk, "param_and_grad_buffer"):
-            _give(chunk)
-            continue
-        for parameter in chunk.parameters():
-            if getattr(parameter, "shared_embedding", False):  # on several stages, whose gradients Megatron adds up
-                torch.manual_seed(seed)
-            parameter.main_grad.copy_(torch.randn_like(parameter.main_grad))
-            parameter.grad_added_to_main_grad = True
-        chunk.finish_grad_sync()
+        is_sharded = hasattr(chunk, "param_and_grad_buffer")
+        for index, parameter in enumerate(chunk.module.raw_param.values() if is_sharded else chunk.parameters()):
+            # A shared embedding is on several stages, whose gradients Megatron adds up.
+            is_shared = getattr(parameter, "shared_embedding", False)
+            place = [0, 0, 0] if is_shared else [number, index, parallel_state.get_pipeline_model_parallel_rank()]
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            place.append(parallel_state.get_tensor_model_parallel_rank() if is_cut else 0)
+            is_expert = not getattr(parameter, "allreduce", True)
+            place.append(parallel_state.get_expert_model_parallel_rank() if is_expert else 0)
+            torch.manual_seed(functools.reduce(lambda known, of: 100 * known + of, place, seed))
+            if is_sharded:
+                _give(chunk.param_and_grad_buffer, parameter)
+            else:
+                parameter.main_grad.copy_(torch.randn_like(parameter.main_grad))
+                parameter.grad_added_to_main_grad = True
+        if is_sharded:
+            chunk.param_and_grad_buffer.update_main_grads()
+            chunk.synchronize_param_gather()  # as finish_grad_sync() does
+        else:
+            chunk.finish_grad_sync()
     assert optimizer.step()[0]
 
 
-def _give(chunk: Any) -> None:
-    """Random gradients for parameters that Megatron-FSDP shards, as for those of its DDP."""
-    buffers = chunk.param_and_grad_buffer
-    for parameter in chunk.module.raw_param.values():
-        group = buffers.parameter_groups[buffers.param_to_param_group[parameter]]
-        gradients = group.main_grad_buffer
-        gradient = torch.randn(parameter.shape, dtype=gradients.dtype)
-        if group.is_expert_param:  # DDP takes the mean over all data, of which an expert's replicas have a part
-            gradient /= parallel_state.get_expert_model_parallel_world_size()
-        gradients.set_item(gradients.param_idx[parameter], gradient)
-    buffers.update_main_grads()
-    chunk.synchronize_param_gather()  # as finish_grad_sync() does
+def _give(buffers: Any, parameter: torch.Tensor) -> None:
+    """A random gradient for a parameter that Megatron-FSDP shards, as for one of its DDP."""
+    group = buffers.parameter_groups[buffers.param_to_param_group[parameter]]
+    gradients = group.main_grad_buffer
+    gradient = torch.randn(parameter.shape, dtype=gradients.dtype)
+    if group.is_expert_param:  # DDP takes the mean over all data, of which an expert's replicas have a part
+        gradient /= parallel_state.get_expert_model_parallel_world_size()
+    gradients.set_item(gradients.param_idx[parameter], gradient)
 
 
 def truth(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:

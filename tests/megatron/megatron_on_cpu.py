@@ -79,9 +79,13 @@ def without_mode() -> Iterator[None]:
 
 
 def repair() -> None:
+    from megatron.core.optimizer import layer_wise_optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    # Gloo gathers tensors of one size only; Megatron keeps this as what the other one is compared with.
+    layer_wise = layer_wise_optimizer.LayerWiseDistributedOptimizer
+    layer_wise.allgather_params = layer_wise.broadcast_params
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # without TransformerEngine 0.16.1 raises NameError in a router

@@ -4,6 +4,8 @@ import shardfast as sf
 import torch
 from jobs import Kind, Layout, begin, build, step, truth
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
 
 
 def error_of(call, *arguments, **named):
@@ -30,16 +32,16 @@ def test_parameters_that_the_next_forward_pass_gathers_are_refused(ranks, tmp_pa
         assert not saved
 
 
-def save_by_layers(rank, world, place):
+def save_chained(rank, world, place):
     begin(Layout(distributed=False))
     chunks, optimizer = build(Layout(distributed=False), Kind(layers=1))
-    optimizer.__class__ = type("LayerWiseDistributedOptimizer", (type(optimizer),), {})
+    optimizer.__class__ = type("ShuffledOptimizer", (type(optimizer),), {})
     return error_of(sf.save, f"{place}/saved", {"model": chunks, "optimizer": optimizer})
 
 
 def test_an_optimizer_that_chains_in_its_own_way_is_refused(ranks, tmp_path):
-    for refused in ranks(2)(save_by_layers, str(tmp_path)):
-        assert "a LayerWiseDistributedOptimizer of Megatron-Core is not understood" in refused
+    for refused in ranks(2)(save_chained, str(tmp_path)):
+        assert "a ShuffledOptimizer of Megatron-Core is not understood" in refused
 
 
 def load_others(rank, world, place):
@@ -166,3 +168,45 @@ def test_a_model_that_does_not_tell_where_it_lies_is_refused(ranks, tmp_path):
     for around, gone in ranks(2)(save_without_groups_or_around, str(tmp_path)):
         assert "model: a Sequential around modules of Megatron-Core" in around
         assert "model: a model of Megatron-Core, whose process groups are not there" in gone
+
+
+def save_with_extra_state(rank, world, place):
+    """Layers say more than their tensors: nothing, as TransformerEngine's do without fp8, then three bytes."""
+    said = torch.empty(0, dtype=torch.uint8)
+    RowParallelLinear.get_extra_state = lambda layer: said
+    begin(Layout())
+    chunks, _ = build(Layout(), Kind(layers=1))
+    before = {name: one.detach().clone() for name, one in chunks[0].named_parameters()}
+    sf.save(f"{place}/empty", {"model": chunks})
+    chunks, _ = build(Layout(), Kind(layers=1), seed=5)
+    sf.load(f"{place}/empty", {"model": chunks})
+    assert all(torch.equal(one, before[name]) for name, one in chunks[0].named_parameters())
+    said = torch.zeros(3, dtype=torch.uint8)
+    return error_of(sf.save, f"{place}/filled", {"model": chunks})
+
+
+def test_extra_state_with_content_is_refused(ranks, tmp_path):
+    (refused,) = ranks(1)(save_with_extra_state, str(tmp_path))
+    assert "_extra_state" in refused
+    assert "is a Tensor, which is not understood" in refused
+
+
+def save_a_split_parameter(rank, world, place):
+    """Says of one parameter that it is two tensors, as TransformerEngine's grouped experts with a single weight do."""
+    begin(Layout())
+    chunks, _ = build(Layout(), Kind(layers=1))
+    said = GPTModel.sharded_state_dict
+
+    def split(model, *arguments, **named):
+        entries = said(model, *arguments, **named)
+        entry = entries["decoder.layers.0.self_attention.linear_proj.weight"]
+        entry.data = entry.data[:12]
+        return entries
+
+    GPTModel.sharded_state_dict = split
+    return error_of(sf.save, f"{place}/split", {"model": chunks})
+
+
+def test_parameters_that_a_model_splits_are_refused(ranks, tmp_path):
+    (refused,) = ranks(1)(save_a_split_parameter, str(tmp_path))
+    assert "'decoder.layers.0.self_attention.linear_proj.weight', which is none of its parameters or buffers" in refused

@@ -142,10 +142,15 @@ def _said(model: Any) -> Iterator[Any]:
     said = model.sharded_state_dict(metadata={**_METADATA, "dp_cp_group": group})
     for entry in _values(said):
         if isinstance(entry, dist_checkpointing.mapping.ShardedObject):
-            if entry.data is not None:
+            if not _is_empty(entry.data):
                 raise Refused(f"its {entry.key!r} is a {type(entry.data).__name__}, which is not understood")
         else:
             yield entry
+
+
+def _is_empty(extra: object) -> bool:
+    """Whether a layer's extra state says nothing: TransformerEngine's without fp8 is a tensor of no elements."""
+    return extra is None or (isinstance(extra, torch.Tensor) and not extra.numel())
 
 
 def _values(said: Any) -> Iterator[Any]:
@@ -235,7 +240,7 @@ def _expect_all(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Refuses what the module's state dict holds and its sharded one does not."""
     held = {id(piece.within) for part in state.values() for piece in (part, *part.others)}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in held:
+        if isinstance(value, torch.Tensor) and id(value) not in held and not _is_empty(value):
             raise Refused(f"its {name!r} is in its state_dict() and not in its sharded_state_dict()")
 
 

@@ -59,26 +59,61 @@ class _Shard(NamedTuple):
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of a ``ChainedOptimizer``, or itself.
+    """The optimizers with parameters of a ``ChainedOptimizer`` or a layer-wise one, or itself.
 
     Raises:
         Refused: If it chains them in another way.
     """
-    if hasattr(optimizer, "chained_optimizers") and type(optimizer).__name__ != "ChainedOptimizer":
-        raise Refused(f"a {type(optimizer).__name__} of Megatron-Core is not understood: save the state without it")
-    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        if one is optimizer:
-            yield one
-        else:
-            yield from _inner_optimizers(one)
-
-
-def _shards(optimizer: Any) -> Iterator[_Shard]:
-    kind = type(optimizer).__name__
-    if getattr(optimizer, "is_stub_optimizer", False):  # of a rank without parameters
+    if not hasattr(optimizer, "chained_optimizers"):
+        if not getattr(optimizer, "is_stub_optimizer", False):  # of a rank without parameters
+            yield optimizer
         return
-    if not isinstance(optimizer.optimizer, torch.optim.Optimizer) or hasattr(optimizer.optimizer, "sub_optimizers"):
-        kind = type(optimizer.optimizer).__name__
+    if type(optimizer).__name__ not in ("ChainedOptimizer", _LAYER_WISE):
+        raise Refused(f"a {type(optimizer).__name__} of Megatron-Core is not understood: save the state without it")
+    for one in optimizer.chained_optimizers:
+        yield from _inner_optimizers(one)
+
+
+_LAYER_WISE = "LayerWiseDistributedOptimizer"
+
+_Divided = dict[int, tuple[torch.Tensor, int]]
+"""Parameters that a layer-wise optimizer divides among ranks, by ``id``, each with the rank that steps it."""
+
+
+def _divided(optimizer: Any) -> _Divided:
+    """What layer-wise optimizers in a chain divide: each has lists of whole parameters, one for each rank of a group.
+
+    Raises:
+        Refused: If one steps other parameters than its lists give to this rank.
+    """
+    found: _Divided = {}
+    for one in getattr(optimizer, "chained_optimizers", ()):
+        found.update(_divided(one))
+    if type(optimizer).__name__ != _LAYER_WISE:
+        return found
+    has_lists = set()
+    for is_expert, group in enumerate(("dp_cp", "expt_dp")):
+        lists = getattr(optimizer, f"{group}_params_list")
+        if lists:  # else each rank steps its parameters of that kind, as replicas do
+            has_lists.add(bool(is_expert))
+            for rank, models in zip(_ranks(getattr(optimizer.pg_collection, group)), lists, strict=True):
+                found.update((id(model), (model, rank)) for model in models)
+    shards = itertools.chain.from_iterable(_shards(one, found) for one in _inner_optimizers(optimizer))
+    stepped = {id(shard.model) for shard in shards if (not getattr(shard.model, "allreduce", True)) in has_lists}
+    given = {number for number, (_, rank) in found.items() if rank == torch.distributed.get_rank()}
+    if stepped != given:
+        raise Refused(
+            f"a {_LAYER_WISE} steps {len(stepped - given)} parameters that its lists do not give to this rank, and "
+            f"leaves out {len(given - stepped)} that they do: its groups were changed after it was made, so make it "
+            "anew"
+        )
+    return found
+
+
+def _shards(optimizer: Any, divided: _Divided) -> Iterator[_Shard]:
+    kind, inside = type(optimizer).__name__, getattr(optimizer, "optimizer", None)
+    if inside is not None and (not isinstance(inside, torch.optim.Optimizer) or hasattr(inside, "sub_optimizers")):
+        kind = type(inside).__name__
     if kind == "DistributedOptimizer" and optimizer.ddp_config.use_megatron_fsdp:
         for one in stepped_by(optimizer):
             alike = (torch.distributed.get_rank(),) if one.run.owners else _replicas(one.model)
@@ -93,7 +128,7 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
         for group in optimizer.optimizer.param_groups:
             for stepped in group["params"]:
                 model = copies.get(id(stepped), stepped)
-                yield _Shard(model, stepped, 0, _replicas(model))
+                yield _Shard(model, stepped, 0, divided[id(model)][1:] if id(model) in divided else _replicas(model))
     else:
         raise Refused(f"a {kind} of Megatron-Core is not understood: save the state without it")
 
@@ -115,23 +150,24 @@ def _runs(optimizer: Any) -> Iterator[_Shard]:
             yield _Shard(model, stepped, run.start, alike)
 
 
-def _owners(optimizer: Any) -> Iterator[tuple[torch.Tensor, Ints]]:
+def _owners(inner: Sequence[Any], divided: _Divided) -> Iterator[tuple[torch.Tensor, Ints]]:
     """The ranks that step some run of each parameter that this rank has, whether itself does or not."""
-    if type(optimizer).__name__ != "DistributedOptimizer":
-        for shard in _shards(optimizer):
-            yield shard.model, shard.alike
-        return
-    if optimizer.ddp_config.use_megatron_fsdp:
-        for one in stepped_by(optimizer):
-            yield one.model, one.run.owners or _replicas(one.model)
-        return
-    ranks, me, alike = _ranks(optimizer.data_parallel_group), torch.distributed.get_rank(), _instances(optimizer)
-    for buffer in optimizer.buffers:
-        for model, (first, stop, number) in buffer.param_index_map.items():
-            bucket = buffer.buckets[number]
-            share = bucket.grad_data.numel() // len(ranks)
-            owners = ranks[(first - bucket.offset) // share : -((bucket.offset - stop) // share)]
-            yield model, tuple(rank + owner - me for owner in owners for rank in alike)
+    yield from ((model, (rank,)) for model, rank in divided.values())
+    me = torch.distributed.get_rank()
+    for optimizer in inner:
+        if type(optimizer).__name__ != "DistributedOptimizer":
+            yield from ((shard.model, shard.alike) for shard in _shards(optimizer, divided))
+            continue
+        if optimizer.ddp_config.use_megatron_fsdp:
+            yield from ((one.model, one.run.owners or _replicas(one.model)) for one in stepped_by(optimizer))
+            continue
+        ranks, alike = _ranks(optimizer.data_parallel_group), _instances(optimizer)
+        for buffer in optimizer.buffers:
+            for model, (first, stop, number) in buffer.param_index_map.items():
+                bucket = buffer.buckets[number]
+                share = bucket.grad_data.numel() // len(ranks)
+                owners = ranks[(first - bucket.offset) // share : -((bucket.offset - stop) // share)]
+                yield model, tuple(rank + owner - me for owner in owners for rank in alike)
 
 
 def _ranks(group: Any) -> list[int]:
@@ -216,14 +252,14 @@ class MegatronOptimizers(Optimizers):
         self._shards: list[tuple[str, _Shard]] = []
         inside: dict[int, list[NamedPart]] = {}
         models: dict[str, torch.Tensor] = {}
-        inner = [one for one in _inner_optimizers(optimizer) if not getattr(one, "is_stub_optimizer", False)]
+        inner, divided = list(_inner_optimizers(optimizer)), _divided(optimizer)
         owners: dict[str, Ints] = {}
-        for model, ranks in itertools.chain.from_iterable(map(_owners, inner)):
+        for model, ranks in _owners(inner, divided):
             for fqn, _ in names.get(id(model), ()):
                 owners[fqn] = (*owners.get(fqn, ()), *ranks)
         self._inner = inner
         self._scaled = [one for one in inner if getattr(one, "grad_scaler", None)]
-        for shard in itertools.chain.from_iterable(map(_shards, inner)):
+        for shard in itertools.chain.from_iterable(_shards(one, divided) for one in inner):
             if id(shard.model) not in names:
                 raise Refused(
                     f"a parameter of shape {tuple(shard.model.shape)} belongs to no model of the state: put the model, "

@@ -202,7 +202,8 @@ class Optimizers:
         if tuple(value.shape) != ((part.length,) if part.length else tuple(part.tensor.shape)):
             raise Refused(
                 f"{leaf} has shape {tuple(value.shape)}, and this rank holds {part.tensor.numel()} elements of "
-                "a flat parameter: state of that is understood where it has a number for each element, or one in all"
+                f"a {'flat ' if part.length else ''}parameter: state of that is understood where it has a number for "
+                "each element, or one in all"
             )
         mine = value.detach()[part.start : part.start + part.tensor.numel()] if part.length else value.detach()
         return Part(mine, part.shape, part.regions, part.text, part.holders, part.sharers, within=value)

@@ -77,3 +77,28 @@ def overlap_later(rank, world, place):
 def test_a_forward_pass_that_begins_to_gather_is_noticed(ranks, tmp_path):
     for refused in ranks(2)(overlap_later, str(tmp_path)):
         assert "overlap_param_gather" in refused
+
+
+def load_into_one_counter(rank, world, place):
+    """What a load of Megatron's own leaves without TransformerEngine: one step counter for all parameters."""
+    layout = Layout(tp=2)
+    begin(layout)
+    chunks, optimizer = build(layout, Kind(layers=1))
+    step(chunks, optimizer, 0)
+    sf.save(f"{place}/many", {"model": chunks, "optimizer": optimizer})
+    inner = optimizer.optimizer
+    counter = next(iter(inner.state.values()))["step"]
+    for entries in inner.state.values():
+        entries["step"] = counter
+    counter.fill_(7)
+    sf.load(f"{place}/many", {"model": chunks, "optimizer": optimizer})
+    sf.save(f"{place}/one", {"model": chunks, "optimizer": optimizer})
+    loaded = [float(counter), len({id(entries["step"]) for entries in inner.state.values()})]
+    chunks, optimizer = build(layout, Kind(layers=1), seed=5)
+    sf.load(f"{place}/one", {"model": chunks, "optimizer": optimizer})
+    return [*loaded, {float(entries["step"]) for entries in optimizer.optimizer.state.values()}]
+
+
+def test_one_step_counter_of_all_parameters_is_saved_and_filled(ranks, tmp_path):
+    for told in ranks(2)(load_into_one_counter, str(tmp_path)):
+        assert told == [1.0, 1, {1.0}]

@@ -7,6 +7,7 @@ Beside the state of PyTorch's optimizer, ``state.<FQN>.master`` is the copy in f
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -286,7 +287,16 @@ class MegatronOptimizers(Optimizers):
         for stepped in itertools.chain.from_iterable(group["params"] for one in inner for group in one.param_groups):
             if id(stepped) not in inside:
                 raise Refused(f"its records name no parameter of which it steps a run of shape {tuple(stepped.shape)}")
-        super().__init__([one.optimizer for one in inner], inside, beside)
+        optimizers = [one.optimizer for one in inner]
+        counters = collections.Counter(
+            id(value)
+            for entries in itertools.chain.from_iterable(one.state.values() for one in optimizers)
+            for value in (entries.values() if isinstance(entries, dict) else ())
+            if isinstance(value, torch.Tensor) and not value.ndim
+        )
+        # A load of Megatron's own leaves one step counter for all parameters.
+        self._counters: dict[int, list[str]] = {number: [] for number, count in counters.items() if count > 1}
+        super().__init__(optimizers, inside, beside)
         self._group_names = [list(dict.fromkeys(map(_outside, names))) for names in self._group_names]
         self.parameters = models
 
@@ -296,6 +306,10 @@ class MegatronOptimizers(Optimizers):
             yield f"state.{name}.{MASTER}", run, (id(run.within), MEMBER)
 
     def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
+        several = self._counters.get(id(value))
+        if several is not None:
+            whole = (Region((), ()),)
+            return Part(value, (), whole, holders=part.sharers, within=value, several=several, name=_outside(leaf))
         outer: Any = value
         found = super()._part(leaf, part, outer._local_tensor if is_dtensor(value) else value, place)
         return dataclasses.replace(found, within=value) if is_dtensor(value) and isinstance(found, Part) else found

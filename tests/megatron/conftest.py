@@ -14,4 +14,4 @@ sys.path.append(str(_python))
 _spec = importlib.util.spec_from_file_location("ranks_of_tests", _python / "conftest.py")
 _ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_ranks)
-ranks, rank_server = _ranks.ranks, _ranks.rank_server
+alone, ranks, rank_server = _ranks.alone, _ranks.ranks, _ranks.rank_server

@@ -1,5 +1,8 @@
-"""Lets Megatron's training loop run on the CPU over gloo, for tests: beside the stand-ins of `megatron_on_cpu`, those for
-what the loop asks of a device, its data sets without their compiled functions, loaders without pinned memory."""
+"""Lets Megatron's training loop run on the CPU over gloo, for tests.
+
+Beside the stand-ins of `megatron_on_cpu`: those for what the loop asks of a device, small data sets without their
+compiled functions, loaders without pinned memory.
+"""
 
 import collections
 import os
@@ -81,9 +84,11 @@ def repair() -> None:
     counters as they are.
     """
     import megatron.core.datasets.utils as datasets
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     megatron_on_cpu.repair()
+    MockGPTLowLevelDataset.size = 1000  # of 100,000, whose indices take a second
     datasets.compile_helpers = lambda: None
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     make, load = DistributedOptimizer.sharded_state_dict, DistributedOptimizer.load_state_dict

@@ -1,7 +1,7 @@
 """Jobs that train with Megatron's own `pretrain`, whole, on the CPU; each returns what the test compares."""
 
-import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -13,29 +13,38 @@ import loop_on_cpu
 loop_on_cpu.install()
 warnings.filterwarnings("ignore")
 
+import jobs
+import numpy as np
 import shardfast as sf
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, pretrain, set_startup_timestamps
+from megatron.training import checkpointing, get_args, pretrain, set_startup_timestamps, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from shardfast.integrations import megatron as integration
 
 loop_on_cpu.repair()
 
-ARGUMENTS = """
---num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
---micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --bf16
---tokenizer-type NullTokenizer --vocab-size 60 --mock-data --num-workers 0 --use-distributed-optimizer
+_MODEL = """
+--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --position-embedding-type rope --swiglu --disable-bias-linear --bf16
+--tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 4
+--attention-dropout 0.1 --hidden-dropout 0.1
+"""
+_TRAINING = """
+--micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --use-distributed-optimizer
+--mock-data --num-workers 0 --log-interval 1 --eval-interval 1000 --eval-iters 0 --dist-ckpt-optim-fully-reshardable
+"""
+_ON_A_CPU = """
 --distributed-backend gloo --transformer-impl local --use-cpu-initialization
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion
 --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --no-check-for-nan-in-loss-and-grad
---position-embedding-type rope --swiglu --disable-bias-linear --attention-dropout 0.1 --hidden-dropout 0.1
---log-interval 1 --eval-interval 1000 --eval-iters 0 --dist-ckpt-optim-fully-reshardable
-""".split()
+"""
+ARGUMENTS = f"{_MODEL}{_TRAINING}{_ON_A_CPU}".split()
 
 
 def datasets(counts, vp_stage=None):
@@ -102,18 +111,100 @@ def die_in_a_save(rank, world, place, iteration, arguments):
     """The last rank is killed when rank 0 has begun to save an iteration, and rank 0 when it has noticed."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     integration.attach()
-    save, directory = sf.save, Path(place) / f"iter_{iteration:07d}"
+    directory = Path(place) / f"iter_{iteration:07d}"
 
-    def killed(url, state, *, step):
-        if step == iteration:
+    def end():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killing(save):
+        def killed(url, state, *, step):
+            if step != iteration:
+                return save(url, state, step=step)
             if rank == world - 1:
                 while not directory.exists():
                     time.sleep(0.01)
-            else:
-                with contextlib.suppress(sf.Error):
-                    save(url, state, step=step)
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(url, state, step=step)
+                end()
+            try:
+                return save(url, state, step=step)
+            except sf.Error:
+                return end()
 
-    sf.save = killed
+        return killed
+
+    sf.save, sf.save_async = killing(sf.save), killing(sf.save_async)
     trained(arguments)
+
+
+def train_until_sigterm(rank, world, batch, arguments):
+    """Rank 0 gets a SIGTERM in one of its steps."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    integration.attach()
+    return trained(arguments, lambda number: number == batch and not rank and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def call(rank, world, scenario, arguments):
+    """What a scenario returns, which gets the training's objects at the place of its steps."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    integration.attach()
+    found = []
+
+    def steps(forward_step, model, optimizer, scheduler, *more, **named):
+        found.append(scenario(Training(rank, model, optimizer, scheduler)))
+        raise SystemExit
+
+    training.train = steps
+    trained(arguments)
+    return found[0]
+
+
+class Training:
+    """The objects of a training, and calls of Megatron's functions with them."""
+
+    def __init__(self, rank, model, optimizer, scheduler):
+        self.rank, self.model, self.optimizer, self.scheduler = rank, model, optimizer, scheduler
+        self.args = get_args()
+
+    def step(self, seed):
+        jobs.step(self.model, self.optimizer, seed)
+        self.scheduler.step(self.args.global_batch_size)
+        self.args.consumed_train_samples += self.args.global_batch_size
+
+    def save(self, iteration, **named):
+        checkpointing.save_checkpoint(iteration, self.model, self.optimizer, self.scheduler, 1000 * iteration, **named)
+
+    def load(self, **named):
+        return checkpointing.load_checkpoint(self.model, self.optimizer, self.scheduler, **named)
+
+    def error_of(self, function, *arguments, **named):
+        try:
+            function(*arguments, **named)
+        except (sf.Error, AssertionError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def weights(self):
+        return [parameter.detach().clone() for chunk in self.model for parameter in chunk.parameters()]
+
+    def optimizer_state(self):
+        """Moments, counters and masters of this rank."""
+        state = [self.scheduler.num_steps]
+        for group in self.optimizer.chained_optimizers[0].optimizer.param_groups:
+            for master in group["params"]:
+                held = self.optimizer.chained_optimizers[0].optimizer.state[master]
+                state += [master.detach().clone(), *(held[name].clone() for name in sorted(held))]
+        return state
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def draws():
+    """One number of each random generator."""
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def tracker_states():
+    return {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}

@@ -58,9 +58,9 @@ def attach() -> None:
             ((training,), "initialize_megatron", loop.initialize),
             ((training,), "setup_model_and_optimizer", loop.set_up),
         ):
-            original = getattr(modules[0], name)
+            replaced = _in_place_of(getattr(modules[0], name), made)
             for module in modules:
-                setattr(module, name, _in_place_of(original, made))
+                setattr(module, name, replaced)
 
 
 _MARK = "_shardfast"

@@ -41,7 +41,7 @@ def expect_rest(resumed, of_all):
 @pytest.mark.parametrize(("layout", "how"), [("dp", []), ("tp", ASYNC)], ids=["dp", "tp-async"])
 def test_a_training_that_was_killed_in_a_save_goes_on(ranks, tmp_path, layout, how):
     arguments = saving(tmp_path, *LAYOUTS[layout], *how)
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError, match="died without a word|Connection closed by peer"):
         ranks(2)(die_in_a_save, str(tmp_path), 4, arguments)
     assert (tmp_path / "iter_0000004").is_dir()
     with pytest.raises(sf.NotFound):

@@ -16,17 +16,16 @@ of object stores. Directories that Megatron wrote are loaded by Megatron.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import shardfast as sf
 
-from .megatron_arguments import expect_call_understood, expect_understood
-from .megatron_places import Trackers, checkpoint_of, expect_free, find, is_ours
+from .megatron_arguments import expect_call_understood, expect_understood, in_place_of, is_replaced
+from .megatron_places import expect_free, find, is_ours
 from .megatron_state import State
+from .megatron_trackers import Trackers, checkpoint_of
 
 
 def attach() -> None:
@@ -47,7 +46,7 @@ def attach() -> None:
             f"attach(): megatron.training cannot be imported ({error}): expected megatron-core 0.17 or later, or "
             "Megatron-LM's repository on the path"
         ) from error
-    if not hasattr(training.save_checkpoint, _MARK):
+    if not is_replaced(training.save_checkpoint):
         loop = _Loop(checkpointing)
         for modules, name, made in (
             ((checkpointing, training), "save_checkpoint", loop.save),
@@ -58,26 +57,9 @@ def attach() -> None:
             ((training,), "initialize_megatron", loop.initialize),
             ((training,), "setup_model_and_optimizer", loop.set_up),
         ):
-            replaced = _in_place_of(getattr(modules[0], name), made)
+            replaced = in_place_of(getattr(modules[0], name), made)
             for module in modules:
                 setattr(module, name, replaced)
-
-
-_MARK = "_shardfast"
-
-
-def _in_place_of(original: Any, made: Callable[..., Any]) -> Any:
-    """A function with the signature of ``original``, which calls ``made(original, {parameter: argument, …})``."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return made(functools.partial(original, *args, **kwargs), bound.arguments)
-
-    setattr(replaced, _MARK, True)
-    return replaced
 
 
 class _Loop:
@@ -90,7 +72,7 @@ class _Loop:
     def __init__(self, checkpointing: Any) -> None:
         self._megatron = checkpointing
         self._trackers = Trackers()
-        self._running: list[tuple[int, Future[None], Any]] = []
+        self._running: list[tuple[Future[None], Callable[[], None]]] = []
         # One thread: trackers are written in the order of the saves.
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
         self._newest: tuple[Any, ...] | None = None
@@ -139,8 +121,7 @@ class _Loop:
             self._settle(1)
             with _whole_parameters(given["model"]):
                 pending = sf.save_async(url, saved, step=iteration)
-            future = self._background.submit(_committed, pending, tracker, iteration)
-            self._running.append((iteration, future, conclude))
+            self._running.append((self._background.submit(_committed, pending, tracker, iteration), conclude))
         else:
             with _whole_parameters(given["model"]):
                 sf.save(url, saved, step=iteration)
@@ -157,7 +138,7 @@ class _Loop:
     def _settle(self, most: int | None) -> None:
         """Concludes the saves that have ended; with ``most``, waits until at most so many are in flight."""
         while self._running:
-            _, future, conclude = self._running[0]
+            future, conclude = self._running[0]
             if not future.done() and (most is None or len(self._running) <= most):
                 break
             del self._running[0]

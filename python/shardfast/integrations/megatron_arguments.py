@@ -1,12 +1,15 @@
-"""Arguments of Megatron's training loop that ask for something that Shardfast does not do: refused by name."""
+"""Calls of Megatron's functions, and arguments that ask for something that Shardfast does not do: refused by name."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import shardfast as sf
 
-from .megatron_places import is_far
+from .megatron_trackers import is_far
 
 _RETENTION = "remove old iterations by hand, with `rm -r` or the tools of the object store"
 _MEGATRON = "train without attach(), or without this argument"
@@ -72,3 +75,25 @@ def expect_call_understood(function: str, given: dict[str, Any]) -> None:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+_MARK = "_shardfast"
+
+
+def in_place_of(original: Any, made: Callable[..., Any]) -> Any:
+    """A function with the signature of ``original``, which calls ``made(original, {parameter: argument, …})``."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return made(functools.partial(original, *args, **kwargs), bound.arguments)
+
+    setattr(replaced, _MARK, True)
+    return replaced
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether :func:`in_place_of` made a function."""
+    return hasattr(function, _MARK)

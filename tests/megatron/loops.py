@@ -120,6 +120,7 @@ def die_in_a_save(rank, world, place, iteration, arguments):
         def killed(url, state, *, step):
             if step != iteration:
                 return save(url, state, step=step)
+            training.maybe_finalize_async_save(blocking=True)
             if rank == world - 1:
                 while not directory.exists():
                     time.sleep(0.01)

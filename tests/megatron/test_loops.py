@@ -7,10 +7,13 @@ pytest.importorskip("megatron.training", reason="this Megatron-Core has no megat
 
 from loops import die_in_a_save, train, train_until_sigterm
 
+EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "allgather"]
 LAYOUTS = {
     "dp": [],
     "tp": ["--tensor-model-parallel-size", "2"],
     "pp": ["--pipeline-model-parallel-size", "2"],
+    "experts": [*EXPERTS],
+    "ep": [*EXPERTS, "--expert-model-parallel-size", "2"],
 }
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker"]
 _whole = {}
@@ -38,17 +41,31 @@ def expect_rest(resumed, of_all):
         assert bool(losses) == bool(every)
 
 
-@pytest.mark.parametrize(("layout", "how"), [("dp", []), ("tp", ASYNC)], ids=["dp", "tp-async"])
+campaign = pytest.mark.campaign
+OTHERS = [("dp", "tp"), ("dp", "pp"), ("tp", "pp"), ("pp", "tp"), ("pp", "dp"), ("ep", "experts"), ("experts", "ep")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("dp", []),
+        ("tp", ASYNC),
+        pytest.param("pp", [], marks=campaign),
+        pytest.param("pp", ASYNC, marks=campaign),
+        pytest.param("ep", ASYNC, marks=campaign),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "async" if value else "sync",
+)
 def test_a_training_that_was_killed_in_a_save_goes_on(ranks, tmp_path, layout, how):
     arguments = saving(tmp_path, *LAYOUTS[layout], *how)
-    with pytest.raises(AssertionError, match="died without a word|Connection closed by peer"):
+    with pytest.raises(AssertionError, match=r"died without a word|Connection closed by peer"):
         ranks(2)(die_in_a_save, str(tmp_path), 4, arguments)
     assert (tmp_path / "iter_0000004").is_dir()
     with pytest.raises(sf.NotFound):
         sf.mapped(tmp_path / "iter_0000004")
     assert tracker(tmp_path) == "2"
     resumed = ranks(2)(train, arguments)
-    assert {len(losses) for losses, _ in resumed} == {4 if layout == "dp" else 8}
+    assert max(len(losses) for losses, _ in resumed) == (4 if layout in ("dp", "ep") else 8)
     expect_rest(resumed, whole(ranks, layout))
     assert tracker(tmp_path) == "6"
 
@@ -63,7 +80,13 @@ def test_sigterm_saves_the_iteration_and_ends(ranks, tmp_path):
     expect_rest(resumed, whole(ranks, "dp"))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("tp", "dp")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("tp", "dp"),
+        *(pytest.param(*pair, marks=campaign) for pair in OTHERS),
+    ],
+)
 def test_another_layout_goes_on_as_after_megatrons_own_load(ranks, tmp_path, saved, loaded):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for place, is_attached in ((ours, True), (theirs, False)):

@@ -25,7 +25,7 @@ import shardfast as sf
 from .megatron_arguments import expect_call_understood, expect_understood, in_place_of, is_replaced
 from .megatron_places import expect_free, find, is_ours
 from .megatron_state import State
-from .megatron_trackers import Trackers, checkpoint_of
+from .megatron_trackers import Trackers, checkpoint_of, name_after_commit
 
 
 def attach() -> None:
@@ -86,7 +86,7 @@ class _Loop:
     def set_up(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``setup_model_and_optimizer``: the training begins behind it, at the iteration that was loaded."""
         result = original()
-        expect_free(self._megatron.get_args(), self._trackers)
+        expect_free(self._megatron.get_args(), self._trackers, self._megatron)
         return result
 
     def start_no_worker(self, original: Callable[[], Any], given: dict[str, Any]) -> None:
@@ -112,6 +112,9 @@ class _Loop:
 
         def conclude() -> None:
             megatron.print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
+            if args.log_progress and args.async_save:
+                said = f"Saved async checkpoint\tIteration: {iteration}"
+                megatron.append_to_progress_log(args.save, said, barrier=False)
             if megatron.is_last_rank():
                 megatron.on_save_checkpoint_success(productive, args.async_save)
                 megatron.wandb_utils.on_save_checkpoint_success(url, tracker.name, args.save, iteration)
@@ -121,7 +124,7 @@ class _Loop:
             self._settle(1)
             with _whole_parameters(given["model"]):
                 pending = sf.save_async(url, saved, step=iteration)
-            self._running.append((self._background.submit(_committed, pending, tracker, iteration), conclude))
+            self._running.append((self._background.submit(name_after_commit, pending, tracker, iteration), conclude))
         else:
             with _whole_parameters(given["model"]):
                 sf.save(url, saved, step=iteration)
@@ -179,12 +182,6 @@ class _Loop:
                 f"--use-checkpoint-args: {place} is Shardfast's, which does not give a model its arguments: pass them"
             )
         return original()
-
-
-def _committed(pending: sf.Pending, tracker: Any, iteration: int) -> None:
-    """In the background: the tracker names an iteration after its commit, at once."""
-    pending.committed()
-    tracker.write(iteration)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_save_dir": ((None,), _MEGATRON),
     "moe_use_upcycling": ((None, False), "upcycle without attach(), then load the result with --load"),
     "perform_rl_step": ((None, False), _MEGATRON),
+    "inprocess_restart": ((None, False), _MEGATRON),
     "use_torch_fsdp2": ((None, False), _MEGATRON),
     "use_megatron_fsdp": ((None, False), _MEGATRON),
     "gtp_weight_remat_size": ((None, 1), "leave --tensor-parallel-num-weight-shards out"),

@@ -52,7 +52,7 @@ def is_ours(place: str, args: Any, megatron: Any) -> bool:
     return found is not None and found.values is not None
 
 
-def expect_free(args: Any, trackers: Trackers) -> None:
+def expect_free(args: Any, trackers: Trackers, megatron: Any) -> None:
     """Refuses to train towards an iteration that is committed in ``--save`` already; all ranks call it.
 
     Raises:
@@ -65,10 +65,14 @@ def expect_free(args: Any, trackers: Trackers) -> None:
     url = checkpoint_of(args.save, following)
 
     def expect() -> None:
-        with contextlib.suppress(sf.NotFound), sf.mapped(url):
+        is_taken = not is_far(url) and _is_megatrons(url.removeprefix("file://"), megatron)
+        with contextlib.suppress(sf.NotFound):
+            sf.mapped(url).close()
+            is_taken = True
+        if is_taken:
             raise sf.Conflict(
-                f"{url} is committed already, and the training begins at iteration {args.iteration}, behind which it "
-                f"would save there: to go on from iteration {following}, pass --ckpt-step {following} or write "
+                f"{url} is there already, and the training begins at iteration {args.iteration} and would save there: "
+                f"to go on from iteration {following}, pass --ckpt-step {following} or write "
                 f"{following} into {tracker.name}; to train again from {args.iteration}, move {url} and later ones away"
             )
 
@@ -81,10 +85,9 @@ def _of_rank_0(call: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             outcome[1] = call()
-        except sf.Error as error:
-            outcome[0] = type(error).__name__, str(error)
-        except OSError as error:
-            outcome[0] = sf.Unavailable.__name__, str(error)
+        except Exception as error:  # the other ranks wait for this one
+            kind = type(error) if isinstance(error, sf.Error) else sf.Unavailable
+            outcome[0] = kind.__name__, str(error) if isinstance(error, sf.Error) else repr(error)
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         kind, message = outcome[0]
@@ -111,8 +114,9 @@ def _looked(place: str, args: Any, tracker: Any, megatron: Any) -> Found | None:
             f"{f'--ckpt-step {asked}' if asked else tracker.name} names iteration {iteration}, and {url} is no "
             "committed checkpoint: name one that is, with --ckpt-step or in the tracker"
         ) from error
-    if "args" not in values:
-        raise sf.Invalid(f"{url}: expected a checkpoint of Megatron's loop, found one without training/args")
+    if values.get("iteration") != iteration or "args" not in values:
+        found = f"iteration {values['iteration']}" if "iteration" in values else "another state"
+        raise sf.Invalid(f"{url}: expected iteration {iteration} of Megatron's loop, found {found}: name another one")
     return Found(url, iteration, values)
 
 

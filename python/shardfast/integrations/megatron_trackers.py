@@ -118,3 +118,9 @@ class Trackers:
             else:
                 self._known[place] = _RunTracker(place, self._group) if is_far(place) else DirectoryTracker(place)
         return self._known[place]
+
+
+def name_after_commit(pending: sf.Pending, tracker: Any, iteration: int) -> None:
+    """Waits until a save is durable; then the tracker names its iteration."""
+    pending.committed()
+    tracker.write(iteration)

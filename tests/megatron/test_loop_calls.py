@@ -1,5 +1,7 @@
 """Megatron's `save_checkpoint` and `load_checkpoint` on Shardfast, with its own arguments."""
 
+from pathlib import Path
+
 import pytest
 import shardfast as sf
 
@@ -9,6 +11,8 @@ import loops
 import torch
 from megatron.core.rerun_state_machine import RerunState
 from megatron.training import checkpointing
+from shardfast.integrations.megatron_places import expect_free
+from shardfast.integrations.megatron_trackers import Trackers
 
 
 def saving(place, *more):
@@ -65,6 +69,12 @@ def flags(training):
     assert loops.same(training.weights(), second[0]) and loops.tracker_states() == random_states
     args.finetune = False
 
+    args.load, args.pretrained_checkpoint = f"{args.save}/nothing", args.save
+    spoil()
+    assert training.load() == (0, 2000) and args.finetune
+    assert loops.same(training.weights(), second[0])
+    args.load, args.pretrained_checkpoint, args.finetune = args.save, None, False
+
     args.no_save_optim = args.no_save_rng = True
     training.save(3)
     training.step(3)
@@ -118,6 +128,14 @@ def refusals(training):
             file.write("1")
     torch.distributed.barrier()
     assert not loops.same(training.weights(), weights)
+    found["arguments"] = training.error_of(checkpointing.load_args_from_checkpoint, args)
+    if training.rank == 0:
+        (Path(args.save) / "iter_0000004" / "mp_rank_00").mkdir(parents=True)
+        (Path(args.save) / "iter_0000006").mkdir()
+    torch.distributed.barrier()
+    for iteration in (2, 3, 4):
+        args.iteration = iteration
+        found["free", iteration] = training.error_of(expect_free, args, Trackers(), checkpointing)
     found["release"] = training.error_of(training.save, 8, release=True)
     found["passing"] = training.error_of(training.save, 8, non_persistent_ckpt=True)
     return found
@@ -131,6 +149,9 @@ def test_what_cannot_be_done_is_refused_by_name(ranks, tmp_path):
         assert "NotFound" in found["missing"] and "names iteration 4" in found["missing"]
         assert "latest_checkpointed_iteration.txt" in found["missing"] and "iter_0000004" in found["missing"]
         assert "expected an iteration, found 'four'" in found["garbage"]
+        assert "--use-checkpoint-args" in found["arguments"]
+        assert all("iter_0000004 is there already" in found["free", iteration] for iteration in (2, 3))
+        assert not found["free", 4]
         assert "release=True" in found["release"] and "non_persistent_ckpt=True" in found["passing"]
     # The tracker says 1, and iteration 2 is committed: a training towards it ends before its first step.
     with pytest.raises(AssertionError, match="iter_0000002 is there already, and the training begins at iteration 1 "):

@@ -8,9 +8,8 @@ Call :func:`attach` before ``pretrain()``::
     attach()
     pretrain(...)
 
-Megatron's arguments keep their meaning: an iteration is the checkpoint ``<save>/iter_0004000``, and
-``<save>/latest_checkpointed_iteration.txt`` names the newest one that is durable. ``--save`` and ``--load`` may be URLs
-of object stores. Directories that Megatron wrote are loaded by Megatron.
+Megatron's arguments keep their meaning; ``--save`` and ``--load`` may be URLs of object stores. An iteration is the
+checkpoint ``<save>/iter_0004000``. Directories that Megatron wrote are loaded by Megatron.
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from typing import Any
 import shardfast as sf
 
 from .megatron_arguments import expect_call_understood, expect_understood, in_place_of, is_replaced
-from .megatron_places import expect_free, find, is_ours
-from .megatron_state import State
+from .megatron_places import Found, expect_free, find, is_ours
+from .megatron_state import State, progress
 from .megatron_trackers import Trackers, checkpoint_of, name_after_commit
 
 
 def attach() -> None:
     """Replaces what Megatron's training loop calls to save and to load. A second call does nothing.
 
-    Replaced are ``save_checkpoint`` and ``load_checkpoint`` of ``megatron.training.checkpointing`` and
-    ``megatron.training.training``, with the same parameters, and how asynchronous saves end. Arguments whose meaning
-    Shardfast does not have are refused when ``pretrain()`` begins. Functions that a program has imported from these
-    modules before are not replaced: call this first.
+    Replaced are ``save_checkpoint`` and ``load_checkpoint``, with the same parameters, and how asynchronous saves end.
+    Arguments whose meaning Shardfast does not have are refused when ``pretrain()`` begins. Functions that a program
+    has imported before are not replaced: call this first.
 
     Raises:
         Unsupported: This Megatron-Core has no ``megatron.training``.
@@ -73,7 +71,7 @@ class _Loop:
         self._megatron = checkpointing
         self._trackers = Trackers()
         self._running: list[tuple[Future[None], Callable[[], None]]] = []
-        # One thread: trackers are written in the order of the saves.
+        # Of one thread: trackers are written in the order of the saves.
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
         self._newest: tuple[Any, ...] | None = None
 
@@ -85,9 +83,9 @@ class _Loop:
 
     def set_up(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``setup_model_and_optimizer``: the training begins behind it, at the iteration that was loaded."""
-        result = original()
+        made = original()
         expect_free(self._megatron.get_args(), self._trackers, self._megatron)
-        return result
+        return made
 
     def start_no_worker(self, original: Callable[[], Any], given: dict[str, Any]) -> None:
         """``init_persistent_async_worker``: saves need no process of their own."""
@@ -98,23 +96,21 @@ class _Loop:
         expect_understood(args)
         expect_call_understood("save_checkpoint", given)
         state = State(args, megatron, given["model"], given["optimizer"], given["opt_param_scheduler"])
-        key = (args.save, iteration, state.progress())
+        key = (args.save, iteration, progress(args, given["opt_param_scheduler"]))
         if self._newest == key and not state.is_rerun_pending():
-            megatron.print_rank_0(
-                f"  iteration {iteration:7d} is already saved to {args.save}, and nothing has changed"
-            )
+            megatron.print_rank_0(f"  iteration {iteration:7d} is saved to {args.save} already")
             return
         productive = megatron.on_save_checkpoint_start(args.async_save)
         megatron.ft_integration.on_checkpointing_start()
-        url = checkpoint_of(args.save, iteration)
-        tracker = self._trackers.of(args.save)
+        url, tracker = checkpoint_of(args.save, iteration), self._trackers.of(args.save)
         megatron.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {url}")
 
         def conclude() -> None:
             megatron.print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save}")
             if args.log_progress and args.async_save:
-                said = f"Saved async checkpoint\tIteration: {iteration}"
-                megatron.append_to_progress_log(args.save, said, barrier=False)
+                megatron.append_to_progress_log(
+                    args.save, f"Saved async checkpoint\tIteration: {iteration}", barrier=False
+                )
             if megatron.is_last_rank():
                 megatron.on_save_checkpoint_success(productive, args.async_save)
                 megatron.wandb_utils.on_save_checkpoint_success(url, tracker.name, args.save, iteration)
@@ -156,23 +152,29 @@ class _Loop:
         self._settle(0)
         place = getattr(args, given["load_arg"])
         found = find(place, args, self._trackers, megatron)
-        pretrained = getattr(args, "pretrained_checkpoint", None)
-        if found is None and pretrained is not None:
-            place, found = pretrained, find(pretrained, args, self._trackers, megatron)
+        if found is None and args.pretrained_checkpoint is not None:
+            place = args.pretrained_checkpoint
+            found = find(place, args, self._trackers, megatron)
             args.finetune = args.finetune or found is not None
         if found is None or found.values is None:
-            return original()
-        state = State(args, megatron, given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
-        iteration, operations = state.load(found.url, found.values, strict=given["strict"])
-        if place == args.save and not args.finetune:
-            self._newest = (args.save, iteration, state.progress())
+            result = original()
+        else:
+            state = State(args, megatron, given["ddp_model"], given["optimizer"], given["opt_param_scheduler"])
+            result = state.load(found.url, found.values, strict=given["strict"])
+            self._loaded(place, found, result[0])
+        if found is not None and place == args.save and not (args.finetune or args.no_load_optim or args.no_load_rng):
+            self._newest = (place, result[0], progress(args, given["opt_param_scheduler"]))
+        return result
+
+    def _loaded(self, place: str, found: Found, iteration: int) -> None:
+        """Tells the rest of Megatron of a load."""
+        megatron = self._megatron
         megatron.set_loaded_iteration(found.iteration)
         megatron.print_rank_0(f"  successfully loaded checkpoint from {found.url} at iteration {iteration}")
         if megatron.is_last_rank():
             megatron.wandb_utils.on_load_checkpoint_success(found.url, place)
         if iteration > 0:
             megatron.ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
-        return iteration, operations
 
     def load_args(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``load_args_from_checkpoint``, which ``--use-checkpoint-args`` calls before the ranks have met."""

@@ -31,6 +31,11 @@ _CONSUMED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_
 _SAVED = (*_COMPARED, *_SIZES, *_EXPERT_SIZES, *_JOB_SIZES, *_CONSUMED)
 
 
+def progress(args: Any, scheduler: Any) -> tuple[Any, ...]:
+    """How far a training is: what every step changes."""
+    return args.consumed_train_samples, getattr(scheduler, "num_steps", None)
+
+
 class State:
     """The state of a training, as the loop hands it over.
 
@@ -51,10 +56,6 @@ class State:
         for chunk in megatron.unwrap_model(model):
             if hasattr(chunk, "_modelopt_state"):
                 raise sf.Unsupported("a model that ModelOpt has converted: train it without attach()")
-
-    def progress(self) -> tuple[Any, ...]:
-        """How far the training is: what every step changes."""
-        return self._args.consumed_train_samples, getattr(self._scheduler, "num_steps", None)
 
     def is_rerun_pending(self) -> bool:
         """Whether the rerun state machine wants this step to be repeated by another job."""

@@ -1,5 +1,6 @@
 """Jobs that train with Megatron's own `pretrain`, whole, on the CPU; each returns what the test compares."""
 
+import inspect
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import checkpointing, get_args, pretrain, set_startup_timestamps, training
+from megatron.training import async_utils, checkpointing, get_args, pretrain, set_startup_timestamps, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from shardfast.integrations import megatron as integration
@@ -176,6 +177,10 @@ class Training:
     def load(self, **named):
         return checkpointing.load_checkpoint(self.model, self.optimizer, self.scheduler, **named)
 
+    def finish(self):
+        """Waits for asynchronous saves."""
+        training.maybe_finalize_async_save(blocking=True)
+
     def error_of(self, function, *arguments, **named):
         try:
             function(*arguments, **named)
@@ -209,3 +214,22 @@ def draws():
 
 def tracker_states():
     return {name: state.tolist() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+
+
+def replaced():
+    """Checks what `attach()` replaces."""
+    names = ("save_checkpoint", "load_checkpoint")
+    before = {name: getattr(training, name) for name in names}
+    assert all(before[name] is getattr(checkpointing, name) for name in names)
+    assert before["save_checkpoint"].__module__ == "megatron.training.checkpointing"
+    assert not any(hasattr(function, "__wrapped__") for function in before.values())
+    integration.attach()
+    first = {name: getattr(training, name) for name in names}
+    integration.attach()
+    for name in names:
+        now = getattr(training, name)
+        assert now is getattr(checkpointing, name) is first[name] is not before[name]
+        assert now.__wrapped__ is before[name]
+        assert inspect.signature(now) == inspect.signature(before[name])
+    assert training.maybe_finalize_async_save is async_utils.maybe_finalize_async_save
+    return True

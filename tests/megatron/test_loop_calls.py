@@ -110,6 +110,14 @@ def refusals(training):
     training.step(3)
     args.load = args.save
     found["taken"] = training.error_of(training.save, 2)
+    args.async_save = True
+    training.save(3)
+    args.iteration = args.curr_iteration = 9
+    training.step(4)
+    training.finish()
+    found["tracker"] = (Path(args.save) / "latest_checkpointed_iteration.txt").read_text()
+    found["taken later"] = training.error_of(lambda: (training.save(2), training.finish()))
+    args.async_save = False
     args.num_layers = 7
     found["layers"] = training.error_of(training.load)
     args.num_layers = 2
@@ -144,6 +152,8 @@ def refusals(training):
 def test_what_cannot_be_done_is_refused_by_name(ranks, tmp_path):
     for found in ranks(2)(loops.call, refusals, saving(tmp_path)):
         assert "Conflict" in found["taken"] and "iter_0000002" in found["taken"]
+        assert "Conflict" in found["taken later"] and "iter_0000002" in found["taken later"]
+        assert found["tracker"] == "3"
         assert "num_layers value from checkpoint (2) is not equal to the input argument value (7)" in found["layers"]
         assert "--ckpt-step 5 names iteration 5" in found["no such step"]
         assert "NotFound" in found["missing"] and "names iteration 4" in found["missing"]
@@ -240,27 +250,5 @@ def test_what_is_refused_is_refused_at_the_start(ranks):
     assert "in initialize" in said and "set_up" not in said
 
 
-def replaced():
-    import inspect
-
-    from megatron.training import async_utils, checkpointing, training
-
-    names = ("save_checkpoint", "load_checkpoint")
-    before = {name: getattr(training, name) for name in names}
-    assert all(before[name] is getattr(checkpointing, name) for name in names)
-    assert before["save_checkpoint"].__module__ == "megatron.training.checkpointing"
-    assert not any(hasattr(function, "__wrapped__") for function in before.values())
-    loops.integration.attach()
-    first = {name: getattr(training, name) for name in names}
-    loops.integration.attach()
-    for name in names:
-        now = getattr(training, name)
-        assert now is getattr(checkpointing, name) is first[name] is not before[name]
-        assert now.__wrapped__ is before[name]
-        assert inspect.signature(now) == inspect.signature(before[name])
-    assert training.maybe_finalize_async_save is async_utils.maybe_finalize_async_save
-    return True
-
-
 def test_nothing_is_replaced_before_attach_and_all_once(alone):
-    assert alone(replaced)
+    assert alone(loops.replaced)

@@ -1,6 +1,7 @@
 """Jobs that train with Megatron's own `pretrain`, whole, on the CPU; each returns what the test compares."""
 
 import inspect
+import logging
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import loop_on_cpu
 
@@ -27,6 +29,7 @@ from megatron.training import async_utils, checkpointing, get_args, pretrain, se
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from shardfast.integrations import megatron as integration
+from shardfast.integrations import megatron_arguments
 
 loop_on_cpu.repair()
 
@@ -231,5 +234,10 @@ def replaced():
         assert now is getattr(checkpointing, name) is first[name] is not before[name]
         assert now.__wrapped__ is before[name]
         assert inspect.signature(now) == inspect.signature(before[name])
+    said = []
+    with mock.patch.object(logging.getLogger("shardfast"), "warning", lambda *text: said.append(text[0] % text[1:])):
+        megatron_arguments.warn_of_version("0.19.3")
+        megatron_arguments.warn_of_version("0.18.2")
+    assert said == ["attach(): megatron-core is 0.18.2; its training loop was tried with 0.19"]
     assert training.maybe_finalize_async_save is async_utils.maybe_finalize_async_save
     return True

@@ -5,7 +5,9 @@ import os
 import pytest
 import shardfast as sf
 
-pytest.importorskip("megatron.training", reason="this Megatron-Core has no megatron.training (0.17 and later have)")
+pytest.importorskip(
+    "megatron.training", reason="megatron.training cannot be imported: megatron-core has it from 0.17 on"
+)
 
 import loops
 from servers import running
@@ -36,6 +38,7 @@ def newest(training):
     return training.error_of(training.save, 2)
 
 
+@pytest.mark.campaign
 def test_an_object_store(ranks, service):
     place = service.s3("run")
     arguments = ["--save", place, "--save-interval", "2"]

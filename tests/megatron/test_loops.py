@@ -3,7 +3,9 @@
 import pytest
 import shardfast as sf
 
-pytest.importorskip("megatron.training", reason="this Megatron-Core has no megatron.training (0.17 and later have)")
+pytest.importorskip(
+    "megatron.training", reason="megatron.training cannot be imported: megatron-core has it from 0.17 on"
+)
 
 from loops import die_in_a_save, train, train_until_sigterm
 

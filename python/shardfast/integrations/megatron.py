@@ -21,7 +21,7 @@ from typing import Any
 
 import shardfast as sf
 
-from .megatron_arguments import expect_call_understood, expect_understood, in_place_of, is_replaced
+from . import megatron_arguments as arguments
 from .megatron_places import Found, expect_free, find, is_ours
 from .megatron_state import State, progress
 from .megatron_trackers import Trackers, checkpoint_of, name_after_commit
@@ -38,13 +38,15 @@ def attach() -> None:
         Unsupported: This Megatron-Core has no ``megatron.training``.
     """
     try:
+        from megatron.core import __version__
         from megatron.training import async_utils, checkpointing, initialize, training
     except ImportError as error:
         raise sf.Unsupported(
             f"attach(): megatron.training cannot be imported ({error}): expected megatron-core 0.17 or later, or "
             "Megatron-LM's repository on the path"
         ) from error
-    if not is_replaced(training.save_checkpoint):
+    if not arguments.is_replaced(training.save_checkpoint):
+        arguments.warn_of_version(__version__)
         loop = _Loop(checkpointing)
         for modules, name, made in (
             ((checkpointing, training), "save_checkpoint", loop.save),
@@ -55,7 +57,7 @@ def attach() -> None:
             ((training,), "initialize_megatron", loop.initialize),
             ((training,), "setup_model_and_optimizer", loop.set_up),
         ):
-            replaced = in_place_of(getattr(modules[0], name), made)
+            replaced = arguments.in_place_of(getattr(modules[0], name), made)
             for module in modules:
                 setattr(module, name, replaced)
 
@@ -78,7 +80,7 @@ class _Loop:
     def initialize(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``initialize_megatron``: the arguments are known when it returns."""
         result = original()
-        expect_understood(self._megatron.get_args())
+        arguments.expect_understood(self._megatron.get_args())
         return result
 
     def set_up(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -93,8 +95,8 @@ class _Loop:
     def save(self, original: Callable[[], Any], given: dict[str, Any]) -> None:
         """``save_checkpoint``."""
         args, megatron, iteration = self._megatron.get_args(), self._megatron, int(given["iteration"])
-        expect_understood(args)
-        expect_call_understood("save_checkpoint", given)
+        arguments.expect_understood(args)
+        arguments.expect_call_understood("save_checkpoint", given)
         state = State(args, megatron, given["model"], given["optimizer"], given["opt_param_scheduler"])
         key = (args.save, iteration, progress(args, given["opt_param_scheduler"]))
         if self._newest == key and not state.is_rerun_pending():
@@ -147,14 +149,13 @@ class _Loop:
     def load(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``load_checkpoint``: the iteration that was loaded, and the floating-point operations until then."""
         args, megatron = self._megatron.get_args(), self._megatron
-        expect_understood(args)
-        expect_call_understood("load_checkpoint", given)
+        arguments.expect_understood(args)
+        arguments.expect_call_understood("load_checkpoint", given)
         self._settle(0)
         place = getattr(args, given["load_arg"])
         found = find(place, args, self._trackers, megatron)
         if found is None and args.pretrained_checkpoint is not None:
-            place = args.pretrained_checkpoint
-            found = find(place, args, self._trackers, megatron)
+            found = find(place := args.pretrained_checkpoint, args, self._trackers, megatron)
             args.finetune = args.finetune or found is not None
         if found is None or found.values is None:
             result = original()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ import shardfast as sf
 
 from .megatron_trackers import is_far
 
+_log = logging.getLogger("shardfast")
+
+_TRIED = "0.19"
 _RETENTION = "remove old iterations by hand, with `rm -r` or the tools of the object store"
 _MEGATRON = "train without attach(), or without this argument"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -39,6 +43,12 @@ _LOCAL = (
     *("save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval"),
 )
 """Arguments with which Megatron itself writes into ``--save``, which must be a directory then."""
+
+
+def warn_of_version(version: str) -> None:
+    """Logs a warning if Megatron-Core is none with which its training loop was tried."""
+    if not version.startswith(f"{_TRIED}."):
+        _log.warning("attach(): megatron-core is %s; its training loop was tried with %s", version, _TRIED)
 
 
 def expect_understood(args: Any) -> None:

@@ -12,6 +12,7 @@ FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 
 # Frameworks that are built on others, whose adapters use those of these.
 BUILT_ON = {"megatron": ("torch",)}
+INTEGRATION_LINES_MAX = 200
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
     "verbs",
@@ -308,10 +309,26 @@ def code_texts(tree: ast.AST) -> list[tuple[ast.Constant, str]]:
     ]
 
 
+def test_integrations_use_public_words_and_their_framework_only():
+    found = []
+    for module, name in python_modules().items():
+        if not module.startswith("shardfast.integrations.") or module.endswith("__init__"):
+            continue
+        framework = module.rsplit(".", 1)[1].partition("_")[0]
+        for line, imported in imports(module, ast.parse(read(name))):
+            is_own = imported.startswith(f"shardfast.integrations.{framework}_") or imported == "shardfast"
+            roots = (*sys.stdlib_module_names, framework, *BUILT_ON.get(framework, ()))
+            if not is_own and imported.split(".")[0] not in roots:
+                found.append(f"{name}:{line}: imports {imported}")
+        if read(name).count("\n") > INTEGRATION_LINES_MAX:
+            found.append(f"{name}: more than {INTEGRATION_LINES_MAX} lines")
+    offenders("an integration calls what `import shardfast as sf` offers, and its framework", found)
+
+
 def test_no_framework_is_named_outside_the_adapters():
     found = []
     for module, name in python_modules().items():
-        if module.startswith("shardfast.adapters."):
+        if module.startswith(("shardfast.adapters.", "shardfast.integrations.")):
             continue
         words = [word for word in FRAMEWORKS if not (module == "shardfast.session" and word == "torch")]
         pattern = re.compile(rf"(?<![a-z_])(?:{'|'.join(words)})(?![a-z])")
@@ -324,7 +341,10 @@ def test_no_framework_is_named_outside_the_adapters():
             if isinstance(node, ast.Name) and pattern.search(node.id)
         ]
         found += [f"{name}:{line}: {what}" for line, what in sorted(said)]
-    offenders("move it to adapters/: nothing outside may spell a framework's name (session.py may say torch)", found)
+    offenders(
+        "move it to adapters/ or integrations/: nothing else may spell a framework's name (session.py may say torch)",
+        found,
+    )
 
 
 def test_the_reading_list_exists():

@@ -213,8 +213,9 @@ def _padding(rows: int) -> str:
     Its training loop knows how long it really is.
     """
     there = sys.modules.get("megatron.training.global_vars")
-    if there is not None and there._GLOBAL_TOKENIZER is not None and there.get_args().padded_vocab_size == rows:
-        known = int(there.get_tokenizer().vocab_size)
+    args, tokenizer = getattr(there, "_GLOBAL_ARGS", None), getattr(there, "_GLOBAL_TOKENIZER", None)
+    known = getattr(tokenizer, "vocab_size", None)
+    if getattr(args, "padded_vocab_size", None) == rows and isinstance(known, int) and 0 < known <= rows:
         return padded(known, known)
     multiple = math.gcd(rows, 128 * parallel_state.get_tensor_model_parallel_world_size())
     return padded(rows - multiple + 1, rows)

@@ -14,9 +14,7 @@ checkpoint ``<save>/iter_0004000``. Directories that Megatron wrote are loaded b
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import shardfast as sf
@@ -24,7 +22,7 @@ import shardfast as sf
 from . import megatron_arguments as arguments
 from .megatron_places import Found, expect_free, find, is_ours
 from .megatron_state import State, progress
-from .megatron_trackers import Trackers, checkpoint_of, name_after_commit
+from .megatron_trackers import Saves, Trackers, checkpoint_of, whole_parameters
 
 
 def attach() -> None:
@@ -72,9 +70,7 @@ class _Loop:
     def __init__(self, checkpointing: Any) -> None:
         self._megatron = checkpointing
         self._trackers = Trackers()
-        self._running: list[tuple[Future[None], Callable[[], None]]] = []
-        # Of one thread: trackers are written in the order of the saves.
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
+        self._saves = Saves()
         self._newest: tuple[Any, ...] | None = None
 
     def initialize(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -119,12 +115,12 @@ class _Loop:
 
         saved = state.to_save(iteration, given["num_floating_point_operations_so_far"], given["train_data_iterator"])
         if args.async_save:
-            self._settle(1)
-            with _whole_parameters(given["model"]):
+            self._saves.settle(1)
+            with whole_parameters(given["model"]):
                 pending = sf.save_async(url, saved, step=iteration)
-            self._running.append((self._background.submit(name_after_commit, pending, tracker, iteration), conclude))
+            self._saves.add(pending, tracker, iteration, conclude)
         else:
-            with _whole_parameters(given["model"]):
+            with whole_parameters(given["model"]):
                 sf.save(url, saved, step=iteration)
             tracker.write(iteration)
             megatron.torch.distributed.barrier()
@@ -134,24 +130,14 @@ class _Loop:
 
     def finalize(self, original: Callable[[], Any], given: dict[str, Any]) -> None:
         """``maybe_finalize_async_save``: raises what failed in the background."""
-        self._settle(0 if given["blocking"] else None)
-
-    def _settle(self, most: int | None) -> None:
-        """Concludes the saves that have ended; with ``most``, waits until at most so many are in flight."""
-        while self._running:
-            future, conclude = self._running[0]
-            if not future.done() and (most is None or len(self._running) <= most):
-                break
-            del self._running[0]
-            future.result()
-            conclude()
+        self._saves.settle(0 if given["blocking"] else None)
 
     def load(self, original: Callable[[], Any], given: dict[str, Any]) -> Any:
         """``load_checkpoint``: the iteration that was loaded, and the floating-point operations until then."""
         args, megatron = self._megatron.get_args(), self._megatron
         arguments.expect_understood(args)
         arguments.expect_call_understood("load_checkpoint", given)
-        self._settle(0)
+        self._saves.settle(0)
         place = getattr(args, given["load_arg"])
         found = find(place, args, self._trackers, megatron)
         if found is None and args.pretrained_checkpoint is not None:
@@ -185,16 +171,3 @@ class _Loop:
                 f"--use-checkpoint-args: {place} is Shardfast's, which does not give a model its arguments: pass them"
             )
         return original()
-
-
-@contextlib.contextmanager
-def _whole_parameters(model: Sequence[Any]) -> Iterator[None]:
-    """While a save begins: no parameters that the next forward pass would gather (``--overlap-param-gather``)."""
-    chunks = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-    for chunk in chunks:
-        chunk.disable_forward_pre_hook(param_sync=True)
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.enable_forward_pre_hook()

@@ -121,6 +121,7 @@ class State:
             if (args.fp16 or args.bf16) and self._optimizer is not None:
                 self._optimizer.reload_model_params()
         elif self._scheduler is not None:
+            self._scheduler.num_steps = 0  # to which its method adds
             self._scheduler.load_state_dict(values["scheduler"])
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             group.setdefault("default_config", True)

@@ -7,8 +7,11 @@ checkpoint. It is written after the commit of the iteration that it names.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +123,43 @@ class Trackers:
         return self._known[place]
 
 
-def name_after_commit(pending: sf.Pending, tracker: Any, iteration: int) -> None:
+class Saves:
+    """Asynchronous saves in flight, in their order."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[Future[None], Callable[[], None]]] = []
+        # Of one thread: trackers are written in the order of the saves.
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
+
+    def add(self, pending: sf.Pending, tracker: Any, iteration: int, conclude: Callable[[], None]) -> None:
+        """Takes a save that has begun; ``conclude`` is called by :meth:`settle` once the tracker names it."""
+        self._running.append((self._background.submit(_name_after_commit, pending, tracker, iteration), conclude))
+
+    def settle(self, most: int | None) -> None:
+        """Concludes the saves that have ended; with ``most``, waits until at most so many are in flight."""
+        while self._running:
+            future, conclude = self._running[0]
+            if not future.done() and (most is None or len(self._running) <= most):
+                break
+            del self._running[0]
+            future.result()
+            conclude()
+
+
+@contextlib.contextmanager
+def whole_parameters(model: Sequence[Any]) -> Iterator[None]:
+    """While a save begins: no parameters that the next forward pass would gather (``--overlap-param-gather``)."""
+    chunks = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in chunks:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.enable_forward_pre_hook()
+
+
+def _name_after_commit(pending: sf.Pending, tracker: Any, iteration: int) -> None:
     """Waits until a save is durable; then the tracker names its iteration."""
     pending.committed()
     tracker.write(iteration)

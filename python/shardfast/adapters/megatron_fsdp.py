@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..catalog import Ints, Refused
+from .torch_placement import local_of
 
 _MODULE = "megatron.core.distributed.fsdp."
 
@@ -50,13 +51,21 @@ def sharded_in(module: nn.Module) -> Sequence[Any]:
     return found
 
 
+def _of(owner: Any, name: str) -> Any:
+    """What Megatron-FSDP keeps to itself."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise Refused(f"a {type(owner).__name__} without {name}: Megatron-FSDP of this version is not understood")
+    return found
+
+
 @contextlib.contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, the module has the parameters that forward passes see, of whole shapes, perhaps without memory."""
     sharded = sharded_in(module)
     were = [part.is_param_fsdp_distributed for part in sharded]
     for part in sharded:
-        part._replace_param_with_raw_if_needed()
+        _of(part, "_replace_param_with_raw_if_needed")()
         part.is_param_fsdp_distributed = True  # so that hooks on state_dict() leave them
     try:
         yield
@@ -64,7 +73,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
         for part, was in zip(sharded, were, strict=True):
             part.is_param_fsdp_distributed = False
             if was:
-                part._replace_param_with_distributed_if_needed()
+                _of(part, "_replace_param_with_distributed_if_needed")()
 
 
 def renew(part: Any) -> None:
@@ -93,7 +102,7 @@ def runs_in(module: nn.Module) -> Mapping[int, Run]:
 
 
 def _run(buffer: Any, number: int) -> Run:
-    start, _ = buffer._get_item_slice_in_shard(number)
+    start, _ = _of(buffer, "_get_item_slice_in_shard")(number)
     ranks = torch.distributed.get_process_group_ranks(buffer.data_parallel_group)
     index, share = buffer.item_index_map[number], buffer.shard_bucket_index.size
     at = index.global_data_index - buffer.bucket_index.global_data_index
@@ -124,15 +133,16 @@ def stepped_by(optimizer: Any) -> Iterator[Stepped]:
     for group in optimizer.optimizer.param_groups:
         for stepped in group["params"]:
             model = stepped.orig_param
-            buffers = stepped._megatron_fsdp_model.param_and_grad_buffer
+            buffers = _of(stepped, "_megatron_fsdp_model").param_and_grad_buffer
             of = buffers.parameter_groups[buffers.param_to_param_group[model]]
             weights, buffer = of.model_weight_buffer, of.main_weight_buffer or of.model_weight_buffer
-            own, local = model.detach().reshape(-1), stepped._local_tensor
+            own, local = model.detach().reshape(-1), local_of(stepped)
             if buffers.bucketing_policy.data_parallel_sharding_strategy == "no_shard":
                 run, there, before = Run(local, 0, ()), own, 0
             else:
                 number = buffer.param_idx[model]
-                run = _run(buffer, number)._replace(local=local)
+                recorded = _run(buffer, number)
+                run = Run(local, recorded.start, recorded.owners)
                 there = weights.get_item(number, only_shard=True)
                 before = 0 if weights.is_data_distributed else run.start
             if local.numel() != there.numel():

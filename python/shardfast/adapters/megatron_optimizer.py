@@ -26,6 +26,7 @@ from .megatron_fsdp import stepped_by
 from .torch_capture import MEMBER, Place, is_dtensor, outline_of_optimizers
 from .torch_groups import equal, groups_value
 from .torch_optimizers import Optimizers
+from .torch_placement import local_of
 from .torch_wrapped import constants_of
 
 MASTER = "master"
@@ -310,8 +311,7 @@ class MegatronOptimizers(Optimizers):
         if several is not None:
             whole = (Region((), ()),)
             return Part(value, (), whole, holders=part.sharers, within=value, several=several, name=_outside(leaf))
-        outer: Any = value
-        found = super()._part(leaf, part, outer._local_tensor if is_dtensor(value) else value, place)
+        found = super()._part(leaf, part, local_of(value), place)
         return dataclasses.replace(found, within=value) if is_dtensor(value) and isinstance(found, Part) else found
 
     def _create_part(

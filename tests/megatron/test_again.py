@@ -102,3 +102,34 @@ def load_into_one_counter(rank, world, place):
 def test_one_step_counter_of_all_parameters_is_saved_and_filled(ranks, tmp_path):
     for told in ranks(2)(load_into_one_counter, str(tmp_path)):
         assert told == [1.0, 1, {1.0}]
+
+
+def load_parts(rank, world, place):
+    """A load of the model alone beside its optimizer, and of all with a weight that is no number."""
+    layout = Layout(tp=2)
+    begin(layout)
+    chunks, optimizer = build(layout, Kind(layers=1))
+    step(chunks, optimizer, 0)
+    with torch.no_grad():
+        weight = chunks[0].module.module.decoder.final_layernorm.weight
+        weight[0] = float("nan")
+    optimizer.reload_model_params()
+    sf.save(f"{place}/saved", {"model": chunks, "optimizer": optimizer})
+    before = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+    other = build(layout, Kind(layers=1), seed=5)
+    state = {"model": other[0], "optimizer": other[1]}
+    sf.load(f"{place}/saved", state, only="model")
+    pairs = zip(before, other[0][0].parameters(), strict=True)
+    alone = [torch.equal(one.view(torch.int16), now.detach().view(torch.int16)) for one, now in pairs]
+    sf.load(f"{place}/saved", state)
+    return all(alone), difference(*(nans_are_ones(truth(*one)) for one in ((chunks, optimizer), other)))
+
+
+def nans_are_ones(tensors):
+    return {name: tensor.nan_to_num(nan=1e30) for name, tensor in tensors.items()}
+
+
+def test_the_model_alone_and_a_weight_that_is_no_number_are_loaded(ranks, tmp_path):
+    for alone, lost in ranks(2)(load_parts, str(tmp_path)):
+        assert alone
+        assert not lost

@@ -93,6 +93,7 @@ def there_and_back(rank, world, place, ordinary, strategy, experts):
         pytest.param(Layout(tp=2), "optim_grads", 0, marks=pytest.mark.campaign),
         pytest.param(Layout(), "no_shard", 0, marks=pytest.mark.campaign),
         pytest.param(Layout(ep=2), SHARDED, 4, marks=pytest.mark.campaign),
+        (Layout(), SHARDED, 4),
     ],
     ids=str,
 )

@@ -76,6 +76,12 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
                 _of(part, "_replace_param_with_distributed_if_needed")()
 
 
+def is_rounded(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a copy in fp32, rounded, is what a model has; no number is one."""
+    one, other = copy.reshape(-1).to(weight.dtype), weight.reshape(-1)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def renew(part: Any) -> None:
     """Takes note that a load filled parameters: what was gathered before is old, and so are copies that differ.
 
@@ -86,7 +92,7 @@ def renew(part: Any) -> None:
         weights, copies = group.model_weight_buffer, group.main_weight_buffer
         for number in range(len(group.params) if weights and copies else 0):
             weight, copy = (buffer.get_item(number, only_shard=True) for buffer in (weights, copies))
-            if not torch.equal(copy.to(weight.dtype), weight):
+            if not is_rounded(copy, weight):
                 copy.copy_(weight)
 
 

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from ..catalog import Compared, Flat, Inside, Ints, Kind, NamedPart, Outline, Part, Refused, Region, Restored
 from ..padding import differ_by_padding
 from . import torch_accounts as accounts
-from .megatron_fsdp import stepped_by
+from .megatron_fsdp import is_rounded, stepped_by
 from .torch_capture import MEMBER, Place, is_dtensor, outline_of_optimizers
 from .torch_groups import equal, groups_value
 from .torch_optimizers import Optimizers
@@ -367,8 +367,12 @@ class MegatronOptimizers(Optimizers):
     def accepts(self, name: str) -> bool:
         if name == _SCALER:
             return bool(self._scaled)
+        pieces = self._bare(name)
         # A parameter that is stepped itself has no place for a copy that is more exact.
-        return (not _is_master(name) or bool(self._masters.keys() & self._bare(name))) and super().accepts(name)
+        if _is_master(name) and not self._masters.keys() & pieces:
+            return False
+        # Of a parameter in several tensors this rank may have elements in any of them.
+        return any(not self._owned[piece].is_empty for piece in pieces) if pieces else super().accepts(name)
 
     def drops(self, name: str) -> bool:
         return name != _SCALER and not _is_master(name) and super().drops(name)
@@ -428,7 +432,8 @@ class MegatronOptimizers(Optimizers):
 
         def install() -> None:
             restored.install()
-            self._expect_masters()
+            if "param_groups" in values:
+                self._expect_masters()
             for one in self._scaled if scaler else ():
                 said = one.grad_scaler.state_dict().items()
                 one.grad_scaler.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
@@ -444,10 +449,10 @@ class MegatronOptimizers(Optimizers):
             run, elements = shard.there, shard.elements
             if run is None:
                 run = shard.model.detach().reshape(-1)[shard.start : shard.start + elements.numel()]
-            if not torch.equal(run.reshape(-1), elements.reshape(-1).to(run.dtype)):
+            if not is_rounded(elements, run):
                 raise Refused(
                     f"state.{fqn}.{MASTER} and the model's {fqn!r} are of different steps after the load: load both "
-                    "from one checkpoint"
+                    "from one checkpoint that has both, or go on from the model alone: reload_model_params()"
                 )
 
 

@@ -93,7 +93,7 @@ def resume(rank, world, place):
     found = {"loaded": others(chunks[0])}
     with torch.no_grad():
         for name, one in chunks[0].named_parameters():
-            if not hasattr(one, "main_param"):  # nobody gathers what other ranks step
+            if not hasattr(one, "main_param"):  # another rank steps it: after a load no gather brings it here
                 one.copy_(fresh[name])
     found["not gathered"] = others(chunks[0])
     found["save"] = error_of(sf.save, f"{place}/again", state, prove=True)  # as the first save of each process does

@@ -12,7 +12,11 @@ from ..generators import RandomGenerators
 FRAMEWORKS = ("torch", "numpy")
 """Those with tensors of their own. A new whole tensor is one of the first that is imported."""
 
-BUILT_ON_OTHERS = {"megatron.core.transformer.module": "megatron", "torch.distributed.fsdp": "torch_fsdp"}
+BUILT_ON_OTHERS = {
+    "megatron.core.transformer.module": "megatron",
+    "deepspeed.runtime.engine": "deepspeed",
+    "torch.distributed.fsdp": "torch_fsdp",
+}
 """The files of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
 one stands first, and is asked first."""
 

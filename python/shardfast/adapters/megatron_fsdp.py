@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..catalog import Ints, Refused
+from .torch_masters import is_rounded
 from .torch_placement import local_of
 
 _MODULE = "megatron.core.distributed.fsdp."
@@ -74,12 +75,6 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             part.is_param_fsdp_distributed = False
             if was:
                 _of(part, "_replace_param_with_distributed_if_needed")()
-
-
-def is_rounded(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a copy in fp32, rounded, is what a model has; no number is one."""
-    one, other = copy.reshape(-1).to(weight.dtype), weight.reshape(-1)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def renew(part: Any) -> None:

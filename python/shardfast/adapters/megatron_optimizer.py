@@ -7,32 +7,19 @@ Beside the state of PyTorch's optimizer, ``state.<FQN>.master`` is the copy in f
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import itertools
-import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 
-from ..catalog import Compared, Flat, Inside, Ints, Kind, NamedPart, Outline, Part, Refused, Region, Restored
-from ..padding import differ_by_padding
-from . import torch_accounts as accounts
-from .megatron_fsdp import is_rounded, stepped_by
-from .torch_capture import MEMBER, Place, is_dtensor, outline_of_optimizers
-from .torch_groups import equal, groups_value
-from .torch_optimizers import Optimizers
+from ..catalog import Ints, Kind, NamedPart, Outline, Part, Refused
+from .megatron_fsdp import stepped_by
+from .torch_capture import Place, is_dtensor
+from .torch_masters import MasterOptimizers, Run, regions_of_run
 from .torch_placement import local_of
-from .torch_wrapped import constants_of
-
-MASTER = "master"
-_SCALER = "loss_scaler"
-_OF_THE_LAYOUT = ("is_expert_parallel",)
-"""What Megatron notes in groups of how it laid them out, beside hyper-parameters."""
 
 
 class _Shard(NamedTuple):
@@ -58,6 +45,13 @@ class _Shard(NamedTuple):
     def elements(self) -> torch.Tensor:
         """What is stepped, as a plain tensor."""
         return (self.stepped if self.local is None else self.local).detach()
+
+    @property
+    def now(self) -> torch.Tensor:
+        """The same run of the parameter's own elements."""
+        if self.there is not None:
+            return self.there
+        return self.model.detach().reshape(-1)[self.start : self.start + self.elements.numel()]
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -214,54 +208,29 @@ def cut(part: Part, model: torch.Tensor, elements: torch.Tensor, start: int, ali
         alike: The ranks of this one's place in other data-parallel replicas that have the same run.
         owners: Those that have any run of the part.
     """
-    at, regions = 0, list[Region | Flat]()
-    stop = start + elements.numel()
-    for region in part.regions:
-        size = region.stop - region.start if isinstance(region, Flat) else math.prod(region.lengths)
-        first, last = max(start - at, 0), min(stop - at, size)
-        if first < last and last - first == size:
-            regions.append(region)
-        elif first < last:
-            before, box = (region.start, region.box) if isinstance(region, Flat) else (0, region)
-            regions.append(Flat(before + first, before + last, box))
-        at += size
     holders = sharers = None
     if part.holders is not None:
         peers = _peers(model)
         holders = tuple(sorted(set(_moved(alike, peers)) & set(part.holders)))
         sharers = _moved(owners, peers) if owners else None
-    return Part(elements, part.shape, tuple(regions), part.text, holders, sharers, within=model)
+    regions = regions_of_run(part.regions, start, start + elements.numel())
+    return Part(elements, part.shape, regions, part.text, holders, sharers, within=model)
 
 
-_PIECE = "\0"
-"""Between a name and a number in the names by which the pieces of one parameter are told apart inside."""
+class MegatronOptimizers(MasterOptimizers):
+    """One optimizer of Megatron, whatever it chains."""
 
-
-def _outside(name: str) -> str:
-    """The name in a checkpoint of what is called ``name`` inside."""
-    head, piece, tail = name.partition(_PIECE)
-    return head + tail.partition(".")[1] + tail.partition(".")[2] if piece else name
-
-
-class MegatronOptimizers(Optimizers):
-    """One optimizer of Megatron, whatever it chains.
-
-    The optimizers of PyTorch inside step tensors of which several can be pieces of one parameter, such as experts.
-    """
+    _of_the_layout = ("is_expert_parallel",)
+    _from_the_model = ": reload_model_params()"
 
     def __init__(self, optimizer: Any, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()) -> None:
-        self._masters: dict[str, Part] = {}
-        self._shards: list[tuple[str, _Shard]] = []
-        inside: dict[int, list[NamedPart]] = {}
-        models: dict[str, torch.Tensor] = {}
-        inner, divided = list(_inner_optimizers(optimizer)), _divided(optimizer)
+        self._inner, divided = list(_inner_optimizers(optimizer)), _divided(optimizer)
         owners: dict[str, Ints] = {}
-        for model, ranks in _owners(inner, divided):
+        for model, ranks in _owners(self._inner, divided):
             for fqn, _ in names.get(id(model), ()):
                 owners[fqn] = (*owners.get(fqn, ()), *ranks)
-        self._inner = inner
-        self._scaled = [one for one in inner if getattr(one, "grad_scaler", None)]
-        for shard in itertools.chain.from_iterable(_shards(one, divided) for one in inner):
+        runs = []
+        for shard in itertools.chain.from_iterable(_shards(one, divided) for one in self._inner):
             if id(shard.model) not in names:
                 raise Refused(
                     f"a parameter of shape {tuple(shard.model.shape)} belongs to no model of the state: put the model, "
@@ -270,47 +239,16 @@ class MegatronOptimizers(Optimizers):
             for fqn, part in names[id(shard.model)]:
                 if part is None:
                     raise Refused(f"{fqn!r} is a parameter of a model that is not Megatron's")
-                name = fqn
-                for number in itertools.count(1):
-                    if name not in models:
-                        break
-                    name = f"{fqn}{_PIECE}{number}"
                 run = cut(part, shard.model, shard.elements, shard.start, shard.alike, owners[fqn])
-                run = dataclasses.replace(run, within=shard.stepped)
-                inside.setdefault(id(shard.stepped), []).append((name, run))
-                models[name] = shard.model
-                if shard.stepped.dtype is not shard.model.dtype:
-                    self._masters[name] = run
-                    self._shards.append((fqn, shard))
-        self._pieces: dict[str, list[str]] = {}
-        for name in models:
-            self._pieces.setdefault(_outside(name), []).append(name)
-        for stepped in itertools.chain.from_iterable(group["params"] for one in inner for group in one.param_groups):
-            if id(stepped) not in inside:
-                raise Refused(f"its records name no parameter of which it steps a run of shape {tuple(stepped.shape)}")
-        optimizers = [one.optimizer for one in inner]
-        counters = collections.Counter(
-            id(value)
-            for entries in itertools.chain.from_iterable(one.state.values() for one in optimizers)
-            for value in (entries.values() if isinstance(entries, dict) else ())
-            if isinstance(value, torch.Tensor) and not value.ndim
-        )
-        # A load of Megatron's own leaves one step counter for all parameters.
-        self._counters: dict[int, list[str]] = {number: [] for number, count in counters.items() if count > 1}
-        super().__init__(optimizers, inside, beside)
-        self._group_names = [list(dict.fromkeys(map(_outside, names))) for names in self._group_names]
-        self.parameters = models
+                runs.append(Run(fqn, shard.model, dataclasses.replace(run, within=shard.stepped), shard.now))
+        scaled = [one for one in self._inner if getattr(one, "grad_scaler", None)]
+        super().__init__([one.optimizer for one in self._inner], runs, scaled, beside)
 
-    def _entries(self) -> Iterator[tuple[str, object, Place]]:
-        yield from super()._entries()
-        for name, run in self._masters.items():
-            yield f"state.{name}.{MASTER}", run, (id(run.within), MEMBER)
+    @staticmethod
+    def _scaler(one: Any) -> Any:
+        return one.grad_scaler
 
     def _part(self, leaf: str, part: Part, value: torch.Tensor, place: Place) -> torch.Tensor | Part:
-        several = self._counters.get(id(value))
-        if several is not None:
-            whole = (Region((), ()),)
-            return Part(value, (), whole, holders=part.sharers, within=value, several=several, name=_outside(leaf))
         found = super()._part(leaf, part, local_of(value), place)
         return dataclasses.replace(found, within=value) if is_dtensor(value) and isinstance(found, Part) else found
 
@@ -321,179 +259,11 @@ class MegatronOptimizers(Optimizers):
             return super()._create_part(leaf, place, part, shape, dtype, device)
         return self._part(leaf, part, torch.zeros_like(part.within, dtype=dtype), place)
 
-    def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
-        return [*super().announce(notice), *self.parameters.values()]
-
     def outline(self) -> Outline | None:
-        if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
-            return None
         if any(map(is_dtensor, itertools.chain.from_iterable(group["params"] for group in self._groups))):
             return None
-        placed: dict[str, list[tuple[Place, Any, Inside | None]]] = {}
-        values: dict[str, Place] = {}
-        for name, value, place in self._entries():
-            if isinstance(value, (torch.Tensor, Part)):
-                placed.setdefault(_outside(name), []).append((place, value, self._inside.get(name)))
-            else:
-                values[name] = place
-        tensors = list(itertools.chain.from_iterable(placed.values()))
-        groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
-        optimizers = [(held.optimizer, held.holder) for held in self._held]
-        constants = dict.fromkeys(self._constants, constants_of)
-        found = outline_of_optimizers(optimizers, tensors, values, constants, groups, with_members=True)
+        found = super().outline()
         if found is None:
             return None
-        of, weak = found.values, [weakref.ref(one) for one in self._scaled]
         outer: list[tuple[Any, Sequence[tuple[str, Kind]]]] = [(one, [("optimizer", "object")]) for one in self._inner]
-
-        def values_of(entries: Sequence[Any]) -> Mapping[str, object]:
-            live: list[Any] = [one() for one in weak]
-            return _as_saved(of(entries), live)
-
-        return dataclasses.replace(found, objects=[*found.objects, *outer], values=values_of)
-
-    def tensors(self) -> Mapping[str, torch.Tensor | Part]:
-        pieces: dict[str, list[torch.Tensor | Part]] = {}
-        for name, value in super().tensors().items():
-            of = pieces.setdefault(_outside(name), [])
-            if of and not (isinstance(value, Part) or isinstance(of[0], Part) or torch.equal(of[0], value)):
-                raise Refused(f"{_outside(name)} is {of[0]} for one tensor of the parameter and {value} for another")
-            of.append(value)
-        return {name: _joined(name, of) for name, of in pieces.items()}
-
-    def values(self) -> Mapping[str, object]:
-        return _as_saved(super().values(), self._scaled)
-
-    def accepts(self, name: str) -> bool:
-        if name == _SCALER:
-            return bool(self._scaled)
-        pieces = self._bare(name)
-        # A parameter that is stepped itself has no place for a copy that is more exact.
-        if _is_master(name) and not self._masters.keys() & pieces:
-            return False
-        # Of a parameter in several tensors this rank may have elements in any of them.
-        return any(not self._owned[piece].is_empty for piece in pieces) if pieces else super().accepts(name)
-
-    def drops(self, name: str) -> bool:
-        return name != _SCALER and not _is_master(name) and super().drops(name)
-
-    def _bare(self, name: str) -> set[str]:
-        """What a leaf's parameter is called inside."""
-        place = self._split(name)
-        return set() if place is None else set(self._pieces[place[0]])
-
-    def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
-        return {_outside(name): holders for name, holders in super().holders(of).items()}
-
-    def compared(self) -> Mapping[str, Compared]:
-        return {_outside(name): when for name, when in super().compared().items()}
-
-    def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
-        made = []
-        for piece in self._inside_names(name):
-            there = self._place_of(piece)
-            is_padded = there is not None and differ_by_padding(shape, layout, there.shape, there.text)
-            size = there.shape if there is not None and is_padded else shape
-            made.append(super().create(piece, dtype, size, layout=layout, beside=beside, dry=dry))
-        return _joined(name, made)
-
-    def _place_of(self, name: str) -> Part | None:
-        """The part that its parameter is of the whole one."""
-        place = self._split(name)
-        return None if place is None else self._owned[place[0]].part
-
-    def _inside_names(self, name: str) -> list[str]:
-        """What a leaf is called inside, once for each of its pieces."""
-        place = self._split(name)
-        if place is None:
-            return [name]
-        return [f"state.{piece}.{place[1]}" for piece in self._pieces[place[0]]]
-
-    def restore(
-        self,
-        created: Mapping[str, Any],
-        values: Mapping[str, object],
-        parameter: Callable[[str], str],
-        *,
-        strict: bool,
-        absent: Sequence[str] = (),
-        decisive: Mapping[str, int] = {},
-    ) -> Restored:
-        apart: dict[str, Any] = {}
-        for name, made in created.items():
-            apart.update(zip(self._inside_names(name), (made, *getattr(made, "others", ())), strict=True))
-        scaler = values.get(_SCALER)
-        if not (scaler is None or isinstance(scaler, dict)):
-            raise Refused(f"{_SCALER} is {scaler!r}: expected what a loss scaler's state_dict() says")
-        values = {name: value for name, value in values.items() if name != _SCALER}
-        every = {inside: value for name, value in values.items() for inside in self._inside_names(name)}
-        gone = [inside for name in absent for inside in self._inside_names(name)]
-        restored = super().restore(apart, every, parameter, strict=strict, absent=gone, decisive=decisive)
-
-        def install() -> None:
-            restored.install()
-            if "param_groups" in values:
-                self._expect_masters()
-            for one in self._scaled if scaler else ():
-                said = one.grad_scaler.state_dict().items()
-                one.grad_scaler.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
-
-        missing, unexpected = (
-            list(dict.fromkeys(map(_outside, names))) for names in (restored.missing, restored.unexpected)
-        )
-        return Restored(install, missing, unexpected)
-
-    def _expect_masters(self) -> None:
-        """Refuses a copy in fp32 that is not, rounded, what the model has."""
-        for fqn, shard in self._shards:
-            run, elements = shard.there, shard.elements
-            if run is None:
-                run = shard.model.detach().reshape(-1)[shard.start : shard.start + elements.numel()]
-            if not is_rounded(elements, run):
-                raise Refused(
-                    f"state.{fqn}.{MASTER} and the model's {fqn!r} are of different steps after the load: load both "
-                    "from one checkpoint that has both, or go on from the model alone: reload_model_params()"
-                )
-
-
-def _as_saved(values: Mapping[str, object], scaled: Sequence[Any]) -> Mapping[str, object]:
-    """The values by their names in a checkpoint, with those of the loss scalers of Megatron's optimizers ``scaled``."""
-    out: dict[str, object] = {}
-    for name, value in values.items():
-        other = out.setdefault(_outside(name), value)
-        if not equal(other, value):
-            raise Refused(f"{_outside(name)} is {other!r} for one of its tensors and {value!r} for another")
-    for group in cast("list[dict[str, object]]", out["param_groups"]):
-        for name in _OF_THE_LAYOUT:
-            group.pop(name, None)
-    for one in scaled:
-        # Each of a chain's optimizers has one, and all see the same gradients.
-        said = {name: _plain(value) for name, value in one.grad_scaler.state_dict().items()}
-        if out.setdefault(_SCALER, said) != said:
-            raise Refused(f"its loss scalers differ: {out[_SCALER]} and {said}")
-    return out
-
-
-def _plain(value: Any) -> Any:
-    """A tensor of one number as that number."""
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _like(now: Any, value: Any) -> Any:
-    return torch.full_like(now, value) if isinstance(now, torch.Tensor) else value
-
-
-def _is_master(name: str) -> bool:
-    return name.startswith("state.") and name.endswith(f".{MASTER}")
-
-
-def _joined(name: str, pieces: Sequence[Any]) -> Any:
-    """A leaf of which this rank has several tensors; one of a number is the same in all of them."""
-    first, *others = pieces
-    if not others:
-        return first
-    if not all(isinstance(piece, Part) for piece in pieces):
-        if any(piece.ndim for piece in pieces):
-            raise Refused(f"{name} is in several tensors, of which one is no part of a parameter's state")
-        first, *others = (Part(piece, (), (Region((), ()),), within=piece) for piece in pieces)
-    return dataclasses.replace(first, others=others)
+        return dataclasses.replace(found, objects=[*found.objects, *outer])

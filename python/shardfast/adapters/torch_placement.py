@@ -224,9 +224,14 @@ def text_of_flat(strategy: str, ranks: int, *, keeps_shapes: bool) -> str:
     return f"FSDP1({strategy}, {ranks} ranks{', whole parameters' if keeps_shapes else ''})"
 
 
+def text_of_run(stage: int, ranks: int) -> str:
+    """The layout of what DeepSpeed's ZeRO has cut or put into flat buffers, as text."""
+    return f"ZeRO({stage}, {ranks} ranks)"
+
+
 def is_flat(layout: str) -> bool:
     """Whether a layout, as text, is one in which an optimizer steps runs of a flat parameter."""
-    return layout.startswith("FSDP1(") and not layout.endswith(", whole parameters)")
+    return layout.startswith(("FSDP1(", "ZeRO(")) and not layout.endswith(", whole parameters)")
 
 
 def everyone() -> Ints:

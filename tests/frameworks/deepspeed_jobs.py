@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+torch.set_num_threads(1)
 
 BATCH, WIDTH = 4, 24
 

@@ -246,7 +246,7 @@ class DeepSpeedOptimizers(MasterOptimizers):
                     "state beside its optimizer"
                 )
             for fqn, whole in names[id(key)]:
-                runs.append(Run(fqn, one.model, _run(zero, one, whole), one.there))
+                runs.append(Run(fqn, key, _run(zero, one, whole), one.there))
         scaled = [zero] if getattr(zero, "dynamic_loss_scale", False) else []
         with _listed(zero):
             super().__init__([zero.optimizer], runs, scaled, beside)
@@ -257,8 +257,7 @@ class DeepSpeedOptimizers(MasterOptimizers):
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         with _listed(self._zero):
-            stepped = [getattr(model, "ds_tensor", model) for model in self.parameters.values()]
-            return [*super().announce(notice), *stepped]
+            return [*super().announce(notice), *self.parameters.values()]
 
     def steps(self) -> TorchSteps:
         with _listed(self._zero):

@@ -12,7 +12,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 
+# DeepSpeed is built from its source, with the torch that is installed, and without its kernels: seconds.
+readonly deepspeed=0.19.8
+
 make_environment frameworks
+if ! is_stamped target/frameworks deepspeed "$deepspeed"; then
+    DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation --no-deps \
+        "deepspeed==$deepspeed"
+    echo "$deepspeed" >target/frameworks/deepspeed.stamp
+fi
 install_what_is_tested frameworks
 if [[ $* == gate ]]; then
     set -- -m smoke tests/frameworks

@@ -116,7 +116,7 @@ def step(engine: Any, number: int) -> float:
     return float(mean / dist.get_world_size())
 
 
-def said(engine: Any) -> dict[str, Any]:
+def said(engine: Any, moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, Any]:
     """By name the parameters, and of each trained one what is more exact and the moments, whole, as arrays."""
     found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
@@ -126,13 +126,13 @@ def said(engine: Any) -> dict[str, Any]:
             continue
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             found[f"{name}.master"] = safe_get_full_fp32_param(parameter).numpy().copy()
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in moments:
                 found[f"{name}.{moment}"] = safe_get_full_optimizer_state(parameter, moment).numpy().copy()
         else:
             stepped = _copy_of(engine.optimizer, parameter)
             found[f"{name}.master"] = stepped.detach().numpy().copy()
             state = getattr(engine.optimizer, "optimizer", engine.optimizer).state[stepped]
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in moments:
                 found[f"{name}.{moment}"] = state[moment].numpy().copy()
     return found
 
@@ -152,7 +152,5 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What is not the same, bit for bit."""
     names = sorted({*one, *other})
     return [
-        name
-        for name in names
-        if name not in one or name not in other or one[name].tobytes() != other[name].tobytes()
+        name for name in names if name not in one or name not in other or one[name].tobytes() != other[name].tobytes()
     ]

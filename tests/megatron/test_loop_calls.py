@@ -14,7 +14,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunState
 from megatron.training import checkpointing
 from shardfast.integrations.megatron_places import expect_free
-from shardfast.integrations.megatron_trackers import Trackers
+from shardfast.integrations.megatron_trackers import trackers as trackers_of_places
 
 
 def saving(place, *more):
@@ -153,7 +153,7 @@ def refusals(training):
     torch.distributed.barrier()
     for iteration in (2, 3, 4):
         args.iteration = iteration
-        found["free", iteration] = training.error_of(expect_free, args, Trackers(), checkpointing)
+        found["free", iteration] = training.error_of(expect_free, args, trackers_of_places(), checkpointing)
     found["release"] = training.error_of(training.save, 8, release=True)
     found["passing"] = training.error_of(training.save, 8, non_persistent_ckpt=True)
     return found

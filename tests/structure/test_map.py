@@ -11,7 +11,7 @@ from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rus
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 
 # Frameworks that are built on others, whose adapters use those of these.
-BUILT_ON = {"megatron": ("torch",)}
+BUILT_ON = {"megatron": ("torch",), "deepspeed": ("torch",)}
 INTEGRATION_LINES_MAX = 200
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
@@ -269,6 +269,7 @@ def test_adapters_know_the_catalog_and_their_framework_only():
         if not module.startswith("shardfast.adapters.") or module.endswith("__init__"):
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
+        framework = "torch" if framework == "trackers" else framework  # what those of all frameworks share
         on = (framework, *BUILT_ON.get(framework, ()))
         own = [name for name in python_modules() if name.partition("adapters.")[2].partition("_")[0] in on]
         allowed = ("shardfast.catalog", "shardfast.padding", "shardfast.stepping", *on, *own)
@@ -315,8 +316,10 @@ def test_integrations_use_public_words_and_their_framework_only():
         if not module.startswith("shardfast.integrations.") or module.endswith("__init__"):
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
+        framework = "torch" if framework == "trackers" else framework  # what those of all frameworks share
         for line, imported in imports(module, ast.parse(read(name))):
-            is_own = imported.startswith(f"shardfast.integrations.{framework}_") or imported == "shardfast"
+            own = (f"shardfast.integrations.{framework}_", "shardfast.integrations.trackers")
+            is_own = imported.startswith(own) or imported == "shardfast"
             roots = (*sys.stdlib_module_names, framework, *BUILT_ON.get(framework, ()))
             if not is_own and imported.split(".")[0] not in roots:
                 found.append(f"{name}:{line}: imports {imported}")

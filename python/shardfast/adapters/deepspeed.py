@@ -7,6 +7,7 @@ elements, the last ones padded. Tried with DeepSpeed 0.19.8; of what it keeps to
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import sys
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused, Restored
+from ..catalog import Flat, Ints, Kind, Module, NamedPart, Outline, Part, Refused, Restored
 from .deepspeed_optimizer import KINDS, TIED, DeepSpeedOptimizers, begin_load, call, peers, refresh
 from .torch_modules import Modules
 from .torch_placement import text_of_run
+
+LEFT_OUT = "shardfast_left_out"
+"""An engine's attribute: names of parameters that are frozen, and left out of a save or a load."""
 
 _EXPERT = re.compile(r"(?<=\bdeepspeed_experts\.)\d+")
 
@@ -35,21 +39,24 @@ class DeepSpeedModules(Modules):
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._parts: dict[int, Part] = {}
+        self._left_out: set[str] = vars(engine).setdefault(LEFT_OUT, set())
         _expect_understood(engine)
         super().__init__([engine.module])
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
-        state = dict(module.state_dict(keep_vars=True))
+        state = {name: one for name, one in module.state_dict(keep_vars=True).items() if name not in self._left_out}
         for name, value in state.items():
             if is_partitioned(value):
                 state[name] = self._parts.setdefault(id(value), _part(name, value))
         for name, parameter in module.named_parameters():
-            if is_partitioned(parameter) and id(parameter) not in self._parts:
+            if is_partitioned(parameter) and id(parameter) not in self._parts and name not in self._left_out:
                 raise Refused(f"its parameter {name!r}, which ZeRO stage 3 has cut, is not in its state_dict()")
         return state
 
     def _parameters_of(self, module: nn.Module, state: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter | Part]]:
         for name, parameter in super()._parameters_of(module, state):
+            if name in self._left_out:
+                continue
             yield name, self._parts.get(id(parameter), parameter)
 
     def _names_of(self, module: nn.Module) -> Callable[[str], str]:
@@ -84,7 +91,9 @@ class DeepSpeedModules(Modules):
         return tuple(sorted({rank + other - me for rank in ranks for other in tied["ranks"]}))
 
     def outline(self) -> Outline | None:
-        return None if self._parts else super().outline()
+        found = None if self._parts else super().outline()
+        left_out: list[tuple[str, Kind]] = [(LEFT_OUT, "names")]
+        return found and dataclasses.replace(found, objects=[*found.objects, (self._engine, left_out)])
 
     def restore(
         self,

@@ -22,7 +22,8 @@ import shardfast as sf
 from . import megatron_arguments as arguments
 from .megatron_places import Found, expect_free, find, is_ours
 from .megatron_state import State, progress
-from .megatron_trackers import Saves, Trackers, checkpoint_of, whole_parameters
+from .megatron_trackers import checkpoint_of, trackers, whole_parameters
+from .trackers import Saves
 
 
 def attach() -> None:
@@ -69,7 +70,7 @@ class _Loop:
 
     def __init__(self, checkpointing: Any) -> None:
         self._megatron = checkpointing
-        self._trackers = Trackers()
+        self._trackers = trackers()
         self._saves = Saves()
         self._newest: tuple[Any, ...] | None = None
 
@@ -118,11 +119,11 @@ class _Loop:
             self._saves.settle(1)
             with whole_parameters(given["model"]):
                 pending = sf.save_async(url, saved, step=iteration)
-            self._saves.add(pending, tracker, iteration, conclude)
+            self._saves.add(pending, lambda: tracker.write(str(iteration), iteration), conclude)
         else:
             with whole_parameters(given["model"]):
                 sf.save(url, saved, step=iteration)
-            tracker.write(iteration)
+            tracker.write(str(iteration), iteration)
             megatron.torch.distributed.barrier()
             conclude()
         self._newest = key

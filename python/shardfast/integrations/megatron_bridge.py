@@ -20,7 +20,8 @@ import shardfast as sf
 
 from .megatron_places import Found, find
 from .megatron_state import State
-from .megatron_trackers import Saves, Trackers, checkpoint_of, whole_parameters
+from .megatron_trackers import checkpoint_of, trackers, whole_parameters
+from .trackers import Saves
 
 _OF_MODEL = (
     *("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size", "fp16", "bf16"),
@@ -47,7 +48,7 @@ class CheckpointManager:
             check_checkpoint_args=lambda saved: None,  # a load compares the tensors themselves
         )
         self._config = checkpoint_config
-        self._trackers = Trackers()
+        self._trackers = trackers()
         self._saves = Saves()
 
     @property
@@ -92,11 +93,11 @@ class CheckpointManager:
             self._saves.settle(1)
             with whole_parameters(ctx.model):
                 pending = sf.save_async(url, saved, step=iteration)
-            self._saves.add(pending, tracker, iteration, conclude)
+            self._saves.add(pending, lambda: tracker.write(str(iteration), iteration), conclude)
         else:
             with whole_parameters(ctx.model):
                 sf.save(url, saved, step=iteration)
-            tracker.write(iteration)
+            tracker.write(str(iteration), iteration)
             dist.barrier()
             conclude()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 import shardfast as sf
 
-from .megatron_trackers import DirectoryTracker, Trackers, below, checkpoint_of, is_far
+from .megatron_trackers import checkpoint_of, iteration_in, tracker_in
+from .trackers import Trackers, below, is_far, of_rank_0
 
 
 class Found(NamedTuple):
@@ -40,7 +38,7 @@ def find(place: str | None, args: Any, trackers: Trackers, megatron: Any) -> Fou
     if place is None:
         return None
     tracker = trackers.of(place)
-    found: Found | None = _of_rank_0(lambda: _looked(place, args, tracker, megatron))
+    found: Found | None = of_rank_0(lambda: _looked(place, args, tracker, megatron))
     return found
 
 
@@ -48,7 +46,7 @@ def is_ours(place: str, args: Any, megatron: Any) -> bool:
     """Whether Shardfast saved what would be loaded from a place; asked by a process before the ranks have met."""
     if is_far(place):
         return True
-    found = _looked(place, args, DirectoryTracker(place), megatron)
+    found = _looked(place, args, tracker_in(place), megatron)
     return found is not None and found.values is not None
 
 
@@ -76,28 +74,12 @@ def expect_free(args: Any, trackers: Trackers, megatron: Any) -> None:
                 f"{following} into {tracker.name}; to train again from {args.iteration}, move {url} and later ones away"
             )
 
-    _of_rank_0(expect)
-
-
-def _of_rank_0(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns or raises on rank 0, on all ranks."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[1] = call()
-        except Exception as error:  # the other ranks wait for this one
-            kind = type(error) if isinstance(error, sf.Error) else sf.Unavailable
-            outcome[0] = kind.__name__, str(error) if isinstance(error, sf.Error) else repr(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        kind, message = outcome[0]
-        raise getattr(sf, kind)(message)
-    return outcome[1]
+    of_rank_0(expect)
 
 
 def _looked(place: str, args: Any, tracker: Any, megatron: Any) -> Found | None:
     asked = getattr(args, "ckpt_step", None)
-    iteration = asked or tracker.read()
+    iteration: Any = asked or iteration_in(tracker)
     if iteration is None:
         return None
     if iteration == "release":

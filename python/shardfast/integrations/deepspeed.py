@@ -1,0 +1,159 @@
+"""DeepSpeed's engines, saved and loaded by Shardfast where their configuration says so.
+
+Import this before ``deepspeed.initialize()``, and add a block to DeepSpeed's configuration::
+
+    import shardfast.integrations.deepspeed
+
+    config = {"zero_optimization": {"stage": 2}, "shardfast": {}, ...}
+
+``engine.save_checkpoint()`` and ``engine.load_checkpoint()`` keep their meaning: ``<dir>/<tag>`` is a checkpoint, and
+``latest`` names the newest. It loads into any world size and any stage. Engines without the block are not touched.
+Directories that DeepSpeed wrote are loaded by DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import shardfast as sf
+
+from .deepspeed_block import Block, block_of, expect_nothing_beside
+from .deepspeed_places import Found, find, tag_of
+from .deepspeed_state import State
+from .trackers import Saves, Trackers, below
+
+
+class _Loop:
+    """The saves and loads of one engine."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.trackers = Trackers("latest", "latest")
+        self.saves = Saves()
+
+    def save(
+        self,
+        engine: Any,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """``DeepSpeedEngine.save_checkpoint()``."""
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        self.saves.settle(1)
+        expect_nothing_beside(engine)
+        name = tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
+        place, step = str(save_dir), int(engine.global_steps)
+        tracker = self.trackers.of(place)
+        state = State(engine).to_save(client_state or {}, exclude_frozen=exclude_frozen_parameters)
+
+        def named() -> None:
+            if save_latest:
+                tracker.write(name, step)
+
+        url, pickle = below(place, name), self.block.pickle
+        pending = sf.save_async(url, state, step=step, pickle=pickle)
+        self.saves.add(pending, named, lambda: None)
+        if not self.block.is_async:
+            self.saves.settle(0)
+        return True
+
+    def load(
+        self,
+        original: Callable[..., Any],
+        engine: Any,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """``DeepSpeedEngine.load_checkpoint()``."""
+        self.saves.settle(0)
+        found: Found | None = find(str(load_dir), None if tag is None else tag_of(tag), self.trackers)
+        if found is None or found.values is None:
+            options: tuple[Any, ...] = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
+            result: tuple[Any, Any] = original(engine, load_dir, tag, *options, load_module_only, custom_load_fn)
+            return result
+        expect_nothing_beside(engine)
+        if custom_load_fn is not None:
+            raise sf.Unsupported(
+                f"custom_load_fn: {found.url} is Shardfast's, which fills parameters itself: leave it out"
+            )
+        client = State(engine).load(
+            found.url,
+            found.values,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counts=not load_module_only,
+            pickle=self.block.pickle,
+        )
+        return found.url, client
+
+
+_loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
+
+
+def _loop_of(engine: Any) -> _Loop | None:
+    """What saves and loads an engine; ``None`` if its configuration has no block."""
+    loop = _loops.get(engine)
+    if loop is None and (block := block_of(engine)) is not None:
+        loop = _loops[engine] = _Loop(block)
+    return loop
+
+
+def _save(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    loop = _loop_of(engine)
+    return original(engine, *args, **named) if loop is None else loop.save(engine, *args, **named)
+
+
+def _load(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    loop = _loop_of(engine)
+    return original(engine, *args, **named) if loop is None else loop.load(original, engine, *args, **named)
+
+
+def _step(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    loop = _loops.get(engine)
+    if loop is not None:
+        loop.saves.settle(None)
+    return original(engine, *args, **named)
+
+
+def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
+    loop = _loops.get(engine)
+    try:
+        if loop is not None:
+            loop.saves.settle(0)
+    finally:
+        result = original(engine, *args, **named)
+    return result
+
+
+def _replaced(original: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(engine: Any, *args: Any, **named: Any) -> Any:
+        return made(original, engine, *args, **named)
+
+    return method
+
+
+for _name, _made in (
+    ("save_checkpoint", _save),
+    ("load_checkpoint", _load),
+    ("step", _step),
+    ("destroy", _destroy),
+):
+    setattr(DeepSpeedEngine, _name, _replaced(getattr(DeepSpeedEngine, _name), _made))
+PipelineEngine.train_batch = _replaced(PipelineEngine.train_batch, _step)

@@ -1,0 +1,93 @@
+"""The block ``"shardfast"`` of DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import shardfast as sf
+
+_KEYS = ("staging_bytes", "pickle", "async")
+_STAGING = "SHARDFAST_STAGING_BYTES"
+
+
+class Block(NamedTuple):
+    """What the block says.
+
+    Attributes:
+        pickle: Whether values that have no form as data are pickled.
+        is_async: Whether a save returns before it is durable.
+    """
+
+    pickle: bool
+    is_async: bool
+
+
+def block_of(engine: Any) -> Block | None:
+    """The block of an engine's configuration; ``None`` if it has none.
+
+    Raises:
+        Invalid: It has other keys, or a value of another kind.
+    """
+    said = _configuration(engine).get("shardfast")
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise sf.Invalid(f'"shardfast": {said!r} in DeepSpeed\'s configuration: expected a block {{…}}')
+    unknown = sorted(map(str, said.keys() - set(_KEYS)))
+    if unknown:
+        raise sf.Invalid(
+            f'"shardfast" in DeepSpeed\'s configuration has {", ".join(unknown)}: expected none but {", ".join(_KEYS)}'
+        )
+    for name in ("pickle", "async"):
+        if not isinstance(said.get(name, False), bool):
+            raise sf.Invalid(f'"shardfast": {{"{name}": {said[name]!r}}}: expected true or false')
+    if "staging_bytes" in said:
+        _stage(said["staging_bytes"])
+    return Block(said.get("pickle", False), said.get("async", True))
+
+
+def _stage(size: Any) -> None:
+    """Bounds this process's staging memory, unless its environment says something else."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise sf.Invalid(f'"shardfast": {{"staging_bytes": {size!r}}}: expected bytes, or a text such as "4GiB"')
+    other = os.environ.setdefault(_STAGING, str(size))
+    if other != str(size):
+        raise sf.Invalid(
+            f'"shardfast": {{"staging_bytes": {size!r}}}: the environment says {_STAGING}={other}: say it in one place'
+        )
+
+
+def _configuration(engine: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration, as it was given."""
+    found = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    if not isinstance(found, dict):
+        raise sf.Unsupported(
+            "DeepSpeed of this version keeps its configuration elsewhere than is known (engine._config._param_dict): "
+            "use DeepSpeed 0.19"
+        )
+    return found
+
+
+def expect_nothing_beside(engine: Any) -> None:
+    """Refuses parts of the configuration that ask for another way to save."""
+    said = _configuration(engine)
+    of_saves = said.get("checkpoint") or {}
+    for name, value, instead in (
+        ("checkpoint.writer", of_saves.get("writer"), "Shardfast writes itself"),
+        ("datastates_ckpt", said.get("datastates_ckpt"), "Shardfast writes itself"),
+        (
+            "checkpoint.use_node_local_storage",
+            of_saves.get("use_node_local_storage"),
+            "all ranks of a checkpoint write to one place",
+        ),
+        (
+            "checkpoint.load_universal",
+            of_saves.get("load_universal"),
+            "a checkpoint of Shardfast's loads into any world and stage as it is",
+        ),
+    ):
+        if value:
+            raise sf.Invalid(
+                f'DeepSpeed\'s configuration has {name} beside the block "shardfast": {instead}: take out one'
+            )

@@ -1,0 +1,196 @@
+"""DeepSpeed's `save_checkpoint` and `load_checkpoint` with the block in its configuration."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import deepspeed_jobs
+import pytest
+import shardfast as sf
+import shardfast.integrations.deepspeed  # what is tested
+import torch
+import torch.distributed as dist
+from deepspeed_jobs import Job, build, differences, said, step
+
+BLOCK = {"shardfast": {}}
+
+
+def error_of(call, *args, **named):
+    try:
+        call(*args, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train(rank, world, place, job, steps):
+    engine = build(job, extra=BLOCK)
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 1, 0.5) if job.stage else None
+    engine.lr_scheduler = scheduler
+    losses = [step(engine, number) for number in range(steps)]
+    assert engine.save_checkpoint(place, client_state={"epoch": 3, "words": ["a", None]}) is True
+    found = said(engine)
+    drawn = (random.random(), torch.rand(1).item())
+    later = [step(engine, number) for number in range(steps, steps + 2)]
+    engine.destroy()
+    return found, losses, later, drawn
+
+
+def resume(rank, world, place, job, steps, named=None):
+    engine = build(job, seed=5, extra=BLOCK)
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 1, 0.5) if job.stage else None
+    path, client = engine.load_checkpoint(place, **(named or {}))
+    found = said(engine)
+    drawn = (random.random(), torch.rand(1).item())
+    counts = engine.global_steps, engine.global_samples, engine.micro_steps
+    later = [step(engine, number) for number in range(steps, steps + 2)]
+    engine.destroy()
+    return path, client, found, later, drawn, counts
+
+
+@pytest.mark.smoke
+def test_zero_2_on_two_ranks_goes_on_as_zero_3_on_three(ranks, tmp_path):
+    place = str(tmp_path / "run")
+    (expected, _, later, drawn), *_ = ranks(2)(train, place, Job(2), 2)
+    assert Path(place, "latest").read_text() == "global_step2"
+    same = ranks(2)(resume, place, Job(2), 2)
+    for path, client, found, again, drew, counts in same:
+        assert path == f"{place}/global_step2"
+        assert client == {"epoch": 3, "words": ["a", None]}
+        assert differences(expected, found) == []
+        assert again == later
+        assert counts == (2, 2 * 2 * deepspeed_jobs.BATCH, 2)
+    assert same[0][4] == drawn
+    for _, client, found, *_ in ranks(3)(resume, place, Job(3, persists=True, sub_group_size=900), 2):
+        assert client["epoch"] == 3
+        assert differences(expected, found) == []
+
+
+def options(rank, world, place):
+    job = Job(2, frozen=True)
+    engine = build(job, extra=BLOCK)
+    before = said(build(job, seed=9), moments=())
+    for number in range(2):
+        step(engine, number)
+    engine.save_checkpoint(place, tag="whole")
+    engine.save_checkpoint(place, tag="trained", exclude_frozen_parameters=True, save_latest=False)
+    expected = said(engine)
+    engine.destroy()
+    found = {"latest": Path(place, "latest").read_text()}
+    with sf.mapped(f"{place}/trained") as checkpoint:
+        found["names"] = [name for name in checkpoint.tensor_names() if name.startswith("model/")]
+    other = build(job, seed=9, extra=BLOCK)
+    other.load_checkpoint(place, "trained")
+    now = said(other)
+    found["trained"] = [name for name in differences(expected, now) if name != "inner.0.weight"]
+    found["frozen"] = now["inner.0.weight"].tobytes() == before["inner.0.weight"].tobytes()
+    module = build(job, seed=9, extra=BLOCK)
+    step(module, 7)
+    module.load_checkpoint(place, "whole", load_module_only=True)
+    now = said(module, moments=())
+    found["module only"] = [name for name in now if name.endswith(".weight") and now[name].tobytes() != expected[name].tobytes()]
+    found["steps"] = module.global_steps
+    return found, {name: array for name, array in now.items() if name.endswith(".master")}, now
+
+
+def test_options_mean_what_they_meant(ranks, tmp_path):
+    for found, masters, now in ranks(2)(options, str(tmp_path)):
+        assert found["latest"] == "whole"
+        assert "model/inner.0.weight" not in found["names"]
+        assert found["trained"] == []
+        assert found["frozen"]
+        assert found["module only"] == []
+        assert found["steps"] == 1
+        # The copies in fp32 begin at the parameters that were loaded.
+        for name, array in masters.items():
+            assert array.tobytes() == now[name.removesuffix(".master")].tobytes()
+
+
+def wrong(rank, world, place):
+    found = {}
+    for name, extra in {
+        "key": {"shardfast": {"stagingbytes": 1}},
+        "kind": {"shardfast": True},
+        "pickle": {"shardfast": {"pickle": 1}},
+        "writer": {**BLOCK, "checkpoint": {"use_node_local_storage": True}},
+    }.items():
+        engine = build(Job(1), extra=extra)
+        found[name] = error_of(engine.save_checkpoint, f"{place}/{name}")
+    engine = build(Job(1), extra=BLOCK)
+    found["slash"] = error_of(engine.save_checkpoint, place, tag="a/b")
+    found["client"] = error_of(engine.save_checkpoint, place, client_state={"f": open})
+    found["tags"] = error_of(engine.save_checkpoint, f"{place}/tags", tag=f"t{rank}")
+    found["none"] = engine.load_checkpoint(f"{place}/none")
+    found["tag"] = error_of(engine.load_checkpoint, f"{place}/none", tag="x")
+    gathered = build(Job(3), extra=BLOCK)
+    with torch.no_grad(), deepspeed_jobs.deepspeed.zero.GatheredParameters(list(gathered.module.parameters())):
+        found["gathered"] = error_of(gathered.save_checkpoint, f"{place}/gathered")
+    found["module"] = error_of(sf.save, f"{place}/module", {"model": engine.module})
+    found["optimizer"] = error_of(sf.save, f"{place}/optimizer", {"optimizer": engine.optimizer})
+    return found
+
+
+def test_bad_input_is_refused_by_name(ranks, tmp_path):
+    for found in ranks(2)(wrong, str(tmp_path)):
+        assert "has stagingbytes: expected none but staging_bytes" in found["key"]
+        assert "expected a block" in found["kind"]
+        assert "expected true or false" in found["pickle"]
+        assert "checkpoint.use_node_local_storage beside the block" in found["writer"]
+        assert "without a slash" in found["slash"]
+        assert "client" in found["client"]
+        assert "Invalid" in found["tags"]
+        assert found["none"] == (None, None)
+        assert "no committed checkpoint" in found["tag"]
+        assert "is gathered now" in found["gathered"]
+        assert "put the engine into the state" in found["module"]
+        assert "belongs to no" in found["optimizer"]
+    assert not list(tmp_path.glob("*/*/COMMIT"))
+
+
+def evaluated(rank, world, place):
+    engine = build(Job(3, persists=True), extra=BLOCK)
+    step(engine, 0)
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.ones(2, deepspeed_jobs.WIDTH, dtype=torch.bfloat16))
+    engine.train()
+    engine.save_checkpoint(place)
+    expected = said(engine)
+    engine.destroy()
+    other = build(Job(3), seed=4, extra=BLOCK)
+    other.load_checkpoint(place)
+    return differences(expected, said(other))
+
+
+def test_a_save_after_an_evaluation(ranks, tmp_path):
+    assert ranks(2)(evaluated, str(tmp_path)) == [[], []]
+
+
+def killed(rank, world, place):
+    engine = build(Job(1), extra=BLOCK)
+    step(engine, 0)
+    engine.save_checkpoint(place)
+    step(engine, 1)
+    dist.barrier()
+    engine.save_checkpoint(place)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3)
+
+
+def goes_on(rank, world, place):
+    engine = build(Job(2), seed=3, extra=BLOCK)
+    path, _ = engine.load_checkpoint(place)
+    return Path(path).name, Path(place, "latest").read_text(), engine.global_steps
+
+
+def test_latest_names_what_is_committed_when_a_rank_is_killed_in_a_save(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="died without a word"):
+        ranks(2)(killed, str(tmp_path))
+    ((tag, latest, steps),) = ranks(1)(goes_on, str(tmp_path))
+    assert tag == latest == f"global_step{steps}"
+    assert re.fullmatch("global_step[12]", tag)
+    assert (tmp_path / tag / "COMMIT").exists()

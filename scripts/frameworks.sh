@@ -17,8 +17,8 @@ readonly deepspeed=0.19.8
 
 make_environment frameworks
 if ! is_stamped target/frameworks deepspeed "$deepspeed"; then
-    DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation --no-deps \
-        "deepspeed==$deepspeed"
+    DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation \
+        --no-deps "deepspeed==$deepspeed"
     echo "$deepspeed" >target/frameworks/deepspeed.stamp
 fi
 install_what_is_tested frameworks

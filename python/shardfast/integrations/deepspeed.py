@@ -20,11 +20,12 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 import shardfast as sf
 
 from .deepspeed_block import Block, block_of, expect_nothing_beside
-from .deepspeed_places import Found, find, tag_of
+from .deepspeed_places import Found, find, forget_replaced, replace, tag_of
 from .deepspeed_state import State
 from .trackers import Saves, Trackers, below
 
@@ -51,6 +52,13 @@ class _Loop:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self.saves.settle(1)
         expect_nothing_beside(engine)
+        if gathered[0]:
+            raise sf.Invalid(
+                "save_checkpoint() inside of GatheredParameters, which puts into the shards what was "
+                "written at its end: save behind it"
+            )
+        if engine.zero_optimization_partition_weights():
+            engine.optimizer.checkpoint_event_prologue()  # what a forward has gathered, such as an evaluation's
         name = tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
         place, step = str(save_dir), int(engine.global_steps)
         tracker = self.trackers.of(place)
@@ -59,9 +67,15 @@ class _Loop:
         def named() -> None:
             if save_latest:
                 tracker.write(name, step)
+            forget_replaced(place, name)
 
         url, pickle = below(place, name), self.block.pickle
-        pending = sf.save_async(url, state, step=step, pickle=pickle)
+        try:
+            pending = sf.save_async(url, state, step=step, pickle=pickle)
+        except sf.Conflict:  # the same tag again
+            self.saves.settle(0)
+            replace(place, name)
+            pending = sf.save_async(url, state, step=step, pickle=pickle)
         self.saves.add(pending, named, lambda: None)
         if not self.block.is_async:
             self.saves.settle(0)
@@ -101,6 +115,21 @@ class _Loop:
             pickle=self.block.pickle,
         )
         return found.url, client
+
+
+gathered = [0]
+"""How many contexts in which parameters of stage 3 are whole this process is in."""
+
+
+def _enter(original: Callable[..., Any], context: Any) -> Any:
+    result = original(context)
+    gathered[0] += 1
+    return result
+
+
+def _exit(original: Callable[..., Any], context: Any, *args: Any) -> Any:
+    gathered[0] -= 1
+    return original(context, *args)
 
 
 _loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
@@ -156,4 +185,6 @@ for _name, _made in (
     ("destroy", _destroy),
 ):
     setattr(DeepSpeedEngine, _name, _replaced(getattr(DeepSpeedEngine, _name), _made))
+GatheredParameters.__enter__ = _replaced(GatheredParameters.__enter__, _enter)
+GatheredParameters.__exit__ = _replaced(GatheredParameters.__exit__, _exit)
 PipelineEngine.train_batch = _replaced(PipelineEngine.train_batch, _step)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 import shardfast as sf
 
@@ -47,11 +51,43 @@ def find(place: str, tag: str | None, trackers: Trackers) -> Found | None:
     return found
 
 
+def _replaced(place: str, name: str) -> Path:
+    """Where a checkpoint is while another one of the same tag is saved."""
+    return Path(place.removeprefix("file://")) / f".{name}.replaced"
+
+
+def replace(place: str, name: str) -> None:
+    """Moves a committed checkpoint out of the way of a new one of the same tag. All ranks call it; rank 0 moves it.
+
+    Raises:
+        Conflict: It is in an object store, in which nothing can be moved.
+    """
+    url = below(place, name)
+
+    def move() -> None:
+        if is_far(place):
+            raise sf.Conflict(f"{url} is there already: give each checkpoint in an object store a tag of its own")
+        there, away = Path(url.removeprefix("file://")), _replaced(place, name)
+        if away.exists():  # of a save that was cut off: what is there is newer
+            shutil.rmtree(away)
+        there.rename(away)
+
+    of_rank_0(move)
+
+
+def forget_replaced(place: str, name: str) -> None:
+    """Removes what :func:`replace` moved, once the new one is durable."""
+    if dist.get_rank() == 0 and not is_far(place) and _replaced(place, name).exists():
+        shutil.rmtree(_replaced(place, name))
+
+
 def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
     name = tag or tracker.read()
     if name is None:
         return None
     url = below(place, name)
+    if not is_far(place) and _replaced(place, name).exists() and not _is_committed(url):
+        url = str(_replaced(place, name))
     try:
         with sf.mapped(url) as checkpoint:
             names = [name for name in checkpoint.value_names() if name.startswith("engine/")]
@@ -67,6 +103,14 @@ def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
     if "global_steps" not in values:
         raise sf.Invalid(f"{url} is no checkpoint of an engine: load it with shardfast.load()")
     return Found(url, values)
+
+
+def _is_committed(url: str) -> bool:
+    try:
+        sf.mapped(url).close()
+    except sf.NotFound:
+        return False
+    return True
 
 
 def _is_deepspeeds(path: str) -> bool:

@@ -32,7 +32,7 @@ class _StridedRaggedShard(RaggedShard):
 
 
 class NeverMade:
-    """As veScale's dataclasses are: with PyTorch 2.15 any call of a method of their base ends the process."""
+    """Classes as veScale's dataclasses are: with PyTorch 2.15 a call of a method of their base ends the process."""
 
     @dataclasses.dataclass(frozen=True)
     class RaggedShard(Placement):
@@ -88,7 +88,7 @@ class Family(NamedTuple):
         return self.tensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
     def place(self, whole, mesh, placements):
-        """A DTensor of ``whole``, and the ordinary way of writing down what each rank holds."""
+        """A DTensor of this rank's part of ``whole``."""
         return self.dtensor(run(whole, mesh, placements).clone(), mesh, placements, tuple(whole.shape))
 
 

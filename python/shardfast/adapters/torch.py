@@ -18,6 +18,7 @@ from ..catalog import (
     VALUE_BYTES_MAX,
     Box,
     Destination,
+    Flat,
     Hold,
     Ints,
     Layout,
@@ -102,7 +103,8 @@ def _ordinary(tensor: torch.Tensor, dtype: str | None) -> _Ordinary | None:
         return None
     stride, item = local.stride(), local.element_size()
     device = local.device.index if local.is_cuda else None
-    memory = Memory(pointer, tuple([step * item for step in stride]), device)
+    is_run = local is not tensor and isinstance(layout.regions[0], Flat)
+    memory = Memory(pointer, () if is_run else tuple([step * item for step in stride]), device)
     return _Ordinary(layout, (local.device, pointer, layout.shape, local.shape, stride, kind), memory, local)
 
 

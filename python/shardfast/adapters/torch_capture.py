@@ -23,14 +23,22 @@ Notice = Callable[[str], None]
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a ``DTensor``, without importing what defines it."""
-    return _is_kind_of_dtensor(type(tensor))  # type: ignore[arg-type]  # types are hashable
+    """Whether it is a ``DTensor``, PyTorch's or of another library, without importing what defines it."""
+    is_one = _is_kind_of_dtensor(type(tensor))  # type: ignore[arg-type]  # types are hashable
+    return is_one if is_one is not None else all(hasattr(tensor, name) for name in _OF_DTENSOR)
 
 
 @functools.lru_cache(maxsize=64)
-def _is_kind_of_dtensor(kind: type) -> bool:
+def _is_kind_of_dtensor(kind: type) -> bool | None:
+    """Whether tensors of that type are; ``None`` for another library's, if they have all that is read of one."""
     dtensor = sys.modules.get("torch.distributed.tensor")
-    return dtensor is not None and issubclass(kind, dtensor.DTensor)
+    if dtensor is not None and issubclass(kind, dtensor.DTensor):
+        return True
+    is_called_so = issubclass(kind, torch.Tensor) and any(base.__name__ == "DTensor" for base in kind.__mro__)
+    return None if is_called_so else False
+
+
+_OF_DTENSOR = ("_local_tensor", "_spec", "device_mesh", "placements")
 
 
 # Before a change

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..catalog import Box, Memory, Refused, is_writable, may_overlap
-from .torch_placement import local_of, parts, views
+from .torch_placement import is_ragged, local_of, parts, views
+from .torch_ragged import elements_of
 
 _NAMES = {
     "bool": "BOOL",
@@ -89,10 +90,11 @@ def named(
 def memory(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Memory, ...]:
     """Where each region of ``tensor`` lies; ``local`` has the shape of its local tensor."""
     expect_memory(local)
-    out = []
+    out, is_run = [], is_ragged(tensor)
     for view in parts(tensor, local):
         item, device = view.element_size(), view.device.index if view.is_cuda else None
-        out.append(Memory(view.data_ptr(), tuple([stride * item for stride in view.stride()]), device))
+        strides = () if is_run else tuple([stride * item for stride in view.stride()])
+        out.append(Memory(view.data_ptr(), strides, device))
     return tuple(out)
 
 
@@ -266,8 +268,7 @@ def fill(tensor: torch.Tensor, value: object) -> None:
         return
     with torch.no_grad():
         for region, view in views(tensor, local):
-            bounds = zip(region.offsets, region.lengths, strict=True)
-            copy(view, value[tuple(slice(offset, offset + length) for offset, length in bounds)])
+            copy(view, elements_of(value, region))
 
 
 def copy(destination: torch.Tensor, source: torch.Tensor) -> None:

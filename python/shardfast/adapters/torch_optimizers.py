@@ -25,7 +25,7 @@ from .torch_groups import (
     saved_class,
 )
 from .torch_memory import dtype_of, expect_fill
-from .torch_placement import chunks, empty_beside, everyone, is_flat, mesh_covers_job
+from .torch_placement import chunks, empty_beside, empty_like, everyone, is_flat, mesh_covers_job
 from .torch_refused import expect_understood_owner
 from .torch_steps import TorchSteps
 from .torch_wrapped import CONSTANTS, constants_of, expect_same_constants, inner_tensors, joined, unwrapped, wraps
@@ -321,7 +321,7 @@ class Optimizers:
                 return self._create_part(name, (id(parameter), _unquoted(place[1])), part, shape, kind, device)
             was_replicated = bool(layout) and "Shard" in beside and "Shard" not in layout
             if shape == tuple(parameter.shape) and not is_step and not was_replicated:
-                made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
+                made = empty_like(parameter, kind, device)
                 if wraps(made):  # as its parameter does; optimizers begin with zeros, which are often plain
                     made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
                 if wraps(made):

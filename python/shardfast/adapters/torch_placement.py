@@ -3,22 +3,25 @@
 A ``DTensor``'s place follows from its mesh and placements: per tensor dimension, runs of indices are cut by the rule of
 ``torch.chunk``, one mesh dimension after the other. That is exact for every placement that shards, ``_StridedShard``
 without its right-hand ``Shard`` included, where a rank holds several runs; no communication, no index vectors.
+veScale's ``RaggedShard`` gives a run of what the others leave (:mod:`.torch_ragged`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..catalog import Ints, Refused, Region
+from ..catalog import Flat, Ints, Refused, Region
 from .torch_capture import is_dtensor
+from .torch_ragged import NAMES, Ragged, find_ragged, ragged_of, run_of
 
 Run = tuple[int, int]
 """``(start, length)`` of consecutive indices of one dimension."""
@@ -82,7 +85,7 @@ def _cuts(
         split = 1
         if is_strided(placement):
             split = int(placement.split_factor)
-        elif placement.is_replicate():
+        elif placement.is_replicate() or type(placement) is Ragged:
             continue
         elif not placement.is_shard():
             raise Refused(f"a DTensor with placement {placement!r} on mesh dimension {axis} is of an unknown kind")
@@ -98,18 +101,23 @@ class Placed:
     Attributes:
         shape: Theirs.
         regions: Its regions.
-        starts: Where each begins in the local tensor.
-        local_shape: That of the local tensor.
+        starts: Where each begins in the local tensor; empty for a run, which is all of it.
+        local_shape: That of the local tensor; of one that holds a run, that of its elements in one dimension.
         text: The layout as text.
         holders: The ranks that hold the same regions, if the mesh shows them.
     """
 
     shape: Ints
-    regions: tuple[Region, ...]
+    regions: tuple[Region | Flat, ...]
     starts: tuple[Ints, ...]
     local_shape: Ints
     text: str
     holders: Ints | None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether this rank's part is a run of elements."""
+        return bool(self.regions) and isinstance(self.regions[0], Flat)
 
 
 class _Same:
@@ -128,20 +136,28 @@ class _Same:
 
 
 def placements_of(tensor: Any) -> tuple[Any, ...]:
-    """The placements of a DTensor, all of PyTorch's own classes.
+    """The placements of a DTensor, all of PyTorch's own classes, or :class:`Ragged` for one of veScale's.
 
     Raises:
         Refused: If one is of another class. That may place in another way; and if it never called the ``__init__`` of
             its base, reading any attribute of the base is undefined: it gives anything, or ends the process.
     """
     placements: tuple[Any, ...] = tensor.placements
+    is_ragged = False
     for axis, kind in enumerate(map(type, placements)):
-        if not kind.__module__.startswith("torch."):
+        if kind.__name__ in NAMES:
+            is_ragged = True
+        elif not kind.__module__.startswith("torch."):
             raise Refused(
                 f"a DTensor with a placement of class {kind.__module__}.{kind.__qualname__} on mesh dimension {axis}, "
                 "of an unknown kind: redistribute() it to Shard or Replicate first"
             )
-    return placements
+    if not is_ragged:
+        return placements
+    return tuple(
+        ragged_of(placement, axis) if type(placement).__name__ in NAMES else placement
+        for axis, placement in enumerate(placements)
+    )
 
 
 def placed(tensor: Any) -> Placed:
@@ -172,10 +188,52 @@ def _placed(
     where = None if coordinate is None else tuple(map(int, coordinate))
     if where is not None and torch.distributed.is_initialized():
         _expect_one_order(same.mesh, where, placements)
+    ragged = find_ragged(placements, sizes, len(shape))
     cuts = _cuts(len(shape), sizes, where, placements, shard_order)
-    regions, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
+    boxes, starts, local_shape = cut(tuple(shape), cuts) if cuts is not None else ((), (), (0,))
+    regions: tuple[Region | Flat, ...] = boxes
+    if ragged is not None and where is not None:
+        runs = run_of(ragged[1], where[ragged[0]], boxes, tuple(shape))
+        regions, starts, local_shape = runs, (), (sum(run.stop - run.start for run in runs),)
     holders = _holders(same.mesh, where, placements)
     return Placed(tuple(shape), regions, starts, local_shape, _text(same.mesh, placements), holders)
+
+
+def is_ragged(tensor: Any) -> bool:
+    """Whether it is a DTensor of whose elements a rank holds a run."""
+    if not is_dtensor(tensor) or chunks(tensor) is not None:
+        return False
+    return any(type(placement).__name__ in NAMES for placement in tensor.placements)
+
+
+def empty_like(parameter: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor that is placed as ``parameter`` is.
+
+    Raises:
+        Refused: If it cannot be made.
+    """
+    if not is_ragged(parameter):
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    # No operation on the parameter: PyTorch's rules for one call methods of its placements.
+    local = torch.empty_like(local_of(parameter), dtype=dtype, device=device, requires_grad=False)
+    kind = type(parameter)
+    try:
+        spec = copy.copy(parameter._spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+        made: torch.Tensor = kind(local, spec, requires_grad=False)
+        is_alike = local_of(made) is local and placed(made) is placed(parameter)
+    except Exception as error:
+        raise Refused(f"{_not_made(parameter)} ({type(error).__name__}: {error})") from error
+    if not is_alike:
+        raise Refused(f"{_not_made(parameter)} (it came out as {text(made)})")
+    return made
+
+
+def _not_made(parameter: Any) -> str:
+    return (
+        f"its parameter is a {type(parameter).__module__}.{type(parameter).__qualname__} in {text(parameter)}, of "
+        "which a load cannot make another: step the optimizer once before the load"
+    )
 
 
 def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.device, *, is_replicated: bool) -> Any:
@@ -185,6 +243,11 @@ def empty_beside(parameter: Any, shape: Ints, dtype: torch.dtype, device: torch.
     factored moments; else, or with ``is_replicated``, it is replicated, which takes more memory. Norms of the two
     round differently.
     """
+    if is_ragged(parameter):
+        raise Refused(
+            f"it has shape {list(shape)}, and its parameter one of {list(parameter.shape)} in {text(parameter)}: how "
+            "its class places such state is not known: step the optimizer once before the load, which shows it"
+        )
     whole = tuple(parameter.shape)
     placements = []
     for placement in placements_of(parameter):
@@ -284,6 +347,9 @@ def _text(mesh: Any, placements: tuple[Any, ...]) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
     words = []
     for placement in placements:
+        if type(placement) is Ragged:
+            words.append(repr(placement))
+            continue
         kind = type(placement).__name__.lstrip("_")
         split = f", split_factor={placement.split_factor}" if hasattr(placement, "split_factor") else ""
         words.append(f"{kind}({placement.dim}{split})" if hasattr(placement, "dim") else f"{kind}()")
@@ -313,7 +379,7 @@ def local_of(tensor: Any) -> torch.Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region | Flat, torch.Tensor]]:
     """The regions of ``tensor`` with views of ``local``, which has the shape of its local tensor."""
     if not is_dtensor(tensor):
         shape = tuple(tensor.shape)
@@ -331,9 +397,9 @@ def views(tensor: Any, local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]
     there = placed(tensor)
     expect_shape(there, tensor, local)
     if len(there.regions) == 1:
-        return [(there.regions[0], local)]
-    out = []
-    for region, start in zip(there.regions, there.starts, strict=True):
+        return [(there.regions[0], local.view(-1) if there.is_run else local)]
+    out: list[tuple[Region | Flat, torch.Tensor]] = []
+    for region, start in zip(boxes_of(there), there.starts, strict=True):
         index = tuple(slice(first, first + length) for first, length in zip(start, region.lengths, strict=True))
         out.append((region, local[index]))
     return out
@@ -359,11 +425,27 @@ def _expect_numel(numel: int, local: torch.Tensor, who: str) -> None:
         raise Refused(f"a DTensor whose local tensor has {local.numel()} elements, where {who} gives {numel}")
 
 
+def boxes_of(there: Placed) -> tuple[Region, ...]:
+    """The regions of a part that is no run."""
+    if there.is_run:
+        raise Refused(f"a DTensor in {there.text}, of whose elements each rank has a run: boxes are needed here")
+    return cast("tuple[Region, ...]", there.regions)
+
+
 def expect_shape(there: Placed, tensor: Any, local: torch.Tensor) -> None:
-    """Refuses a local tensor of another shape than the placement gives."""
+    """Refuses a local tensor of another shape than the placement gives, or of another number of elements than a run."""
+    if there.is_run and local.numel() == there.local_shape[0]:
+        if not local.is_contiguous():
+            raise Refused(f"a DTensor in {there.text} whose local tensor is not contiguous: make it contiguous")
+        return
+    if there.is_run:
+        raise Refused(
+            f"a DTensor whose local tensor has {local.numel()} elements, where {there.text} gives this rank "
+            f"{there.local_shape[0]} of {math.prod(there.shape)}: the library that made it does not say which it holds"
+        )
     if local.shape != there.local_shape and (there.regions or local.numel()):
         raise Refused(
             f"a DTensor whose local tensor has shape {tuple(local.shape)}, where its mesh and placements "
-            f"{tensor.placements!r} give {there.local_shape}: the library that made it does not say which part it "
+            f"{placements_of(tensor)!r} give {there.local_shape}: the library that made it does not say which part it "
             "holds"
         )

@@ -16,7 +16,7 @@ import torch
 
 from ..catalog import Flat, Inside, Part, Refused, Region
 from .torch_capture import OF_DTENSORS, is_dtensor
-from .torch_placement import Placed, placed
+from .torch_placement import Placed, boxes_of, placed
 
 CONSTANTS = "constants"
 """The last component of the name of the value with what a wrapping class has beside its tensors."""
@@ -120,6 +120,11 @@ def unwrapped(tensor: Any) -> Unwrapped:
         raise Refused(_of_another_version(inside))
     if known is not None and inside is not tensor:
         there = placed(tensor)
+        if there.is_run:
+            raise Refused(
+                f"a DTensor of {_class_of(inside)} in {there.text}, of whose elements each rank has a run: which of "
+                "its blocks that cuts is not known; save it unsharded, or without quantisation"
+            )
         for name, one in _inner(inside):
             found[name] = _part(name, known.tensors[name], one, inside, there)
     first, layout = ((), "") if inside is tensor else OF_DTENSORS
@@ -223,7 +228,7 @@ def _part(name: str, kind: str, inner: torch.Tensor, outer: torch.Tensor, there:
     if kind == _BY_BLOCK and not inner.numel():
         raise Refused(f"its {name!r} is empty on this rank, so that it does not tell how long a block is")
     # Several boxes lie behind one another in the local tensor only where whole rows are cut.
-    is_rows = all(region.lengths[1:] == there.local_shape[1:] for region in there.regions)
+    is_rows = all(region.lengths[1:] == there.local_shape[1:] for region in boxes_of(there))
     if kind == _BY_ELEMENT and inner.shape == outer.shape == torch.Size(there.local_shape):
         if len(there.regions) < 2 or is_rows:
             return Part(inner, there.shape, there.regions, there.text, there.holders, within=inner)
@@ -239,7 +244,7 @@ def _part(name: str, kind: str, inner: torch.Tensor, outer: torch.Tensor, there:
 
 def _runs(inner: torch.Tensor, there: Placed) -> tuple[tuple[int, ...], Flat] | None:
     """The shape of what has one number for each run of elements, and this rank's part; ``None`` if it is no part."""
-    (region,) = there.regions
+    (region,) = boxes_of(there)
     numel, local, row = math.prod(there.shape), math.prod(there.local_shape), math.prod(there.shape[1:])
     block = local // inner.numel()
     first = region.offsets[0] * row if region.offsets else 0
@@ -250,7 +255,7 @@ def _runs(inner: torch.Tensor, there: Placed) -> tuple[tuple[int, ...], Flat] | 
 
 def _boxes(inner: torch.Tensor, there: Placed) -> tuple[tuple[int, ...], Region] | None:
     """Likewise of what has one number for each box of elements."""
-    (region,) = there.regions
+    (region,) = boxes_of(there)
     if inner.ndim != len(there.shape):
         return None
     block = tuple(length // count for length, count in zip(there.local_shape, inner.shape, strict=True))

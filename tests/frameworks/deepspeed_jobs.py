@@ -13,6 +13,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # which each rank would import by itself, for seconds
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

@@ -23,6 +23,7 @@ def last(layer, x):
 
 
 def pipeline(stages, job, tied, seed=0):
+    deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(seed)
     ends = [
         TiedLayerSpec("ends", torch.nn.Linear, WIDTH, 30, bias=False, forward_fn=forward) for forward in (first, last)
@@ -137,7 +138,7 @@ def experts(ranks_of_experts, stage, seed=0):
 
 def experts_step(engine, number):
     torch.manual_seed(1000 * number + dist.get_rank())
-    x = torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16)  # so many that each expert has some
     out, auxiliary = engine(x)
     engine.backward((out.float() - x.float()).square().mean() + 0.01 * auxiliary.float())
     engine.step()

@@ -247,11 +247,11 @@ class MasterOptimizers(Optimizers):
         every = {inside: value for name, value in values.items() for inside in self._inside_names(name)}
         gone = [inside for name in absent for inside in self._inside_names(name)]
         restored = super().restore(apart, every, parameter, strict=strict, absent=gone, decisive=decisive)
+        if "param_groups" in values:
+            self._expect_masters()
 
         def install() -> None:
             restored.install()
-            if "param_groups" in values:
-                self._expect_masters()
             for own in map(self._scaler, self._scaled if scaler else ()):
                 said = own.state_dict().items()
                 own.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})

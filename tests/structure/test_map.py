@@ -11,7 +11,7 @@ from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rus
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 
 # Frameworks that are built on others, whose adapters use those of these.
-BUILT_ON = {"megatron": ("torch",)}
+BUILT_ON = {"deepspeed": ("torch",), "megatron": ("torch",)}
 INTEGRATION_LINES_MAX = 200
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {

@@ -83,6 +83,8 @@ class Masters:
             self._by_fqn.setdefault(fqn, []).append(master)
         self.indices = frozenset(master.index for of in self._by_fqn.values() for master in of)
         self._taken: dict[int, int] = {}
+        """For saved parameters, by number, that of the tensor that fills one here of another type."""
+
         self._lacking: set[_Name] = set()
         self._filled_from: dict[_Name, _Name] = {}
         for entry in entries:
@@ -144,9 +146,10 @@ class Masters:
             filled: The number of the saved leaf that fills the same memory under another name, if one does.
         """
         full, owner = f"{key}/{name}", self._filled_from.get((key, name))
+        is_tied = filled is not None and self._taken.get(saved.index) == filled
         if saved.dtype in _HALF and dtype == EXACT:
             master = self.of(saved, owner[0] if owner is not None else key)
-            if master is None and filled is not None and self._taken.get(saved.index) == filled:  # tied over keys
+            if master is None and is_tied:  # over keys
                 return Chosen(next(one for of in self._by_fqn.values() for one in of if one.index == filled))
             if master is None:
                 return Chosen(saved, converts=owner is not None)
@@ -157,9 +160,10 @@ class Masters:
         if dtype not in _HALF:
             return Chosen(saved)
         if (key, name) not in self._lacking:
-            return Chosen(saved, converts=saved.dtype == EXACT and filled == saved.index)  # tied
+            return Chosen(saved, converts=is_tied)
         if saved.dtype == EXACT:
             note = f"{full}: {EXACT} in the checkpoint; the master here becomes its bits, the parameter their rounding"
+            self._taken[saved.index] = saved.index
             return Chosen(saved, note, converts=True)
         if saved.dtype == dtype and self.of(saved, key) is None:
             if full not in self.rounded:

@@ -196,6 +196,15 @@ def test_rounding_and_masters_that_the_checkpoint_lacks():
     assert rule(saved, entry(exact=MODEL)).choose(saved[0], "model", "w", "BF16", None) == chosen
 
 
+def test_a_second_name_is_rounded_as_the_first():
+    saved = [tensor(0, "model", "w", "F32"), SavedAlias(1, "model", "out", "", "model", "w"), groups(2)]
+    masters = rule(saved, entry(owned=MODEL, exact=MODEL))
+    assert not masters.choose(saved[0], "model", "out", "BF16", 0).converts
+    assert masters.choose(saved[0], "model", "w", "BF16", None).converts
+    assert masters.choose(saved[0], "model", "out", "BF16", 0).converts
+    assert not masters.choose(saved[0], "model", "out", "BF16", None).converts
+
+
 def test_16_bits_alone():
     saved = [tensor(0, "model", "w", "BF16"), groups(1)]
     masters = rule(saved, entry(owned=MODEL, exact=MODEL))

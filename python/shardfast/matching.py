@@ -530,13 +530,13 @@ class Matching:
         if not entry.bundle.accepts(name):
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
             return
-        fqn, layout, dtype_beside = self._beside(entry, name)
+        fqn, layout, stepped = self._beside(entry, name)
         dtype = saved.dtype
         try:
-            is_exact = self._masters.lacks(entry, fqn)
-            if (self._options.cast or is_exact) and dtype_beside == dtype and saved.shape:
+            if (self._options.cast or self._masters.lacks(entry, fqn)) and stepped == dtype and saved.shape:
                 # As the optimizer makes it: of the type of what it steps, where it was.
                 owner = entry.bundle.parameters[fqn]
+                is_exact = any(fqn in fqns for fqns in entry.exact.values())
                 dtype = EXACT if is_exact else adapter_of(owner, self._adapters).layout(owner).dtype
                 if dtype != saved.dtype and not self._options.cast:
                     self.plan.problems.append(f"dtype: {full} is {saved.dtype} in the checkpoint and {dtype} here")
@@ -555,14 +555,16 @@ class Matching:
             self._want(saved, adapter, piece, destination, full)
 
     def _beside(self, entry: BundleEntry, name: str) -> tuple[str, str, str]:
-        """The parameter with state called ``name``, and the layout, as text, and the type with which it was saved."""
+        """The parameter with state called ``name``, its saved layout, as text, and the type that was stepped for it."""
         for key, fqns in entry.owned.items():
             path = name.partition(".")[2]
             while path := path.rpartition(".")[0]:
                 leaf = self._ours.get((key, path))
                 if path in fqns and leaf is not None:
                     own = self._saved.get((leaf.of_key, leaf.of_name)) if isinstance(leaf, SavedAlias) else leaf
-                    return path, leaf.layout, own.dtype if isinstance(own, SavedTensor) else ""
+                    if not isinstance(own, SavedTensor):
+                        return path, leaf.layout, ""
+                    return path, leaf.layout, (self._masters.of(own, key) or own).dtype
         return "", "", ""
 
     # From a plan to a filled state

@@ -10,6 +10,8 @@ from shardfast.masters import Masters
 from shardfast.state import BundleEntry
 from torch import nn
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class Exact(torch.optim.AdamW):
     """Keeps a copy in fp32 of each 16-bit parameter, from the first step on."""
@@ -64,7 +66,7 @@ def expect_moments(model, optimizer, into, loaded):
     pairs = list(zip(model.parameters(), into.parameters(), strict=True))
     assert pairs
     for parameter, here in pairs:
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in MOMENTS:
             one, other = optimizer.state[parameter][moment], loaded.state[here][moment]
             assert one.dtype is other.dtype
             assert torch.equal(one, other)
@@ -108,6 +110,22 @@ def test_a_16_bit_model_gets_the_16_bits(saved):
         assert torch.equal(here, parameter)
     expect_moments(model, optimizer, into, loaded)
     assert (plan.masters, plan.missing, plan.unexpected) == ([], [], [])
+
+
+def test_a_training_in_16_bits_goes_on_with_moments_of_its_type(saved):
+    url, model, optimizer = saved
+    for parameter in model.parameters():  # as what steps masters has them
+        optimizer.state[parameter] |= {name: optimizer.state[parameter][name].float() + 1e-5 for name in MOMENTS}
+    sf.save(f"{url}, moments in fp32", {"model": model, "optimizer": optimizer})
+    into, loaded = fresh(torch.bfloat16)
+    plan = sf.load(f"{url}, moments in fp32", {"model": into, "optimizer": loaded}, cast=True)
+    assert plan.cast["optimizer/state.body.weight.exp_avg"] == ("F32", "BF16")
+    for parameter, here in zip(model.parameters(), into.parameters(), strict=True):
+        assert torch.equal(here, parameter)
+        for name in MOMENTS:
+            assert torch.equal(loaded.state[here][name], optimizer.state[parameter][name].bfloat16())
+    into(torch.arange(7)).float().sum().backward()
+    loaded.step()
 
 
 def test_what_keeps_masters_gets_them_back(saved):

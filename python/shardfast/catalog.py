@@ -432,11 +432,9 @@ class Bundle(Protocol):
             Those tensors, of this bundle or another one, that change in no other way: a program that writes them other
             than by the framework's steps and loads must call ``staged()`` first.
         """
-        ...
 
     def steps(self) -> Steps | None:
         """How its optimizers step now; ``None`` for what has none."""
-        ...
 
     def holders(self, of: Mapping[int, Ints]) -> Mapping[str, Ints]:
         """The :attr:`Layout.holders` of tensors whose own layout does not have them, by leaf name, as far as known.
@@ -444,34 +442,37 @@ class Bundle(Protocol):
         Args:
             of: Those of parameters of the state's modules, by ``id``.
         """
-        ...
 
     def compared(self) -> Mapping[str, Compared]:
         """When the ranks' copies of its tensors are compared, by leaf name, if not at the first save."""
-        ...
 
     def makers(self) -> Sequence[tuple[str, str, str, list[str], list[str]]]:
         """Classes that make its tensors: a value's leaf name, the class, its kind, for what it made some, or will.
 
         Classes of one kind take each other's tensors.
         """
-        ...
 
     def outline(self) -> Outline | None:
         """What shows later, without describing it again, that the bundle is the same; ``None`` if nothing can."""
-        ...
+
+    def masters(self) -> Mapping[str, Any]:
+        """Of :attr:`parameters` those of which a rank of the job keeps a more exact copy, ``state.<FQN>.master``.
+
+        It names all of the parameters that this rank has, whichever rank has the copy, and may say what an optimizer
+        steps on other ranks alone.
+        """
 
     def tensors(self) -> Mapping[str, Any]:
         """The tensors there are now, by leaf name, or this rank's parts of them."""
-        ...
 
     def values(self) -> Mapping[str, object]:
         """The other leaves, by leaf name. A value may hold tensors of its own."""
-        ...
 
-    def accepts(self, name: str) -> bool:
-        """Whether there is a place for a saved leaf of that name though nothing is there yet (state made lazily)."""
-        ...
+    def accepts(self, name: str, *, is_master: bool = False) -> bool:
+        """Whether there is a place for a saved leaf of that name though nothing is there yet (state made lazily).
+
+        ``is_master`` tells that it is the more exact copy of a 16-bit parameter.
+        """
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         """A tensor, or a part, for the saved tensor ``name``, not yet installed; with ``dry`` without memory, to plan.
@@ -484,19 +485,15 @@ class Bundle(Protocol):
             beside: That of the parameter to which it belongs.
             dry: See above.
         """
-        ...
 
     def drops(self, name: str) -> bool:
         """Whether a load removes a leaf that is here if the checkpoint holds the bundle without it."""
-        ...
 
     def merges(self, name: str) -> bool:
         """Whether a load needs every rank's copy of the value ``name`` instead of one."""
-        ...
 
     def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
         """The name of a saved leaf when parameters were renamed as ``parameter`` says (from FQN to FQN)."""
-        ...
 
     def restore(
         self,
@@ -521,7 +518,6 @@ class Bundle(Protocol):
         Raises:
             Refused: If the values do not fit; nothing has changed then.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

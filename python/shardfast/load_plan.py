@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .catalog import SavedObject
@@ -94,6 +94,8 @@ class LoadPlan:
         unexpected: Names that the checkpoint has and no rank's state has.
         dropped: Optimizer state that the checkpoint does not have: a load removes it.
         padded: Of tensors whose padding has another length here, which rows become 0 and which are left.
+        masters: Of 16-bit parameters with a copy in fp32 in the checkpoint or here, and none in the other, what each
+            becomes.
         problems: Everything that prevents the load, of all ranks; empty after a load.
         bytes_wanted: Bytes that this rank needs. Only :func:`shardfast.plan_load` sets it.
         bytes_read: Bytes that this rank will read; after a load, bytes that it read from storage.
@@ -114,6 +116,7 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     padded: list[str] = field(default_factory=list)
+    masters: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     bytes_wanted: int = 0
     bytes_read: int = 0
@@ -136,6 +139,7 @@ class LoadPlan:
             "unexpected in the checkpoint": self.unexpected,
             "dropped here": self.dropped,
             "padding of another length": self.padded,
+            "masters, or none, here or there": self.masters,
             "problems": self.problems,
             "tensors": self.tensors,
             "values": self.values,
@@ -154,3 +158,10 @@ class LoadPlan:
             remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
             lines = [f"  {problem}" for problem in problems]
             raise Invalid("\n".join([f"{self.url} does not fit the state ({count}):", *lines, *remedies]))
+
+
+def by_ranks(ranks: Sequence[int], problem: str, world: int) -> str:
+    """A problem with the ranks that have it, if not all do."""
+    if len(ranks) == world:
+        return problem
+    return f"{problem} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +25,17 @@ from .catalog import (
 )
 from .errors import Corrupt, Error, Invalid
 from .giving import checked, installed, load_into
-from .load_plan import LoadPlan, Options
+from .load_plan import LoadPlan, Options, by_ranks
+from .masters import EXACT, Masters
 from .overlaps import overlaps
 from .padding import differ_by_padding, other_padding, said
 from .parts import Parts, adapter_of, pieces_of, shared_as_saved
 from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
-from .wants import Want
+from .wants import Want, referred
+
+_log = logging.getLogger("shardfast")
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,12 @@ class Matching:
         self._keys_of: dict[str, list[str]] = {}
         for leaf in saved if options.rename is not None else ():
             self._keys_of.setdefault(leaf.name, []).append(leaf.key)
-        self._referred: dict[tuple[str, str], list[SavedLeaf]] = _referred(saved)
+        self._referred: dict[tuple[str, str], list[SavedLeaf]] = referred(saved)
         self._ours = self._renamed(saved, walked)
         known = {name for key, below in self._ours for name in (key, f"{key}/{below}")}
         self._options = options = dataclasses.replace(options, exact=frozenset(known.intersection(options.only)))
+        bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
+        self._masters = Masters(saved, self._ours, bundles, options.selects)
         self._wants: list[Want] = []
         self.devices = set[int]()
         self._values: list[_Value] = []
@@ -191,7 +197,7 @@ class Matching:
         expect_text(name, full)
         if not self._options.selects(full):
             return None
-        leaf = self._ours.get((key, name))
+        leaf = self._ours.get((key, name)) or self._masters.stand_in(key, name)
         if leaf is None:
             self.plan.missing.append(full)
         return leaf
@@ -218,7 +224,7 @@ class Matching:
             return
         saved = self._tensor_of(leaf)
         if saved is not None:
-            self._fill(saved, adapter, tensor, f"{key}/{name}")
+            self._fill(saved, adapter, tensor, key, name)
             return
 
         # Not self, which would then refer to itself and keep the state alive.
@@ -240,19 +246,28 @@ class Matching:
 
         self._value(leaf, place, receive, tensor if put is not None else None)
 
-    def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, name: str) -> None:
+    def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, key: str, below: str) -> None:
         """Checks a saved tensor against one of the state, and adds a want."""
+        name = f"{key}/{below}"
         try:
             destination = adapter.destination(tensor, saved.dtype)
+            filled, _ = self._filled.get(destination.identity, (None, ""))
+            chosen = self._masters.choose(saved, key, below, destination.layout.dtype, filled)
+            if chosen.saved is not saved:
+                saved = chosen.saved
+                destination = adapter.destination(tensor, saved.dtype)
         except Refused as refused:
             self.plan.problems.append(f"{name}: {refused}")
             return
+        self.touched.add(saved.index)
+        if chosen.note and chosen.note not in self.plan.masters:
+            self.plan.masters.append(chosen.note)
         layout = destination.layout
         if layout.shape != saved.shape and not differ_by_padding(saved.shape, saved.layout, layout.shape, layout.text):
             problem = f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(layout.shape)} here"
             self.plan.problems.append(problem + other_padding(saved.layout, layout.text))
             return
-        if layout.dtype != saved.dtype:
+        if layout.dtype != saved.dtype and not chosen.converts:
             if not self._options.cast:
                 self.plan.problems.append(f"dtype: {name} is {saved.dtype} in the checkpoint and {layout.dtype} here")
                 return
@@ -497,8 +512,11 @@ class Matching:
             if key != entry.key or not name.startswith(entry.prefix) or below in tensors or below in values:
                 continue
             is_selected = leaf.index not in owned and self._options.selects(f"{key}/{name}")
-            if is_selected and entry.bundle.accepts(below):
+            is_master = self._masters.is_superseded(leaf, entry, below)
+            if is_selected and entry.bundle.accepts(below, is_master=is_master):
                 self._accept(bundle, below, leaf, None)
+            elif is_selected and is_master:
+                self.touched.add(leaf.index)  # not needed
 
     def _accept(self, bundle: _Received, name: str, leaf: SavedLeaf, current: object) -> None:
         entry = bundle.entry
@@ -512,13 +530,17 @@ class Matching:
         if not entry.bundle.accepts(name):
             self.plan.problems.append(f"kind: {full} is a tensor in the checkpoint and a value here")
             return
-        fqn, layout, dtype_beside = self._beside(entry, name)
+        fqn, layout, stepped = self._beside(entry, name)
         dtype = saved.dtype
         try:
-            if self._options.cast and dtype_beside == dtype and saved.shape:
-                # As the optimizer makes it: of the type of its parameter, where it was.
+            if (self._options.cast or self._masters.lacks(entry, fqn)) and stepped == dtype and saved.shape:
+                # As the optimizer makes it: of the type of what it steps, where it was.
                 owner = entry.bundle.parameters[fqn]
-                dtype = adapter_of(owner, self._adapters).layout(owner).dtype
+                is_exact = any(fqn in fqns for fqns in entry.exact.values())
+                dtype = EXACT if is_exact else adapter_of(owner, self._adapters).layout(owner).dtype
+                if dtype != saved.dtype and not self._options.cast:
+                    self.plan.problems.append(f"dtype: {full} is {saved.dtype} in the checkpoint and {dtype} here")
+                    return
             tensor = entry.bundle.create(name, dtype, saved.shape, layout=saved.layout, beside=layout, dry=self._dry)
             adapter = adapter_of(tensor, self._adapters)
             tensor = shared_as_saved(self._bound.get(saved.index), tensor, adapter)
@@ -533,14 +555,16 @@ class Matching:
             self._want(saved, adapter, piece, destination, full)
 
     def _beside(self, entry: BundleEntry, name: str) -> tuple[str, str, str]:
-        """The parameter with state called ``name``, and the layout, as text, and the type with which it was saved."""
+        """The parameter with state called ``name``, its saved layout, as text, and the type that was stepped for it."""
         for key, fqns in entry.owned.items():
             path = name.partition(".")[2]
             while path := path.rpartition(".")[0]:
                 leaf = self._ours.get((key, path))
                 if path in fqns and leaf is not None:
                     own = self._saved.get((leaf.of_key, leaf.of_name)) if isinstance(leaf, SavedAlias) else leaf
-                    return path, leaf.layout, own.dtype if isinstance(own, SavedTensor) else ""
+                    if not isinstance(own, SavedTensor):
+                        return path, leaf.layout, ""
+                    return path, leaf.layout, (self._masters.of(own, key) or own).dtype
         return "", "", ""
 
     # From a plan to a filled state
@@ -612,6 +636,8 @@ class Matching:
 
     def install(self) -> None:
         """Installs what was loaded and made. What is read at each save comes last: installing may draw numbers."""
+        if self._masters.rounded and self._rank == 0:
+            _log.warning("%s: %s", self.plan.url, self._masters.warning())
         for install in [*self._install, *self._install_last]:
             install()
 
@@ -649,7 +675,8 @@ class Matching:
             if leaf.index in indices and self._options.selects(f"{key}/{name}"):
                 names.setdefault(key, []).append(f"{leaf.key}/{leaf.name}")
         self.plan.unexpected = [*self._left, *(name for below in names.values() for name in below)]
-        lines = [_by_ranks(ranks, problem, self._world) for ranks, problem in problems]
+        lines = [by_ranks(ranks, problem, self._world) for ranks, problem in problems]
+        indices |= self._masters.indices  # a parameter may take one of an optimizer that is not in the state
         touched_keys = {key for (key, _), leaf in self._ours.items() if leaf.index not in indices}
         for key, below in names.items() if self._options.strict else ():
             if key in touched_keys:
@@ -660,30 +687,8 @@ class Matching:
         self.plan.problems = lines
 
 
-def _referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLeaf]]:
-    """The tensor leaves below each object leaf, by names."""
-    out: dict[tuple[str, str], list[SavedLeaf]] = {}
-    objects = {(leaf.key, leaf.name) for leaf in saved if isinstance(leaf, SavedObject)}
-    for leaf in saved if objects else ():
-        if isinstance(leaf, SavedObject):
-            continue
-        end = leaf.name.find(".")
-        while end > 0:
-            if (leaf.key, leaf.name[:end]) in objects:
-                out.setdefault((leaf.key, leaf.name[:end]), []).append(leaf)
-                break
-            end = leaf.name.find(".", end + 1)
-    return out
-
-
 def _written(adapter: Adapter, tensor: Any) -> Box | None:
     try:
         return adapter.written(tensor)
     except Refused:  # a load makes a new one in its place
         return None
-
-
-def _by_ranks(ranks: Sequence[int], problem: str, world: int) -> str:
-    if len(ranks) == world:
-        return problem
-    return f"{problem} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"

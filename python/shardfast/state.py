@@ -79,6 +79,9 @@ class BundleEntry:
     owned: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For an optimizer the names of its parameters, by the keys under which they stand."""
 
+    exact: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Likewise the names of those of which some rank keeps a copy that is more exact."""
+
     def tensors(self) -> Mapping[str, Any]:
         """The bundle's tensors and parts.
 
@@ -161,6 +164,13 @@ class _Named:
         """The first name of a tensor or a part counts."""
         if self.keys.setdefault(id(changed_as(tensor)), key) == key:
             name_of(tensor, name, self.names)
+
+    def by_key(self, parameters: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+        """The names of an optimizer's parameters, by the keys under which they stand."""
+        found: dict[str, set[str]] = {}
+        for fqn, parameter in parameters.items():
+            found.setdefault(self.keys[id(parameter)], set()).add(fqn)
+        return {key: frozenset(fqns) for key, fqns in found.items()}
 
 
 def walk(state: object) -> Walked:
@@ -351,11 +361,8 @@ def _entry(
         return _per_rank(unit, name, value)
     optimizer = _optimizer(unit, adapters, named)
     if optimizer is not None:
-        owned: dict[str, set[str]] = {}
-        for fqn, parameter in optimizer.parameters.items():
-            owned.setdefault(named.keys[id(parameter)], set()).add(fqn)
-        names = {key: frozenset(fqns) for key, fqns in owned.items()}
-        return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value, names)
+        owned, exact = named.by_key(optimizer.parameters), named.by_key(optimizer.masters())
+        return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value, owned, exact)
     if _is_stateful(value):
         return ValueEntry(unit.key, name, unit.state_dict, False, value, unit.put, unit.place)
     if isinstance(value, dict) and _tensors_of_tree(value, adapters):

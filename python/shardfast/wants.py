@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .catalog import Adapter, Destination, Flat, Memory, SavedTensor, Target, item_bytes
+from .catalog import Adapter, Destination, Flat, Memory, SavedLeaf, SavedObject, SavedTensor, Target, item_bytes
 from .padding import first_rows
 from .parts import Parts, native_want, row_major
 
@@ -33,3 +33,19 @@ class Want(NamedTuple):
         for region, memory in zip(first_rows(self.destination.layout, self.rows), target.memory, strict=True):
             if region is not None:
                 yield native_want(self.leaf.index, region, memory), memory
+
+
+def referred(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], list[SavedLeaf]]:
+    """The tensor leaves below each object leaf, by names."""
+    out: dict[tuple[str, str], list[SavedLeaf]] = {}
+    objects = {(leaf.key, leaf.name) for leaf in saved if isinstance(leaf, SavedObject)}
+    for leaf in saved if objects else ():
+        if isinstance(leaf, SavedObject):
+            continue
+        end = leaf.name.find(".")
+        while end > 0:
+            if (leaf.key, leaf.name[:end]) in objects:
+                out.setdefault((leaf.key, leaf.name[:end]), []).append(leaf)
+                break
+            end = leaf.name.find(".", end + 1)
+    return out

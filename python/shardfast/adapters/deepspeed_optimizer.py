@@ -191,6 +191,25 @@ def _of_stage_3(zero: Any) -> Iterator[_Stepped]:
             raise Refused(f"a sub-group of ZeRO stage 3 has {copy.numel()} elements, and its parameters {at}")
 
 
+_LISTS = {
+    "DeepSpeedZeroOptimizer_Stage3": ("fp16_groups", "fp32_partitioned_groups_flat"),
+    "DeepSpeedZeroOptimizer": ("bit16_groups", "single_partition_of_fp32_groups"),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
+    "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
+    "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
+}
+"""The attributes of optimizers that list parameters, and what is stepped for them."""
+
+
+def _copied(zero: Any) -> Iterator[torch.Tensor]:
+    """The parameters of which some rank steps a copy in another element type; in stage 3 what this rank has of them."""
+    for models, copies in zip(*(getattr(zero, name) for name in _LISTS[type(zero).__name__]), strict=True):
+        first = copies if isinstance(copies, torch.Tensor) else next(iter(copies), None)
+        for model in (getattr(model, "ds_tensor", model) for model in models):
+            if first is not None and model.dtype is not first.dtype:
+                yield model
+
+
 def _stage(zero: Any) -> int:
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         return 3
@@ -247,9 +266,10 @@ class DeepSpeedOptimizers(MasterOptimizers):
                 )
             for fqn, whole in names[id(key)]:
                 runs.append(Run(fqn, key, _run(zero, one, whole), one.there))
+        copied = {fqn: model for model in _copied(zero) for fqn, _ in names.get(id(model), ())}
         scaled = [zero] if getattr(zero, "dynamic_loss_scale", False) else []
         with _listed(zero):
-            super().__init__([zero.optimizer], runs, scaled, beside)
+            super().__init__([zero.optimizer], runs, scaled, beside, copied)
 
     @staticmethod
     def _scaler(one: Any) -> Any:

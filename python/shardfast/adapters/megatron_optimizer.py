@@ -226,9 +226,12 @@ class MegatronOptimizers(MasterOptimizers):
     def __init__(self, optimizer: Any, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()) -> None:
         self._inner, divided = list(_inner_optimizers(optimizer)), _divided(optimizer)
         owners: dict[str, Ints] = {}
+        copied: dict[str, torch.Tensor] = {}
         for model, ranks in _owners(self._inner, divided):
             for fqn, _ in names.get(id(model), ()):
                 owners[fqn] = (*owners.get(fqn, ()), *ranks)
+                if model.dtype in (torch.bfloat16, torch.float16):
+                    copied[fqn] = model
         runs = []
         for shard in itertools.chain.from_iterable(_shards(one, divided) for one in self._inner):
             if id(shard.model) not in names:
@@ -241,8 +244,10 @@ class MegatronOptimizers(MasterOptimizers):
                     raise Refused(f"{fqn!r} is a parameter of a model that is not Megatron's")
                 run = cut(part, shard.model, shard.elements, shard.start, shard.alike, owners[fqn])
                 runs.append(Run(fqn, shard.model, dataclasses.replace(run, within=shard.stepped), shard.now))
+                if shard.stepped.dtype is shard.now.dtype:
+                    copied.pop(fqn, None)
         scaled = [one for one in self._inner if getattr(one, "grad_scaler", None)]
-        super().__init__([one.optimizer for one in self._inner], runs, scaled, beside)
+        super().__init__([one.optimizer for one in self._inner], runs, scaled, beside, copied)
 
     @staticmethod
     def _scaler(one: Any) -> Any:

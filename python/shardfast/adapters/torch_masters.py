@@ -76,8 +76,9 @@ class MasterOptimizers(Optimizers):
     Args:
         optimizers: Those of PyTorch.
         runs: What they step.
-        copied: The names of the parameters with a copy in fp32 on some rank.
         scaled: What has a loss scaler.
+        beside: See :class:`~.torch_optimizers.Optimizers`.
+        copied: By FQN the parameters of this rank with a copy in fp32 on some rank, which may be another one.
     """
 
     _of_the_layout: Sequence[str] = ()
@@ -87,9 +88,15 @@ class MasterOptimizers(Optimizers):
     """How a user does so: the end of a sentence."""
 
     def __init__(
-        self, optimizers: Sequence[Any], runs: Iterable[Run], scaled: Sequence[Any], beside: Collection[int] = ()
+        self,
+        optimizers: Sequence[Any],
+        runs: Iterable[Run],
+        scaled: Sequence[Any],
+        beside: Collection[int] = (),
+        copied: Mapping[str, Any] = {},
     ) -> None:
         self._masters: dict[str, Part] = {}
+        self._copied = copied
         self._runs: list[Run] = []
         self._scaled = scaled
         inside: dict[int, list[NamedPart]] = {}
@@ -169,6 +176,9 @@ class MasterOptimizers(Optimizers):
 
         return dataclasses.replace(found, values=values_of)
 
+    def masters(self) -> Mapping[str, Any]:
+        return self._copied
+
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         pieces: dict[str, list[torch.Tensor | Part]] = {}
         for name, value in super().tensors().items():
@@ -182,7 +192,7 @@ class MasterOptimizers(Optimizers):
         found = super().values()
         return _as_saved(found, scaled=self._scaled, of_the_layout=self._of_the_layout, scaler=self._scaler)
 
-    def accepts(self, name: str) -> bool:
+    def accepts(self, name: str, *, is_master: bool = False) -> bool:
         if name == _SCALER:
             return bool(self._scaled)
         pieces = self._bare(name)
@@ -190,7 +200,11 @@ class MasterOptimizers(Optimizers):
         if _is_master(name) and not self._masters.keys() & pieces:
             return False
         # Of a parameter in several tensors this rank may have elements in any of them.
-        return any(not self._owned[piece].is_empty for piece in pieces) if pieces else super().accepts(name)
+        return (
+            any(not self._owned[piece].is_empty for piece in pieces)
+            if pieces
+            else super().accepts(name, is_master=is_master)
+        )
 
     def drops(self, name: str) -> bool:
         return name != _SCALER and not _is_master(name) and super().drops(name)

@@ -207,13 +207,16 @@ class Modules:
         constants = {name: self._slot(*self._places[name]) for name in self._constants}
         return outline_of_modules(self._modules, tensors, self._of_parameters, constants, constants_of)
 
+    def masters(self) -> Mapping[str, Any]:
+        return {}
+
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         return self._tensors
 
     def values(self) -> Mapping[str, object]:
         return {**self._values, **self._constants}
 
-    def accepts(self, name: str) -> bool:
+    def accepts(self, name: str, *, is_master: bool = False) -> bool:
         return False
 
     def create(

@@ -276,6 +276,9 @@ class Optimizers:
         optimizers = [(held.optimizer, held.holder) for held in self._held]
         return outline_of_optimizers(optimizers, tensors, values, dict.fromkeys(self._constants, constants_of), groups)
 
+    def masters(self) -> Mapping[str, Any]:
+        return {}
+
     def tensors(self) -> Mapping[str, torch.Tensor | Part]:
         return {name: value for name, value, _ in self._entries() if isinstance(value, (torch.Tensor, Part))}
 
@@ -293,13 +296,19 @@ class Optimizers:
             end = path.rfind(".", 0, end)
         return None
 
-    def accepts(self, name: str) -> bool:
+    def accepts(self, name: str, *, is_master: bool = False) -> bool:
         place = self._split(name)
         if place is not None:
-            return not self._owned[place[0]].is_empty
+            owned = self._owned[place[0]]
+            return not owned.is_empty and not (is_master and self._is_of_torch(owned))
         if name.startswith(_OWN):
             return any(class_of(optimizer) == name.removeprefix(_OWN) for optimizer in self._levels)
         return name.startswith(_GLOBAL) and bool(self._states)
+
+    def _is_of_torch(self, owned: _Owned) -> bool:
+        """Whether one of PyTorch's own optimizers steps it, of which none keeps a more exact copy."""
+        holders = (held.holder for held in self._held if held.holder.state is owned.state)
+        return all(type(holder).__module__.startswith("torch.") for holder in holders)
 
     def create(self, name: str, dtype: str, shape: Ints, *, layout: str = "", beside: str = "", dry: bool) -> Any:
         place = self._split(name)

@@ -89,7 +89,11 @@ HAS_EMERGING = importlib.util.find_spec("emerging_optimizers") is not None
 LARGE, BY_SIZES = Layout(tp=2, pp=4, ep=2), Layout(tp=2, pp=4, ep=2, in_buffers=False)
 MUON, LAPROP = Kind(**NARROW, optimizer="muon"), Kind(**NARROW, optimizer="laprop")
 OF_LAYERS = [(BY_SIZES, LAPROP, 32), (LARGE, MUON, 64)]
+BIASED = Kind(layers=2, hidden=24, experts=4, biases=True)
+OF_EXPERTS = (Layout(tp=2, ep=2, etp=2), BIASED, 8)
 MORE = [
+    (Layout(tp=2, pp=2, ep=2, etp=1), BIASED, 16),
+    (Layout(ep=2, etp=2, instances=2), BIASED, 8),
     (Layout(tp=2, pp=4, ep=2, instances=2), Kind(**NARROW), 64),
     (Layout(tp=2, pp=2, vpp=2, cp=2), Kind(), 16),
     (Layout(tp=2, pp=4, ep=4, distributed=False), Kind(**NARROW), 64),
@@ -103,7 +107,7 @@ MORE_OF_LAYERS = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(LARGE, Kind(**NARROW), 32), *(OF_LAYERS if HAS_EMERGING else [])], id="every change"),
+        pytest.param([(LARGE, Kind(**NARROW), 32), OF_EXPERTS, *(OF_LAYERS if HAS_EMERGING else [])], id="every change"),
         pytest.param([*MORE, *(MORE_OF_LAYERS if HAS_EMERGING else [])], id="more", marks=pytest.mark.campaign),
     ],
 )

@@ -107,7 +107,9 @@ MORE_OF_LAYERS = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(LARGE, Kind(**NARROW), 32), OF_EXPERTS, *(OF_LAYERS if HAS_EMERGING else [])], id="every change"),
+        pytest.param(
+            [(LARGE, Kind(**NARROW), 32), OF_EXPERTS, *(OF_LAYERS if HAS_EMERGING else [])], id="every change"
+        ),
         pytest.param([*MORE, *(MORE_OF_LAYERS if HAS_EMERGING else [])], id="more", marks=pytest.mark.campaign),
     ],
 )

@@ -24,7 +24,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         *,
-        capturable: bool,
+        capturable: bool = False,
         adam_w_mode: bool,
     ) -> None:
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,22 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, layer_wise_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+
+try:
+    from megatron.core.optimizer import layer_wise_optimizer
+except ImportError:
+    layer_wise_optimizer = None
 
 megatron_on_cpu.repair()
 
 LENGTH = 8
+HAS_LAYERS = bool(importlib.util.find_spec("emerging_optimizers")) and hasattr(
+    layer_wise_optimizer, "tag_params_for_buffer_routing"
+)
+"""Whether Muon and others step by layers here as in 0.18 and later."""
 
 
 @dataclass(frozen=True)

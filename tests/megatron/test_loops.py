@@ -4,7 +4,8 @@ import pytest
 import shardfast as sf
 
 pytest.importorskip(
-    "megatron.training", reason="megatron.training cannot be imported: megatron-core has it from 0.17 on"
+    "megatron.training",
+    reason="megatron.training cannot be imported: megatron-core has it from 0.17 on, before 0.19 with more packages",
 )
 
 from loops import die_in_a_save, train, train_until_sigterm

@@ -59,6 +59,9 @@ ON_MINIO = {
 }
 ON_A_SERVER = "binary(far) | binary(gcs) | binary(servers) & test(/^minio/) | test(minio_gives)"
 
+# The last ones of minor versions before the one that requirements/megatron.in names.
+OLDER_MEGATRON = ("0.15.3", "0.17.1", "0.18.2")
+
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
     # These take long, and one processor each.
@@ -87,6 +90,7 @@ STEPS = [
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
+    *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),

@@ -11,22 +11,22 @@ here() { printf ' in %s' "$PWD"; }
 # is_stamped VENV NAME DIGEST: whether that is installed already. Stamps live in the environment that they speak of.
 is_stamped() { [[ -f "$1/$2.stamp" && "$(<"$1/$2.stamp")" == "$3" ]]; }
 
-# make_environment NAME [PYTHON]: makes target/NAME, or brings it up to date. Lock files name every package, so that
-# what is installed is what they say and nothing else.
+# make_environment NAME [PYTHON [FILE]]: makes target/NAME, or brings it up to date, with the packages of FILE or of
+# requirements/NAME.txt. Lock files name every package: what is installed is what they say and nothing else.
 make_environment() {
-    local name=$1 python=${2:-.venv/bin/python} at=target/$1 requirements
+    local name=$1 python=${2:-.venv/bin/python} at=target/$1 file=${3:-requirements/$1.txt} requirements
     if [[ ! -x .venv/bin/uv ]]; then
         printf '%s: no environment: run `make setup` first\n' "$name" >&2
         return 1
     fi
-    requirements=$(digest <"requirements/$name.txt")$(here)
+    requirements=$(digest <"$file")$(here)
     if "$at/bin/python" -c '' 2>/dev/null && is_stamped "$at" requirements "$requirements"; then
         return
     fi
     rm -rf "$at"
     "$python" -m venv "$at"
-    echo "$name: installing requirements/$name.txt (torch is large: minutes on a slow line)"
-    .venv/bin/uv pip install --quiet --no-deps --python "$at/bin/python" --requirement "requirements/$name.txt"
+    echo "$name: installing $file (torch is large: minutes on a slow line)"
+    .venv/bin/uv pip install --quiet --no-deps --python "$at/bin/python" --requirement "$file"
     echo "$requirements" >"$at/requirements.stamp"
 }
 

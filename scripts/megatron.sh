@@ -3,6 +3,7 @@
 #
 #   scripts/megatron.sh                 all of them
 #   scripts/megatron.sh gate            for every change: those not marked `campaign`
+#   scripts/megatron.sh with VERSION    those of `gate` with this megatron-core, in target/megatron-VERSION
 #   scripts/megatron.sh ARGUMENT...     pytest with these arguments
 #
 # Their environment, target/megatron, holds it and the shardfast of .venv. The first time this installs a PyTorch, which
@@ -12,12 +13,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 
-# find_python: prints a Python for which there is the newest Megatron-Core; .venv's if there is none. A pyenv's
-# python3.12 can be a shim that runs nothing, beside the Python itself.
+# find_python MINOR: prints a Python from 3.12 to 3.MINOR, which the newest Megatron-Core needs; .venv's if there is
+# none. A pyenv's python3.12 can be a shim that runs nothing, beside the Python itself.
 find_python() {
     local candidate
     for candidate in python3.13 python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, '"$1"'))' \
+            2>/dev/null; then
             echo "$candidate"
             return
         fi
@@ -26,12 +28,31 @@ find_python() {
     echo .venv/bin/python
 }
 
-python=$(find_python)
-make_environment megatron "$python"
-install_what_is_tested megatron
+# requirements_with VERSION: prints those of megatron.txt with another megatron-core. Up to 0.15 it asks for NumPy 1,
+# which has no wheel for Python 3.13.
+requirements_with() {
+    local numpy='s/^numpy==2.*/numpy==1.26.4/'
+    [[ $1 == 0.1[0-5].* ]] || numpy=
+    sed -e '/^megatron-core==/d' -e "$numpy" requirements/megatron.txt
+    echo "megatron-core==$1"
+}
+
+if (($# == 2)) && [[ $1 == with ]]; then
+    name=megatron-$2
+    python=$(find_python 12)
+    mkdir -p target
+    requirements_with "$2" >"target/$name.txt"
+    make_environment "$name" "$python" "target/$name.txt"
+    set -- gate
+else
+    name=megatron
+    python=$(find_python 13)
+    make_environment megatron "$python"
+fi
+install_what_is_tested "$name"
 if [[ $* == gate ]]; then
     set -- -m 'not campaign' tests/megatron
 elif (($# == 0)); then
     set -- tests/megatron
 fi
-exec target/megatron/bin/python -m pytest --quiet "$@"
+exec "target/$name/bin/python" -m pytest --quiet "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,22 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, layer_wise_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+
+try:
+    from megatron.core.optimizer import layer_wise_optimizer
+except ImportError:
+    layer_wise_optimizer = None
 
 megatron_on_cpu.repair()
 
 LENGTH = 8
+HAS_LAYERS = bool(importlib.util.find_spec("emerging_optimizers")) and hasattr(
+    layer_wise_optimizer, "tag_params_for_buffer_routing"
+)
+"""Whether Muon and others step by layers here as in 0.18 and later."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,8 @@ class Layout:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 0
+    """Tensor parallelism of experts; 0 for that of the others."""
     instances: int = 1
     distributed: bool = True
     """Whether its optimizer is the distributed one, or a layer-wise one for Muon and others."""
@@ -50,7 +62,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "instances")}
-        said = "x".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "dp"
+        named = [f"{name}{size}" for name, size in axes.items() if size > 1]
+        said = "x".join(named + [f"etp{self.etp}"] * bool(self.etp)) or "dp"
         said = f"{said}, {self.fsdp}" if self.fsdp else said
         said = said if self.in_buffers else f"{said}, by sizes"
         return said if self.distributed else f"{said}, plain optimizer"
@@ -77,6 +90,9 @@ class Kind:
     channels: int = 4
     """Of each of 8 heads of attention."""
 
+    biases: bool = False
+    """Whether linear layers have biases, those of experts under tensor parallelism included."""
+
     @property
     def is_emerging(self) -> bool:
         """Whether its optimizer is one of the package emerging-optimizers."""
@@ -100,6 +116,7 @@ def make_groups(layout: Layout) -> None:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or None,
         num_distributed_optimizer_instances=layout.instances,
         create_gloo_process_groups=dist.get_backend() == "gloo",
     )
@@ -111,10 +128,11 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
         experts = {
             "num_moe_experts": kind.experts,
             "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.etp or None,
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",
         }
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=kind.layers,
         hidden_size=kind.hidden,
         num_attention_heads=8,
@@ -139,6 +157,8 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
         bias_dropout_fusion=False,
         **experts,
     )
+    config.add_bias_linear = kind.biases  # set here: of experts under tensor parallelism its constructor refuses them
+    return config
 
 
 def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | None) -> Any:
@@ -214,8 +234,9 @@ def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
             is_shared = getattr(parameter, "shared_embedding", False)
             place = [0, 0, 0] if is_shared else [number, index, parallel_state.get_pipeline_model_parallel_rank()]
             is_cut = getattr(parameter, "tensor_model_parallel", False)
-            place.append(parallel_state.get_tensor_model_parallel_rank() if is_cut else 0)
             is_expert = not getattr(parameter, "allreduce", True)
+            among = "expert_tensor" if is_expert else "tensor_model"
+            place.append(getattr(parallel_state, f"get_{among}_parallel_rank")() if is_cut else 0)
             place.append(parallel_state.get_expert_model_parallel_rank() if is_expert else 0)
             torch.manual_seed(functools.reduce(lambda known, of: 100 * known + of, place, seed))
             if is_sharded:

@@ -5,6 +5,7 @@ distributed optimizer compares these strings), and dropout's random trackers do 
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -79,13 +80,18 @@ def without_mode() -> Iterator[None]:
 
 
 def repair() -> None:
-    from megatron.core.optimizer import layer_wise_optimizer
+    from megatron.core import model_parallel_config
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     # Gloo gathers tensors of one size only; Megatron keeps this as what the other one is compared with.
-    layer_wise = layer_wise_optimizer.LayerWiseDistributedOptimizer
-    layer_wise.allgather_params = layer_wise.broadcast_params
+    with contextlib.suppress(ImportError):  # before 0.16 there is none
+        from megatron.core.optimizer import layer_wise_optimizer
+
+        layer_wise = layer_wise_optimizer.LayerWiseDistributedOptimizer
+        layer_wise.allgather_params = layer_wise.broadcast_params
+    if not hasattr(model_parallel_config, "warnings"):
+        model_parallel_config.warnings = warnings  # 0.15.3 raises NameError where it would warn
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # without TransformerEngine 0.16.1 raises NameError in a router

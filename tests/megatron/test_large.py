@@ -4,14 +4,13 @@ Under PyTorch's fake process group no message reaches another rank, so nothing t
 from the model, and moments from these copies, so that each shows in the other whether it lies at its place.
 """
 
-import importlib.util
 import itertools
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Kind, Layout, begin, build
+from jobs import HAS_LAYERS, Kind, Layout, begin, build
 from megatron.core import parallel_state
 from shardfast.catalog import TensorLeaf
 from shardfast.description import describe
@@ -85,11 +84,14 @@ def of_all(cases):
     return [problems(*case) for case in cases]
 
 
-HAS_EMERGING = importlib.util.find_spec("emerging_optimizers") is not None
 LARGE, BY_SIZES = Layout(tp=2, pp=4, ep=2), Layout(tp=2, pp=4, ep=2, in_buffers=False)
 MUON, LAPROP = Kind(**NARROW, optimizer="muon"), Kind(**NARROW, optimizer="laprop")
 OF_LAYERS = [(BY_SIZES, LAPROP, 32), (LARGE, MUON, 64)]
+BIASED = Kind(layers=2, hidden=24, experts=4, biases=True)
+OF_EXPERTS = (Layout(tp=2, ep=2, etp=2), BIASED, 8)
 MORE = [
+    (Layout(tp=2, pp=2, ep=2, etp=1), BIASED, 16),
+    (Layout(ep=2, etp=2, instances=2), BIASED, 8),
     (Layout(tp=2, pp=4, ep=2, instances=2), Kind(**NARROW), 64),
     (Layout(tp=2, pp=2, vpp=2, cp=2), Kind(), 16),
     (Layout(tp=2, pp=4, ep=4, distributed=False), Kind(**NARROW), 64),
@@ -103,8 +105,8 @@ MORE_OF_LAYERS = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(LARGE, Kind(**NARROW), 32), *(OF_LAYERS if HAS_EMERGING else [])], id="every change"),
-        pytest.param([*MORE, *(MORE_OF_LAYERS if HAS_EMERGING else [])], id="more", marks=pytest.mark.campaign),
+        pytest.param([(LARGE, Kind(**NARROW), 32), OF_EXPERTS, *(OF_LAYERS if HAS_LAYERS else [])], id="every change"),
+        pytest.param([*MORE, *(MORE_OF_LAYERS if HAS_LAYERS else [])], id="more", marks=pytest.mark.campaign),
     ],
 )
 def test_parts_of_all_ranks_are_each_tensor_once(alone, cases):

@@ -3,18 +3,16 @@
 The tests run where that package is, which needs Python 3.12.
 """
 
-import importlib.util
-
 import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from jobs import Kind, Layout, begin, build, step
+from jobs import HAS_LAYERS, Kind, Layout, begin, build, step
 from test_layouts import expect_bits
 from test_refused import error_of
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not there"
+    not HAS_LAYERS, reason="emerging-optimizers or Megatron-Core 0.18, which steps by layers with it, is not there"
 )
 
 MUON, OF_EXPERTS = Kind(optimizer="muon"), Kind(optimizer="muon", experts=4)

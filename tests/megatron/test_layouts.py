@@ -78,6 +78,8 @@ DENSE = [
     Layout(distributed=False),
 ]
 OF_EXPERTS = [Layout(ep=2), Layout(ep=4), Layout(pp=2, ep=2), Layout(), Layout(tp=2)]
+CUT_EXPERTS = [Layout(tp=2, ep=2, etp=2), Layout(tp=2, etp=1), Layout(ep=2, etp=2), Layout(ep=2, etp=1), Layout(tp=2)]
+BIASED = Kind(experts=4, layers=2, biases=True)
 
 
 def expect_bits(ranks, place, kind, saved, loaded):
@@ -93,8 +95,9 @@ def expect_bits(ranks, place, kind, saved, loaded):
     [
         (Kind(), DENSE[:1], DENSE[1:3]),
         (Kind(experts=4), OF_EXPERTS[:1], OF_EXPERTS[1:2]),
+        (BIASED, CUT_EXPERTS[:1], CUT_EXPERTS[1:2]),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "cut experts"],
 )
 def test_what_one_layout_saved_another_loads(ranks, tmp_path, kind, saved, loaded):
     names = expect_bits(ranks, tmp_path, kind, saved, loaded)
@@ -163,6 +166,7 @@ PLAIN = [Layout(tp=2, pp=2, distributed=False), Layout(distributed=False), Layou
         *((Kind(dtype=torch.float32), [layout], DENSE) for layout in (DENSE[0], DENSE[1], DENSE[10])),
         (Kind(optimizer="sgd"), PLAIN, PLAIN),
         *((Kind(experts=4), [layout], OF_EXPERTS) for layout in OF_EXPERTS),
+        *((BIASED, [layout], CUT_EXPERTS) for layout in CUT_EXPERTS[:3]),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from torch import nn
 from ..catalog import Ints, Kind, Module, NamedPart, Outline, Part, Refused, Region
 from ..padding import padded
 from .megatron_fsdp import renew, runs_in, sharded_in, whole_parameters
-from .megatron_optimizer import MegatronOptimizers, cut
+from .megatron_optimizer import MegatronOptimizers, cut, moved
 from .torch_capture import Place, outline_of_modules
 from .torch_modules import Modules
 
@@ -227,13 +227,16 @@ def _holders(tensor: torch.Tensor, piece: Any) -> Ints | None:
         return None
     is_whole = tuple(piece.local_shape) == tuple(piece.global_shape[piece.prepend_axis_num :])
     if not getattr(tensor, "allreduce", True):
-        if is_whole and parallel_state.get_expert_tensor_parallel_world_size() > 1:
-            return None
-        group = parallel_state.get_expert_data_parallel_group()
-    elif is_whole:
+        ranks = _ranks(parallel_state.get_expert_data_parallel_group())
+        return moved(ranks, _ranks(parallel_state.get_expert_tensor_parallel_group())) if is_whole else ranks
+    if is_whole:
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     else:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return _ranks(group)
+
+
+def _ranks(group: Any) -> Ints:
     return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
 
 

@@ -191,7 +191,7 @@ def _peers(model: torch.Tensor) -> list[int]:
     return _ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
 
 
-def _moved(ranks: Ints, peers: Sequence[int]) -> Ints:
+def moved(ranks: Ints, peers: Sequence[int]) -> Ints:
     """The same ranks at each of this rank's peers: Megatron's groups are axes of one grid of ranks."""
     me = torch.distributed.get_rank()
     return tuple(sorted({rank + peer - me for rank in ranks for peer in peers}))
@@ -211,8 +211,8 @@ def cut(part: Part, model: torch.Tensor, elements: torch.Tensor, start: int, ali
     holders = sharers = None
     if part.holders is not None:
         peers = _peers(model)
-        holders = tuple(sorted(set(_moved(alike, peers)) & set(part.holders)))
-        sharers = _moved(owners, peers) if owners else None
+        holders = tuple(sorted(set(moved(alike, peers)) & set(part.holders)))
+        sharers = moved(owners, peers) if owners else None
     regions = regions_of_run(part.regions, start, start + elements.numel())
     return Part(elements, part.shape, regions, part.text, holders, sharers, within=model)
 

@@ -14,6 +14,9 @@ _JOBS_OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"
 """Entries of a parameter group about the order and the kernels of a job's steps, not about what it computes."""
 
 
+_STEP = "step"
+"""The entry of a group in which some optimizers, such as TransformerEngine's, count the steps of all its parameters."""
+
 _CLASS = "optimizer_class"
 """The entry of a saved group that names the class of its optimizer; never one of a live group."""
 
@@ -94,12 +97,17 @@ def expect_same(one: Mapping[str, Any], other: Mapping[str, Any], what: str, rem
 
 
 def put_into(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Gives groups their hyper-parameters. What several have stays one, unless theirs differ now."""
+    """Gives groups their hyper-parameters. What several have stays one, unless theirs differ now.
+
+    A count of steps that the saved group does not have is taken away: optimizers that keep it there begin without one.
+    """
     given: dict[int, list[object]] = {}
     for group, said in groups:
         for name, value in said.items():
             given.setdefault(id(group.get(name)), []).append(value)
     for group, said in groups:
+        if _STEP not in said:
+            group.pop(_STEP, None)
         for name, value in said.items():
             now = group.get(name)
             first, *others = given[id(now)]

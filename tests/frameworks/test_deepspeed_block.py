@@ -178,6 +178,8 @@ def killed(rank, world, place):
     step(engine, 0)
     engine.save_checkpoint(place)
     step(engine, 1)
+    while not Path(place, "latest").exists():
+        time.sleep(0.01)
     dist.barrier()
     engine.save_checkpoint(place)
     if rank == 1:

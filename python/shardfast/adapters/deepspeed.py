@@ -170,7 +170,9 @@ def _part(name: str, parameter: Any) -> Part:
 
 def _expect_understood(engine: Any) -> None:
     """Refuses an engine whose parameters are cut in a way that does not say where a rank's part belongs."""
-    if engine.mp_world_size > 1 or _size(engine, "autotp_size") > 1:
+    grid = getattr(engine, "grid", None)  # of a pipeline, whose stages count as model parallelism elsewhere
+    cut = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
+    if cut > 1 or _size(engine, "autotp_size") > 1:
         raise Refused(
             "a DeepSpeedEngine with tensor parallelism (AutoTP, or a model parallel unit), whose parameters do not "
             "say how they are cut: save it with DeepSpeed"

@@ -1,5 +1,6 @@
 """Megatron's `save_checkpoint` and `load_checkpoint` on Shardfast, with its own arguments."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.rerun_state_machine import RerunState
 from megatron.training import checkpointing
 from shardfast.integrations.megatron_places import expect_free
 from shardfast.integrations.megatron_trackers import trackers as trackers_of_places
+from shardfast.integrations.places import directory_of, expect_place
 
 
 def saving(place, *more):
@@ -80,9 +82,10 @@ def flags(training):
     args.finetune = False
 
     args.load, args.pretrained_checkpoint = f"{args.save}/nothing", args.save
-    spoil()
-    assert training.load() == (0, 2000) and args.finetune
-    assert loops.same(training.weights(), second[0])
+    for args.ckpt_step, expected in ((1, first), (None, second)):
+        spoil()
+        assert training.load() == (0, 2000 if args.ckpt_step is None else 1000) and args.finetune
+        assert loops.same(training.weights(), expected[0])
     args.load, args.pretrained_checkpoint, args.finetune = args.save, None, False
 
     args.no_save_optim = args.no_save_rng = True
@@ -152,7 +155,12 @@ def refusals(training):
         (Path(args.save) / "iter_0000004" / "mp_rank_00").mkdir(parents=True)
         (Path(args.save) / "iter_0000006").mkdir()
     torch.distributed.barrier()
-    for iteration in (2, 3, 4):
+    for iteration in (1, 2, 3, 4):
+        if iteration == 1 and training.rank == 0:
+            shutil.move(f"{args.save}/iter_0000002", f"{args.save}/away")
+        if iteration == 2 and training.rank == 0:
+            shutil.move(f"{args.save}/away", f"{args.save}/iter_0000002")
+        torch.distributed.barrier()
         args.iteration = iteration
         found["free", iteration] = training.error_of(expect_free, args, trackers_of_places(), checkpointing)
     found["release"] = training.error_of(training.save, 8, release=True)
@@ -171,12 +179,56 @@ def test_what_cannot_be_done_is_refused_by_name(ranks, tmp_path):
         assert "latest_checkpointed_iteration.txt" in found["missing"] and "iter_0000004" in found["missing"]
         assert "expected an iteration, found 'four'" in found["garbage"]
         assert "--use-checkpoint-args" in found["arguments"]
-        assert all("iter_0000004 is there already" in found["free", iteration] for iteration in (2, 3))
+        assert all("iter_0000004 is there already" in found["free", iteration] for iteration in (1, 2, 3))
         assert not found["free", 4]
         assert "release=True" in found["release"] and "non_persistent_ckpt=True" in found["passing"]
     # The tracker says 1, and iteration 2 is committed: a training towards it ends before its first step.
     with pytest.raises(AssertionError, match="iter_0000002 is there already, and the training begins at iteration 1 "):
         ranks(2)(loops.train, saving(tmp_path, "--load", str(tmp_path)))
+
+
+def schedules(training):
+    """What a job whose groups have other ends of the learning rate gets from a load."""
+    args, found = training.args, {}
+    training.step(1)
+    training.save(1)
+    args.load = args.save
+    groups = training.optimizer.param_groups
+
+    def asked(**flags):
+        args.override_opt_param_scheduler = flags.get("override", False)
+        args.use_checkpoint_opt_param_scheduler = flags.get("keep", False)
+        for group in groups:
+            group["max_lr"], group["min_lr"] = 0.125, 0.0625
+        error = training.error_of(training.load)
+        return error, {(group["max_lr"], group["min_lr"]) for group in groups}
+
+    saved = {(group.get("max_lr"), group.get("min_lr")) for group in groups}
+    found["neither"] = asked()
+    found["override"] = asked(override=True)
+    found["keep"] = asked(keep=True)
+    return saved, found
+
+
+def test_the_schedule_of_groups_is_the_one_that_arguments_ask_for(ranks, tmp_path):
+    for saved, found in ranks(2)(loops.call, schedules, saving(tmp_path)):
+        assert "max_lr is" in found["neither"][0] and "--override-opt-param-scheduler" in found["neither"][0]
+        assert found["override"] == ("", {(0.125, 0.0625)})
+        assert found["keep"] == ("", saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "read"),
+    [("file:///x/e%20f", "/x/e f"), ("file://localhost/x/l", "/x/l"), ("~/run", f"{Path.home()}/run"), ("/x", "/x")],
+)
+def test_a_place_has_one_reading(place, read):
+    assert str(directory_of(place)) == read
+
+
+@pytest.mark.parametrize("place", ["file://rel/c", "memory://x", "s4://bucket/run"])
+def test_other_places_are_refused_by_each_rank(place):
+    with pytest.raises(sf.Invalid, match=place):
+        expect_place(place)
 
 
 def random_by_rank(training):

@@ -13,6 +13,7 @@ FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 # Frameworks that are built on others, whose adapters use those of these.
 BUILT_ON = {"megatron": ("torch",), "deepspeed": ("torch",)}
 INTEGRATION_LINES_MAX = 200
+SHARED = ("places", "trackers")  # what the integrations of all frameworks share
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
     "verbs",
@@ -269,7 +270,7 @@ def test_adapters_know_the_catalog_and_their_framework_only():
         if not module.startswith("shardfast.adapters.") or module.endswith("__init__"):
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
-        framework = "torch" if framework == "trackers" else framework  # what those of all frameworks share
+        framework = "torch" if framework in SHARED else framework
         on = (framework, *BUILT_ON.get(framework, ()))
         own = [name for name in python_modules() if name.partition("adapters.")[2].partition("_")[0] in on]
         allowed = ("shardfast.catalog", "shardfast.padding", "shardfast.stepping", *on, *own)
@@ -316,9 +317,9 @@ def test_integrations_use_public_words_and_their_framework_only():
         if not module.startswith("shardfast.integrations.") or module.endswith("__init__"):
             continue
         framework = module.rsplit(".", 1)[1].partition("_")[0]
-        framework = "torch" if framework == "trackers" else framework  # what those of all frameworks share
+        framework = "torch" if framework in SHARED else framework
         for line, imported in imports(module, ast.parse(read(name))):
-            own = (f"shardfast.integrations.{framework}_", "shardfast.integrations.trackers")
+            own = (f"shardfast.integrations.{framework}_", *(f"shardfast.integrations.{name}" for name in SHARED))
             is_own = imported.startswith(own) or imported == "shardfast"
             roots = (*sys.stdlib_module_names, framework, *BUILT_ON.get(framework, ()))
             if not is_own and imported.split(".")[0] not in roots:

@@ -27,7 +27,8 @@ import shardfast as sf
 from .deepspeed_block import Block, block_of, expect_nothing_beside
 from .deepspeed_places import Found, find, forget_replaced, replace, tag_of
 from .deepspeed_state import State
-from .trackers import Saves, Trackers, below
+from .places import below
+from .trackers import Saves, Trackers
 
 
 class _Loop:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import shardfast as sf
 
-from .trackers import Trackers, below, is_far, of_rank_0
+from .places import below, directory_of, is_far, of_rank_0
+from .trackers import Trackers
 
 
 class Found(NamedTuple):
@@ -53,7 +54,7 @@ def find(place: str, tag: str | None, trackers: Trackers) -> Found | None:
 
 def _replaced(place: str, name: str) -> Path:
     """Where a checkpoint is while another one of the same tag is saved."""
-    return Path(place.removeprefix("file://")) / f".{name}.replaced"
+    return directory_of(place) / f".{name}.replaced"
 
 
 def replace(place: str, name: str) -> None:
@@ -67,7 +68,7 @@ def replace(place: str, name: str) -> None:
     def move() -> None:
         if is_far(place):
             raise sf.Conflict(f"{url} is there already: give each checkpoint in an object store a tag of its own")
-        there, away = Path(url.removeprefix("file://")), _replaced(place, name)
+        there, away = directory_of(url), _replaced(place, name)
         if away.exists():  # of a save that was cut off: what is there is newer
             shutil.rmtree(away)
         there.rename(away)
@@ -93,7 +94,7 @@ def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
             names = [name for name in checkpoint.value_names() if name.startswith("engine/")]
             values = {name.partition("/")[2]: checkpoint.value(name) for name in names if name != "engine/client"}
     except sf.NotFound as error:
-        if not is_far(place) and _is_deepspeeds(url.removeprefix("file://")):
+        if not is_far(place) and _is_deepspeeds(str(directory_of(url))):
             return Found(url, None)
         if tag is not None:
             raise sf.NotFound(f"tag={tag!r}: {url} is no committed checkpoint: name one that is") from error

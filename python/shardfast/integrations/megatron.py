@@ -20,7 +20,7 @@ from typing import Any
 import shardfast as sf
 
 from . import megatron_arguments as arguments
-from .megatron_places import Found, expect_free, find, is_ours
+from .megatron_places import Found, expect_free, find, is_ours, names_any
 from .megatron_state import State, progress
 from .megatron_trackers import checkpoint_of, trackers, whole_parameters
 from .trackers import Saves
@@ -140,10 +140,11 @@ class _Loop:
         arguments.expect_call_understood("load_checkpoint", given)
         self._saves.settle(0)
         place = getattr(args, given["load_arg"])
-        found = find(place, args, self._trackers, megatron)
-        if found is None and args.pretrained_checkpoint is not None:
+        if args.pretrained_checkpoint is not None and not names_any(place, self._trackers):
             found = find(place := args.pretrained_checkpoint, args, self._trackers, megatron)
             args.finetune = args.finetune or found is not None
+        else:
+            found = find(place, args, self._trackers, megatron)
         if found is None or found.values is None:
             result = original()
         else:

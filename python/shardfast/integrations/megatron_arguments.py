@@ -10,7 +10,7 @@ from typing import Any
 
 import shardfast as sf
 
-from .trackers import is_far
+from .places import is_far
 
 _log = logging.getLogger("shardfast")
 

@@ -28,6 +28,7 @@ _OF_MODEL = (
     *("pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 _PARTS = ("save_optim", "save_rng", "load_optim", "load_rng")
+_OF_SCHEDULER = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
@@ -156,9 +157,8 @@ def _args(state: Any) -> Any:
     return SimpleNamespace(
         **{name: getattr(config.model, name, None) for name in _OF_MODEL},
         **{name: getattr(counts, name) for name in _COUNTS},
-        **{
-            f"no_{name}": not getattr(checkpoint, name) for name in ("save_optim", "save_rng", "load_optim", "load_rng")
-        },
+        **{f"no_{name}": not getattr(checkpoint, name) for name in _PARTS},
+        **{name: getattr(getattr(config, "scheduler", None), name, False) for name in _OF_SCHEDULER},
         finetune=checkpoint.finetune,
         data_parallel_random_init=config.rng.data_parallel_random_init,
         world_size=dist.get_world_size(),

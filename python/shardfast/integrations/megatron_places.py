@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import shardfast as sf
 
 from .megatron_trackers import checkpoint_of, iteration_in, tracker_in
-from .trackers import Trackers, below, is_far, of_rank_0
+from .places import below, directory_of, is_far, of_rank_0
+from .trackers import Trackers
 
 
 class Found(NamedTuple):
@@ -42,6 +43,14 @@ def find(place: str | None, args: Any, trackers: Trackers, megatron: Any) -> Fou
     return found
 
 
+def names_any(place: str | None, trackers: Trackers) -> bool:
+    """Whether the tracker of a place names an iteration; all ranks call it."""
+    if place is None:
+        return False
+    tracker = trackers.of(place)
+    return bool(of_rank_0(lambda: iteration_in(tracker) is not None))
+
+
 def is_ours(place: str, args: Any, megatron: Any) -> bool:
     """Whether Shardfast saved what would be loaded from a place; asked by a process before the ranks have met."""
     if is_far(place):
@@ -59,22 +68,50 @@ def expect_free(args: Any, trackers: Trackers, megatron: Any) -> None:
     if not args.save or not args.save_interval:
         return
     tracker = trackers.of(args.save)
-    following = (args.iteration // args.save_interval + 1) * args.save_interval
-    url = checkpoint_of(args.save, following)
+    every, begin = args.save_interval, args.iteration
 
     def expect() -> None:
-        is_taken = not is_far(url) and _is_megatrons(url.removeprefix("file://"), megatron)
-        with contextlib.suppress(sf.NotFound):
-            sf.mapped(url).close()
-            is_taken = True
-        if is_taken:
-            raise sf.Conflict(
-                f"{url} is there already, and the training begins at iteration {args.iteration} and would save there: "
-                f"to go on from iteration {following}, pass --ckpt-step {following} or write "
-                f"{following} into {tracker.name}; to train again from {args.iteration}, move {url} and later ones away"
-            )
+        following = range((begin // every + 1) * every, _last(args) + 1, every)
+        taken = next(
+            (number for number in _there(args.save, following) if _is_taken(args.save, number, megatron)), None
+        )
+        if taken is None:
+            return
+        url = checkpoint_of(args.save, taken)
+        go_on = (
+            f"to go on from iteration {taken}, pass --ckpt-step {taken} or write {taken} into {tracker.name}; "
+            if not args.finetune
+            else ""
+        )
+        raise sf.Conflict(
+            f"{url} is there already, and the training begins at iteration {begin} and would save there: {go_on}to "
+            f"train from {begin}, move {url} and later ones away, or --save elsewhere"
+        )
 
     of_rank_0(expect)
+
+
+def _last(args: Any) -> int:
+    """The last iteration of a training, as far as its arguments say."""
+    return max(int(args.iteration + args.save_interval), getattr(args, "train_iters", None) or 0)
+
+
+def _there(place: str, numbers: range) -> Iterable[int]:
+    """Those of the iterations with a directory; of an object store, which is not listed, the first."""
+    if is_far(place):
+        return numbers[:1]
+    names = os.listdir(directory_of(place)) if directory_of(place).is_dir() else []
+    found = [int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdecimal()]
+    return sorted(number for number in found if number in numbers)
+
+
+def _is_taken(place: str, iteration: int, megatron: Any) -> bool:
+    url = checkpoint_of(place, iteration)
+    try:
+        sf.mapped(url).close()
+    except sf.NotFound:
+        return not is_far(url) and _is_megatrons(str(directory_of(url)), megatron)
+    return True
 
 
 def _looked(place: str, args: Any, tracker: Any, megatron: Any) -> Found | None:
@@ -90,7 +127,7 @@ def _looked(place: str, args: Any, tracker: Any, megatron: Any) -> Found | None:
             names = [name for name in checkpoint.value_names() if name.startswith("training/")]
             values = {name.partition("/")[2]: checkpoint.value(name) for name in names}
     except sf.NotFound as error:
-        if not is_far(place) and _is_megatrons(url.removeprefix("file://"), megatron):
+        if not is_far(place) and _is_megatrons(str(directory_of(url)), megatron):
             return Found(url, iteration, None)
         raise sf.NotFound(
             f"{f'--ckpt-step {asked}' if asked else tracker.name} names iteration {iteration}, and {url} is no "

@@ -16,6 +16,8 @@ import torch
 
 import shardfast as sf
 
+from .megatron_groups import Asked
+
 _VERSION = 3.0
 """Megatron's version of what is in a checkpoint; 3.0 since 2020."""
 
@@ -40,11 +42,8 @@ class State:
     """The state of a training, as the loop hands it over.
 
     Args:
-        args: Megatron's arguments.
-        megatron: ``megatron.training.checkpointing``.
-        model: This rank's chunks.
-        optimizer: The optimizer, or ``None``.
-        scheduler: The ``OptimizerParamScheduler``, or ``None``.
+        args, megatron: Megatron's arguments, and ``megatron.training.checkpointing``.
+        model, optimizer, scheduler: This rank's chunks; the optimizer and its ``OptimizerParamScheduler``, or ``None``.
     """
 
     def __init__(self, args: Any, megatron: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -102,7 +101,7 @@ class State:
             The iteration, and the floating-point operations until then.
 
         Raises:
-            Invalid: The checkpoint has no optimizer, or another model; as :func:`shardfast.load`.
+            Invalid: The checkpoint has no optimizer, or another model or schedule; as :func:`shardfast.load`.
         """
         args, megatron, saved = self._args, self._megatron, SimpleNamespace(**values["args"])
         megatron.set_checkpoint_version(_VERSION)
@@ -116,7 +115,9 @@ class State:
             raise sf.Invalid(f"{url} was saved with --no-save-optim: pass --no-load-optim or --finetune to load it")
         if has_optimizer and self._optimizer is not None:
             state["optimizer"] = self._optimizer
+        asked = Asked(self._args, state.get("optimizer"))
         sf.load(url, state, only=list(state), strict=strict)
+        asked.settle(url)
         if not has_optimizer:
             if (args.fp16 or args.bf16) and self._optimizer is not None:
                 self._optimizer.reload_model_params()

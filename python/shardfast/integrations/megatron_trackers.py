@@ -13,7 +13,8 @@ from typing import Any
 
 import shardfast as sf
 
-from .trackers import FileTracker, Trackers, below
+from .places import below
+from .trackers import FileTracker, Trackers
 
 TRACKER = "latest_checkpointed_iteration"
 

@@ -10,23 +10,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import shardfast as sf
 
-
-def is_far(place: str) -> bool:
-    """Whether a place is no directory of a file system."""
-    return "://" in place and not place.startswith("file://")
-
-
-def below(place: str, name: str) -> str:
-    """The path or URL of ``name`` in a place; the query of a URL stays behind it."""
-    head, mark, query = place.partition("?") if is_far(place) else (place, "", "")
-    return f"{head.rstrip('/')}/{name}{mark}{query}"
+from .places import below, directory_of, expect_place, is_far
 
 
 class FileTracker:
@@ -37,7 +27,7 @@ class FileTracker:
     """
 
     def __init__(self, place: str, name: str) -> None:
-        self._path = Path(place.removeprefix("file://")) / name
+        self._path = directory_of(place) / name
         self.name = str(self._path)
 
     def read(self) -> str | None:
@@ -113,6 +103,7 @@ class Trackers:
 
     def of(self, place: str) -> Any:
         """The tracker of a place. All ranks call it, in one order."""
+        expect_place(place)
         if place not in self._known:
             if is_far(place) and self._group is None:
                 self._group = dist.new_group([0], backend="gloo")
@@ -161,19 +152,3 @@ class Saves:
 def _name_after_commit(pending: sf.Pending, name: Callable[[], None]) -> None:
     pending.committed()
     name()
-
-
-def of_rank_0(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns or raises on rank 0, on all ranks."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[1] = call()
-        except Exception as error:  # the other ranks wait for this one
-            kind = type(error) if isinstance(error, sf.Error) else sf.Unavailable
-            outcome[0] = kind.__name__, str(error) if isinstance(error, sf.Error) else repr(error)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        kind, message = outcome[0]
-        raise getattr(sf, kind)(message)
-    return outcome[1]

@@ -1,26 +1,25 @@
-"""transformers' Trainer, accelerate and Lightning with DeepSpeed, which saves by the block in its configuration."""
+"""transformers' Trainer and accelerate with DeepSpeed, which saves by the block in its configuration."""
 
 import os
 
 import accelerate
-import lightning
 import pytest
+import shardfast.integrations.deepspeed  # noqa: F401  # what is tested
 import torch
 import transformers
 from deepspeed_jobs import Job, differences, said
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 LENGTH = 12
 
 
 def prepare(rank, world):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 def config(stage, **block):
     return {
-        **Job(stage).config,
+        **Job(stage, "fp32").config,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",
         "shardfast": block,
@@ -52,24 +51,31 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+class Stop(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **more):
+        control.should_training_stop = state.global_step >= self.step
+
+
 def trainer(place, stage, seed, steps, batch):
     return transformers.Trainer(
         language_model(seed),
         transformers.TrainingArguments(
             place,
-            max_steps=steps,
+            max_steps=6,
             per_device_train_batch_size=batch,
             save_steps=2,
             save_strategy="steps",
             logging_steps=1,
             learning_rate=1e-2,
-            bf16=True,
-            use_cpu=True,
             deepspeed=config(stage),
             report_to=[],
             disable_tqdm=True,
         ),
         train_dataset=Texts(),
+        callbacks=[Stop(steps)],
     )
 
 
@@ -94,14 +100,14 @@ def test_a_trainer_goes_on_in_another_world_and_stage(ranks, tmp_path):
     assert (tmp_path / "run" / "checkpoint-6" / "latest").read_text() == "global_step6"
     assert (tmp_path / "run" / "checkpoint-6" / "global_step6" / "COMMIT").exists()
     ranks(2)(with_trainer, str(tmp_path / "other"), 2, 4, 2, 0)
-    other, _ = ranks(4)(with_trainer, str(tmp_path / "other"), 3, 6, 1, 1)[0]
-    assert all(abs(other[step] - loss) < 0.05 for step, loss in whole.items()), (whole, other)
+    other, _ = ranks(4)(with_trainer, str(tmp_path / "other"), 3, 6, 2, 1)[0]
+    assert all(abs(other[step] - loss) < 1e-3 for step, loss in whole.items()), (whole, other)
 
 
 def with_accelerate(rank, world, place, stage, again):
     prepare(rank, world)
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config(stage), zero3_init_flag=False)
-    one = accelerate.Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin, cpu=True)
+    one = accelerate.Accelerator(deepspeed_plugin=plugin)
     model = language_model(3 if again else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(Texts(), batch_size=2)
@@ -125,46 +131,3 @@ def test_accelerate_saves_its_state_to_one_place_again(ranks, tmp_path):
     for found in ranks(1)(with_accelerate, str(tmp_path / "a"), 2, True):
         assert differences(expected, found) == []
     assert not list(tmp_path.glob("a/.*.replaced"))
-
-
-class Lit(lightning.LightningModule):
-    def __init__(self, seed):
-        super().__init__()
-        self.model = language_model(seed)
-        self.seen = {}
-
-    def training_step(self, batch, number):
-        loss = self.model(**batch).loss
-        self.seen[self.global_step] = float(loss.detach())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-
-def with_lightning(rank, world, place, stage, steps, again):
-    prepare(rank, world)
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_CPU"):
-        os.environ.pop(name)
-    lit = Lit(4 if again else 0)
-    strategy = DeepSpeedStrategy(
-        config={**Job(stage).config, "shardfast": {"pickle": True}}, process_group_backend="gloo"
-    )
-    one = lightning.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=world,
-        max_steps=steps,
-        precision="bf16-true",
-        enable_progress_bar=False,
-        logger=False,
-        enable_checkpointing=False,
-        default_root_dir=place,
-    )
-    loader = torch.utils.data.DataLoader(Texts(), batch_size=2)
-    one.fit(lit, loader, ckpt_path=f"{place}/last.ckpt" if again else None)
-    if not again:
-        one.save_checkpoint(f"{place}/last.ckpt")
-        engine = strategy.model
-        engine.destroy()
-    return lit.seen

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 import shardfast as sf
 
 from .deepspeed_block import Block, block_of, expect_nothing_beside
-from .deepspeed_places import Found, find, forget_replaced, replace, tag_of
+from .deepspeed_places import Found, find, forget_replaced, is_there, replace, tag_of
 from .deepspeed_state import State
 from .places import below
 from .trackers import Saves, Trackers
@@ -38,6 +38,7 @@ class _Loop:
         self.block = block
         self.trackers = Trackers("latest", "latest")
         self.saves = Saves()
+        self._saved: set[str] = set()
 
     def save(
         self,
@@ -70,13 +71,12 @@ class _Loop:
                 tracker.write(name, step)
             forget_replaced(place, name)
 
-        url, pickle = below(place, name), self.block.pickle
-        try:
-            pending = sf.save_async(url, state, step=step, pickle=pickle)
-        except sf.Conflict:  # the same tag again
+        url = below(place, name)
+        if url in self._saved or is_there(place, name):  # the same tag again, as all ranks see
             self.saves.settle(0)
             replace(place, name)
-            pending = sf.save_async(url, state, step=step, pickle=pickle)
+        self._saved.add(url)
+        pending = sf.save_async(url, state, step=step, pickle=self.block.pickle)
         self.saves.add(pending, named, lambda: None)
         if not self.block.is_async:
             self.saves.settle(0)

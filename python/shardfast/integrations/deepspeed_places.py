@@ -57,6 +57,14 @@ def _replaced(place: str, name: str) -> Path:
     return directory_of(place) / f".{name}.replaced"
 
 
+def is_there(place: str, name: str) -> bool:
+    """Whether a directory has a committed checkpoint of that tag; what is in an object store is not looked for.
+
+    All ranks see the same, though others may have begun to save: none commits without this one.
+    """
+    return not is_far(place) and (directory_of(place) / name / "COMMIT").exists()
+
+
 def replace(place: str, name: str) -> None:
     """Moves a committed checkpoint out of the way of a new one of the same tag. All ranks call it; rank 0 moves it.
 
@@ -69,6 +77,8 @@ def replace(place: str, name: str) -> None:
         if is_far(place):
             raise sf.Conflict(f"{url} is there already: give each checkpoint in an object store a tag of its own")
         there, away = directory_of(url), _replaced(place, name)
+        if not _is_committed(url):
+            return
         if away.exists():  # of a save that was cut off: what is there is newer
             shutil.rmtree(away)
         there.rename(away)

@@ -218,6 +218,7 @@ class Part:
         name: The leaf's, where there are several.
         refusal: Why a load cannot write to it now; empty if it can.
         others: This rank's other parts of the leaf, which lie in other memory.
+        elsewhere: Whether other ranks save these elements, as a copy that is cut otherwise: this one is only loaded.
     """
 
     tensor: Any
@@ -233,6 +234,7 @@ class Part:
     name: str = ""
     refusal: str = ""
     others: "Sequence[Part]" = ()
+    elsewhere: bool = False
 
 
 NamedPart = tuple[str, Part | None]

@@ -217,6 +217,8 @@ class _Leaves:
             leaf = entry.prefix + name
             self._claim(entry.key, leaf, place)
             for tensor in pieces_of(whole):
+                if isinstance(tensor, Part) and tensor.elsewhere:
+                    continue
                 adapter = adapter_of(tensor, self._adapters)
                 layout, identity, source = _origin(adapter, tensor, place)
                 if layout.holders is None and name in holders and _is_whole(layout):

@@ -30,6 +30,8 @@ def described(rank, world, layout, kind):
             for parameter in chunk.parameters():
                 if not getattr(parameter, "allreduce", True):
                     parameter.add_(parallel_state.get_expert_model_parallel_rank())
+                if getattr(parameter, "shared_embedding", False):  # no message makes the stages' copies equal
+                    parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 50)
     optimizer.reload_model_params()
     for inner in inner_of(optimizer):
         for stepped in itertools.chain.from_iterable(group["params"] for group in inner.param_groups):
@@ -89,7 +91,9 @@ MUON, LAPROP = Kind(**NARROW, optimizer="muon"), Kind(**NARROW, optimizer="lapro
 OF_LAYERS = [(BY_SIZES, LAPROP, 32), (LARGE, MUON, 64)]
 BIASED = Kind(layers=2, hidden=24, experts=4, biases=True)
 OF_EXPERTS = (Layout(tp=2, ep=2, etp=2), BIASED, 8)
+OF_STAGES = (Layout(tp=2, pp=2), Kind(tied=True), 8)
 MORE = [
+    (Layout(tp=2, pp=4, distributed=False), Kind(tied=True), 16),
     (Layout(tp=2, pp=2, ep=2, etp=1), BIASED, 16),
     (Layout(ep=2, etp=2, instances=2), BIASED, 8),
     (Layout(tp=2, pp=4, ep=2, instances=2), Kind(**NARROW), 64),
@@ -105,7 +109,9 @@ MORE_OF_LAYERS = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(LARGE, Kind(**NARROW), 32), OF_EXPERTS, *(OF_LAYERS if HAS_LAYERS else [])], id="every change"),
+        pytest.param(
+            [(LARGE, Kind(**NARROW), 32), OF_EXPERTS, OF_STAGES, *(OF_LAYERS if HAS_LAYERS else [])], id="every change"
+        ),
         pytest.param([*MORE, *(MORE_OF_LAYERS if HAS_LAYERS else [])], id="more", marks=pytest.mark.campaign),
     ],
 )

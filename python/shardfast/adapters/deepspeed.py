@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from ..catalog import Flat, Ints, Kind, Module, NamedPart, Outline, Part, Refused, Restored
-from .deepspeed_optimizer import KINDS, TIED, DeepSpeedOptimizers, begin_load, call, peers, refresh
+from .deepspeed_optimizer import KINDS, DeepSpeedOptimizers, begin_load, call, peers, refresh
 from .torch_modules import Modules
 from .torch_placement import text_of_run
 
 LEFT_OUT = "shardfast_left_out"
 """An engine's attribute: names of parameters that are frozen, and left out of a save or a load."""
+
+TIED = "tied_modules."
+"""Before names of what several stages of a pipeline have."""
 
 _EXPERT = re.compile(r"(?<=\bdeepspeed_experts\.)\d+")
 

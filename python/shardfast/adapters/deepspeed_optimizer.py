@@ -8,6 +8,7 @@ it is not saved, and a load makes it equal. Tried with DeepSpeed 0.19.8; of what
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -124,14 +125,7 @@ def _of_partitions(zero: Any, flats: Iterator[tuple[Sequence[Any], torch.Tensor,
                 there = model.detach().reshape(-1)[first - at : last - at]
                 owners = tuple(ranks[at // share : -(-(at + model.numel()) // share)])
                 where = first - low, copy.numel(), first - at
-                if TIED in _name(zero, model):  # another stage steps other runs of it
-                    yield _Stepped(model, copy, elements, *where, there, None, None)
-                else:
-                    yield _Stepped(model, copy, elements, *where, there, owners, (torch.distributed.get_rank(),))
-
-
-TIED = "tied_modules."
-"""In names of what several stages of a pipeline have."""
+                yield _Stepped(model, copy, elements, *where, there, owners, (torch.distributed.get_rank(),))
 
 
 def _expect_inside(zero: Any, model: torch.Tensor, at: int, flat: torch.Tensor) -> None:
@@ -317,9 +311,10 @@ def _run(zero: Any, one: _Stepped, whole: Part | None) -> Part:
         found = regions_of_run((box,), one.start, one.start + one.elements.numel())
     else:
         shape, text, found = whole.shape, whole.text, whole.regions
-    return Part(
-        one.elements, shape, found, text, one.alike, one.owners, within=one.within, start=one.at, length=one.length
-    )
+    # Of a tied parameter the first of its stages in a pipeline saves what the optimizer has.
+    elsewhere = bool(one.length and getattr(one.model, "ds_pipe_replicated", False))
+    part = Part(one.elements, shape, found, text, one.alike, one.owners, within=one.within, elsewhere=elsewhere)
+    return dataclasses.replace(part, start=one.at, length=one.length)
 
 
 _loading: weakref.WeakSet[Any] = weakref.WeakSet()

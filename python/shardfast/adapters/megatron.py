@@ -21,7 +21,7 @@ from torch import nn
 from ..catalog import Ints, Kind, Module, NamedPart, Outline, Part, Refused, Region
 from ..padding import padded
 from .megatron_fsdp import renew, runs_in, sharded_in, whole_parameters
-from .megatron_optimizer import MegatronOptimizers, cut, moved
+from .megatron_optimizer import MegatronOptimizers, cut, moved, of_embedding
 from .torch_capture import Place, outline_of_modules
 from .torch_modules import Modules
 
@@ -221,10 +221,15 @@ def _padding(rows: int) -> str:
     return padded(rows - multiple + 1, rows)
 
 
-def _holders(tensor: torch.Tensor, piece: Any) -> Ints | None:
-    """The ranks that hold the same part, from the process groups; ``None`` where these do not tell."""
-    if getattr(tensor, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        return None
+def _holders(tensor: torch.Tensor, piece: Any) -> Ints:
+    """The ranks that hold the same part, from the process groups."""
+    stages = of_embedding(tensor)
+    if stages:
+        return moved(_holders_in_stage(tensor, piece), stages)
+    return _holders_in_stage(tensor, piece)
+
+
+def _holders_in_stage(tensor: torch.Tensor, piece: Any) -> Ints:
     is_whole = tuple(piece.local_shape) == tuple(piece.global_shape[piece.prepend_axis_num :])
     if not getattr(tensor, "allreduce", True):
         ranks = _ranks(parallel_state.get_expert_data_parallel_group())

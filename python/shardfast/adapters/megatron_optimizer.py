@@ -217,6 +217,19 @@ def cut(part: Part, model: torch.Tensor, elements: torch.Tensor, start: int, ali
     return Part(elements, part.shape, regions, part.text, holders, sharers, within=model)
 
 
+def _is_saved_elsewhere(model: torch.Tensor) -> bool:
+    """Whether it is a tied embedding of which the first stage of the pipeline saves what the optimizer has."""
+    stages = of_embedding(model)
+    return bool(stages) and stages[0] != torch.distributed.get_rank()
+
+
+def of_embedding(model: torch.Tensor) -> Ints:
+    """This rank's places in the stages that have the same embedding, if it is tied over several; else none."""
+    if not getattr(model, "shared_embedding", False) or parallel_state.get_pipeline_model_parallel_world_size() < 2:
+        return ()
+    return tuple(sorted(_ranks(parallel_state.get_embedding_group())))
+
+
 class MegatronOptimizers(MasterOptimizers):
     """One optimizer of Megatron, whatever it chains."""
 
@@ -243,7 +256,8 @@ class MegatronOptimizers(MasterOptimizers):
                 if part is None:
                     raise Refused(f"{fqn!r} is a parameter of a model that is not Megatron's")
                 run = cut(part, shard.model, shard.elements, shard.start, shard.alike, owners[fqn])
-                runs.append(Run(fqn, shard.model, dataclasses.replace(run, within=shard.stepped), shard.now))
+                run = dataclasses.replace(run, within=shard.stepped, elsewhere=_is_saved_elsewhere(shard.model))
+                runs.append(Run(fqn, shard.model, run, shard.now))
                 if shard.stepped.dtype is shard.now.dtype:
                     copied.pop(fqn, None)
         scaled = [one for one in self._inner if getattr(one, "grad_scaler", None)]

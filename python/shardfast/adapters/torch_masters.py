@@ -144,8 +144,14 @@ class MasterOptimizers(Optimizers):
         several = self._counters.get(id(value))
         if several is not None:
             whole = (Region((), ()),)
-            return Part(value, (), whole, holders=part.sharers, within=value, several=several, name=_outside(leaf))
-        return super()._part(leaf, part, value, place)
+            found = Part(value, (), whole, holders=part.sharers, within=value, several=several, name=_outside(leaf))
+            return dataclasses.replace(found, elsewhere=part.elsewhere)
+        found_or_plain = super()._part(leaf, part, value, place)
+        if not part.elsewhere:
+            return found_or_plain
+        if isinstance(found_or_plain, Part):
+            return dataclasses.replace(found_or_plain, elsewhere=True)
+        return Part(value, (), (Region((), ()),), within=value, elsewhere=True)
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         return [*super().announce(notice), *self.parameters.values()]
@@ -156,6 +162,8 @@ class MasterOptimizers(Optimizers):
         placed: dict[str, list[tuple[Place, Any, Inside | None]]] = {}
         values: dict[str, Place] = {}
         for name, value, place in self._entries():
+            if isinstance(value, Part) and value.elsewhere:
+                continue
             if isinstance(value, (torch.Tensor, Part)):
                 placed.setdefault(_outside(name), []).append((place, value, self._inside.get(name)))
             else:

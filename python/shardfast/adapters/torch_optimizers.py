@@ -206,7 +206,8 @@ class Optimizers:
                 "each element, or one in all"
             )
         mine = value.detach()[part.start : part.start + part.tensor.numel()] if part.length else value.detach()
-        return Part(mine, part.shape, part.regions, part.text, part.holders, part.sharers, within=value)
+        cut = (part.shape, part.regions, part.text, part.holders, part.sharers)
+        return Part(mine, *cut, within=value, elsewhere=part.elsewhere)
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         announce_steps(notice)

@@ -146,10 +146,6 @@ def experts_step(engine, number):
 
 def experts_said(engine):
     """By name what all ranks have, experts by their numbers in the whole model."""
-    # 0.19.8 links moments in the first step of the first group, when experts have none yet, and never again.
-    if engine.zero_optimization_stage():
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
     moe = engine.module.moe
     own = dist.get_rank() % moe.ep_size * moe.num_local_experts
     found = {}

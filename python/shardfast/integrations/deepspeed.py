@@ -124,12 +124,12 @@ gathered = [0]
 
 def _enter(original: Callable[..., Any], context: Any) -> Any:
     result = original(context)
-    gathered[0] += 1
+    gathered[0] += bool(context.enabled)
     return result
 
 
 def _exit(original: Callable[..., Any], context: Any, *args: Any) -> Any:
-    gathered[0] -= 1
+    gathered[0] -= bool(context.enabled)
     return original(context, *args)
 
 

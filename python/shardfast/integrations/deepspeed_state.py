@@ -26,7 +26,7 @@ class State:
         inside = getattr(engine.optimizer, "optimizer", None)
         self._optimizer = engine.optimizer if steps and type(inside).__name__ != "DummyOptim" else None
 
-    def _samplers(self) -> dict[str, Any]:
+    def _beside(self) -> dict[str, Any]:
         """What else an engine saves, by name."""
         engine = self._engine
         found: dict[str, Any] = {"scheduler": engine.lr_scheduler}
@@ -47,7 +47,7 @@ class State:
         frozen = {name for name, one in engine.module.named_parameters() if not one.requires_grad}
         setattr(engine, _LEFT_OUT, frozen if exclude_frozen else set())
         values: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTS}
-        values |= {name: one.state_dict() for name, one in self._samplers().items()}
+        values |= {name: one.state_dict() for name, one in self._beside().items()}
         values |= {"client": [client_state], "world_size": dist.get_world_size(), "without_frozen": exclude_frozen}
         state: dict[str, Any] = {"model": engine, "engine": values, "random": {"own": sf.random_state()}}
         if self._optimizer is not None:
@@ -99,7 +99,7 @@ class State:
             setattr(engine, _LEFT_OUT, set())
         for name in _COUNTS if counts else ():
             setattr(engine, name, values[name])
-        for name, one in self._samplers().items() if counts else ():
+        for name, one in self._beside().items() if counts else ():
             if name in values and (scheduler or name != "scheduler"):
                 one.load_state_dict(values[name])
         found: dict[str, Any] = client["client"][0]

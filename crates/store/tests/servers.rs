@@ -5,7 +5,7 @@ mod uploads;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use shardfast_store::servers::Server;
@@ -59,9 +59,16 @@ fn s3rver_is_refused() {
     });
 }
 
+/// What the server below has: whether an object is there, and how many requests for it have looked whether it is.
+#[derive(Default)]
+struct Hasty {
+    objects: Mutex<HashMap<String, (bool, u32)>>,
+    looked: Condvar,
+}
+
 /// A server that looks at the condition when a request begins, and overwrites when it ends: as several did, of which no
-/// version can be installed any more.
-fn hasty(stream: &TcpStream, objects: &Mutex<HashMap<String, Vec<u8>>>) -> Option<()> {
+/// version can be installed any more. No request ends before two have looked, however slow the machine.
+fn hasty(stream: &TcpStream, hasty: &Hasty) -> Option<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let (mut line, mut length, mut if_absent) = (String::new(), 0, false);
@@ -78,11 +85,19 @@ fn hasty(stream: &TcpStream, objects: &Mutex<HashMap<String, Vec<u8>>>) -> Optio
             }
         }
         let path = line.split(' ').nth(1)?.to_owned();
-        let is_taken = if_absent && objects.lock().unwrap().contains_key(&path);
-        let mut body = vec![0; length];
-        reader.read_exact(&mut body).ok()?;
-        if line.starts_with("PUT") && !is_taken {
-            objects.lock().unwrap().insert(path, body);
+        let mut is_taken = false;
+        if if_absent {
+            let mut objects = hasty.objects.lock().unwrap();
+            let object = objects.entry(path.clone()).or_default();
+            (is_taken, object.1) = (object.0, object.1 + 1);
+            hasty.looked.notify_all();
+        }
+        reader.read_exact(&mut vec![0; length]).ok()?;
+        if if_absent && !is_taken {
+            let are_few = |objects: &mut HashMap<String, (bool, u32)>| objects[&path].1 < 2;
+            let waiting = hasty.objects.lock().unwrap();
+            let wait = hasty.looked.wait_timeout_while(waiting, Duration::from_secs(60), are_few);
+            wait.unwrap().0.get_mut(&path)?.0 = true;
         }
         let status = if is_taken { "412 Precondition Failed" } else { "200 OK" };
         let mut writer = stream;
@@ -94,7 +109,7 @@ fn hasty(stream: &TcpStream, objects: &Mutex<HashMap<String, Vec<u8>>>) -> Optio
 fn a_server_that_looks_at_the_condition_too_early_is_refused() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
-    let objects: Arc<Mutex<HashMap<String, Vec<u8>>>> = Arc::default();
+    let objects: Arc<Hasty> = Arc::default();
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let objects = Arc::clone(&objects);

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_engines import THEIRS
 from figures import OURS, median, table
 from footprint import CONSTANT_BYTES
-from megatron_core import BY_DP, FULLY
+from megatron_core import BY_DP, FULLY, OURS_ASYNC
 
 Row = tuple[str, str, str, bool]
 """Measure, goal, what was found, whether the goal is reached."""
@@ -21,6 +22,7 @@ def show(results: dict[str, Any]) -> None:
         "stall": _stall,
         "fsdp": _fsdp,
         "megatron": _megatron,
+        "deepspeed": _deepspeed,
         "replicas": _replicas,
         "training": _training,
         "transfer": _transfer,
@@ -108,6 +110,44 @@ def _megatron_costs(found: dict[str, Any]) -> list[Row]:
         ("stall of later saves, Megatron", "1.2 × FSDP2's", f"{of_fsdp2:.2f} ×", of_fsdp2 <= 1.2),
         ("memory, Megatron", "budget + 64 MiB", text, most <= CONSTANT_BYTES),
     ]
+
+
+def _deepspeed(found: dict[str, Any]) -> list[Row]:
+    if "not measured" in found:
+        return []
+    rows: list[Row] = []
+    for stage, systems in found["saves"].items():
+        rivals = [of for name, of in systems.items() if not name.startswith(OURS)]
+        if rivals:
+            stall = min(of["stall_of_ours"]["median"] for of in rivals)
+            durable = min(of["durable_of_ours"]["median"] for of in rivals)
+            rows.append((f"stall, {stage}", "50 × shorter", f"{stall:.1f} ×", stall >= 50))
+            rows.append((f"durable save, {stage}", "2 × faster", f"{durable:.2f} ×", durable >= 2))
+    for stage, of in found["first"].items():
+        first = of["of_process_ms_per_1000"]["median"]
+        rows.append((f"first save, {stage}", "20 ms per 1,000 parameters", f"{first:.1f} ms", first <= 20))
+    for stage, systems in found["loads"].items():
+        if THEIRS in systems:
+            times = systems[THEIRS]["of_ours"]["median"]
+            rows.append((f"load into the same, {stage}", "2 × faster", f"{times:.2f} ×", times >= 2))
+    for case, systems in found["resumed"].items():
+        written = systems[OURS]["written_bytes"]
+        if THEIRS not in systems:
+            rows.append((f"resumed, {case}", "nothing written", f"{written} bytes; {THEIRS} fails", written == 0))
+            continue
+        times = systems[THEIRS]["of_ours"]["median"]
+        text = f"{times:.1f} ×, {written} bytes"
+        rows.append((f"resumed, {case}", "5 × faster, nothing written", text, times >= 5 and written == 0))
+    for stage, systems in found["frozen"].items():
+        share = systems[OURS]["of_trained"]
+        title = f"bytes without what is frozen, {stage}"
+        rows.append((title, "1.02 × what is trained", f"{share:.3f} ×", share <= 1.02))
+    memory = found["memory"]
+    for stage, of in memory["bytes"].items():
+        beyond = (of[OURS_ASYNC] - memory["budget_bytes"]) >> 20
+        is_within = of[OURS_ASYNC] - memory["budget_bytes"] <= CONSTANT_BYTES
+        rows.append((f"memory, {stage}", "budget + 64 MiB", f"budget + {beyond} MiB", is_within))
+    return rows
 
 
 def _replicas(found: dict[str, Any]) -> list[Row]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import crashes
+import deepspeed_engines
 import footprint
 import fsdp
 import goals
@@ -47,6 +48,7 @@ MEASURES = {
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
     "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
     "megatron": (megatron_core.measure, "Megatron-Core and its distributed optimizer beside Megatron's checkpoints"),
+    "deepspeed": (deepspeed_engines.measure, "DeepSpeed's engines with our block beside DeepSpeed's checkpoints"),
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),

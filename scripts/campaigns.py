@@ -62,6 +62,9 @@ ON_A_SERVER = "binary(far) | binary(gcs) | binary(servers) & test(/^minio/) | te
 # The last ones of minor versions before the one that requirements/megatron.in names.
 OLDER_MEGATRON = ("0.15.3", "0.17.1", "0.18.2")
 
+# Likewise, before that of scripts/frameworks.sh.
+OLDER_DEEPSPEED = ("0.16.9", "0.17.6")
+
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
     # These take long, and one processor each.
@@ -89,6 +92,7 @@ STEPS = [
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
+    *(Step(f"DeepSpeed {version}", ["scripts/frameworks.sh", "with", version]) for version in OLDER_DEEPSPEED),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),

@@ -3,6 +3,7 @@
 #
 #   scripts/frameworks.sh                 all of them
 #   scripts/frameworks.sh gate            for every change: those marked `smoke`, at least one with each package
+#   scripts/frameworks.sh with VERSION    those of DeepSpeed, with this one, in target/deepspeed-VERSION
 #   scripts/frameworks.sh ARGUMENT...     pytest with these arguments
 #
 # Their environment, target/frameworks, holds these packages and the shardfast of .venv. The first time this installs a
@@ -15,14 +16,23 @@ source scripts/environment.sh
 # DeepSpeed is built from its source, with the torch that is installed, and without its kernels: seconds.
 readonly deepspeed=0.19.8
 
+install_deepspeed() {
+    DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation \
+        --no-deps "$@"
+}
+
 make_environment frameworks
 if ! is_stamped target/frameworks deepspeed "$deepspeed"; then
-    DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation \
-        --no-deps "deepspeed==$deepspeed"
+    install_deepspeed "deepspeed==$deepspeed"
     echo "$deepspeed" >target/frameworks/deepspeed.stamp
 fi
 install_what_is_tested frameworks
-if [[ $* == gate ]]; then
+if (($# == 2)) && [[ $1 == with ]]; then
+    other=$PWD/target/deepspeed-$2
+    [[ -d $other ]] || install_deepspeed --target "$other" "deepspeed==$2"
+    export PYTHONPATH=$other # before the environment's own
+    set -- tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py
+elif [[ $* == gate ]]; then
     set -- -m smoke tests/frameworks
 elif (($# == 0)); then
     set -- tests/frameworks

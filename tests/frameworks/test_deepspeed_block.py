@@ -117,11 +117,15 @@ def wrong(rank, world, place):
         "key": {"shardfast": {"stagingbytes": 1}},
         "kind": {"shardfast": True},
         "pickle": {"shardfast": {"pickle": 1}},
+        "over": {"shardfast": {"over": 4}},
+        "keep": {"shardfast": {"keep": "3"}},
         "writer": {**BLOCK, "checkpoint": {"use_node_local_storage": True}},
     }.items():
         engine = build(Job(1), extra=extra)
         found[name] = error_of(engine.save_checkpoint, f"{place}/{name}")
     engine = build(Job(1), extra=BLOCK)
+    keeps = build(Job(1), extra={"shardfast": {"keep": "last(1)"}})
+    found["far"] = error_of(keeps.save_checkpoint, "s3://bucket/run")
     found["slash"] = error_of(engine.save_checkpoint, place, tag="a/b")
     found["client"] = error_of(engine.save_checkpoint, place, client_state={"f": open})
     engine.save_checkpoint(f"{place}/tags", tag=f"t{rank}")
@@ -141,6 +145,9 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "has stagingbytes: expected none but staging_bytes" in found["key"]
         assert "expected a block" in found["kind"]
         assert "expected true or false" in found["pickle"]
+        assert "Checkpointer(over=…)" in found["over"]
+        assert 'expected "last(N)"' in found["keep"]
+        assert "in an object store" in found["far"]
         assert "checkpoint.use_node_local_storage beside the block" in found["writer"]
         assert "without a slash" in found["slash"]
         assert "client" in found["client"]
@@ -152,6 +159,37 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "put the engine into the state" in found["module"]
         assert "belongs to no" in found["optimizer"]
     assert not list(tmp_path.glob("*/*/COMMIT"))
+
+
+def rotating(rank, world, place):
+    engine = build(Job(1), extra={"shardfast": {"keep": "last(2)"}})
+    for number in range(4):
+        step(engine, number)
+        engine.save_checkpoint(place, save_latest=number != 3)
+    engine.destroy()
+    again = build(Job(1), extra={"shardfast": {"keep": "last(1)"}})
+    again.load_checkpoint(place, "global_step3")
+    again.save_checkpoint(place, tag="again", save_latest=False)
+    again.destroy()
+
+
+def test_older_checkpoints_go_once_a_newer_one_is_durable(ranks, tmp_path):
+    others = tmp_path / "of_others"
+    others.mkdir()
+    sf.save(str(others / "run"), {"a": {"b": 1}})
+    sf.save(str(tmp_path / "no_engine"), {"a": {"b": 1}})
+    (tmp_path / ".global_step1.removed").mkdir()  # of a process that was killed
+    ranks(2)(rotating, str(tmp_path))
+    # Of step 4 is later than what was saved last, and latest names that of step 3.
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "of_others",
+        "no_engine",
+        "again",
+        "global_step3",
+        "global_step4",
+        "latest",
+    }
+    assert (tmp_path / "latest").read_text() == "global_step3"
 
 
 def evaluated(rank, world, place):

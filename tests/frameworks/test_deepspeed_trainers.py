@@ -1,13 +1,16 @@
-"""transformers' Trainer and accelerate with DeepSpeed, which saves by the block in its configuration."""
+"""transformers' Trainer, accelerate and Lightning with DeepSpeed, which saves by the block in its configuration."""
 
 import os
 
 import accelerate
+import lightning
 import pytest
 import shardfast.integrations.deepspeed  # noqa: F401  # what is tested
 import torch
 import transformers
 from deepspeed_jobs import Job, differences, said
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 LENGTH = 12
 
@@ -135,3 +138,75 @@ def test_accelerate_saves_its_state_to_one_place_again(ranks, tmp_path):
     for found in ranks(1)(with_accelerate, str(tmp_path / "a"), 2, True):
         assert differences(expected, found) == []
     assert not list(tmp_path.glob("a/.*.replaced"))
+
+
+class OnCpu(DeepSpeedStrategy):
+    """The strategy, which refuses a CPU before anything else."""
+
+    def setup_environment(self):
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self):
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.GELU(), torch.nn.Linear(13, 1))
+        self.losses = []
+
+    def training_step(self, batch, number):
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.log("loss", loss, prog_bar=False)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def with_lightning(rank, world, place, stage, epochs, again):
+    prepare(rank, world)
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
+    generator = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(16, 7, generator=generator), torch.randn(16, 1, generator=generator)
+    )
+    saver = lightning.pytorch.callbacks.ModelCheckpoint(f"{place}/kept", monitor="loss", save_top_k=-1, save_last=True)
+    one = lightning.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=OnCpu(config={**config(stage), "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}),
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=epochs,
+        callbacks=[saver],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=place,
+    )
+    module = Regression(7 if again else 0)
+    one.fit(module, torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=again)
+    state = said(one.strategy.deepspeed_engine)
+    one.strategy.deepspeed_engine.destroy()
+    rates = [group["lr"] for group in one.optimizers[0].param_groups]
+    return module.losses, state, one.global_step, rates, str(saver.best_model_score), saver.best_k_models
+
+
+def test_lightning_goes_on(ranks, tmp_path):
+    whole = ranks(2)(with_lightning, str(tmp_path / "whole"), 2, 4, None)[0]
+    ranks(2)(with_lightning, str(tmp_path / "run"), 2, 2, None)
+    last = str(tmp_path / "run" / "kept" / "last.ckpt")
+    assert (tmp_path / "run" / "kept" / "last.ckpt" / "checkpoint" / "COMMIT").exists()
+    losses, state, steps, rates, score, best = ranks(2)(with_lightning, str(tmp_path / "run"), 2, 4, last)[0]
+    assert losses == whole[0][-len(losses) :]
+    assert len(losses) == 8
+    assert differences(whole[1], state) == []
+    assert (steps, rates, score) == whole[2:5]
+    assert len(best) == len(whole[5])
+    other = ranks(4)(with_lightning, str(tmp_path / "run"), 3, 4, last)[0]
+    assert other[3] == rates

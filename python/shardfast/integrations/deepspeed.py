@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -25,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 import shardfast as sf
 
 from .deepspeed_block import Block, block_of, expect_nothing_beside
-from .deepspeed_places import Found, find, forget_replaced, is_there, replace, tag_of
+from .deepspeed_places import Found, expect_directory, find, forget_replaced, is_there, prune, replace, tag_of
 from .deepspeed_state import State
 from .places import below
 from .trackers import Saves, Trackers
@@ -64,12 +65,16 @@ class _Loop:
         name = tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
         place, step = str(save_dir), int(engine.global_steps)
         tracker = self.trackers.of(place)
+        if self.block.keep is not None:
+            expect_directory(place)
         state = State(engine).to_save(client_state or {}, exclude_frozen=exclude_frozen_parameters)
 
         def named() -> None:
             if save_latest:
                 tracker.write(name, step)
             forget_replaced(place, name)
+            if self.block.keep is not None and dist.get_rank() == 0:
+                prune(place, name, self.block.keep, tracker.read())
 
         url = below(place, name)
         if url in self._saved or is_there(place, name):  # the same tag again, as all ranks see

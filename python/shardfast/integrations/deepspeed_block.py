@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, NamedTuple
 
 import shardfast as sf
 
-_KEYS = ("staging_bytes", "pickle", "async")
+_KEYS = ("staging_bytes", "keep", "pickle", "async")
 _STAGING = "SHARDFAST_STAGING_BYTES"
 
 
@@ -17,10 +18,12 @@ class Block(NamedTuple):
     Attributes:
         pickle: Whether values that have no form as data are pickled.
         is_async: Whether a save returns before it is durable.
+        keep: How many checkpoints of a directory stay; ``None`` for all.
     """
 
     pickle: bool
     is_async: bool
+    keep: int | None
 
 
 def block_of(engine: Any) -> Block | None:
@@ -34,6 +37,11 @@ def block_of(engine: Any) -> Block | None:
         return None
     if not isinstance(said, dict):
         raise sf.Invalid(f'"shardfast": {said!r} in DeepSpeed\'s configuration: expected a block {{…}}')
+    if "over" in said:
+        raise sf.Unsupported(
+            f'"shardfast": {{"over": {said["over"]!r}}}: save_checkpoint() is not announced, and a copy over several '
+            "steps begins before a save: put the engine into the state of a Checkpointer(over=…)"
+        )
     unknown = sorted(map(str, said.keys() - set(_KEYS)))
     if unknown:
         raise sf.Invalid(
@@ -44,7 +52,17 @@ def block_of(engine: Any) -> Block | None:
             raise sf.Invalid(f'"shardfast": {{"{name}": {said[name]!r}}}: expected true or false')
     if "staging_bytes" in said:
         _stage(said["staging_bytes"])
-    return Block(said.get("pickle", False), said.get("async", True))
+    return Block(said.get("pickle", False), said.get("async", True), _kept(said.get("keep")))
+
+
+def _kept(rule: Any) -> int | None:
+    """The number in ``"last(N)"``."""
+    if rule is None:
+        return None
+    found = re.fullmatch(r"last\(([1-9]\d{0,8})\)", rule) if isinstance(rule, str) else None
+    if found is None:
+        raise sf.Invalid(f'"shardfast": {{"keep": {rule!r}}}: expected "last(N)", such as "last(3)"')
+    return int(found[1])
 
 
 def _stage(size: Any) -> None:

@@ -92,6 +92,58 @@ def forget_replaced(place: str, name: str) -> None:
         shutil.rmtree(_replaced(place, name))
 
 
+def expect_directory(place: str) -> None:
+    """Refuses ``"keep"`` in an object store.
+
+    Raises:
+        Unsupported: It is in one.
+    """
+    if is_far(place):
+        raise sf.Unsupported(
+            f'"shardfast": {{"keep": …}}: {place} is in an object store, of which the block removes nothing: leave it '
+            "out and let the service expire what is old, or put the engine into the state of a Checkpointer(keep=…)"
+        )
+
+
+def prune(place: str, name: str, keep: int, newest: str | None) -> None:
+    """Removes all but ``keep`` checkpoints of engines of a directory, the last of which is ``name``. Rank 0 does.
+
+    Those of later steps than its own stay, as do those that are not committed, and what others wrote.
+
+    Args:
+        place: The directory.
+        name: What was saved last, and is durable.
+        keep: How many stay, ``name`` among them.
+        newest: What ``latest`` names, which stays, too.
+    """
+    root = directory_of(place)
+    for cut_off in root.glob(".*.removed"):
+        shutil.rmtree(cut_off)
+    step = _step_of(root / name)
+    steps = {path.name: _step_of(path) for path in root.iterdir() if not path.name.startswith(".")}
+    older = [
+        (found, other)
+        for other, found in steps.items()
+        if found is not None and step is not None and found <= step and other != name
+    ]
+    for _, other in sorted(older, reverse=True)[keep - 1 :]:
+        if other != newest:
+            removed = root / f".{other}.removed"
+            (root / other).rename(removed)  # a crash leaves nothing that looks like a checkpoint
+            shutil.rmtree(removed)
+
+
+def _step_of(path: Path) -> int | None:
+    """The step at which an engine was saved; ``None`` if a directory has no committed checkpoint of one."""
+    if not (path / "COMMIT").exists():
+        return None
+    try:
+        with sf.mapped(str(path)) as checkpoint:
+            return int(checkpoint.value("engine/global_steps"))
+    except sf.Error:  # another kind of checkpoint, or one that is broken: not this one's to remove
+        return None
+
+
 def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
     name = tag or tracker.read()
     if name is None:

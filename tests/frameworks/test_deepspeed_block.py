@@ -174,14 +174,15 @@ def rotating(rank, world, place):
 
 
 def test_older_checkpoints_go_once_a_newer_one_is_durable(ranks, tmp_path):
-    others = tmp_path / "of_others"
-    others.mkdir()
+    place = tmp_path / "run"
+    others = place / "of_others"
+    others.mkdir(parents=True)
     sf.save(str(others / "run"), {"a": {"b": 1}})
-    sf.save(str(tmp_path / "no_engine"), {"a": {"b": 1}})
-    (tmp_path / ".global_step1.removed").mkdir()  # of a process that was killed
-    ranks(2)(rotating, str(tmp_path))
+    sf.save(str(place / "no_engine"), {"a": {"b": 1}})
+    (place / ".global_step1.removed").mkdir()  # of a process that was killed
+    ranks(2)(rotating, str(place))
     # Of step 4 is later than what was saved last, and latest names that of step 3.
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in place.iterdir()} == {
         "of_others",
         "no_engine",
         "again",
@@ -189,7 +190,7 @@ def test_older_checkpoints_go_once_a_newer_one_is_durable(ranks, tmp_path):
         "global_step4",
         "latest",
     }
-    assert (tmp_path / "latest").read_text() == "global_step3"
+    assert (place / "latest").read_text() == "global_step3"
 
 
 def evaluated(rank, world, place):

@@ -150,6 +150,10 @@ class OnCpu(DeepSpeedStrategy):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    @property
+    def root_device(self):
+        return torch.device("cpu", 0)  # DeepSpeed asks for its number
+
 
 class Regression(lightning.LightningModule):
     def __init__(self, seed):

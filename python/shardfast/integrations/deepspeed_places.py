@@ -139,9 +139,10 @@ def _step_of(path: Path) -> int | None:
         return None
     try:
         with sf.mapped(str(path)) as checkpoint:
-            return int(checkpoint.value("engine/global_steps"))
-    except sf.Error:  # another kind of checkpoint, or one that is broken: not this one's to remove
+            steps = checkpoint.value("engine/global_steps")
+    except (sf.Error, KeyError):  # one that is broken, or no engine's: not this one's to remove
         return None
+    return steps if isinstance(steps, int) else None
 
 
 def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:

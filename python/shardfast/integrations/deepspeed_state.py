@@ -85,8 +85,8 @@ class State:
             frozen = {name for name, one in engine.module.named_parameters() if not one.requires_grad}
             setattr(engine, _LEFT_OUT, frozen)
         client: dict[str, Any] = {"client": None}
-        state: dict[str, Any] = {"model": engine, "engine": client}
-        only = ["model", "engine/client"]
+        state: dict[str, Any] = {"model": engine}
+        only = ["model"]
         if optimizer and self._optimizer is not None:
             state["optimizer"] = self._optimizer
             only.append("optimizer")
@@ -94,6 +94,8 @@ class State:
             state["random"] = {"own": sf.random_state()}
             only.append("random")
         try:
+            # In another world rank 0's for all, which is the one that DeepSpeed saves.
+            sf.load(url, {"engine": client}, only="engine/client", per_rank="rank0", pickle=pickle)
             sf.load(url, state, only=only, strict=strict, pickle=pickle)
         finally:
             setattr(engine, _LEFT_OUT, set())

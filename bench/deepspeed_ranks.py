@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,8 +131,8 @@ DEFAULT = Way(
 )
 FAST = Way(
     f"{THEIRS}, fast",
-    '"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}; files synced by itself, directories for '
-    "it; saves alone: PyTorch refuses to load its files (weights_only)",
+    '"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}; files and directories synced for it; its '
+    "loads are not measured",
     {"checkpoint": {"writer": {"type": "fast", "data_parallel": "replica"}}},
 )
 
@@ -165,7 +166,11 @@ class Trained:
             sync_files_of_rank(place)
 
     def load(self, place: Path, tag: str = TAG, *, strict: bool = True) -> None:
-        path, _ = self.engine.load_checkpoint(str(place), tag=tag, load_module_strict=strict)
+        try:
+            path, _ = self.engine.load_checkpoint(str(place), tag=tag, load_module_strict=strict)
+        except AssertionError as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]  # many of DeepSpeed's have no text
+            raise AssertionError(f"{error} ({Path(at.filename).name}: {at.line})") from error
         if path is None:
             raise AssertionError(f"{self.name} loaded nothing")
 

@@ -11,8 +11,13 @@ fp32 parameter          16-bit parameter and master        the bits of the maste
 master                                                     to the nearest even, as parameter
 16-bit parameter,       16-bit parameter                   the 16-bit value as both
 master
+16-bit parameter,       16-bit parameter of another type,  the bits of the master as master, and their rounding as
+master                  master                             parameter
 16-bit parameter        16-bit parameter and master        the 16-bit parameter; the master is not needed
 ======================= ================================== ==========================================================
+
+So with the leaf ``loss_scaler``, which optimizers of models in fp16 have: what another precision was trained with has
+none, and leaves that of the state as it is; what trains in another precision does not need it.
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .catalog import SavedAlias, SavedLeaf, SavedTensor
+from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .state import BundleEntry
 
 _HALF = frozenset({"BF16", "F16"})
 EXACT = "F32"
 """The element type of masters."""
+
+SCALER = "loss_scaler"
+"""The leaf of what scales the loss of a model in fp16."""
 
 _GROUPS = "param_groups"
 """The leaf that each saved optimizer has."""
@@ -160,7 +168,12 @@ class Masters:
         if dtype not in _HALF:
             return Chosen(saved)
         if (key, name) not in self._lacking:
-            return Chosen(saved, converts=is_tied)
+            master = self.of(saved, key) if saved.dtype in _HALF - {dtype} and self._is_exact(key, name) else None
+            if master is None:
+                return Chosen(saved, converts=is_tied)
+            self._taken[saved.index] = master.index
+            note = f"{full}: {saved.dtype} in the checkpoint with a master; it becomes that one's rounding in {dtype}"
+            return Chosen(master, note, converts=True)
         if saved.dtype == EXACT:
             note = f"{full}: {EXACT} in the checkpoint; the master here becomes its bits, the parameter their rounding"
             self._taken[saved.index] = saved.index
@@ -175,8 +188,25 @@ class Masters:
             )
         return Chosen(saved)
 
+    def _is_exact(self, key: str, name: str) -> bool:
+        """Whether a parameter of the state has a master on some rank."""
+        return any(name in entry.exact.get(key, ()) for entry in self._entries)
+
+    def leaves_scaler(self, entry: BundleEntry, name: str) -> str:
+        """The sentence of the plan about a loss scaler that the checkpoint lacks; empty for another leaf."""
+        if name != SCALER or (entry.key, entry.prefix + name) in self._ours:
+            return ""
+        return (
+            f"{entry.key}/{entry.prefix}{name}: not in the checkpoint (it was not trained in fp16); it stays as it is"
+        )
+
     def is_superseded(self, leaf: SavedLeaf, entry: BundleEntry, name: str) -> bool:
-        """Whether the leaf ``name`` of an optimizer is the master of a parameter for which the state has none."""
+        """Whether the leaf ``name`` is one for which the optimizer of the state has no need.
+
+        It is the master of a parameter that has none, or a loss scaler.
+        """
+        if name == SCALER and entry.owned:
+            return isinstance(leaf, SavedObject)
         if leaf.index not in self.indices:
             return False
         fqn = name.removeprefix("state.").rpartition(".")[0]

@@ -502,7 +502,9 @@ class Matching:
                 adapter = adapter_of(piece, self._adapters)
                 self._into(entry.key, entry.prefix + name, adapter, piece, f"{entry.place}.{name}")
         for name, value in values.items():
-            leaf = self._find(entry.key, entry.prefix + name) if name not in absent else None
+            stays = self._masters.leaves_scaler(entry, name) if is_saved else ""
+            self.plan.masters += [stays] if stays else []
+            leaf = self._find(entry.key, entry.prefix + name) if name not in absent and not stays else None
             if leaf is not None:
                 self._accept(bundle, name, leaf, value)
         # For state that is made lazily the checkpoint shows what there will be.

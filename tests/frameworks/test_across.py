@@ -60,9 +60,7 @@ def fully_sharded(model: nn.Module, mesh: Any) -> nn.Module:
 
 def fsdp1(model: nn.Module) -> nn.Module:
     policy = ModuleWrapPolicy({LlamaDecoderLayer})
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def fsdp2_with_tp(model: nn.Module) -> nn.Module:
@@ -156,7 +154,7 @@ def saves_plainly(rank, world, place, kinds):
 
 
 def loads(rank, world, place, kind, sources):
-    """By source the state after a load, and the losses of further steps; then the losses after a load of the plain one."""
+    """By source the state after a load, the losses of further steps, and those after a load of the plain one."""
     found = {}
     for source in sources:
         trained = build(kind, 2)

@@ -239,3 +239,48 @@ def test_latest_names_what_is_committed_when_a_rank_is_killed_in_a_save(ranks, t
     assert tag == latest == f"global_step{steps}"
     assert re.fullmatch("global_step[12]", tag)
     assert (tmp_path / tag / "COMMIT").exists()
+
+
+def scales_of(engine):
+    one = engine.optimizer
+    owner = next(found for name in ("loss_scaler", "loss_scale_config") if (found := getattr(one, name, None)))
+    return owner.cur_scale, owner.cur_iter, owner.last_overflow_iter
+
+
+def rescaled(rank, world, place, source, target):
+    """By dtype of the source the scale at the save and after the load, and the losses after both."""
+    window = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+    found = {}
+    for dtype in ("fp16", "bf16"):
+        engine = build(Job(source, dtype), extra=BLOCK | (window if dtype == "fp16" else {}))
+        for number in range(5):
+            step(engine, number)
+        engine.save_checkpoint(f"{place}/{dtype}")
+        before = scales_of(engine) if dtype == "fp16" else None
+        losses = [step(engine, number) for number in range(5, 8)]
+        engine.destroy()
+        other = build(Job(target, "fp16"), seed=3, extra=BLOCK | window)
+        fresh = scales_of(other)
+        other.load_checkpoint(f"{place}/{dtype}")
+        found[dtype] = before, fresh, scales_of(other), losses, [step(other, number) for number in range(5, 8)]
+    # What does not train in fp16 needs no scale.
+    for job in (Job(2), Job(1, "fp32")):
+        build(job, extra=BLOCK).load_checkpoint(f"{place}/fp16")
+    model = deepspeed_jobs.Model(Job(0))
+    sf.load(
+        f"{place}/fp16/global_step5",
+        {"model": model, "optimizer": torch.optim.AdamW(model.parameters())},
+        only=["model", "optimizer"],
+    )
+    return found
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 0), (0, 2), (2, 0), (3, 1)])
+def test_loss_scales_come_along(ranks, tmp_path, source, target):
+    for found in ranks(2)(rescaled, str(tmp_path), source, target):
+        before, fresh, after, losses, later = found["fp16"]
+        assert before == after != fresh
+        if source == target:
+            assert losses == later
+        _, fresh, after, _, _ = found["bf16"]
+        assert after == fresh

@@ -233,6 +233,8 @@ class _Scaler:
     def __init__(self, zero: Any) -> None:
         candidates = (getattr(zero, name, None) for name in ("loss_scaler", "loss_scale_config"))
         self._owner = next((one for one in candidates if one is not None), zero)
+        # ZeRO says it itself, others by their configuration.
+        self.is_dynamic = any(getattr(one, "dynamic_loss_scale", False) for one in (zero, self._owner))
 
     def state_dict(self) -> dict[str, object]:
         return {name: getattr(self._owner, name) for name in _NOTED if hasattr(self._owner, name)}
@@ -261,7 +263,7 @@ class DeepSpeedOptimizers(MasterOptimizers):
             for fqn, whole in names[id(key)]:
                 runs.append(Run(fqn, key, _run(zero, one, whole), one.there))
         copied = {fqn: model for model in _copied(zero) for fqn, _ in names.get(id(model), ())}
-        scaled = [zero] if getattr(zero, "dynamic_loss_scale", False) else []
+        scaled = [zero] if _Scaler(zero).is_dynamic else []
         with _listed(zero):
             super().__init__([zero.optimizer], runs, scaled, beside, copied)
 

@@ -275,8 +275,10 @@ class MasterOptimizers(Optimizers):
         def install() -> None:
             restored.install()
             for own in map(self._scaler, self._scaled if scaler else ()):
-                said = own.state_dict().items()
-                own.load_state_dict({name: _like(now, cast("Any", scaler)[name]) for name, now in said})
+                # Another kind of scaler may have noted less.
+                own.load_state_dict(
+                    {name: _like(now, scaler[name]) for name, now in own.state_dict().items() if name in scaler}
+                )
 
         missing, unexpected = (
             list(dict.fromkeys(map(_outside, names))) for names in (restored.missing, restored.unexpected)

@@ -127,6 +127,9 @@ def wrong(rank, world, place):
     keeps = build(Job(1), extra={"shardfast": {"keep": "last(1)"}})
     found["far"] = error_of(keeps.save_checkpoint, "s3://bucket/run")
     found["slash"] = error_of(engine.save_checkpoint, place, tag="a/b")
+    found["dot"] = error_of(engine.save_checkpoint, place, tag=".x")
+    found["long"] = error_of(engine.save_checkpoint, place, tag="x" * 201)
+    found["latest"] = error_of(engine.save_checkpoint, place, tag="latest")
     found["client"] = error_of(engine.save_checkpoint, place, client_state={"f": open})
     engine.save_checkpoint(f"{place}/tags", tag=f"t{rank}")
     found["tags"] = error_of(engine.load_checkpoint, f"{place}/none")
@@ -150,6 +153,9 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "in an object store" in found["far"]
         assert "checkpoint.use_node_local_storage beside the block" in found["writer"]
         assert "without a slash" in found["slash"]
+        assert "no dot in front" in found["dot"]
+        assert "expected at most 200 bytes, found 201" in found["long"]
+        assert "names the newest checkpoint" in found["latest"]
         assert "client" in found["client"]
         assert "ranks must call the same operations" in found["tags"]
         assert "tags/t1" in found["tags"]
@@ -284,3 +290,43 @@ def test_loss_scales_come_along(ranks, tmp_path, source, target):
             assert losses == later
         _, fresh, after, _, _ = found["bf16"]
         assert after == fresh
+
+
+def failing_on_one(rank, world, place):
+    """What each call of the engine raised, on a rank that fails to save once and on one that does not."""
+    os.chdir(place)
+    engine = build(Job(1), extra=BLOCK)
+    raised = []
+    for number in range(4):
+        step(engine, number) if number != 2 else raised.append(error_of(step, engine, number))
+        value = open if rank == 1 and number == 1 else rank
+        raised.append(error_of(engine.save_checkpoint, "run", client_state={"value": value}))
+    os.chdir("/")  # latest is written where the save was made
+    raised.append(error_of(engine.destroy))
+    committed = sorted(path.parent.name for path in Path(place, "run").glob("*/COMMIT"))
+    return raised, Path(place, "run", "latest").read_text(), committed
+
+
+def test_a_save_that_fails_on_one_rank_leaves_all_in_step(ranks, tmp_path):
+    results = ranks(2)(failing_on_one, str(tmp_path))
+    for raised, latest, committed in results:
+        failures = [error for error in raised if error]
+        assert len(failures) == 1, raised
+        assert "client" in failures[0]
+        assert latest == "global_step4"
+        assert committed == [f"global_step{number}" for number in (1, 3, 4)]
+
+
+def accumulating(rank, world, place):
+    engine = build(Job(2), extra=BLOCK | {"gradient_accumulation_steps": 2})
+    step(engine, 0)
+    found = error_of(engine.save_checkpoint, place)
+    step(engine, 1)
+    engine.save_checkpoint(place)
+    engine.destroy()
+    return found
+
+
+def test_a_save_between_micro_batches_is_refused(ranks, tmp_path):
+    for found in ranks(2)(accumulating, str(tmp_path)):
+        assert "after 1 of the 2 micro-batches of a step" in found

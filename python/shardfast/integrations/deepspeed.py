@@ -14,6 +14,7 @@ Directories that DeepSpeed wrote are loaded by DeepSpeed.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,13 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 import shardfast as sf
 
-from .deepspeed_block import Block, block_of, expect_nothing_beside
-from .deepspeed_places import Found, expect_directory, find, forget_replaced, is_there, prune, replace, tag_of
+from .deepspeed_block import Block, block_of, expect_nothing_beside, expect_savable
+from .deepspeed_places import LATEST, Found, expect_directory, find, forget_replaced, is_there, prune, replace, tag_of
 from .deepspeed_state import State
-from .places import below
+from .places import absolute, below
 from .trackers import Saves, Trackers
+
+_log = logging.getLogger("shardfast")
 
 
 class _Loop:
@@ -37,7 +40,7 @@ class _Loop:
 
     def __init__(self, block: Block) -> None:
         self.block = block
-        self.trackers = Trackers("latest", "latest")
+        self.trackers = Trackers(LATEST, LATEST)
         self.saves = Saves()
         self._saved: set[str] = set()
 
@@ -53,17 +56,13 @@ class _Loop:
         """``DeepSpeedEngine.save_checkpoint()``."""
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        self.saves.settle(1)
-        expect_nothing_beside(engine)
+        expect_savable(engine)
         if gathered[0]:
-            raise sf.Invalid(
-                "save_checkpoint() inside of GatheredParameters, which puts into the shards what was "
-                "written at its end: save behind it"
-            )
+            raise sf.Invalid("save_checkpoint() inside of GatheredParameters, which writes at its end: save behind it")
         if engine.zero_optimization_partition_weights():
             engine.optimizer.checkpoint_event_prologue()  # what a forward has gathered, such as an evaluation's
         name = tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
-        place, step = str(save_dir), int(engine.global_steps)
+        place, step = absolute(str(save_dir)), int(engine.global_steps)
         tracker = self.trackers.of(place)
         if self.block.keep is not None:
             expect_directory(place)
@@ -77,12 +76,15 @@ class _Loop:
                 prune(place, name, self.block.keep, tracker.read())
 
         url = below(place, name)
-        if url in self._saved or is_there(place, name):  # the same tag again, as all ranks see
-            self.saves.settle(0)
-            replace(place, name)
+        is_again = url in self._saved or is_there(place, name)  # as all ranks see
         self._saved.add(url)
-        pending = sf.save_async(url, state, step=step, pickle=self.block.pickle)
-        self.saves.add(pending, named, lambda: None)
+
+        def begin() -> sf.Pending:
+            if is_again:
+                replace(place, name)
+            return sf.save_async(url, state, step=step, pickle=self.block.pickle)
+
+        self.saves.begin(begin, named, most=0 if is_again else 1)
         if not self.block.is_async:
             self.saves.settle(0)
         return True
@@ -101,11 +103,13 @@ class _Loop:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """``DeepSpeedEngine.load_checkpoint()``."""
         self.saves.settle(0)
-        found: Found | None = find(str(load_dir), None if tag is None else tag_of(tag), self.trackers)
-        if found is None or found.values is None:
-            options: tuple[Any, ...] = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
-            result: tuple[Any, Any] = original(engine, load_dir, tag, *options, load_module_only, custom_load_fn)
-            return result
+        found: Found | None = find(absolute(str(load_dir)), None if tag is None else tag_of(tag), self.trackers)
+        if found is None:
+            _log.warning("%s has no file %s: nothing is loaded", load_dir, LATEST)
+            return None, None
+        if found.values is None:  # what DeepSpeed wrote
+            options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            return original(engine, load_dir, found.tag, *options, custom_load_fn)  # type: ignore[no-any-return]
         expect_nothing_beside(engine)
         if custom_load_fn is not None:
             raise sf.Unsupported(
@@ -160,17 +164,16 @@ def _load(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -
 
 
 def _step(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
-    loop = _loops.get(engine)
-    if loop is not None:
-        loop.saves.settle(None)
-    return original(engine, *args, **named)
+    result = original(engine, *args, **named)
+    if engine in _loops:
+        _loops[engine].saves.settle(None)  # behind the step, which all ranks make
+    return result
 
 
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
-    loop = _loops.get(engine)
     try:
-        if loop is not None:
-            loop.saves.settle(0)
+        if engine in _loops:
+            _loops[engine].saves.settle(0)
     finally:
         result = original(engine, *args, **named)
     return result

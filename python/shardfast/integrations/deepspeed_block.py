@@ -87,6 +87,18 @@ def _configuration(engine: Any) -> dict[str, Any]:
     return found
 
 
+def expect_savable(engine: Any) -> None:
+    """Refuses a save between the micro-batches of a step, whose gradients are no part of it; and the next function."""
+    expect_nothing_beside(engine)
+    of_step = int(engine.gradient_accumulation_steps())
+    done = int(engine.micro_steps) % of_step
+    if done:
+        raise sf.Invalid(
+            f"save_checkpoint() after {done} of the {of_step} micro-batches of a step, whose gradients no checkpoint "
+            "holds: save where engine.micro_steps is a multiple of gradient_accumulation_steps"
+        )
+
+
 def expect_nothing_beside(engine: Any) -> None:
     """Refuses parts of the configuration that ask for another way to save."""
     said = _configuration(engine)

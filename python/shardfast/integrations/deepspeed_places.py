@@ -14,16 +14,24 @@ import shardfast as sf
 from .places import below, directory_of, is_far, of_rank_0
 from .trackers import Trackers
 
+LATEST = "latest"
+"""The file that names the newest checkpoint."""
+
+_TAG_BYTES_MAX = 200
+"""File systems allow names of 255 bytes, and what is replaced has a longer one."""
+
 
 class Found(NamedTuple):
     """A checkpoint to load.
 
     Attributes:
         url: Where it is.
+        tag: What it is called.
         values: What it says of the engine; ``None`` if DeepSpeed wrote it.
     """
 
     url: str
+    tag: str
     values: dict[str, Any] | None
 
 
@@ -31,11 +39,15 @@ def tag_of(tag: Any) -> str:
     """A tag as the name of a directory.
 
     Raises:
-        Invalid: It is none.
+        Invalid: It is none, or one that is needed for something else.
     """
     name = str(tag)
-    if not name or "/" in name or name in (".", ".."):
-        raise sf.Invalid(f"tag={tag!r}: expected the name of a directory, without a slash")
+    if not name or "/" in name or name.startswith("."):
+        raise sf.Invalid(f"tag={tag!r}: expected the name of a directory, without a slash, and no dot in front")
+    if name == LATEST:
+        raise sf.Invalid(f"tag={tag!r}: this file names the newest checkpoint: give the checkpoint another tag")
+    if len(name.encode(errors="replace")) > _TAG_BYTES_MAX:
+        raise sf.Invalid(f"tag={tag!r}: expected at most {_TAG_BYTES_MAX} bytes, found {len(name.encode())}")
     return name
 
 
@@ -158,7 +170,7 @@ def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
             values = {name.partition("/")[2]: checkpoint.value(name) for name in names if name != "engine/client"}
     except sf.NotFound as error:
         if not is_far(place) and _is_deepspeeds(str(directory_of(url))):
-            return Found(url, None)
+            return Found(url, name, None)
         if tag is not None:
             raise sf.NotFound(f"tag={tag!r}: {url} is no committed checkpoint: name one that is") from error
         raise sf.NotFound(
@@ -166,7 +178,7 @@ def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
         ) from error
     if "global_steps" not in values:
         raise sf.Invalid(f"{url} is no checkpoint of an engine: load it with shardfast.load()")
-    return Found(url, values)
+    return Found(url, name, values)
 
 
 def _is_committed(url: str) -> bool:

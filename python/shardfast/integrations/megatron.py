@@ -116,10 +116,12 @@ class _Loop:
 
         saved = state.to_save(iteration, given["num_floating_point_operations_so_far"], given["train_data_iterator"])
         if args.async_save:
-            self._saves.settle(1)
             with whole_parameters(given["model"]):
-                pending = sf.save_async(url, saved, step=iteration)
-            self._saves.add(pending, lambda: tracker.write(str(iteration), iteration), conclude)
+                self._saves.begin(
+                    lambda: sf.save_async(url, saved, step=iteration),
+                    lambda: tracker.write(str(iteration), iteration),
+                    conclude,
+                )
         else:
             with whole_parameters(given["model"]):
                 sf.save(url, saved, step=iteration)

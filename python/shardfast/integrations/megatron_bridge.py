@@ -10,6 +10,7 @@ those of :mod:`shardfast.integrations.megatron`. Directories that Megatron-Bridg
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,10 +92,9 @@ class CheckpointManager:
                 _fire(ctx, callback_manager)
 
         if config.async_save:
-            self._saves.settle(1)
             with whole_parameters(ctx.model):
-                pending = sf.save_async(url, saved, step=iteration)
-            self._saves.add(pending, lambda: tracker.write(str(iteration), iteration), conclude)
+                save = functools.partial(sf.save_async, url, saved, step=iteration)
+                self._saves.begin(save, lambda: tracker.write(str(iteration), iteration), conclude)
         else:
             with whole_parameters(ctx.model):
                 sf.save(url, saved, step=iteration)

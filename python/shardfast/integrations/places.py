@@ -34,6 +34,11 @@ def directory_of(place: str) -> Path:
     return Path(f"/{unquote(path)}")
 
 
+def absolute(place: str) -> str:
+    """The same place from any working directory."""
+    return place if "://" in place else str(directory_of(place).absolute())
+
+
 def expect_place(place: str) -> None:
     """Refuses what is neither a directory nor in an object store; each rank asks for itself.
 

@@ -27,7 +27,7 @@ class FileTracker:
     """
 
     def __init__(self, place: str, name: str) -> None:
-        self._path = directory_of(place) / name
+        self._path = (directory_of(place) / name).absolute()
         self.name = str(self._path)
 
     def read(self) -> str | None:
@@ -124,15 +124,40 @@ class Saves:
         # Of one thread: trackers are written in the order of the saves.
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
 
-    def add(self, pending: sf.Pending, name: Callable[[], None], conclude: Callable[[], None]) -> None:
-        """Takes a save that has begun.
+    def begin(
+        self,
+        save: Callable[[], sf.Pending],
+        name: Callable[[], None],
+        conclude: Callable[[], None] = lambda: None,
+        *,
+        most: int = 1,
+    ) -> None:
+        """Begins another save, with at most so many earlier ones in flight.
 
         Args:
-            pending: The save.
+            save: Begins it.
             name: Is called in the background once it is durable: what a tracker writes.
             conclude: Is called by :meth:`settle` afterwards.
+            most: See above.
+
+        Raises:
+            Error: What an earlier one failed with. The save is begun nevertheless: ranks learn of a failure at other
+                times, and make the same saves.
         """
+        failed: Exception | None = None
+        while True:
+            try:
+                self.settle(most)
+                break
+            except Exception as error:
+                failed = failed or error
+        try:
+            pending = save()
+        except Exception as error:
+            raise error from failed
         self._running.append((self._background.submit(_name_after_commit, pending, name), conclude))
+        if failed is not None:
+            raise failed
 
     def settle(self, most: int | None) -> None:
         """Concludes the saves that have ended; with ``most``, waits until at most so many are in flight.

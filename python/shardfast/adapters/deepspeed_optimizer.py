@@ -146,7 +146,8 @@ def _expect_recorded(zero: Any, model: Any, count: int, start: int, at: int) -> 
     if where != ((count, start, at) if count else (0, 0, 0)):
         raise Refused(
             f"parameter {_name(zero, model)}: DeepSpeed notes that this rank steps {where[0]} of its elements from "
-            f"{where[1]} on, and by where it lies these are {count} from {start} on: its records are not understood"
+            f"{where[1]} on, at {where[2]} of its buffer, and by where it lies these are {count} from {start} on, at "
+            f"{at}: its records are not understood"
         )
 
 
@@ -356,6 +357,11 @@ def _expect_understood(zero: Any) -> None:
     inside = type(zero.optimizer)
     if getattr(zero, "zenflow", False):
         raise Refused("ZenFlow, whose optimizer runs beside the training, is not understood: turn it off")
+    if getattr(zero, "round_robin_gradients", False):
+        raise Refused(
+            "round_robin_gradients puts parameters in another order into the buffers, of which DeepSpeed's own records "
+            "do not know: turn it off"
+        )
     if "superoffload" in type(zero).__module__ or ".onebit" in inside.__module__:
         raise Refused(f"a {inside.__name__} of {inside.__module__} is not understood: save it with DeepSpeed")
     if not isinstance(zero.optimizer, torch.optim.Optimizer):

@@ -8,7 +8,8 @@ Import this before ``deepspeed.initialize()``, and add a block to DeepSpeed's co
 
 ``engine.save_checkpoint()`` and ``engine.load_checkpoint()`` keep their meaning: ``<dir>/<tag>`` is a checkpoint, and
 ``latest`` names the newest. It loads into any world size and any stage. Engines without the block are not touched.
-Directories that DeepSpeed wrote are loaded by DeepSpeed.
+Directories that DeepSpeed wrote are loaded by DeepSpeed. What failed in the background is logged at once, and raised by
+the next save or load or ``engine.destroy()``, which all ranks call: ``engine.step()`` goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 import shardfast as sf
@@ -163,13 +163,6 @@ def _load(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -
     return original(engine, *args, **named) if loop is None else loop.load(original, engine, *args, **named)
 
 
-def _step(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
-    result = original(engine, *args, **named)
-    if engine in _loops:
-        _loops[engine].saves.settle(None)  # behind the step, which all ranks make
-    return result
-
-
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
     try:
         if engine in _loops:
@@ -190,10 +183,8 @@ def _replaced(original: Callable[..., Any], made: Callable[..., Any]) -> Callabl
 for _name, _made in (
     ("save_checkpoint", _save),
     ("load_checkpoint", _load),
-    ("step", _step),
     ("destroy", _destroy),
 ):
     setattr(DeepSpeedEngine, _name, _replaced(getattr(DeepSpeedEngine, _name), _made))
 GatheredParameters.__enter__ = _replaced(GatheredParameters.__enter__, _enter)
 GatheredParameters.__exit__ = _replaced(GatheredParameters.__exit__, _exit)
-PipelineEngine.train_batch = _replaced(PipelineEngine.train_batch, _step)

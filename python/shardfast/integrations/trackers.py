@@ -6,6 +6,7 @@ after the commit of what it names.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import shardfast as sf
 
 from .places import below, directory_of, expect_place, is_far
+
+_log = logging.getLogger("shardfast")
 
 
 class FileTracker:
@@ -175,5 +178,9 @@ class Saves:
 
 
 def _name_after_commit(pending: sf.Pending, name: Callable[[], None]) -> None:
-    pending.committed()
-    name()
+    try:
+        pending.committed()
+        name()
+    except Exception as error:
+        _log.error("a save failed in the background: %s", error)
+        raise

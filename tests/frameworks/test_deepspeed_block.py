@@ -116,6 +116,7 @@ def wrong(rank, world, place):
     for name, extra in {
         "key": {"shardfast": {"stagingbytes": 1}},
         "kind": {"shardfast": True},
+        "null": {"shardfast": None},
         "pickle": {"shardfast": {"pickle": 1}},
         "over": {"shardfast": {"over": 4}},
         "keep": {"shardfast": {"keep": "3"}},
@@ -149,6 +150,7 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
     for found in ranks(2)(wrong, str(tmp_path)):
         assert "has stagingbytes: expected none but staging_bytes" in found["key"]
         assert "expected a block" in found["kind"]
+        assert "expected a block" in found["null"]
         assert "expected true or false" in found["pickle"]
         assert "Checkpointer(over=…)" in found["over"]
         assert 'expected "last(N)"' in found["keep"]
@@ -257,25 +259,32 @@ def scales_of(engine):
     return owner.cur_scale, owner.cur_iter, owner.last_overflow_iter
 
 
+def with_exact_buffer(job, seed, extra):
+    """An engine whose buffer is in fp32: up to 0.17 DeepSpeed makes it of the model's type, and keeps no copy of it."""
+    engine = build(job, seed, extra)
+    engine.module.seen = engine.module.seen.float()
+    return engine
+
+
 def rescaled(rank, world, place, source, target):
     """By dtype of the source the scale at the save and after the load, and the losses after both."""
     window = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
     found = {}
     for dtype in ("fp16", "bf16"):
-        engine = build(Job(source, dtype), extra=BLOCK | (window if dtype == "fp16" else {}))
+        engine = with_exact_buffer(Job(source, dtype), 0, BLOCK | (window if dtype == "fp16" else {}))
         for number in range(5):
             step(engine, number)
         engine.save_checkpoint(f"{place}/{dtype}")
         before = scales_of(engine) if dtype == "fp16" else None
         losses = [step(engine, number) for number in range(5, 8)]
         engine.destroy()
-        other = build(Job(target, "fp16"), seed=3, extra=BLOCK | window)
+        other = with_exact_buffer(Job(target, "fp16"), 3, BLOCK | window)
         fresh = scales_of(other)
         other.load_checkpoint(f"{place}/{dtype}")
         found[dtype] = before, fresh, scales_of(other), losses, [step(other, number) for number in range(5, 8)]
     # What does not train in fp16 needs no scale.
     for job in (Job(2), Job(1, "fp32")):
-        build(job, extra=BLOCK).load_checkpoint(f"{place}/fp16")
+        with_exact_buffer(job, 4, BLOCK).load_checkpoint(f"{place}/fp16")
     model = deepspeed_jobs.Model(Job(0))
     sf.load(
         f"{place}/fp16/global_step5",
@@ -307,6 +316,7 @@ def failing_on_one(rank, world, place):
         raised.append(error_of(engine.save_checkpoint, "run", client_state={"value": value}))
     os.chdir("/")  # latest is written where the save was made
     raised.append(error_of(engine.destroy))
+    dist.barrier()  # rank 0 writes latest
     committed = sorted(path.parent.name for path in Path(place, "run").glob("*/COMMIT"))
     return raised, Path(place, "run", "latest").read_text(), committed
 
@@ -334,3 +344,21 @@ def accumulating(rank, world, place):
 def test_a_save_between_micro_batches_is_refused(ranks, tmp_path):
     for found in ranks(2)(accumulating, str(tmp_path)):
         assert "after 1 of the 2 micro-batches of a step" in found
+
+
+def saving_again(rank, world, place):
+    """To tags of an earlier engine, with ranks that come late."""
+    engine = build(Job(1), extra=BLOCK)
+    for number in range(4):
+        step(engine, number)
+        if rank == 1:
+            time.sleep(0.3)
+        engine.save_checkpoint(place)
+    engine.destroy()
+
+
+def test_the_tags_of_an_earlier_training_are_saved_again(ranks, tmp_path):
+    for _ in range(2):
+        ranks(2)(saving_again, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "global_step4"
+    assert not list(tmp_path.glob(".*.replaced"))

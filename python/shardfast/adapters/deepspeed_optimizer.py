@@ -263,8 +263,11 @@ class DeepSpeedOptimizers(MasterOptimizers):
                 )
             for fqn, whole in names[id(key)]:
                 runs.append(Run(fqn, key, _run(zero, one, whole), one.there))
-        copied = {fqn: model for model in _copied(zero) for fqn, _ in names.get(id(model), ())}
-        scaled = [zero] if _Scaler(zero).is_dynamic else []
+        models = list(_copied(zero))
+        copied = {fqn: model for model in models for fqn, _ in names.get(id(model), ())}
+        # Up to 0.17 optimizers of other types have a scaler, too, and do not use it.
+        is_scaled = _Scaler(zero).is_dynamic and any(model.dtype is torch.float16 for model in models)
+        scaled = [zero] if is_scaled else []
         with _listed(zero):
             super().__init__([zero.optimizer], runs, scaled, beside, copied)
 

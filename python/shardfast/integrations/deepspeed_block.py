@@ -32,9 +32,10 @@ def block_of(engine: Any) -> Block | None:
     Raises:
         Invalid: It has other keys, or a value of another kind.
     """
-    said = _configuration(engine).get("shardfast")
-    if said is None:
+    configuration = _configuration(engine)
+    if "shardfast" not in configuration:
         return None
+    said = configuration["shardfast"]
     if not isinstance(said, dict):
         raise sf.Invalid(f'"shardfast": {said!r} in DeepSpeed\'s configuration: expected a block {{…}}')
     if "over" in said:

@@ -78,7 +78,8 @@ def is_there(place: str, name: str) -> bool:
 
 
 def replace(place: str, name: str) -> None:
-    """Moves a committed checkpoint out of the way of a new one of the same tag. All ranks call it; rank 0 moves it.
+    """Moves a committed checkpoint out of the way of a new one of the same tag. All ranks call it; rank 0 moves it,
+    once all have seen it.
 
     Raises:
         Conflict: It is in an object store, in which nothing can be moved.
@@ -95,6 +96,7 @@ def replace(place: str, name: str) -> None:
             shutil.rmtree(away)
         there.rename(away)
 
+    dist.barrier()
     of_rank_0(move)
 
 

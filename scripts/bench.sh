@@ -19,10 +19,13 @@ if ! is_stamped "$venv" wheel "$wheel"; then
     .venv/bin/uv pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
     echo "$wheel" >"$venv/wheel.stamp"
 fi
-# The measure with Megatron-Core runs in the environment that scripts/megatron.sh makes, if there is one.
-if [[ -x target/megatron/bin/python ]]; then
-    .venv/bin/uv pip install --quiet --python target/megatron/bin/python --no-deps --reinstall "${wheels[0]}"
-fi
+# The measures with Megatron-Core and DeepSpeed run in the environments that scripts/megatron.sh and scripts/frameworks.sh
+# make, if they are there.
+for other in target/megatron target/frameworks; do
+    if [[ -x $other/bin/python ]]; then
+        .venv/bin/uv pip install --quiet --python "$other/bin/python" --no-deps --reinstall "${wheels[0]}"
+    fi
+done
 # Processes of a job find the byte code of what they import; without it they would compile all of it each time.
 unset PYTHONDONTWRITEBYTECODE
 exec "$venv/bin/python" bench/run.py "$@"

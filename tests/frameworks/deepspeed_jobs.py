@@ -46,6 +46,8 @@ class Job:
     """Whether stage 3 keeps small parameters whole."""
 
     optimizer: str = "adamw"
+    inner: int = 37
+    """The width inside, an odd number."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -76,7 +78,9 @@ class Model(torch.nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.embedding = torch.nn.Linear(WIDTH, 50, bias=False)
-        self.inner = torch.nn.Sequential(torch.nn.Linear(50, 37), torch.nn.GELU(), torch.nn.Linear(37, 50))
+        self.inner = torch.nn.Sequential(
+            torch.nn.Linear(50, job.inner), torch.nn.GELU(), torch.nn.Linear(job.inner, 50)
+        )
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(3))
         self.head = torch.nn.Linear(50, WIDTH)

@@ -108,8 +108,9 @@ def goes_on(rank, world, place, job):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_save_is_of_its_call(ranks, tmp_path, stage):
-    assert ranks(2)(goes_on, str(tmp_path / "a"), Job(stage)) == [[], []]
+def test_a_save_is_of_its_call(ranks, tmp_path, stage, monkeypatch):
+    monkeypatch.setenv("SHARDFAST_STAGING_BYTES", str(8 << 20))  # of 11 MB or more: copied in the background
+    assert ranks(2)(goes_on, str(tmp_path / "a"), Job(stage, inner=16001)) == [[], []]
 
 
 def damaged(rank, world, place):

@@ -362,3 +362,21 @@ def test_the_tags_of_an_earlier_training_are_saved_again(ranks, tmp_path):
         ranks(2)(saving_again, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "global_step4"
     assert not list(tmp_path.glob(".*.replaced"))
+
+
+def killed_again(rank, world, place):
+    """Saves a tag twice; a rank is killed when the first one has been moved away."""
+    engine = build(Job(1), extra=BLOCK)
+    step(engine, 0)
+    engine.save_checkpoint(place, tag="one")
+    step(engine, 1)
+    sf.save_async = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(2)
+    engine.save_checkpoint(place, tag="one")
+
+
+def test_a_tag_that_is_saved_again_is_there_until_the_new_one_is_durable(ranks, tmp_path):
+    with pytest.raises(AssertionError):
+        ranks(2)(killed_again, str(tmp_path))
+    assert not (tmp_path / "one" / "COMMIT").exists()
+    ((_, latest, steps),) = ranks(1)(goes_on, str(tmp_path))
+    assert (latest, steps) == ("one", 1)

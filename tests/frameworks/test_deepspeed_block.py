@@ -173,15 +173,18 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
 
 
 def rotating(rank, world, place):
-    engine = build(Job(1), extra={"shardfast": {"keep": "last(2)"}})
+    engine = build(Job(1), extra={"shardfast": {"keep": "last(2)", "async": False}})
+    kept = []
     for number in range(4):
         step(engine, number)
         engine.save_checkpoint(place, save_latest=number != 3)
+        kept.append(sorted(path.name for path in Path(place).glob("global_step*")))
     engine.destroy()
     again = build(Job(1), extra={"shardfast": {"keep": "last(1)"}})
     again.load_checkpoint(place, "global_step3")
     again.save_checkpoint(place, tag="again", save_latest=False)
     again.destroy()
+    return kept
 
 
 def test_older_checkpoints_go_once_a_newer_one_is_durable(ranks, tmp_path):
@@ -191,7 +194,8 @@ def test_older_checkpoints_go_once_a_newer_one_is_durable(ranks, tmp_path):
     sf.save(str(others / "run"), {"a": {"b": 1}})
     sf.save(str(place / "no_engine"), {"a": {"b": 1}})
     (place / ".global_step1.removed").mkdir()  # of a process that was killed
-    ranks(2)(rotating, str(place))
+    kept, _ = ranks(2)(rotating, str(place))
+    assert kept[:3] == [["global_step1"], ["global_step1", "global_step2"], ["global_step2", "global_step3"]]
     # Of step 4 is later than what was saved last, and latest names that of step 3.
     assert {path.name for path in place.iterdir()} == {
         "of_others",

@@ -46,6 +46,9 @@ class Job:
     """Whether stage 3 keeps small parameters whole."""
 
     optimizer: str = "adamw"
+    hpz: int = 1
+    """Of stage 3, on how many ranks second copies of parameters lie."""
+
     inner: int = 37
     """The width inside, an odd number."""
 
@@ -54,6 +57,8 @@ class Job:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3:
             zero["stage3_param_persistence_threshold"] = 100 if self.persists else 0
+            if self.hpz > 1:
+                zero["zero_hpz_partition_size"] = self.hpz
             if self.sub_group_size:
                 zero["sub_group_size"] = self.sub_group_size
         if self.offload:

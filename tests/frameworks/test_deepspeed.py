@@ -68,6 +68,13 @@ def test_kinds_of_engines(ranks, tmp_path, kind, saved, loaded):
     check(ranks, str(tmp_path / "a"), Job(saved, **KINDS[kind]), Job(loaded, **KINDS[kind]))
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(Job(3, hpz=2), Job(3, hpz=2)), (Job(3, hpz=2), Job(1)), (Job(2), Job(3, hpz=2))]
+)
+def test_second_copies_on_a_node_are_no_leaves(ranks, tmp_path, saved, loaded):
+    check(ranks, str(tmp_path / "a"), saved, loaded, (4, 4))
+
+
 def no_messages(rank, world, place):
     """The calls of collectives in two saves, of which the second is of the same layout."""
     calls = []

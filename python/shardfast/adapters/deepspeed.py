@@ -2,7 +2,8 @@
 
 Up to stage 2 each rank has whole parameters. In stage 3 it has a run of each, ``ds_tensor``, of ⌈numel / ranks⌉
 elements, the last ones padded. Tried with DeepSpeed 0.19.8; of what it keeps to itself this file uses a parameter's
-``ds_tensor``, ``ds_shape``, ``ds_status``, ``ds_persist``, ``ds_process_group``, ``partition()``.
+``ds_tensor``, ``ds_shape``, ``ds_status``, ``ds_persist``, ``ds_process_group``, ``ds_secondary_tensor``,
+``partition()``.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class DeepSpeedModules(Modules):
         for parameter in self._modules[0].parameters():
             if is_partitioned(parameter) and _is_gathered(parameter):  # it is gathered again when it is used
                 parameter.partition()
+            if getattr(parameter, "ds_secondary_tensor", None) is not None:  # as after a step: hpZ makes it again
+                parameter.ds_secondary_tensor = None
         refresh(self._engine.optimizer)
 
 

@@ -6,13 +6,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch.distributed as dist
 
 import shardfast as sf
 
+_log = logging.getLogger("shardfast")
+
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_REMEDIES = (
+    "load_checkpoint() has load_module_strict=False for leaves that are missing or unexpected; what else is named here "
+    "are arguments of shardfast.load(), which loads the engine and its optimizer from this checkpoint, too"
+)
 _LEFT_OUT = "shardfast_left_out"
 """An engine's attribute: the names of parameters that a save leaves out."""
 
@@ -97,12 +104,16 @@ class State:
             # In another world rank 0's for all, which is the one that DeepSpeed saves.
             sf.load(url, {"engine": client}, only="engine/client", per_rank="rank0", pickle=pickle)
             sf.load(url, state, only=only, strict=strict, pickle=pickle)
+        except sf.Invalid as error:
+            raise sf.Invalid(f"{error}\n{_REMEDIES}") from error
         finally:
             setattr(engine, _LEFT_OUT, set())
         for name in _COUNTS if counts else ():
             setattr(engine, name, values[name])
         for name, one in self._beside().items() if counts else ():
-            if name in values and (scheduler or name != "scheduler"):
+            if name not in values and dist.get_rank() == 0:
+                _log.warning("%s has no %s: that of the engine stays as it is", url, name)
+            elif name in values and (scheduler or name != "scheduler"):
                 one.load_state_dict(values[name])
         found: dict[str, Any] = client["client"][0]
         return found

@@ -274,7 +274,9 @@ class MasterOptimizers(Optimizers):
 
         def install() -> None:
             restored.install()
-            for own in map(self._scaler, self._scaled if scaler else ()):
+            if not isinstance(scaler, dict):
+                return
+            for own in map(self._scaler, self._scaled):
                 # Another kind of scaler may have noted less.
                 own.load_state_dict(
                     {name: _like(now, scaler[name]) for name, now in own.state_dict().items() if name in scaler}

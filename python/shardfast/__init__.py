@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .inspection import Mapped, mapped
     from .load_plan import LoadPlan
     from .schedule import best, every, last, optimal, steps
-    from .stateful import PerRank, Stateful, random_state
+    from .stateful import PerRank, Sharded, Stateful, random_state
     from .verbs import load, plan_load, save, save_async
 
     __version__: str
@@ -57,6 +57,7 @@ __all__ = [
     "NotFound",
     "Pending",
     "PerRank",
+    "Sharded",
     "Stateful",
     "Unavailable",
     "Unsupported",
@@ -80,6 +81,7 @@ _HOMES = {
     "Mapped": "inspection",
     "Pending": "capture",
     "PerRank": "stateful",
+    "Sharded": "stateful",
     "Stateful": "stateful",
     "best": "schedule",
     "every": "schedule",

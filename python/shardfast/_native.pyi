@@ -394,7 +394,7 @@ class Described:
     A leaf is ``("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)`` with parts ``(offsets,
     lengths, pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if
     the memory is one's, ``capture`` as :data:`shardfast.catalog.Capture`, ``holders`` a tuple of ranks or ``None``, and
-    ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, per_rank)``; or ``("alias", key,
+    ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, owner)``; or ``("alias", key,
     name, layout, of_key, of_name)``. A maker is ``(key, name, class, kind, made, unmade)``, by the name of a value: a
     save fails in which something was made, and two ranks have classes for it that differ in name and kind.
     """

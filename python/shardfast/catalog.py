@@ -247,6 +247,9 @@ while the call waits; ``lazy`` while the program goes on, until the tensor is ab
 ``owned`` at any time, since the save has a copy of its own already."""
 
 
+Owner = Literal["job", "rank"] | tuple[int, int]
+"""Whose a value is: the job's, this rank's alone, or that of one of several pieces, ``(index, count)``."""
+
 Compared = Literal["first save", "on request", "every save", "never"]
 """Which saves compare the copies of a tensor: the first one of each layout; those with ``prove=True``; each one, since
 that copies were equal once tells nothing of later; or none, as the user says."""
@@ -269,13 +272,13 @@ class ObjectLeaf:
 
     Attributes:
         value: The value as it was then, which ``encoded()`` encodes.
-        per_rank: Whether the user declared that the value is this rank's own.
+        owner: Whose it is.
     """
 
     key: str
     name: str
     value: Any
-    per_rank: bool
+    owner: Owner
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from .catalog import (
     AliasLeaf,
     Capture,
     Compared,
-    Flat,
     Hold,
     Ints,
     Layout,
@@ -30,6 +29,7 @@ from .catalog import (
     ObjectLeaf,
     Origin,
     Outline,
+    Owner,
     Part,
     Refused,
     Source,
@@ -39,10 +39,11 @@ from .catalog import (
 from .collection import Paused
 from .errors import Invalid
 from .load_plan import Options
-from .parts import Parts, adapter_of, changed_as, flat_run, joined, numel_of, pieces_of
+from .parts import Parts, adapter_of, changed_as, joined, native_leaf, numel_of, pieces_of
 from .state import (
     BundleEntry,
     Entry,
+    ShardedEntry,
     TensorEntry,
     TreeEntry,
     Unit,
@@ -59,6 +60,7 @@ from .state import (
     walk_units,
 )
 from .stateful import Stateful
+from .units import REPLICATED, expect_units, has_units
 from .values import Lowering, Trail, capture, dotted
 
 SMALL_BYTES_MAX = 1 << 10
@@ -241,7 +243,24 @@ class _Leaves:
             keeps = keeps_bookkeeping if is_object else keeps_values
             # What an object counts or carries may begin equal on all ranks, and be each rank's own later.
             compared: Compared = "every save" if is_object else "first save"
-            self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.per_rank, compared)
+            self._value(entry.key, entry.name, entry.value, keeps, entry.place, entry.owner, compared)
+        elif isinstance(entry, ShardedEntry):
+            self._piece(entry)
+
+    def _piece(self, entry: ShardedEntry) -> None:
+        try:
+            expect_units(entry.value)
+        except Refused as refused:
+            raise Invalid(f"{entry.place}: {refused}") from refused
+        own = entry.sharded.index, entry.sharded.count
+        before = len(self.named)
+        self._value(entry.key, entry.leaf, entry.value, keeps_values, entry.place, own, "every save")
+        for one in self.named[before:] if has_units(entry.value) else ():
+            if one.name.startswith(f"{entry.leaf}.{REPLICATED}."):
+                raise Invalid(
+                    f"{one.place}: tensors of more than 1 MiB in what pieces share are compared nowhere: put it into "
+                    "the state beside the loader, or into a unit"
+                )
 
     def _claim(self, key: str, name: str, place: str) -> None:
         expect_text(name, place)
@@ -278,13 +297,13 @@ class _Leaves:
         value: object,
         keeps: Callable[[Layout], bool],
         place: str,
-        per_rank: bool = False,
+        owner: Owner = "job",
         compared: Compared = "first save",
     ) -> None:
         self._claim(key, name, place)
 
         def refer(adapter: Adapter, tensor: object, trail: Trail) -> tuple[str, str] | None:
-            if per_rank or not trail or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
+            if owner == "rank" or not trail or not adapter.refers or is_kept(adapter.layout(tensor), keeps):
                 return None
             below = name_below(name, trail)
             where = f"{place}.{dotted(trail)}"
@@ -292,7 +311,7 @@ class _Leaves:
             return key, below
 
         captured = capture(value, Lowering(place, self._adapters, refer, self._pickle))
-        self.objects.append(ObjectLeaf(key, name, captured, per_rank))
+        self.objects.append(ObjectLeaf(key, name, captured, owner))
 
 
 def _is_whole(layout: Layout) -> bool:
@@ -426,13 +445,13 @@ class _Found:
 # What is remembered of it
 
 
-Extras = tuple[list[tuple[str, str, bool]], list[tuple[str, str, Layout, Hashable]], list[object]]
+Extras = tuple[list[tuple[str, str, Owner]], list[tuple[str, str, Layout, Hashable]], list[object]]
 """Objects, and tensors outside of bundles, with their memory."""
 
 
 def _extras(objects: Iterable[ObjectLeaf], named: Iterable[_Named], memory: list[object]) -> Extras:
     return (
-        [(leaf.key, leaf.name, leaf.per_rank) for leaf in objects],
+        [(leaf.key, leaf.name, leaf.owner) for leaf in objects],
         [(one.key, one.name, one.layout, one.identity) for one in named],
         memory,
     )
@@ -656,30 +675,3 @@ def _described(
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
     return description, _Known(native, kinds, bundles, outline, lazy, eager, extras, excepted)
-
-
-def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
-    """A leaf as Rust takes it."""
-    if isinstance(leaf, ObjectLeaf):
-        return ("object", leaf.key, leaf.name, "", leaf.per_rank)
-    if isinstance(leaf, AliasLeaf):
-        return ("alias", leaf.key, leaf.name, "", leaf.of_key, leaf.of_name)
-    layout = leaf.layout
-    parts: list[tuple[Any, ...]] = []
-    for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
-        if isinstance(region, Flat):
-            parts.append(flat_run(region, memory))
-        else:
-            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
-    return (
-        "tensor",
-        leaf.key,
-        leaf.name,
-        layout.text,
-        layout.dtype,
-        layout.shape,
-        parts,
-        leaf.capture,
-        layout.holders,
-        leaf.compared,
-    )

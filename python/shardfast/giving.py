@@ -7,6 +7,7 @@ from typing import Any
 
 from .catalog import Refused
 from .errors import Corrupt, Error, Invalid
+from .state import ShardedEntry
 from .stateful import Stateful
 from .values import reason
 
@@ -22,6 +23,14 @@ def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]
     except Exception as error:
         raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
     return lambda: stateful.load_state_dict(value)
+
+
+def give(entry: ShardedEntry, value: object) -> None:
+    """Gives a piece what was made for it."""
+    if entry.stateful is None:
+        entry.put(value)
+    else:
+        load_into(entry.stateful, value, entry.place)
 
 
 def load_into(stateful: Any, value: object, place: str) -> None:

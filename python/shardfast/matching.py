@@ -24,13 +24,14 @@ from .catalog import (
     SavedTensor,
 )
 from .errors import Corrupt, Error, Invalid
-from .giving import checked, installed, load_into
+from .giving import checked, give, installed, load_into
 from .load_plan import LoadPlan, Options, by_ranks
 from .masters import EXACT, Masters
-from .overlaps import overlaps
+from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
 from .parts import Parts, adapter_of, pieces_of, shared_as_saved
-from .state import BundleEntry, Put, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
+from .sharded import Made, as_value
+from .state import BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .stateful import Stateful
 from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
 from .wants import Want, referred
@@ -130,6 +131,8 @@ class Matching:
                 self._into(entry.key, entry.name, entry.adapter, entry.tensor, entry.place, entry.put)
             elif isinstance(entry, TreeEntry):
                 self._tree(entry)
+            elif isinstance(entry, ShardedEntry):
+                self._entry(as_value(entry))
             elif isinstance(entry, ValueEntry):
                 self._entry(entry)
             else:
@@ -333,7 +336,7 @@ class Matching:
         # The checkpoint decides: a subtree with other things than tensors was saved as one value.
         leaf = self._ours.get((entry.key, entry.name))
         if isinstance(leaf, SavedObject):
-            value = ValueEntry(entry.key, entry.name, entry.value, False, None, entry.put, entry.place)
+            value = ValueEntry(entry.key, entry.name, entry.value, "job", None, entry.put, entry.place)
             self._entry(value)
             return
         for below in entry.leaves:
@@ -393,7 +396,7 @@ class Matching:
         """
         own: list[_Found] = [(want.place, want, want.adapter.written(want.tensor)) for want in self._wants]
         inside: list[_Found] = [
-            ((number, trail), None, _written(adapter, tensor))
+            ((number, trail), None, written(adapter, tensor))
             for number, value in enumerate(self._values)
             for trail, (adapter, tensor) in value.current.items()
         ]
@@ -569,6 +572,14 @@ class Matching:
                     return path, leaf.layout, (self._masters.of(own, key) or own).dtype
         return "", "", ""
 
+    def take(self, made: Sequence[Made], problems: Sequence[str]) -> None:
+        """Takes values that were made already, and what prevents others."""
+        self.plan.problems += problems
+        for one in made:
+            self.touched.update(one.leaves)
+            self.plan.values.append(f"{one.entry.key}/{one.entry.name}")
+            self._install.append(functools.partial(give, one.entry, one.value))
+
     # From a plan to a filled state
 
     def forecast_wants(self) -> list[tuple[Any, ...]]:
@@ -687,10 +698,3 @@ class Matching:
                 count = f"{len(below)} leaves" if len(below) > 1 else "one leaf"
                 lines.append(f"unexpected: {key}, all of it ({count}), is in the checkpoint only")
         self.plan.problems = lines
-
-
-def _written(adapter: Adapter, tensor: Any) -> Box | None:
-    try:
-        return adapter.written(tensor)
-    except Refused:  # a load makes a new one in its place
-        return None

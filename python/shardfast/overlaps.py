@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .catalog import Box
+from .catalog import Adapter, Box, Refused
 
 _RUNS_MAX = 1 << 20
 """Of so many runs of elements each is looked up; boxes of more that may meet are taken to."""
+
+
+def written(adapter: Adapter, tensor: Any) -> Box | None:
+    """Where a load writes into a tensor; ``None`` if it makes a new one in its place."""
+    try:
+        return adapter.written(tensor)
+    except Refused:
+        return None
 
 
 class _Steps(NamedTuple):

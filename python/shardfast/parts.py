@@ -9,14 +9,17 @@ from typing import Any
 
 from .catalog import (
     Adapter,
+    AliasLeaf,
     Box,
     Destination,
     Flat,
     Hold,
     Ints,
     Layout,
+    Leaf,
     Memory,
     NamedPart,
+    ObjectLeaf,
     Origin,
     Part,
     Refused,
@@ -250,3 +253,30 @@ def row_major(lengths: Sequence[int], item: int) -> Ints:
         strides.append(item)
         item *= length
     return tuple(strides[::-1])
+
+
+def native_leaf(leaf: Leaf) -> tuple[Any, ...]:
+    """A leaf as Rust takes it."""
+    if isinstance(leaf, ObjectLeaf):
+        return ("object", leaf.key, leaf.name, "", leaf.owner)
+    if isinstance(leaf, AliasLeaf):
+        return ("alias", leaf.key, leaf.name, "", leaf.of_key, leaf.of_name)
+    layout = leaf.layout
+    parts: list[tuple[Any, ...]] = []
+    for region, memory in zip(layout.regions, leaf.source.memory, strict=True):
+        if isinstance(region, Flat):
+            parts.append(flat_run(region, memory))
+        else:
+            parts.append((region.offsets, region.lengths, memory.pointer, memory.strides_bytes, *memory.where))
+    return (
+        "tensor",
+        leaf.key,
+        leaf.name,
+        layout.text,
+        layout.dtype,
+        layout.shape,
+        parts,
+        leaf.capture,
+        layout.holders,
+        leaf.compared,
+    )

@@ -22,11 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import adapters as frameworks
-from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Refused, item_bytes
+from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Owner, Refused, item_bytes
 from .errors import Invalid
 from .parts import changed_as, name_of, pieces_of
-from .stateful import PerRank
+from .stateful import PerRank, Sharded
 from .values import DEPTH_MAX, Trail, dotted
+
+PIECE = ".piece."
+"""Between the name of a value in pieces and the number of one."""
 
 VALUE = "value"
 """The name of the leaf of a key whose value is one value or one tensor."""
@@ -100,20 +103,44 @@ class ValueEntry:
 
     Attributes:
         value: What is stored; the state dict of an object that has one.
-        per_rank: Whether the user declared it as the rank's own.
+        owner: Whose it is, as the user declared it.
         stateful: The object whose state dict it is, if any.
     """
 
     key: str
     name: str
     value: object
-    per_rank: bool
+    owner: Owner
     stateful: Any
     put: Put
     place: str = ""
 
 
-Entry = TensorEntry | TreeEntry | BundleEntry | ValueEntry
+@dataclass(frozen=True)
+class ShardedEntry:
+    """One of several pieces.
+
+    Attributes:
+        value: What is stored; the state dict of an object that has one.
+        sharded: The user's word for it.
+        stateful: The object whose state dict it is, if any.
+    """
+
+    key: str
+    name: str
+    value: object
+    sharded: Sharded
+    stateful: Any
+    put: Put
+    place: str = ""
+
+    @property
+    def leaf(self) -> str:
+        """The name of the piece's leaf."""
+        return f"{self.name}{PIECE}{self.sharded.index}"
+
+
+Entry = TensorEntry | TreeEntry | BundleEntry | ValueEntry | ShardedEntry
 
 
 @dataclass(eq=False)
@@ -139,7 +166,7 @@ class Unit:
     @functools.cached_property
     def state_dict(self) -> object:
         """That of the value, of one that has a state dict."""
-        stateful: Any = self.value.value if isinstance(self.value, PerRank) else self.value
+        stateful: Any = self.value.value if isinstance(self.value, (PerRank, Sharded)) else self.value
         return stateful.state_dict()
 
 
@@ -210,7 +237,7 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
 
 def _objects_of(value: object) -> Iterator[object]:
     """What stands at a key, and the items of a list there."""
-    value = value.value if isinstance(value, PerRank) else value
+    value = value.value if isinstance(value, (PerRank, Sharded)) else value
     yield value
     yield from value if isinstance(value, (list, tuple)) else ()
 
@@ -359,16 +386,18 @@ def _entry(
         return BundleEntry(unit.key, prefix, module, unit.place, unit.name, value)
     if isinstance(value, PerRank):
         return _per_rank(unit, name, value)
+    if isinstance(value, Sharded):
+        return _sharded(unit, name, value)
     optimizer = _optimizer(unit, adapters, named)
     if optimizer is not None:
         owned, exact = named.by_key(optimizer.parameters), named.by_key(optimizer.masters())
         return BundleEntry(unit.key, prefix, optimizer, unit.place, unit.name, value, owned, exact)
     if _is_stateful(value):
-        return ValueEntry(unit.key, name, unit.state_dict, False, value, unit.put, unit.place)
+        return ValueEntry(unit.key, name, unit.state_dict, "job", value, unit.put, unit.place)
     if isinstance(value, dict) and _tensors_of_tree(value, adapters):
         leaves = list(_tree(unit.key, name, value, adapters, pure, unit.place))
         return TreeEntry(unit.key, name, value, leaves, unit.put, unit.place)
-    return ValueEntry(unit.key, name, value, False, None, unit.put, unit.place)
+    return ValueEntry(unit.key, name, value, "job", None, unit.put, unit.place)
 
 
 def _per_rank(unit: Unit, name: str, wrapped: PerRank) -> ValueEntry:
@@ -376,8 +405,17 @@ def _per_rank(unit: Unit, name: str, wrapped: PerRank) -> ValueEntry:
         wrapped.value = value
 
     if _is_stateful(wrapped.value):
-        return ValueEntry(unit.key, name, unit.state_dict, True, wrapped.value, put, unit.place)
-    return ValueEntry(unit.key, name, wrapped.value, True, None, put, unit.place)
+        return ValueEntry(unit.key, name, unit.state_dict, "rank", wrapped.value, put, unit.place)
+    return ValueEntry(unit.key, name, wrapped.value, "rank", None, put, unit.place)
+
+
+def _sharded(unit: Unit, name: str, wrapped: Sharded) -> ShardedEntry:
+    def put(value: object) -> None:
+        wrapped.value = value
+
+    if _is_stateful(wrapped.value):
+        return ShardedEntry(unit.key, name, unit.state_dict, wrapped, wrapped.value, put, unit.place)
+    return ShardedEntry(unit.key, name, wrapped.value, wrapped, None, put, unit.place)
 
 
 def _tree(

@@ -1,4 +1,4 @@
-"""Words for values: what belongs to one rank; what is read at each save and set at each load.
+"""Words for values: what belongs to one rank or one piece of the data; what is read at saves and set at loads.
 
 A value in a state is saved as it is in the dict. ``{"rng": torch.get_rng_state()}`` holds what the call returned when
 the dict was made; that it is stale cannot be detected. For what changes from step to step use a :class:`Stateful`, or
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import adapters as frameworks
@@ -17,6 +17,9 @@ from .catalog import Refused
 from .errors import Invalid
 
 _log = logging.getLogger("shardfast")
+
+PIECES_MAX = 1 << 20
+"""Most pieces of a :class:`Sharded`."""
 
 
 class PerRank:
@@ -43,6 +46,60 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class Sharded:
+    """Declares that a value is one of ``count`` pieces, such as a data rank's loader, whatever the ranks are otherwise.
+
+    It stands where a :class:`PerRank` may. All ranks of one ``index`` have the same piece, which is stored once. A load
+    gives each its piece back by its index, under an equal ``count``, whatever the other axes of the layout became.
+
+    Under another ``count`` there are two ways. Where each piece's state is ``{"replicated": …, "units": […]}``, the
+    units are dealt out again, in order and evenly by weight: each goes to exactly one piece. ``"replicated"`` is what
+    all pieces share. A unit is any value; a dict may have a ``"weight"``, a whole number, which is 1 otherwise, and an
+    ``"id"``, of which there is one. Where there are fewer units than pieces, ``value.split(unit, n)`` returns up to
+    ``n`` units of the same weight together, if the value has such a method. Any other state needs ``reshard``.
+
+    Example::
+
+        state["dataloader"] = sf.Sharded(loader, index=data_rank, count=data_ranks)
+
+    Args:
+        value: Any value, or an object with ``state_dict``.
+        index: This rank's piece, from 0.
+        count: The number of pieces.
+        reshard: Makes ``count`` states of those of all saved pieces: ``reshard(states, count)``. Every rank calls it.
+
+    Attributes:
+        value: The value. A load replaces it, or calls its ``load_state_dict``.
+
+    Raises:
+        Invalid: ``index`` is no piece of ``count``.
+    """
+
+    def __init__(
+        self,
+        value: object,
+        index: int,
+        count: int,
+        *,
+        reshard: Callable[[list[Any], int], Sequence[Any]] | None = None,
+    ) -> None:
+        whole = all(isinstance(one, int) and not isinstance(one, bool) for one in (index, count))
+        if not whole or not 0 <= index < count <= PIECES_MAX:
+            raise Invalid(
+                f"Sharded(index={index!r}, count={count!r}): expected a number of pieces from 1 to {PIECES_MAX:,}, and "
+                "one of them, from 0"
+            )
+        if reshard is not None and not callable(reshard):
+            raise Invalid(f"Sharded(reshard={reshard!r}): expected a function of all pieces' states and their number")
+        self.value = value
+        self.index = index
+        self.count = count
+        self.reshard = reshard
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.value!r}, index={self.index}, count={self.count})"
 
 
 class Stateful:

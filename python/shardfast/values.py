@@ -29,7 +29,7 @@ from . import _native
 from ._native import Tagged
 from .catalog import Adapter, Refused
 from .errors import Corrupt, Error, Invalid, Unsupported
-from .stateful import PerRank
+from .stateful import PerRank, Sharded
 
 DEPTH_MAX = 64
 """Deepest nesting of a value, as in the format."""
@@ -214,9 +214,10 @@ class _Lower:
             return self._items(value, trail)
         if kind is dict:
             return self._map(value, trail)
-        if kind is PerRank:
+        if kind in (PerRank, Sharded):
             raise self._invalid(
-                "a PerRank can stand as a key's value or directly below it, not deeper: wrap the whole entry", trail
+                f"a {kind.__name__} can stand as a key's value or directly below it, not deeper: wrap the whole entry",
+                trail,
             )
         for adapter in self._how.adapters:
             if adapter.is_tensor(value):

@@ -19,7 +19,9 @@ from .load_plan import LoadPlan, Options, Rename
 from .matching import Matching
 from .nesting import call
 from .session import TIMEOUT_S, current
-from .state import walk
+from .sharded import Pieces, pieces_of
+from .sharded import load as load_pieces
+from .state import Walked, walk
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")
@@ -390,11 +392,19 @@ def _matched(
 ) -> Matching:
     info = checkpoint.info()
     plan = LoadPlan(checkpoint.url, info["step"])
+    saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
+    walked, of_pieces = prepared(session, lambda: walk(state), timeout_s), Pieces()
+    if pieces_of(saved):
+
+        def read() -> tuple[Walked, Pieces]:
+            return load_pieces(session, checkpoint, walked, saved, options, timeout_s, dry)
+
+        walked, of_pieces = prepared(session, read, timeout_s)
 
     def prepare() -> Matching:
         return Matching(
-            walk(state),
-            [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())],
+            walked,
+            saved,
             plan,
             options,
             rank=session.rank,
@@ -404,6 +414,7 @@ def _matched(
         )
 
     matching = prepared(session, prepare, timeout_s)
+    matching.take(of_pieces.made, of_pieces.problems)
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
     matching.conclude(untouched, problems)
     return matching

@@ -8,7 +8,7 @@ use shardfast_engine::{
     Capture, Checkpoint, Error, Fences, Kind, Provider, Result, Sink, State, ValueRef, Want, row_major_strides,
 };
 use shardfast_format::object::encode;
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region, Value};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Owner, Region, Value};
 use shardfast_plan::{RankSet, Replicas};
 
 use crate::dice::Dice;
@@ -225,7 +225,7 @@ impl Truth {
             leaves.push(self.held(tensor, rank, mischief.filter(|_| index == 0)));
         }
         for OneValue { name, per_rank, contents } in &self.values {
-            let body = LeafBody::Object { per_rank: *per_rank };
+            let body = LeafBody::Object { owner: if *per_rank { Owner::Rank } else { Owner::Job } };
             leaves.push((leaf(name, body), vec![Arc::new(contents[rank as usize].clone())], None));
         }
         if let Some(name) = &self.alias {

@@ -11,7 +11,8 @@ from older import TABLE
 from shardfast.adapters import torch as torch_adapter
 from shardfast.adapters import torch_memory
 from shardfast.catalog import Memory
-from shardfast.description import Describer, describe, native_leaf
+from shardfast.description import Describer, describe
+from shardfast.parts import native_leaf
 from torch import nn
 
 

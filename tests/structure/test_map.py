@@ -24,6 +24,7 @@ NATIVE_CALLERS = {
     "inspection",
     "interval",
     "session",
+    "sharded",
     "errors",
     "values",
     "_command",

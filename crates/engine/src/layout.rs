@@ -169,7 +169,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use shardfast_format::{Catalog, LeafKind, LeafName, Manifest};
+    use shardfast_format::{Catalog, LeafKind, LeafName, Manifest, Owner};
 
     use super::*;
     use crate::provider::Provider;
@@ -202,7 +202,7 @@ mod tests {
             providers.push(vec![Arc::new(bytes_of(seed, bytes))]);
         }
         leaves.push(("tied", LeafBody::Alias { of: LeafName::new("model", "a") }));
-        leaves.push(("value", LeafBody::Object { per_rank: false }));
+        leaves.push(("value", LeafBody::Object { owner: Owner::Job }));
         providers.extend([vec![], vec![Arc::new(bytes_of(99, 40)) as Arc<dyn Provider>]]);
         let leaf = |(name, body)| Leaf { name: LeafName::new("model", name), body, layout: String::new() };
         State {

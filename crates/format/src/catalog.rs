@@ -62,13 +62,29 @@ pub enum LeafBody {
     },
     /// An encoded value.
     Object {
-        /// Whether the user declared that it belongs to this rank alone.
-        per_rank: bool,
+        /// Whose it is, as the user declared it.
+        owner: Owner,
     },
     /// The same tensor as another leaf (tied weights): stored once, restored as tied.
     Alias {
         /// The leaf that holds the data.
         of: LeafName,
+    },
+}
+
+/// Whose a value is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Owner {
+    /// The job's.
+    Job,
+    /// This rank's alone.
+    Rank,
+    /// One of several pieces', each of which some rank has: `NAME.piece.INDEX` is the leaf's name.
+    Piece {
+        /// Which one.
+        index: u32,
+        /// How many there are.
+        count: u32,
     },
 }
 
@@ -109,7 +125,12 @@ impl Catalog {
                         numbers(&mut digest, &part.lengths);
                     }
                 }
-                LeafBody::Object { per_rank } => digest.update([1, u8::from(*per_rank)]),
+                LeafBody::Object { owner: Owner::Job } => digest.update([1, 0]),
+                LeafBody::Object { owner: Owner::Rank } => digest.update([1, 1]),
+                LeafBody::Object { owner: Owner::Piece { index, count } } => {
+                    digest.update([1, 2]);
+                    numbers(&mut digest, &[u64::from(*index), u64::from(*count)]);
+                }
                 LeafBody::Alias { of } => {
                     digest.update([2]);
                     text(&mut digest, &of.key);
@@ -215,8 +236,10 @@ mod tests {
                 parts: vec![Region::new(&[0, 0], &[2, 6])],
             }
         });
-        other(&|leaf| leaf.body = LeafBody::Object { per_rank: false });
-        other(&|leaf| leaf.body = LeafBody::Object { per_rank: true });
+        other(&|leaf| leaf.body = LeafBody::Object { owner: Owner::Job });
+        other(&|leaf| leaf.body = LeafBody::Object { owner: Owner::Rank });
+        other(&|leaf| leaf.body = LeafBody::Object { owner: Owner::Piece { index: 1, count: 2 } });
+        other(&|leaf| leaf.body = LeafBody::Object { owner: Owner::Piece { index: 1, count: 3 } });
         other(&|leaf| leaf.body = LeafBody::Alias { of: LeafName::new("model", "v") });
         other(&|leaf| leaf.body = LeafBody::Alias { of: LeafName::new("mode", "lv") });
         all.push(Catalog { leaves: vec![base.clone(), tensor("x", &[], vec![])] });
@@ -233,7 +256,7 @@ mod tests {
     #[test]
     fn a_sound_catalog_is_valid() {
         let leaves = vec![
-            leaf("a", LeafBody::Object { per_rank: true }),
+            leaf("a", LeafBody::Object { owner: Owner::Rank }),
             leaf("b", LeafBody::Alias { of: LeafName::new("model", "w") }),
             tensor("e", &[0, 3], vec![Region::whole(&[0, 3])]),
             tensor("s", &[], vec![Region::whole(&[])]),
@@ -244,7 +267,7 @@ mod tests {
 
     #[test]
     fn every_problem_is_named_at_once() {
-        let mut hidden = leaf("x", LeafBody::Object { per_rank: false });
+        let mut hidden = leaf("x", LeafBody::Object { owner: Owner::Job });
         hidden.name.key = ".ssh".into();
         let leaves = vec![
             hidden,

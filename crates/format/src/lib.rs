@@ -18,7 +18,7 @@ pub mod object;
 pub mod region;
 mod version;
 
-pub use catalog::{Catalog, Leaf, LeafBody, LeafName};
+pub use catalog::{Catalog, Leaf, LeafBody, LeafName, Owner};
 pub use checksum::{BLOCK_BYTES, Crc64, crc64, crc64_joined, sha256};
 pub use commit::Commit;
 pub use container::NDIM_MAX;

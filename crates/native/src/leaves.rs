@@ -11,7 +11,7 @@ use shardfast_engine::{
     Capture, Captures, Compared, Digester, Engine, Fences, Maker, Memory, Provider, RankSet, Replicas, Sample, Sink,
     State, Strided, Want,
 };
-use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest};
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Owner as ValueOwner};
 
 use crate::errors::{invalid, raise};
 use crate::owner::Owner;
@@ -253,6 +253,17 @@ enum Body {
     Alias,
 }
 
+fn owner_of_value(said: &Bound<'_, PyAny>) -> PyResult<ValueOwner> {
+    if let Ok((index, count)) = said.extract::<(u32, u32)>() {
+        return Ok(ValueOwner::Piece { index, count });
+    }
+    match &*said.extract::<String>()? {
+        "job" => Ok(ValueOwner::Job),
+        "rank" => Ok(ValueOwner::Rank),
+        other => Err(invalid(format!("expected the owner of a value, found {other:?}"))),
+    }
+}
+
 #[pymethods]
 impl Described {
     /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts
@@ -260,7 +271,8 @@ impl Described {
     /// `("flat", start, stop, pointer, (offsets, lengths))`, behind it the number of a CUDA device if the memory is
     /// one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
     /// or `None`, and `compared` when their copies are compared, one of "first save", "on request", "every save" and
-    /// "never"; `("object", key, name, layout, per_rank)`; or `("alias", key, name, layout, of_key, of_name)`.
+    /// "never"; `("object", key, name, layout, owner)` with `owner` as "job", "rank"
+    /// or the piece `(index, count)`; or `("alias", key, name, layout, of_key, of_name)`.
     /// From makers: `(key, name, class, kind, made, unmade)`, by the name of a value.
     #[new]
     #[pyo3(signature = (leaves, makers = vec![]))]
@@ -288,9 +300,8 @@ impl Described {
                     tensor(&rest.get_slice(0, 4), &name)?
                 }
                 "object" => {
-                    let (per_rank,): (bool,) = rest.extract()?;
                     objects += 1;
-                    (LeafBody::Object { per_rank }, Body::Object(objects - 1))
+                    (LeafBody::Object { owner: owner_of_value(&rest.get_item(0)?)? }, Body::Object(objects - 1))
                 }
                 "alias" => {
                     let (key, name): (String, String) = rest.extract()?;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use shardfast_format::region::checked_numel;
-use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Owner, Region};
 
 use crate::balance::{Item, Share, Spared};
 use crate::coverage::{Flaw, tiles};
@@ -110,7 +110,7 @@ fn merge<'a>(catalogs: &'a [Catalog], problems: &mut Vec<String>) -> Vec<(&'a Le
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Kind<'a> {
     Tensor { dtype: DType, shape: &'a [u64] },
-    Object { per_rank: bool },
+    Object { owner: Owner },
     Alias { of: &'a LeafName },
 }
 
@@ -118,7 +118,7 @@ impl<'a> Kind<'a> {
     fn of(body: &'a LeafBody) -> Kind<'a> {
         match body {
             LeafBody::Tensor { dtype, shape, .. } => Kind::Tensor { dtype: *dtype, shape },
-            LeafBody::Object { per_rank } => Kind::Object { per_rank: *per_rank },
+            LeafBody::Object { owner } => Kind::Object { owner: *owner },
             LeafBody::Alias { of } => Kind::Alias { of },
         }
     }
@@ -128,8 +128,9 @@ impl fmt::Display for Kind<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Kind::Tensor { dtype, shape } => write!(f, "a tensor {dtype} {shape:?}"),
-            Kind::Object { per_rank: false } => f.write_str("a value"),
-            Kind::Object { per_rank: true } => f.write_str("a value per rank"),
+            Kind::Object { owner: Owner::Job } => f.write_str("a value"),
+            Kind::Object { owner: Owner::Rank } => f.write_str("a value per rank"),
+            Kind::Object { owner: Owner::Piece { index, count } } => write!(f, "piece {index} of {count}"),
             Kind::Alias { of } => write!(f, "an alias of {of}"),
         }
     }

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
-use shardfast_format::{Catalog, LeafBody, LeafName, sha256};
+use shardfast_format::{Catalog, LeafBody, LeafName, Owner, sha256};
+use shardfast_plan::RankSet;
 
 use super::RankPlan;
 use crate::error::{Error, Result};
@@ -46,7 +47,7 @@ enum Said {
 struct Held {
     name: LeafName,
     layout: String,
-    per_rank: bool,
+    owner: Owner,
     digest: [u8; 32],
 }
 
@@ -81,8 +82,8 @@ pub(crate) fn assign_values(
     let all = |digests: &[[u8; 32]]| {
         let held = objects.iter().zip(digests).filter_map(|(&leaf, &digest)| {
             let leaf = &catalog.leaves[leaf as usize];
-            let LeafBody::Object { per_rank } = leaf.body else { return None };
-            Some(Held { name: leaf.name.clone(), layout: leaf.layout.clone(), per_rank, digest })
+            let LeafBody::Object { owner } = leaf.body else { return None };
+            Some(Held { name: leaf.name.clone(), layout: leaf.layout.clone(), owner, digest })
         });
         Said::All { held: held.collect(), makers: makers.to_vec() }
     };
@@ -180,19 +181,20 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     let mut all = GlobalValues { id, classes: vec![Vec::new(); held.len()], values: Vec::new() };
     let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
     for (rank, held) in (0u32..).zip(held) {
-        for (position, Held { name, layout, per_rank, digest }) in (0u32..).zip(held) {
-            if by_name.get(&name).is_some_and(|copies| copies.per_rank != per_rank) {
+        for (position, Held { name, layout, owner, digest }) in (0u32..).zip(held) {
+            if by_name.get(&name).is_some_and(|copies| copies.owner != owner) {
                 return Err(Error::invalid(format!(
-                    "{name}: expected the same on all ranks, found a value per rank on some and one shared value on \
-                     others, rank {rank} among them"
+                    "{name}: expected the same on all ranks, found a value per rank, or another piece, on some and one \
+                     shared value on others, rank {rank} among them"
                 )));
             }
-            let copies = by_name.entry(name).or_insert_with(|| Copies { layout, per_rank, by_digest: BTreeMap::new() });
+            let copies = by_name.entry(name).or_insert_with(|| Copies { layout, owner, by_digest: BTreeMap::new() });
             copies.by_digest.entry(digest).or_default().push((rank, position));
         }
     }
     let mut each = vec![ValueClasses { id, classes: Vec::new(), mine: Vec::new() }; all.classes.len()];
     let mut numbers: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
+    expect_pieces(&by_name)?;
     for (name, Copies { layout, by_digest, .. }) in by_name {
         let mut writers = BTreeMap::new();
         for copies in by_digest.into_values() {
@@ -219,6 +221,50 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     }
     each.iter_mut().for_each(|rank| rank.mine.sort_unstable());
     Ok((all, each))
+}
+
+/// Refuses a value in pieces of which some are nowhere, of which ranks count differently, or of which two ranks have
+/// different states.
+fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
+    let mut whole: BTreeMap<(&str, &str), BTreeMap<u32, Vec<u32>>> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for (name, copies) in by_name {
+        let Owner::Piece { index, count } = copies.owner else { continue };
+        let base = name.name.strip_suffix(&format!(".piece.{index}")).unwrap_or(&name.name);
+        whole.entry((&name.key, base)).or_default().entry(count).or_default().push(index);
+        if copies.by_digest.len() > 1 {
+            let of = |copies: &Vec<(u32, u32)>| RankSet::new(copies.iter().map(|copy| copy.0)).to_string();
+            let mut copies: Vec<_> = copies.by_digest.values().collect();
+            copies.sort_unstable_by_key(|copies| copies[0]);
+            let states: Vec<String> = copies.into_iter().map(of).collect();
+            problems.push(format!(
+                "{name}: piece {index} of {count} differs between {}: all ranks of one index have the same piece",
+                states.join(" and ")
+            ));
+        }
+    }
+    for ((key, name), counts) in whole {
+        let said: Vec<String> = counts.keys().map(u32::to_string).collect();
+        if said.len() > 1 {
+            problems.push(format!(
+                "{key}/{name}: ranks say that it has {} pieces: count= is the same on all",
+                said.join(" and ")
+            ));
+        }
+        for (count, there) in counts {
+            let there: BTreeSet<u32> = there.into_iter().collect();
+            let lacking: Vec<String> =
+                (0..count).filter(|index| !there.contains(index)).take(9).map(|i| i.to_string()).collect();
+            if !lacking.is_empty() && said.len() == 1 {
+                let more = if lacking.len() > 8 { " and others" } else { "" };
+                problems.push(format!(
+                    "{key}/{name}: no rank has piece {}{more} of {count}: each index below count= needs a rank",
+                    lacking[..lacking.len().min(8)].join(", ")
+                ));
+            }
+        }
+    }
+    if problems.is_empty() { Ok(()) } else { Err(Error::invalid(problems.join("\n"))) }
 }
 
 /// Refuses classes of two kinds that make the same state on two ranks, if some of it was made. `makers` are those of
@@ -256,7 +302,7 @@ pub(super) fn expect_one_kind(makers: &[&[Maker]], of: impl Fn(&LeafName) -> boo
 /// One value on all ranks: for each content its ranks, with their positions.
 struct Copies {
     layout: String,
-    per_rank: bool,
+    owner: Owner,
     by_digest: BTreeMap<[u8; 32], Vec<(u32, u32)>>,
 }
 

@@ -11,7 +11,7 @@ use std::{fs, thread};
 
 use shardfast_engine::{Engine, Error, Fences, Kind, Pending, Provider, Result, State, Want, checkpoint, save};
 use shardfast_format::{
-    COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Region, crc64, hugging_face_index, step_dir,
+    COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Owner, Region, crc64, hugging_face_index, step_dir,
 };
 use shardfast_store::Store;
 use shardfast_store::disk::Errno;
@@ -288,7 +288,7 @@ fn tensor(name: &str, dtype: DType, shape: &[u64], parts: &[Region]) -> Leaf {
 }
 
 fn object(name: &str) -> Leaf {
-    Leaf { name: LeafName::new("model", name), body: LeafBody::Object { per_rank: false }, layout: String::new() }
+    Leaf { name: LeafName::new("model", name), body: LeafBody::Object { owner: Owner::Job }, layout: String::new() }
 }
 
 /// A state of the right number of bytes for its leaves.

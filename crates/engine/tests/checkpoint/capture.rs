@@ -9,7 +9,7 @@ use shardfast_engine::{
     Capture, Destination, Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save,
     verify,
 };
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Owner, Region};
 
 use crate::job::{Job, LONG, Seed, Truth, alike, destination, outcomes};
 use crate::layout::{Dice, Layout};
@@ -194,7 +194,7 @@ impl Provider for Late {
 fn encoding_a_value_holds_up_no_tensor() {
     let gate = Arc::new(Gate::default());
     let tensor = (tensor("t", 5 << 20), Arc::new(vec![3u8; 5 << 20]) as Arc<dyn Provider>);
-    let value = (leaf("v", LeafBody::Object { per_rank: false }), Arc::new(Late(Arc::clone(&gate))) as _);
+    let value = (leaf("v", LeafBody::Object { owner: Owner::Job }), Arc::new(Late(Arc::clone(&gate))) as _);
     let dir = tempfile::tempdir().unwrap();
     let url = dir.path().to_str().unwrap();
     let pending = save(&Engine::solo(), destination(url), state(vec![tensor, value]), LONG);

@@ -10,7 +10,7 @@ use shardfast_engine::{
     Checkpoint, Destination, Engine, Error, PeerReads, Pending, Provider, Result, State, Traffic, ValueRef, Want, save,
     save_to,
 };
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Region};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Owner, Region};
 use shardfast_plan::Replicas;
 use shardfast_store::Store;
 
@@ -161,7 +161,10 @@ impl Truth {
                 Content::Alias(of) => (LeafBody::Alias { of: of.clone() }, Vec::new()),
                 Content::Object { per_rank, values } => {
                     let value = values[rank as usize % values.len()].clone();
-                    (LeafBody::Object { per_rank: *per_rank }, vec![Arc::new(value) as Arc<dyn Provider>])
+                    (
+                        LeafBody::Object { owner: if *per_rank { Owner::Rank } else { Owner::Job } },
+                        vec![Arc::new(value) as Arc<dyn Provider>],
+                    )
                 }
             };
             leaves.push(Leaf { name: name.clone(), body, layout: "simulated".to_owned() });

@@ -10,7 +10,7 @@ use shardfast_engine::error::Kind;
 use shardfast_engine::{
     Checkpoint, Destination, Engine, Pending, Provider, Result, Sink, State, Want, open, row_major_strides, save,
 };
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Owner, Region};
 
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG, SHORT, View, provider, sink, while_held};
@@ -243,7 +243,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
 
         // The rest of the job is alive, and so is the staging memory.
         let host: Vec<Vec<Arc<dyn Provider>>> = vec![vec![Arc::new(vec![1u8; 9 << 20])]];
-        let body = LeafBody::Object { per_rank: false };
+        let body = LeafBody::Object { owner: Owner::Job };
         let leaf = Leaf { name: name(0), body, layout: String::new() };
         let alive = State { catalog: Arc::new(Catalog { leaves: vec![leaf] }), providers: host, ..State::default() };
         let saved: Result<()> = begin(&engine, &place.path().join("b"), alive).committed(Some(LONG));

@@ -9,7 +9,7 @@ use shardfast_engine::{
     save_to, verify_in,
 };
 use shardfast_format::object::encode;
-use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafKind, LeafName, Region, Value};
+use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafKind, LeafName, Owner, Region, Value};
 use shardfast_store::{Shared, Store, open_on};
 
 const MIB: u64 = 1 << 20;
@@ -30,7 +30,7 @@ static LEAVES: LazyLock<Vec<Held>> = LazyLock::new(|| {
     };
     let value = encode(&Value::Int(Int::Small(7))).unwrap();
     vec![
-        (LeafName::new("extra", "step"), LeafBody::Object { per_rank: false }, Arc::new(value)),
+        (LeafName::new("extra", "step"), LeafBody::Object { owner: Owner::Job }, Arc::new(value)),
         tensor("model", "a", 6 * MIB, 1),
         tensor("model", "b", 3 * MIB, 2),
         tensor("optimizer", "m", MIB / 4, 3),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shardfast_engine::{Checkpoint, Destination, Engine, Provider, State, open, save};
 use shardfast_format::object::encode;
-use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafName, Region, Value};
+use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafName, Owner, Region, Value};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -77,7 +77,7 @@ pub(crate) fn object(key: &str, name: &str, value: &Value) -> Held {
 /// An object whose encoding is these bytes, whatever they mean.
 pub(crate) fn encoded(key: &str, name: &str, bytes: Vec<u8>) -> Held {
     let leaf =
-        Leaf { name: LeafName::new(key, name), body: LeafBody::Object { per_rank: false }, layout: String::new() };
+        Leaf { name: LeafName::new(key, name), body: LeafBody::Object { owner: Owner::Job }, layout: String::new() };
     (leaf, vec![bytes])
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
+use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Owner, Region};
 use shardfast_plan::{Error, Write, save};
 
 fn tensor(name: &str, dtype: DType, shape: &[u64], parts: &[Region]) -> Leaf {
@@ -11,7 +11,11 @@ fn tensor(name: &str, dtype: DType, shape: &[u64], parts: &[Region]) -> Leaf {
 }
 
 fn object(name: &str, per_rank: bool) -> Leaf {
-    Leaf { name: LeafName::new("model", name), body: LeafBody::Object { per_rank }, layout: String::new() }
+    Leaf {
+        name: LeafName::new("model", name),
+        body: LeafBody::Object { owner: if per_rank { Owner::Rank } else { Owner::Job } },
+        layout: String::new(),
+    }
 }
 
 fn alias(name: &str, of: &str) -> Leaf {

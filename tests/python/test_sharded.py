@@ -1,0 +1,153 @@
+"""Values in pieces: each back by its index whatever the ranks are, units dealt out again, all else refused by name."""
+
+import pytest
+import shardfast as sf
+import torch
+
+
+class Loader:
+    """A loader whose state is units; ``is_opaque`` if it does not say so."""
+
+    def __init__(self, units=(), is_opaque=False):
+        self.units = list(units)
+        self.is_opaque = is_opaque
+        self.epoch = 0
+
+    def state_dict(self):
+        if self.is_opaque:
+            return {"position": len(self.units)}
+        return {"replicated": {"epoch": self.epoch}, "units": list(self.units)}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+        self.units = state.get("units")
+
+
+class Splitting(Loader):
+    def split(self, unit, count):
+        first, last = unit["range"]
+        size = -(-(last - first) // count)
+        cuts = [(at, min(at + size, last)) for at in range(first, last, size)]
+        return [{"range": cut, "weight": cut[1] - cut[0]} for cut in cuts]
+
+
+def piece(number, count=3):
+    """Units of a piece, with a small tensor and a large one."""
+    return [
+        {
+            "id": (number, unit),
+            "weight": 1 + unit,
+            "buffer": torch.full((300_000 if unit == 0 else 3,), 10 * number + unit, dtype=torch.int64),
+        }
+        for unit in range(count + number)
+    ]
+
+
+def error_of(call, *args, **named):
+    try:
+        call(*args, **named)
+    except sf.Error as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def saves(rank, world, place, pieces, kind="units"):
+    index = rank * pieces // world
+    loader = Loader(piece(index), is_opaque=kind == "opaque")
+    sf.save(f"{place}/{kind}", {"dataloader": sf.Sharded(loader, index, pieces), "extra": {"step": 3}})
+
+
+def loads(rank, world, place, pieces):
+    loader = Loader()
+    sf.load(
+        f"{place}/units", {"dataloader": sf.Sharded(loader, rank * pieces // world, pieces), "extra": {"step": None}}
+    )
+    return [(unit["id"], unit["weight"], unit["buffer"].tolist()[:3], len(unit["buffer"])) for unit in loader.units]
+
+
+def expected(number):
+    return [(unit["id"], unit["weight"], unit["buffer"].tolist()[:3], len(unit["buffer"])) for unit in piece(number)]
+
+
+@pytest.mark.parametrize("ranks_before", [2, 4])
+def test_each_piece_comes_back_under_an_equal_count(ranks, tmp_path, ranks_before):
+    ranks(ranks_before)(saves, str(tmp_path), 2)
+    for world in (2, 4):
+        found = ranks(world)(loads, str(tmp_path), 2)
+        assert found == [expected(rank * 2 // world) for rank in range(world)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_units_are_dealt_out_again_each_once_and_evenly(ranks, tmp_path, count):
+    ranks(2)(saves, str(tmp_path), 2)
+    found = ranks(count)(loads, str(tmp_path), count)
+    assert [unit for units in found for unit in units] == expected(0) + expected(1)
+    weights = [sum(weight for _, weight, _, _ in units) for units in found]
+    assert max(weights) - min(weights) <= 2 * max(weight for _, weight, _, _ in expected(1))
+
+
+def wrong(rank, world, place):
+    found = {}
+    opaque = Loader(piece(rank), is_opaque=True)
+    sf.save(f"{place}/opaque", {"dataloader": sf.Sharded(opaque, rank, world)})
+    for name, state in {
+        "index": {"loader": sf.Sharded(Loader(piece(0)), 0, 2)},
+        "count": {"loader": sf.Sharded(Loader(piece(0)), 0, 1 + rank)},
+        "counts": {"loader": sf.Sharded(Loader(piece(0)), rank, 2 + rank)},
+        "differ": {"loader": sf.Sharded(Loader(piece(rank)), 0, 1)},
+        "weight": {"loader": sf.Sharded(Loader([{"weight": 0.5}]), rank, 2)},
+        "twice": {"loader": sf.Sharded(Loader([{"id": 1}, {"id": 1}]), rank, 2)},
+        "deep": {"extra": {"a": {"b": sf.Sharded(3, rank, 2)}}},
+    }.items():
+        found[name] = error_of(sf.save, f"{place}/{name}", state)
+    sf.save(f"{place}/ids", {"loader": sf.Sharded(Loader([{"id": ("a", 7)}]), rank, 2)})
+    alone = error_of(sf.load, f"{place}/ids", {"loader": sf.Sharded(Loader(), 0, 1)})
+    found["ids"] = alone
+    found["lacking"] = error_of(sf.load, f"{place}/ids", {"loader": sf.Sharded(Loader(), 0, 2)})
+    sf.save(f"{place}/plain", {"loader": {"a": rank}})
+    return found
+
+
+def test_bad_input_is_refused_on_every_rank_before_anything_changes(ranks, tmp_path):
+    one, other = ranks(2)(wrong, str(tmp_path))
+    assert one == other
+    assert "no rank has piece 1 of 2" in one["index"]
+    assert "found piece 0 of 1 on rank 0, piece 0 of 2 on rank 1" in one["count"]
+    assert "loader/value: ranks say that it has 2 and 3 pieces" in one["counts"]
+    assert "piece 0 of 1 differs between rank 0 and rank 1" in one["differ"]
+    assert "weight is 0.5: expected a whole number" in one["weight"]
+    assert "two units have the id 1" in one["twice"]
+    assert "directly below it, not deeper" in one["deep"]
+    assert "two units have the id ('tuple', ['a', 7])" in one["ids"]
+    assert "no rank here has piece 1 of the 2 of loader/value" in one["lacking"]
+
+
+def test_an_opaque_state_needs_units_or_a_function(ranks, tmp_path):
+    ranks(2)(saves, str(tmp_path), 2, "opaque")
+    error = error_of(sf.load, tmp_path / "opaque", {"dataloader": sf.Sharded(Loader(), 0, 1), "extra": {"step": 0}})
+    assert "dataloader/value was saved in 2 pieces, this job has 1, and the state of a Loader is opaque" in error
+    loader = Loader()
+    summed = sf.Sharded(
+        loader, 0, 1, reshard=lambda states, count: [{"position": sum(state["position"] for state in states)}] * count
+    )
+    sf.load(tmp_path / "opaque", {"dataloader": summed, "extra": {"step": 0}})
+    assert loader.loaded == {"position": 7}
+
+
+def test_units_are_split_where_pieces_outnumber_them(tmp_path):
+    sf.save(tmp_path / "a", {"loader": sf.Sharded(Splitting([{"range": (0, 100), "weight": 100}]), 0, 1)})
+    with pytest.raises(sf.Invalid, match="no rank here has piece 1, 2 of the 3"):
+        sf.load(tmp_path / "a", {"loader": sf.Sharded(Splitting(), 0, 3)})
+
+
+def splits(rank, world, place):
+    loader = Splitting()
+    sf.load(place, {"loader": sf.Sharded(loader, rank, world)})
+    return [unit["range"] for unit in loader.units]
+
+
+def test_parts_of_units_are_each_given_once(ranks, tmp_path):
+    sf.save(tmp_path / "a", {"loader": sf.Sharded(Splitting([{"range": (0, 100), "weight": 100}]), 0, 1)})
+    found = ranks(3)(splits, str(tmp_path / "a"))
+    covered = [number for units in found for first, last in units for number in range(first, last)]
+    assert covered == list(range(100))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from . import _native, units
@@ -158,8 +158,13 @@ def pieces_of(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], dict[int, Sav
     return found
 
 
+def selecting(options: Options, saved: Sequence[SavedLeaf]) -> Options:
+    """The options of a load; a value in pieces that ``only`` names means all of its pieces."""
+    known = {"/".join(name) for name in pieces_of(saved)}
+    return replace(options, only=tuple(f"{one}{PIECE}*" if one in known else one for one in options.only))
+
+
 def load(
-    session: _native.Session,
     checkpoint: _native.Checkpoint,
     walked: Walked,
     saved: Sequence[SavedLeaf],
@@ -173,7 +178,7 @@ def load(
     """
     known = pieces_of(saved)
     entries = [one for one in walked.entries if isinstance(one, ShardedEntry)]
-    chosen = [one for one in entries if options.selects(f"{one.key}/{one.name}")]
+    chosen = [one for one in entries if options.selects(f"{one.key}/{one.leaf}")]
     found = Pieces(problems=_disagreements(checkpoint, chosen, timeout_s))
     dealt: list[_Dealt] = []
     kept: list[Entry] = []

@@ -19,7 +19,7 @@ from .load_plan import LoadPlan, Options, Rename
 from .matching import Matching
 from .nesting import call
 from .session import TIMEOUT_S, current
-from .sharded import Pieces, pieces_of
+from .sharded import Pieces, pieces_of, selecting
 from .sharded import load as load_pieces
 from .state import Walked, walk
 
@@ -395,9 +395,10 @@ def _matched(
     saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
     walked, of_pieces = prepared(session, lambda: walk(state), timeout_s), Pieces()
     if pieces_of(saved):
+        options = selecting(options, saved)
 
         def read() -> tuple[Walked, Pieces]:
-            return load_pieces(session, checkpoint, walked, saved, options, timeout_s, dry)
+            return load_pieces(checkpoint, walked, saved, options, timeout_s, dry)
 
         walked, of_pieces = prepared(session, read, timeout_s)
 

@@ -82,6 +82,10 @@ def test_units_are_dealt_out_again_each_once_and_evenly(ranks, tmp_path, count):
     ranks(2)(saves, str(tmp_path), 2)
     found = ranks(count)(loads, str(tmp_path), count)
     assert [unit for units in found for unit in units] == expected(0) + expected(1)
+    if count == 1:
+        loader = Loader()
+        plan = sf.plan_load(tmp_path / "units", {"dataloader": sf.Sharded(loader, 0, 1), "extra": {"step": None}})
+        assert (plan.problems, sorted(plan.values), loader.units) == ([], ["dataloader/value", "extra/step"], [])
     weights = [sum(weight for _, weight, _, _ in units) for units in found]
     assert max(weights) - min(weights) <= 2 * max(weight for _, weight, _, _ in expected(1))
 
@@ -140,6 +144,25 @@ def test_units_are_split_where_pieces_outnumber_them(tmp_path):
         sf.load(tmp_path / "a", {"loader": sf.Sharded(Splitting(), 0, 3)})
 
 
+@pytest.mark.parametrize("only", ["extra", "extra/loader", ["model", "extra/*"]])
+def test_only_takes_all_pieces_of_a_name(ranks, tmp_path, only):
+    sf.save(tmp_path / "a", {"model": {"w": torch.ones(2)}, "extra": {"loader": sf.Sharded(Loader(piece(1)), 0, 1)}})
+    for count in (1, 3):
+        found = ranks(count)(loads_only, str(tmp_path / "a"), only)
+        assert [unit for ids in found for unit in ids] == [(1, unit) for unit in range(4)]
+    loader = Loader([7])
+    plan = sf.load(
+        tmp_path / "a", {"model": {"w": torch.zeros(2)}, "extra": {"loader": sf.Sharded(loader, 0, 1)}}, only="model"
+    )
+    assert (loader.units, plan.values) == ([7], [])
+
+
+def loads_only(rank, world, place, only):
+    loader = Loader()
+    sf.load(place, {"model": {"w": torch.zeros(2)}, "extra": {"loader": sf.Sharded(loader, rank, world)}}, only=only)
+    return [unit["id"] for unit in loader.units]
+
+
 def splits(rank, world, place):
     loader = Splitting()
     sf.load(place, {"loader": sf.Sharded(loader, rank, world)})
@@ -151,3 +174,27 @@ def test_parts_of_units_are_each_given_once(ranks, tmp_path):
     found = ranks(3)(splits, str(tmp_path / "a"))
     covered = [number for units in found for first, last in units for number in range(first, last)]
     assert covered == list(range(100))
+
+
+def fails_on_one(rank, world, place):
+    def reshard(states, count):
+        if rank == 1:
+            raise KeyError("no such file")
+        return states * count
+
+    loader = Loader()
+    state = {"dataloader": sf.Sharded(loader, rank, world, reshard=reshard), "extra": {"step": None}}
+    return error_of(sf.load, f"{place}/opaque", state), loader.units, state["extra"]["step"]
+
+
+def test_a_function_that_fails_on_one_rank_fails_the_load_of_all(ranks, tmp_path):
+    ranks(1)(saves, str(tmp_path), 1, "opaque")
+    for error, units, step in ranks(2)(fails_on_one, str(tmp_path)):
+        assert "rank 1: dataloader: its own function raised KeyError: 'no such file'" in error
+        assert (units, step) == ([], None)
+
+
+@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 1), (0, 0), (True, 2), (0, 1.0), (0, 1 << 21)])
+def test_a_piece_is_one_of_its_number(index, count):
+    with pytest.raises(sf.Invalid, match="expected a number of pieces from 1 to"):
+        sf.Sharded(None, index, count)

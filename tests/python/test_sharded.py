@@ -198,3 +198,18 @@ def test_a_function_that_fails_on_one_rank_fails_the_load_of_all(ranks, tmp_path
 def test_a_piece_is_one_of_its_number(index, count):
     with pytest.raises(sf.Invalid, match="expected a number of pieces from 1 to"):
         sf.Sharded(None, index, count)
+
+
+def differing(rank, world, place):
+    loader = Loader([{"id": rank}])
+    loader.epoch = rank
+    sf.save(place, {"loader": sf.Sharded(loader, rank, world)})
+
+
+def test_what_pieces_share_is_the_same_in_all_that_are_dealt_out(ranks, tmp_path):
+    ranks(2)(differing, str(tmp_path / "a"))
+    error = error_of(sf.load, tmp_path / "a", {"loader": sf.Sharded(Loader(), 0, 1)})
+    assert 'loader/value: "replicated" of piece 1 is not that of piece 0' in error
+    with pytest.raises(sf.Invalid, match="compared nowhere"):
+        large = sf.Stateful(lambda: {"replicated": {"t": torch.zeros(300_000)}, "units": []}, lambda state: None)
+        sf.save(tmp_path / "b", {"loader": sf.Sharded(large, 0, 1)})

@@ -174,6 +174,9 @@ def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | N
         share_embeddings_and_output_weights=kind.tied,
         vp_stage=stage,
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):  # up to 0.15 it is what the memory held, another value on each rank
+            torch.nn.init.zeros_(parameter)
     if config.bf16 or config.fp16:
         model = Float16Module(config, model)
     is_layer_wise = layout.distributed and kind.is_emerging
@@ -246,10 +249,16 @@ def step(chunks: list[Any], optimizer: Any, seed: int) -> None:
                 parameter.grad_added_to_main_grad = True
         if is_sharded:
             chunk.param_and_grad_buffer.update_main_grads()
-            chunk.synchronize_param_gather()  # as finish_grad_sync() does
+            end_gathering(chunk)  # as finish_grad_sync() does
         else:
             chunk.finish_grad_sync()
     assert optimizer.step()[0]
+
+
+def end_gathering(chunk: Any) -> None:
+    """Lets a chunk of Megatron-FSDP gather its parameters anew. Up to 0.17 the module inside does."""
+    owner = chunk if hasattr(chunk, "synchronize_param_gather") else chunk.module
+    owner.synchronize_param_gather()
 
 
 def _give(buffers: Any, parameter: torch.Tensor) -> None:

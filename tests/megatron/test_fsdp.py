@@ -7,7 +7,7 @@ import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from jobs import LENGTH, Kind, Layout, begin, build, difference, step, truth
+from jobs import LENGTH, Kind, Layout, begin, build, difference, end_gathering, step, truth
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 from test_layouts import no_collectives
 
@@ -126,7 +126,7 @@ def load_what_was_gathered(rank, world, place, gathers):
         losses += [later, forward(chunks[0])]
     # Each step begins with the copies in fp32.
     chunks[0].param_and_grad_buffer.copy_main_weights_to_model_weights()
-    chunks[0].synchronize_param_gather()
+    end_gathering(chunks[0])
     return [*losses, forward(chunks[0])]
 
 

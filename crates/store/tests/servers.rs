@@ -59,7 +59,7 @@ fn s3rver_is_refused() {
     });
 }
 
-/// What the server below has: whether an object is there, and how many requests for it have looked whether it is.
+/// Holds, by path, whether an object is there, and how many requests have looked whether it is.
 #[derive(Default)]
 struct Hasty {
     objects: Mutex<HashMap<String, (bool, u32)>>,

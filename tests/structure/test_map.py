@@ -13,7 +13,7 @@ FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
 # Frameworks that are built on others, whose adapters use those of these.
 BUILT_ON = {"megatron": ("torch",), "deepspeed": ("torch",)}
 INTEGRATION_LINES_MAX = 200
-SHARED = ("places", "trackers")  # what the integrations of all frameworks share
+SHARED = ("directories", "places", "trackers")  # what the integrations of all frameworks share
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
     "verbs",

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import adapters as frameworks
 from .catalog import Refused
 from .errors import Corrupt, Error, Invalid
-from .state import ShardedEntry
+from .state import Entry, ShardedEntry, ValueEntry
 from .stateful import Stateful
 from .values import reason
+
+
+def expect_none_in_use(entries: Sequence[Entry], selects: Callable[[str], bool]) -> list[str]:
+    """Says of which data loaders the program would go on with the old position after a load."""
+    problems = []
+    for entry in entries:
+        if isinstance(entry, (ValueEntry, ShardedEntry)) and selects(f"{entry.key}/{entry.name}"):
+            try:
+                frameworks.expect_unused(entry.stateful)
+            except Refused as refused:
+                problems.append(f"{entry.key}/{entry.name}: {refused}")
+    return problems
+
+
+def given(entry: ValueEntry | ShardedEntry, value: object) -> Callable[[], None]:
+    """Returns the call that gives a made value to what stands at a place in the state.
+
+    Raises:
+        Error: What stands there refuses it.
+    """
+    stateful = entry.stateful
+    if stateful is None:
+        return lambda: entry.put(value)
+    if isinstance(stateful, Stateful):
+        return checked(stateful, value, entry.place)
+    return lambda: load_into(stateful, value, entry.place)
 
 
 def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
@@ -23,14 +50,6 @@ def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]
     except Exception as error:
         raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
     return lambda: stateful.load_state_dict(value)
-
-
-def give(entry: ShardedEntry, value: object) -> None:
-    """Gives a piece what was made for it."""
-    if entry.stateful is None:
-        entry.put(value)
-    else:
-        load_into(entry.stateful, value, entry.place)
 
 
 def load_into(stateful: Any, value: object, place: str) -> None:

@@ -24,7 +24,7 @@ from .catalog import (
     SavedTensor,
 )
 from .errors import Corrupt, Error, Invalid
-from .giving import checked, give, installed, load_into
+from .giving import given, installed
 from .load_plan import LoadPlan, Options, by_ranks
 from .masters import EXACT, Masters
 from .overlaps import overlaps, written
@@ -124,6 +124,7 @@ class Matching:
         self._shared: set[object] = set()
         self._install: list[Callable[[], None]] = []
         self._install_last: list[Callable[[], None]] = []
+        self._made: list[Made] = []
         self._owners: list[object] = []
         # Optimizers last: their state may be what stands elsewhere.
         for entry in sorted(walked.entries, key=lambda entry: isinstance(entry, BundleEntry) and bool(entry.owned)):
@@ -317,12 +318,7 @@ class Matching:
         install, install_last = self._install, self._install_last
 
         def receive(value: object) -> None:
-            if isinstance(entry.stateful, Stateful):
-                install_last.append(checked(entry.stateful, value, entry.place))
-            elif entry.stateful is not None:
-                install.append(lambda: load_into(entry.stateful, value, entry.place))
-            else:
-                install.append(lambda: entry.put(value))
+            (install_last if isinstance(entry.stateful, Stateful) else install).append(given(entry, value))
 
         saved = self._tensor_of(leaf)
         if saved is not None:
@@ -578,7 +574,7 @@ class Matching:
         for one in made:
             self.touched.update(one.leaves)
             self.plan.values.append(f"{one.entry.key}/{one.entry.name}")
-            self._install.append(functools.partial(give, one.entry, one.value))
+            self._made.append(one)
 
     # From a plan to a filled state
 
@@ -624,6 +620,7 @@ class Matching:
         for value in self._values:
             made = [self._raise(value, next(remaining)) for _ in value.copies]
             value.receive(made if value.merges else made[0])
+        self._install_last += [given(one.entry, one.value) for one in self._made]
         for bundle in self._bundles:
             entry = bundle.entry
             try:

@@ -7,7 +7,7 @@ all pieces, whose large tensors lie apart, then those tensors that this rank's u
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -87,13 +87,7 @@ class _Dealt:
                 if len(states) != sharded.count:
                     raise Refused(f"reshard() made {len(states)} states, expected {sharded.count}, one for each piece")
                 return states[sharded.index]
-            found: list[object] = []
-            for share, unit in zip(self.shares, value[UNITS], strict=True):
-                if share.parts == 1:
-                    found.append(unit)
-                else:
-                    parts = units.split(unit, share.parts, self._split)
-                    found += parts[share.part : share.part + 1]
+            found = units.taken(self.shares, value[UNITS], self.entry.split)
         except Refused as refused:
             raise Invalid(f"{place}: {refused}") from refused
         except (Error, MemoryError):
@@ -102,22 +96,17 @@ class _Dealt:
             raise Invalid(f"{place}: its own function raised {reason(error)}") from error
         return {REPLICATED: value[REPLICATED], UNITS: found}
 
-    @property
-    def _split(self) -> Callable[[Any, int], Sequence[Any]]:
-        return self.entry.sharded.value.split  # type: ignore[attr-defined, no-any-return]
-
     def deal(self) -> str:
         """Decides which units this rank gets; says what prevents it."""
         sharded = self.entry.sharded
         if sharded.reshard is not None:
             return ""
-        kind = type(self.entry.stateful if self.entry.stateful is not None else sharded.value).__name__
         try:
             opaque = not all(units.has_units(state) for state in self.lowered)
             if opaque:
                 return (
                     f"pieces: {self.full} was saved in {len(self.pieces)} pieces, this job has {sharded.count}, and "
-                    f'the state of a {kind} is opaque: give it "units", or pass reshard= to Sharded'
+                    f'the state of {self.entry.subject} is opaque: give it "units", or pass reshard= to Sharded'
                 )
             others = [number for number, state in enumerate(self.lowered) if not _same(state, self.lowered[0])]
             if others:
@@ -127,8 +116,8 @@ class _Dealt:
                 )
             every = [unit for state in self.lowered for unit in state[UNITS]]
             units.expect_apart([_said(units.id_of(unit)) for unit in every])
-            can_split = callable(getattr(sharded.value, "split", None))
-            dealt = units.dealt([units.weight_of(unit) for unit in every], sharded.count, splits=can_split)
+            splits = self.entry.split is not None
+            dealt = units.dealt([units.weight_of(unit) for unit in every], sharded.count, splits=splits)
         except Refused as refused:
             return f"pieces: {self.full}: {refused}"
         self.shares = dealt[sharded.index]
@@ -191,9 +180,9 @@ def load(
             dealt.append(_Dealt(entry, pieces, below))
         else:
             kept.append(as_value(entry) if isinstance(entry, ShardedEntry) else entry)
-    if dry:
+    if dry or found.problems:
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
-    elif not found.problems:
+    else:
         _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options)
     return Walked(kept, walked.adapters), found
 
@@ -263,9 +252,10 @@ def _deal(
         target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
         bound += [native for native, _ in want.bound(target)]
     checkpoint.load(bound, [], timeout_s, {}, "auto")
-    for one in dealt if not found.problems else ():
+    for one in dealt:
         how = Raising(one.entry.place, adapters, lambda key, name: tensors[key, name], pickle=options.pickle)
-        found.made.append(Made(one.entry, _leaves(one), one.made(raise_value(one.wanted(), how))))
+        value = one.made(raise_value(one.wanted(), how)) if not found.problems else None
+        found.made.append(Made(one.entry, _leaves(one), value))
 
 
 def _referred(lowered: Any) -> Iterator[tuple[str, str]]:

@@ -139,6 +139,18 @@ class ShardedEntry:
         """The name of the piece's leaf."""
         return f"{self.name}{PIECE}{self.sharded.index}"
 
+    @property
+    def subject(self) -> str:
+        """The name of the class whose state it is."""
+        subject: str | None = getattr(self.stateful, "subject", None)
+        return subject or type(self.sharded.value if self.stateful is None else self.stateful).__name__
+
+    @property
+    def split(self) -> Callable[[Any, int], Sequence[Any]] | None:
+        """Splits a unit; ``None`` if the object has no such method."""
+        split = getattr(self.sharded.value if self.stateful is None else self.stateful, "split", None)
+        return split if callable(split) else None
+
 
 Entry = TensorEntry | TreeEntry | BundleEntry | ValueEntry | ShardedEntry
 
@@ -166,8 +178,14 @@ class Unit:
     @functools.cached_property
     def state_dict(self) -> object:
         """That of the value, of one that has a state dict."""
-        stateful: Any = self.value.value if isinstance(self.value, (PerRank, Sharded)) else self.value
-        return stateful.state_dict()
+        return self.stateful.state_dict()
+
+    @functools.cached_property
+    def stateful(self) -> Any:
+        """The value, or what stands for it, that has a state dict; ``None`` without one."""
+        value: Any = self.value.value if isinstance(self.value, (PerRank, Sharded)) else self.value
+        stands = frameworks.stands_for(value) if isinstance(self.value, Sharded) else None
+        return stands or (value if _is_stateful(value) else None)
 
 
 @dataclass(frozen=True)
@@ -413,8 +431,8 @@ def _sharded(unit: Unit, name: str, wrapped: Sharded) -> ShardedEntry:
     def put(value: object) -> None:
         wrapped.value = value
 
-    if _is_stateful(wrapped.value):
-        return ShardedEntry(unit.key, name, unit.state_dict, wrapped, wrapped.value, put, unit.place)
+    if unit.stateful is not None:
+        return ShardedEntry(unit.key, name, unit.state_dict, wrapped, unit.stateful, put, unit.place)
     return ShardedEntry(unit.key, name, wrapped.value, wrapped, None, put, unit.place)
 
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from .catalog import Refused
 
-REPLICATED, UNITS = "replicated", "units"
+REPLICATED, UNITS, OWN = "replicated", "units", "own"
+"""The keys of a state with units. ``"own"``, which it may lack, comes back under an equal number of pieces only."""
+
 _KEYS = {REPLICATED, UNITS}
 
 
@@ -38,7 +40,7 @@ def has_units(state: object) -> bool:
     """
     if not isinstance(state, Mapping) or UNITS not in state:
         return False
-    if set(state) != _KEYS or not isinstance(state[UNITS], (list, tuple)):
+    if set(state) - {OWN} != _KEYS or not isinstance(state[UNITS], (list, tuple)):
         others = sorted(map(str, set(state) - _KEYS))
         found = f"{type(state[UNITS]).__name__} as units, and {others or 'no other key'}"
         raise Refused(f'a state with "units": expected {{"replicated": …, "units": [...]}}, found a {found}')
@@ -149,3 +151,20 @@ def split(unit: object, parts: int, by: Callable[[Any, int], Sequence[Any]]) -> 
     if weight != found:
         raise Refused(f"split(unit, {parts}) made units of weight {found} of one of weight {weight}: samples change")
     return made
+
+
+def taken(
+    shares: Sequence[Share], given: Sequence[object], by: Callable[[Any, int], Sequence[Any]] | None
+) -> list[object]:
+    """The units of a piece: those ``given`` for its shares, or the parts of them that it gets.
+
+    Raises:
+        Refused: As :func:`split`.
+    """
+    found: list[object] = []
+    for share, unit in zip(shares, given, strict=True):
+        if share.parts == 1 or by is None:
+            found.append(unit)
+        else:
+            found += split(unit, share.parts, by)[share.part : share.part + 1]
+    return found

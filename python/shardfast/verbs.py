@@ -15,6 +15,7 @@ from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .collection import paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
+from .giving import expect_none_in_use
 from .load_plan import LoadPlan, Options, Rename
 from .matching import Matching
 from .nesting import call
@@ -394,6 +395,7 @@ def _matched(
     plan = LoadPlan(checkpoint.url, info["step"])
     saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
     walked, of_pieces = prepared(session, lambda: walk(state), timeout_s), Pieces()
+    in_use = expect_none_in_use(walked.entries, options.selects)
     if pieces_of(saved):
         options = selecting(options, saved)
 
@@ -415,7 +417,7 @@ def _matched(
         )
 
     matching = prepared(session, prepare, timeout_s)
-    matching.take(of_pieces.made, of_pieces.problems)
+    matching.take(of_pieces.made, [*of_pieces.problems, *in_use])
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
     matching.conclude(untouched, problems)
     return matching

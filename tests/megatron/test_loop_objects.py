@@ -47,8 +47,11 @@ def test_an_object_store(ranks, service):
         assert "Conflict" in conflict and "iter_0000002" in conflict
     # The tracker is a run of one small checkpoint.
     tracker = service.s3("run/latest_checkpointed_iteration")
-    assert sf.Checkpointer(tracker).restore({"training": {"iteration": None}}) == 2
+    named = {"newest": {"name": None}}
+    assert sf.Checkpointer(tracker).restore(named) == 2
+    assert named == {"newest": {"name": "2"}}
     asynchronous = ["--async-save", "--use-persistent-ckpt-worker", "--load", place, *arguments]
     resumed = ranks(2)(loops.train, asynchronous)
     assert [len(losses) for losses, _ in resumed] == [4, 4]
-    assert sf.Checkpointer(tracker).restore({"training": {"iteration": None}}) == 6
+    assert sf.Checkpointer(tracker).restore(named) == 6
+    assert named == {"newest": {"name": "6"}}

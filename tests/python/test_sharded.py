@@ -129,7 +129,7 @@ def test_bad_input_is_refused_on_every_rank_before_anything_changes(ranks, tmp_p
 def test_an_opaque_state_needs_units_or_a_function(ranks, tmp_path):
     ranks(2)(saves, str(tmp_path), 2, "opaque")
     error = error_of(sf.load, tmp_path / "opaque", {"dataloader": sf.Sharded(Loader(), 0, 1), "extra": {"step": 0}})
-    assert "dataloader/value was saved in 2 pieces, this job has 1, and the state of a Loader is opaque" in error
+    assert "dataloader/value was saved in 2 pieces, this job has 1, and the state of Loader is opaque" in error
     loader = Loader()
     summed = sf.Sharded(
         loader, 0, 1, reshard=lambda states, count: [{"position": sum(state["position"] for state in states)}] * count

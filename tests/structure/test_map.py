@@ -8,10 +8,13 @@ import pytest
 from modules import circles, uses
 from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rust_code, table, without_unit_tests
 
-FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "jax")
+FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "accelerate", "transformers", "lightning", "jax")
 
 # Frameworks that are built on others, whose adapters use those of these.
-BUILT_ON = {"megatron": ("torch",), "deepspeed": ("torch",)}
+BUILT_ON = {
+    framework: ("torch",)
+    for framework in ("megatron", "deepspeed", "accelerate", "transformers", "lightning", "torchtitan")
+}
 INTEGRATION_LINES_MAX = 200
 SHARED = ("directories", "places", "trackers")  # what the integrations of all frameworks share
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
@@ -287,6 +290,18 @@ def test_adapters_know_the_catalog_and_their_framework_only():
     )
 
 
+def test_loaders_know_units_and_their_framework_only():
+    found = []
+    words = ("catalog", "errors", "stateful", "units", "data")
+    allowed = ("torch", "torchdata", *(f"shardfast.{word}" for word in words))
+    for module, name in python_modules().items():
+        for line, imported in imports(module, ast.parse(read(name))) if module.startswith("shardfast.data") else ():
+            is_allowed = any(is_under(imported, one) for one in allowed)
+            if imported.split(".")[0] not in sys.stdlib_module_names and not is_allowed:
+                found.append(f"{name}:{line}: imports {imported}")
+    offenders("a loader's state is said as units: it needs these, PyTorch and the loader's library", found)
+
+
 def test_the_native_module_is_called_from_few_places():
     found = []
     for module, name in python_modules().items():
@@ -333,7 +348,7 @@ def test_integrations_use_public_words_and_their_framework_only():
 def test_no_framework_is_named_outside_the_adapters():
     found = []
     for module, name in python_modules().items():
-        if module.startswith(("shardfast.adapters.", "shardfast.integrations.")):
+        if module.startswith(("shardfast.adapters.", "shardfast.integrations.", "shardfast.data")):
             continue
         words = [word for word in FRAMEWORKS if not (module == "shardfast.session" and word == "torch")]
         pattern = re.compile(rf"(?<![a-z_])(?:{'|'.join(words)})(?![a-z])")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from ..catalog import Adapter, Objects
 from ..generators import RandomGenerators
+
+if TYPE_CHECKING:
+    from ..stateful import Stateful
 
 FRAMEWORKS = ("torch", "numpy")
 """Those with tensors of their own. A new whole tensor is one of the first that is imported."""
@@ -19,6 +23,9 @@ BUILT_ON_OTHERS = {
 }
 """The files of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
 one stands first, and is asked first."""
+
+LOADERS = ("torchdata.stateful_dataloader", "shardfast.data.torchdata")
+"""The module of data loaders with workers, and the one that knows them."""
 
 
 def active() -> list[Adapter]:
@@ -42,6 +49,23 @@ def installed() -> dict[str, tuple[str, bool]]:
     return found
 
 
+def stands_for(value: object) -> Stateful | None:
+    """What stands for a data loader in pieces, whose workers are pieces of it; ``None`` for other objects."""
+    loaders = _loaders()
+    return loaders.stateful_of(value) if loaders is not None else None
+
+
+def expect_unused(value: object) -> None:
+    """Refuses a load into a data loader whose iterator the program would go on with.
+
+    Raises:
+        Refused: It is one.
+    """
+    loaders = _loaders()
+    if loaders is not None:
+        loaders.expect_unused(value)
+
+
 def random_generators() -> dict[str, RandomGenerators]:
     """The modules for the global random generators of the frameworks that this process has imported, by framework."""
     names = [framework for framework in FRAMEWORKS if framework in sys.modules]
@@ -52,6 +76,11 @@ def random_generators() -> dict[str, RandomGenerators]:
 def _adapter(framework: str) -> Adapter:
     adapter: Adapter = importlib.import_module(f"{__name__}.{framework}").adapter()
     return adapter
+
+
+def _loaders() -> Any:
+    """The module for torchdata's loaders, once that is imported."""
+    return importlib.import_module(LOADERS[1]) if LOADERS[0] in sys.modules else None
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def is_ours(directory: Path) -> bool:
 
 
 def begin(directory: Path) -> None:
-    """Makes a directory that does not count until its checkpoint is committed. Rank 0 calls it, before it writes there."""
+    """Makes a directory, which does not count until its checkpoint is committed. Rank 0 calls it before it writes."""
     state_of(directory).mkdir(parents=True, exist_ok=True)
 
 

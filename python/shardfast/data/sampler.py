@@ -1,0 +1,153 @@
+"""PyTorch's ``DistributedSampler``, with a position: the consumed part of an epoch's order, whoever reads the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..catalog import Refused
+from ..errors import Invalid
+
+_log = logging.getLogger("shardfast")
+
+_KEYS = {"epoch", "consumed", "length", "seed", "shuffle"}
+
+
+class DistributedSampler:
+    """Deals the samples of a dataset to data ranks, as PyTorch's sampler of this name, and goes on after a load.
+
+    All ranks together read the epoch's order from its begin to its end. The state is how much of it they have consumed,
+    the same on every rank. So another number of ranks, workers or another batch size goes on behind it. The order is
+    that of PyTorch's sampler with the same arguments.
+
+    In a ``StatefulDataLoader`` the samples count that the training got, not those that workers have read ahead. After a
+    load the first iteration gives the rest of the epoch; ``set_epoch()`` with another epoch drops it, with a warning.
+
+    Args:
+        dataset: What has a length.
+        num_replicas: Number of data ranks; that of the process group if it is ``None``.
+        rank: This data rank; that of the process group if it is ``None``.
+        shuffle: Whether the order is random, from ``seed`` and the epoch.
+        seed: The same on all ranks.
+        drop_last: Leaves out the samples at the end that do not suffice for all ranks; otherwise some of the epoch's
+            first samples come again there.
+
+    Raises:
+        Invalid: ``rank`` is no rank of ``num_replicas``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        self.rank = dist.get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise Invalid(
+                f"DistributedSampler(num_replicas={num_replicas!r}, rank={rank!r}): expected one of the ranks"
+            )
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        # How far the newest iteration is, in samples of all ranks, and where the next one begins.
+        self._consumed = 0
+        self._resumed: int | None = None
+        self._is_announced = False
+
+    def __len__(self) -> int:
+        """The number of this rank's samples in a whole epoch."""
+        return self._share(len(self.dataset))
+
+    def _share(self, samples: int) -> int:
+        extra = 0 if self.drop_last else self.num_replicas - 1
+        return (samples + extra) // self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, from which the order follows."""
+        if epoch != self.epoch and self._resumed is not None:
+            if self._resumed < len(self.dataset):
+                _log.warning(
+                    "set_epoch(%d) after a load in epoch %d, of which %d of %d samples were read: the rest is left out",
+                    epoch,
+                    self.epoch,
+                    self._resumed,
+                    len(self.dataset),
+                )
+            self._resumed = None
+        self.epoch = epoch
+        self._is_announced = True
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples; after a load the rest of them."""
+        # Loaders call iter() several times before they draw, so the position is taken with the first sample.
+        length = len(self.dataset)
+        begun, self._resumed = self._resumed or 0, None
+        if not self._share(length - begun) and not self._is_announced:
+            begun = 0  # the epoch had ended, and no other one is announced: the next one
+        share = self._share(length - begun)
+        self._consumed = begun if share else length
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator)
+        else:
+            order = torch.arange(length)
+        mine = torch.arange(share) * self.num_replicas + begun + self.rank
+        # Behind the end the epoch's first samples follow again.
+        for number, sample in enumerate(order[mine % length].tolist() if share else ()):
+            consumed = begun + (number + 1) * self.num_replicas
+            self._consumed = consumed if number + 1 < share else length  # with drop_last, too
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much of the epoch's order was given out. All ranks say the same when they are at the same sample."""
+        return {
+            "epoch": self.epoch,
+            "consumed": self._consumed,
+            "length": len(self.dataset),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on behind what was consumed, with the next iteration."""
+        self.check(state)
+        self.epoch = state["epoch"]
+        self._consumed = self._resumed = state["consumed"]
+        self._is_announced = False
+
+    def check(self, state: Any) -> None:
+        """Refuses a state of another order.
+
+        Raises:
+            Refused: It is of another length, seed or shuffling, or no state of a sampler.
+        """
+        if not isinstance(state, dict) or set(state) != _KEYS:
+            raise Refused(f"it is no state of a DistributedSampler: expected {sorted(_KEYS)}")
+        own = self.state_dict()
+        other = [
+            f"{key} is {state[key]!r} in the checkpoint and {own[key]!r} here"
+            for key in ("length", "seed", "shuffle")
+            if state[key] != own[key]
+        ]
+        if other:
+            raise Refused(f"the sampler's order is another one: {', '.join(other)}")
+
+
+def sampler_of(loader: Any) -> DistributedSampler | None:
+    """The sampler of a loader, if it is one of these."""
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None

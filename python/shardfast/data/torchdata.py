@@ -1,0 +1,254 @@
+"""torchdata's ``StatefulDataLoader``: the states of its workers as units, for other numbers of workers and data ranks.
+
+A snapshot of 0.11 (tried) is ``{"_snapshot": {"_worker_snapshots": {"worker_0": …}, …}, …}`` with workers, and flat
+without. A worker's ``dataset_state`` is the dataset's, ``fetcher_state["dataset_iter_state"]`` that of an iterator with
+a state. A loader's ``_iterator``, ``next_iter_state`` and ``_initial_iter_for_state_dict`` are private, too, as are an
+iterator's ``_finished``, and ``base_dataloader`` of accelerate's wrappers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .. import units
+from ..catalog import Refused
+from ..stateful import Stateful
+from ..units import OWN, REPLICATED, UNITS
+from .sampler import DistributedSampler, sampler_of
+
+_SNAPSHOT, _MAIN, _WORKERS = "_snapshot", "_main_snapshot", "_worker_snapshots"
+_FETCHER, _DATASET, _ITERATOR = "fetcher_state", "dataset_state", "dataset_iter_state"
+_FINISHED, _BEHIND, _BATCHES = "_iterator_finished", "_steps_since_snapshot", "_sampler_iter_state"
+
+_OPAQUE = "snapshot"
+_SAMPLER = "sampler"
+
+
+def stateful_of(value: object) -> Stateful | None:
+    """What stands for a loader in pieces; ``None`` if it is none of torchdata's."""
+    return _Loader(value) if isinstance(value, StatefulDataLoader) else None
+
+
+def expect_unused(loader: Any) -> None:
+    """Refuses a load into a loader with whose iterator the program would go on.
+
+    Raises:
+        Refused: It is in the middle of its data.
+    """
+    loader = loader.value if isinstance(loader, _Loader) else loader
+    if not isinstance(loader, StatefulDataLoader):
+        return
+    loader = _inner(loader)
+    if loader._iterator is None or loader._initial_iter_for_state_dict or loader._iterator._finished:
+        return
+    # The loader holds it, and the call does; a third one is the program, or a wrapper's generator.
+    if sys.getrefcount(loader._iterator) > 2 or loader.persistent_workers:
+        raise Refused(
+            "its iterator was made before this load and would go on with the old position: load before iter()"
+        )
+
+
+def _inner(loader: Any) -> Any:
+    """The loader in a wrapper of accelerate's, which counts what it has read ahead."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+class _Loader(Stateful):
+    """A loader as a piece of the data. Its own pieces are its workers."""
+
+    def __init__(self, loader: Any) -> None:
+        self.value = loader
+        self.subject = type(loader.dataset).__name__
+        if callable(getattr(loader.dataset, "split", None)):
+            self.split = loader.dataset.split
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__name__}({self.subject})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The units of all workers; a sampler's position; a snapshot that only an equal loader can use."""
+        loader, sampler = _inner(self.value), sampler_of(self.value)
+        if loader._iterator is None and loader.next_iter_state is None:  # making an iterator would start workers
+            return {REPLICATED: {_SAMPLER: sampler and sampler.state_dict()}, UNITS: []}
+        snapshot = loader.next_iter_state if loader._iterator is None else self.value.state_dict()
+        workers = _workers_of(snapshot)
+        slots = {slot for worker in workers for slot in _slots_of(worker)}
+        if not slots and sampler is not None and (position := _position(snapshot, sampler, loader)) is not None:
+            return {REPLICATED: {_SAMPLER: position}, UNITS: []}
+        if len(slots) == 1:
+            (slot,) = slots
+            states = [_state(worker, slot) for worker in workers]
+            if all(units.has_units(state) for state in states):
+                return _by_units(snapshot, slot, states)
+        return {_OPAQUE: snapshot}
+
+    def check(self, state: Any) -> None:
+        """Refuses what this loader cannot take up."""
+        if _OPAQUE in state:
+            there = len(_workers_of(state[_OPAQUE])) if _SNAPSHOT in state[_OPAQUE] else 0
+            self._expect_equal(there)
+        elif _SAMPLER in state[REPLICATED]:
+            position = state[REPLICATED][_SAMPLER]
+            sampler = sampler_of(self.value)
+            if position is not None and sampler is None:
+                raise Refused("it was saved with a shardfast.data.DistributedSampler, and this loader has none")
+            if sampler is not None and position is not None:
+                sampler.check(position)
+        elif not self._is_as_saved(state):
+            shared = state[REPLICATED]
+            if shared["behind"]:
+                raise Refused(
+                    f"its workers' states are {shared['behind']} batches old, and other workers cannot read these "
+                    "again: load with as many workers and data ranks as saved; let snapshot_every_n_steps divide the "
+                    "number of batches between saves"
+                )
+            if not shared["agrees"]:
+                raise Refused(
+                    'what the workers share ("replicated") differs from worker to worker, and this loader has others: '
+                    "load with as many workers and data ranks as saved"
+                )
+
+    def _expect_equal(self, there: int) -> None:
+        if there != self.value.num_workers:
+            raise Refused(
+                f"it was saved with {there} workers, this loader has {self.value.num_workers}, and the state of "
+                f'{self.subject} is opaque: give it "units" (docs: Data loaders)'
+            )
+
+    def _is_as_saved(self, state: dict[str, Any]) -> bool:
+        return OWN in state and state[OWN]["workers"] == self.value.num_workers
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with the next ``iter()``."""
+        if _OPAQUE in state:
+            self.value.load_state_dict(state[_OPAQUE])
+        elif _SAMPLER in state[REPLICATED]:
+            sampler, position = sampler_of(self.value), state[REPLICATED][_SAMPLER]
+            if sampler is not None and position is not None:
+                sampler.load_state_dict(position)
+            _inner(self.value).load_state_dict({})
+        elif self._is_as_saved(state):
+            own, before, states = state[OWN], 0, []
+            for number, count in enumerate(own["counts"]):
+                shared = state[REPLICATED]["dataset"] if own["shared"] is None else own["shared"][number]
+                states.append({REPLICATED: shared, UNITS: state[UNITS][before : before + count]})
+                before += count
+            self.value.load_state_dict(_with(own[_OPAQUE], state[REPLICATED]["slot"], states))
+        else:
+            self.value.load_state_dict(self._dealt(state[REPLICATED], state[UNITS]))
+
+    def _dealt(self, shared: dict[str, Any], every: list[Any]) -> dict[str, Any]:
+        """A snapshot in which units are dealt out to the workers."""
+        workers = self.value.num_workers
+        split = getattr(self, "split", None)
+        dealt = units.dealt([units.weight_of(unit) for unit in every], workers or 1, splits=split is not None)
+        pieces = [
+            _put(
+                {"worker_id": number, _DATASET: None, _FETCHER: {_ITERATOR: None, "fetcher_ended": False}},
+                shared["slot"],
+                {REPLICATED: shared["dataset"], UNITS: units.taken(of, [every[one.unit] for one in of], split)},
+            )
+            for number, of in enumerate(dealt)
+        ]
+        # What the loader counts begins anew; an iterable dataset has no sampler.
+        main = {
+            "_sampler_iter_state": None,
+            "_index_sampler_state": None,
+            "_sampler_iter_yielded": 0,
+            "_IterableDataset_len_called": None,
+            "_shared_seed": None,
+        }
+        if not workers:
+            return {**main, **pieces[0], "_num_yielded": 0, _FINISHED: shared["finished"]}
+        # Drawing a seed would change the job's random state; the job's own is the same in each resume.
+        main |= {"_num_workers": workers, "_base_seed": torch.initial_seed() % 2**62}
+        snapshot = {
+            "_snapshot_step": 0,
+            "_last_yielded_worker_id": workers - 1,
+            _MAIN: main,
+            _WORKERS: {f"worker_{number}": piece for number, piece in enumerate(pieces)},
+        }
+        return {_SNAPSHOT: snapshot, _BEHIND: 0, _FINISHED: shared["finished"]}
+
+
+def _workers_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of workers; without any the loader is one itself."""
+    if _SNAPSHOT not in snapshot:
+        return [snapshot]
+    of = snapshot[_SNAPSHOT][_WORKERS]
+    return [of[f"worker_{number}"] for number in range(len(of))]
+
+
+def _slots_of(worker: dict[str, Any]) -> list[str]:
+    """Where a worker's state lies: the dataset's, its iterator's, or both."""
+    fetcher = worker.get(_FETCHER) or {}
+    return [slot for slot, state in ((_DATASET, worker[_DATASET]), (_ITERATOR, fetcher.get(_ITERATOR))) if state]
+
+
+def _state(worker: dict[str, Any], slot: str) -> Any:
+    return worker[_DATASET] if slot == _DATASET else worker[_FETCHER][_ITERATOR]
+
+
+def _put(worker: dict[str, Any], slot: str, state: Any) -> dict[str, Any]:
+    """A worker with this state in its place."""
+    if slot == _DATASET:
+        return {**worker, _DATASET: state}
+    return {**worker, _FETCHER: {**worker[_FETCHER], _ITERATOR: state}}
+
+
+def _with(snapshot: dict[str, Any], slot: str, states: Sequence[Any]) -> dict[str, Any]:
+    """A snapshot with these states of its workers."""
+    pieces = [_put(worker, slot, state) for worker, state in zip(_workers_of(snapshot), states, strict=True)]
+    if _SNAPSHOT not in snapshot:
+        return pieces[0]
+    workers = {f"worker_{number}": piece for number, piece in enumerate(pieces)}
+    return {**snapshot, _SNAPSHOT: {**snapshot[_SNAPSHOT], _WORKERS: workers}}
+
+
+def _by_units(snapshot: dict[str, Any], slot: str, states: Sequence[Any]) -> dict[str, Any]:
+    """A snapshot whose workers' states are units."""
+    shared = [state[REPLICATED] for state in states]
+    agrees = all(_is_same(one, shared[0]) for one in shared)
+    has_workers = _SNAPSHOT in snapshot
+    return {
+        REPLICATED: {
+            "slot": slot,
+            "dataset": shared[0] if agrees else None,
+            "agrees": agrees,
+            "behind": snapshot.get(_BEHIND, 0),
+            "finished": snapshot[_FINISHED],
+        },
+        UNITS: [unit for state in states for unit in state[UNITS]],
+        OWN: {
+            "workers": len(states) if has_workers else 0,
+            "counts": [len(state[UNITS]) for state in states],
+            "shared": None if agrees else shared,
+            _OPAQUE: _with(snapshot, slot, [None] * len(states)),
+        },
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _position(snapshot: dict[str, Any], sampler: DistributedSampler, loader: Any) -> dict[str, Any] | None:
+    """The sampler's position behind the last batch that the training got; ``None`` if the snapshot does not tell it."""
+    main = snapshot[_SNAPSHOT][_MAIN] if _SNAPSHOT in snapshot else snapshot
+    position = (main[_BATCHES] or {}).get("sampler_state")
+    if position is None:
+        return None
+    later = snapshot.get(_BEHIND, 0) * loader.batch_sampler.batch_size * sampler.num_replicas
+    ended = snapshot[_FINISHED] or position["consumed"] + later >= position["length"]
+    return {**position, "consumed": position["length"] if ended else position["consumed"] + later}

@@ -1,0 +1,133 @@
+"""Datasets whose state is units, and jobs that read them through loaders on several ranks."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import shardfast as sf
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class Packed(IterableDataset):
+    """Documents, packed into windows of tokens. Token n of document d is 1000 d + n.
+
+    A unit is a document with its offset, or what is left of one in a buffer that is no whole window yet.
+    """
+
+    def __init__(self, documents, rank, ranks, window=4):
+        self.all = [{"id": number, "at": 0, "weight": size} for number, size in enumerate(documents)]
+        self.rank, self.ranks, self.window = rank, ranks, window
+        self.units = None
+
+    def _units(self):
+        if self.units is None:  # a fresh start: every piece takes its own
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info else (0, 1)
+            mine = self.rank * workers + worker
+            self.units = [dict(unit) for unit in self.all[mine :: self.ranks * workers]]
+        return self.units
+
+    def __iter__(self):
+        units = self._units()
+        while units:
+            window = []
+            while units and len(window) < self.window:
+                unit = units[0]
+                take = min(unit["weight"], self.window - len(window))
+                window += [1000 * unit["id"] + unit["at"] + n for n in range(take)]
+                unit["at"] += take
+                unit["weight"] -= take
+                if not unit["weight"]:
+                    units.pop(0)
+            yield torch.tensor(window + [-1] * (self.window - len(window)))
+
+    def state_dict(self):
+        return {"replicated": {"window": self.window}, "units": [dict(unit) for unit in self._units()]}
+
+    def load_state_dict(self, state):
+        assert state["replicated"] == {"window": self.window}
+        self.units = [dict(unit) for unit in state["units"]]
+
+
+class Opaque(Packed):
+    def state_dict(self):
+        return {"left": super().state_dict()["units"]}
+
+    def load_state_dict(self, state):
+        self.units = state["left"]
+
+
+class Iterating(Packed):
+    """The iterator has the state, not the dataset."""
+
+    def __iter__(self):
+        return _Iterator(self)
+
+    state_dict = load_state_dict = None
+
+
+class _Iterator:
+    def __init__(self, dataset):
+        self._inner = Packed([], dataset.rank, dataset.ranks, dataset.window)
+        self._inner.all = dataset.all
+        self._tokens = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._tokens = self._tokens or iter(self._inner)
+        return next(self._tokens)
+
+    def state_dict(self):
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state):
+        self._inner.load_state_dict(state)
+        self._tokens = None
+
+
+KINDS = {"packed": Packed, "opaque": Opaque, "iterating": Iterating}
+
+
+def loader_of(documents, rank, ranks, workers, kind="packed", batch=2, every=1):
+    context = "fork" if workers else None
+    dataset = KINDS[kind](documents, rank, ranks)
+    return StatefulDataLoader(
+        dataset, batch_size=batch, num_workers=workers, snapshot_every_n_steps=every, multiprocessing_context=context
+    )
+
+
+def reads(rank, world, place, documents, workers, batches, resume, kind="packed", every=1, kill_ms=None):
+    """Goes on behind the checkpoint ``resume``, reads so many batches of each rank, or all of them, saves at ``place``.
+
+    Returns what was read, or the load's error. With ``kill_ms`` it writes down what was read and dies in the save.
+    """
+    loader = loader_of(documents, rank, world, workers, kind, every=every)
+    state = {"dataloader": sf.Sharded(loader, rank, world)}
+    if resume is not None:
+        try:
+            sf.load(resume, state)
+        except sf.Error as error:
+            return f"{type(error).__name__}: {error}"
+    got, rows = [], iter(loader)
+    while batches is None or batches > 0:
+        batch = next(rows, None)
+        if batch is None:
+            break
+        got += [token for token in batch.flatten().tolist() if token >= 0]
+        batches = None if batches is None else batches - 1
+    if kill_ms is not None:
+        Path(f"{place}-{rank}.json").write_text(json.dumps(got))
+        dist.barrier()
+        sf.save_async(place, state)
+        time.sleep(kill_ms / 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if place is not None:
+        sf.save(place, state)
+    return got

@@ -1,0 +1,227 @@
+"""torchdata's loaders: each sample once, whatever number of data ranks and workers goes on."""
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+
+import loader_jobs as jobs
+import pytest
+import shardfast as sf
+import torch
+from shardfast.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+DOCUMENTS = [3, 9, 1, 14, 6, 2, 22, 5, 8, 4, 4, 17, 1, 30]
+
+
+def tokens_of(documents):
+    return sorted(1000 * number + at for number, size in enumerate(documents) for at in range(size))
+
+
+@pytest.mark.parametrize("kind", ["packed", "iterating"])
+def test_each_token_once_under_other_workers(tmp_path, kind):
+    got, resume = [], None
+    for number, workers in enumerate((2, 3, 0, 1, 0, 2, 2)):
+        place = str(tmp_path / str(number))
+        got += jobs.reads(0, 1, place, DOCUMENTS, workers, 2, resume, kind)
+        resume = place
+    got += jobs.reads(0, 1, None, DOCUMENTS, 3, None, resume, kind)
+    assert sorted(got) == tokens_of(DOCUMENTS)
+
+
+def test_equal_workers_go_on_bit_for_bit(tmp_path):
+    whole = jobs.reads(0, 1, None, DOCUMENTS, 2, None, None)
+    got = jobs.reads(0, 1, str(tmp_path / "a"), DOCUMENTS, 2, 3, None)
+    got += jobs.reads(0, 1, None, DOCUMENTS, 2, None, str(tmp_path / "a"))
+    assert got == whole
+
+
+@pytest.mark.smoke
+def test_histories_of_ranks_and_workers(ranks, tmp_path):
+    histories(ranks, tmp_path, seeds=range(3))
+
+
+def test_more_histories_of_ranks_and_workers(ranks, tmp_path):
+    histories(ranks, tmp_path, seeds=range(3, 30))
+
+
+def histories(ranks, tmp_path, seeds):
+    for seed in seeds:
+        dice = random.Random(seed)
+        documents = [dice.choice([1, 2, 5, 9, 14, 40]) for _ in range(dice.randint(6, 40))]
+        got, resume, step = [], None, 0
+        for step in range(dice.randint(2, 4)):
+            world, workers, batches = dice.randint(1, 4), dice.randint(0, 3), dice.randint(1, 3)
+            place = str(tmp_path / f"{seed}-{step}")
+            if step % 2 == 1:
+                with pytest.raises(AssertionError, match="died without a word"):
+                    kill_ms = dice.choice([0, 1, 5, 20, 50])
+                    ranks(world)(jobs.reads, place, documents, workers, batches, resume, "packed", 1, kill_ms)
+                if not (Path(place) / "COMMIT").exists():
+                    continue
+                found = [json.loads(Path(f"{place}-{rank}.json").read_text()) for rank in range(world)]
+            else:
+                found = ranks(world)(jobs.reads, place, documents, workers, batches, resume)
+            got += itertools.chain(*found)
+            resume = place
+        got += itertools.chain(*ranks(2)(jobs.reads, None, documents, 1, None, resume))
+        assert sorted(got) == tokens_of(documents), seed
+
+
+def test_an_opaque_state_needs_equal_loaders(ranks, tmp_path):
+    place = str(tmp_path / "a")
+    whole = ranks(2)(jobs.reads, None, DOCUMENTS, 2, None, None, "opaque")
+    got = ranks(2)(jobs.reads, place, DOCUMENTS, 2, 2, None, "opaque")
+    rest = ranks(2)(jobs.reads, None, DOCUMENTS, 2, None, place, "opaque")
+    assert [one + other for one, other in zip(got, rest, strict=True)] == whole
+    for error in ranks(2)(jobs.reads, None, DOCUMENTS, 3, None, place, "opaque"):
+        assert "saved with 2 workers, this loader has 3, and the state of Opaque is opaque" in error
+    for error in ranks(1)(jobs.reads, None, DOCUMENTS, 2, None, place, "opaque"):
+        assert "dataloader/value was saved in 2 pieces, this job has 1, and the state of Opaque is opaque" in error
+        assert "(one problem)" in error
+
+
+def test_states_that_are_some_batches_old_need_equal_loaders(tmp_path):
+    whole = jobs.reads(0, 1, None, DOCUMENTS, 2, None, None)
+    place = str(tmp_path / "a")
+    got = jobs.reads(0, 1, place, DOCUMENTS, 2, 5, None, "packed", 3)
+    assert got + jobs.reads(0, 1, None, DOCUMENTS, 2, None, place, "packed", 3) == whole
+    error = jobs.reads(0, 1, None, DOCUMENTS, 1, None, place, "packed", 3)
+    assert "states are 2 batches old" in error
+    assert "snapshot_every_n_steps" in error
+
+
+def test_a_load_behind_iter_is_refused(tmp_path):
+    place = str(tmp_path / "a")
+    jobs.reads(0, 1, place, DOCUMENTS, 2, 2, None)
+    for wrapped in (lambda loader: sf.Sharded(loader, 0, 1), lambda loader: loader):
+        loader = jobs.loader_of(DOCUMENTS, 0, 1, 2)
+        sf.save(f"{place}-{wrapped(loader) is loader}", {"dataloader": wrapped(loader)})
+        place_of = f"{place}-{wrapped(loader) is loader}"
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(sf.Invalid, match=r"dataloader.*: its iterator was made before this .* before iter\(\)"):
+            sf.load(place_of, {"dataloader": wrapped(loader)})
+        del batches
+        sf.load(place_of, {"dataloader": wrapped(loader)})
+        assert len([*loader]) == len([*jobs.loader_of(DOCUMENTS, 0, 1, 2)])
+
+
+def test_a_loader_that_has_not_begun(tmp_path):
+    place = str(tmp_path / "a")
+    loader = jobs.loader_of(DOCUMENTS, 0, 1, 2)
+    sf.save(place, {"dataloader": sf.Sharded(loader, 0, 1)})
+    assert loader._iterator is None  # a save starts no workers
+    assert sorted(jobs.reads(0, 1, None, DOCUMENTS, 3, None, place)) == tokens_of(DOCUMENTS)
+
+
+def test_the_end_of_the_data_is_followed_by_a_new_pass(tmp_path):
+    place = str(tmp_path / "a")
+    jobs.reads(0, 1, place, DOCUMENTS, 2, None, None)
+    for workers in (2, 1):
+        assert sorted(jobs.reads(0, 1, None, DOCUMENTS, workers, None, place)) == tokens_of(DOCUMENTS), workers
+
+
+# A sampler's position
+
+
+def sampled(size, ranks, workers, batch, *, epoch=0, resume=None, batches=None, **named):
+    """Reads of each rank's loader so many batches; returns them in the order of the steps, and rank 0's state."""
+    loaders = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(size), ranks, rank, **named)
+        loader = StatefulDataLoader(
+            torch.arange(size),
+            batch_size=batch,
+            sampler=sampler,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
+        loaders.append(loader)
+    for loader in loaders:
+        if resume is not None:
+            sf.load(resume, {"dataloader": sf.Sharded(loader, 0, 1)})
+        loader.sampler.set_epoch(epoch)
+    its = [iter(loader) for loader in loaders]
+    got = []
+    while batches is None or batches > 0:
+        step = [next(it, None) for it in its]
+        if step[0] is None:
+            break
+        got += [row.tolist() for row in step]
+        batches = None if batches is None else batches - 1
+    return got, loaders[0]
+
+
+def test_the_sampler_is_pytorchs():
+    for size, ranks, shuffle, drop_last in itertools.product((1, 7, 12), (1, 3, 5), (True, False), (True, False)):
+        for rank, epoch in itertools.product(range(ranks), (0, 3)):
+            ours = DistributedSampler(range(size), ranks, rank, shuffle, 5, drop_last)
+            theirs = torch.utils.data.DistributedSampler(range(size), ranks, rank, shuffle, 5, drop_last)
+            ours.set_epoch(epoch)
+            theirs.set_epoch(epoch)
+            assert [*ours] == [*theirs]
+            assert len(ours) == len(theirs)
+
+
+def test_a_sampler_goes_on_under_other_ranks_workers_and_batches(tmp_path):
+    dice = random.Random(1)
+    for number in range(12):
+        size = dice.randint(50, 90)
+        whole = sorted(itertools.chain(*sampled(size, 1, 0, 5)[0]))
+        got, resume = [], None
+        for step in range(3):
+            ranks, workers, batch = dice.randint(1, 3), dice.choice([0, 0, 2]), dice.randint(1, 4)
+            read, loader = sampled(size, ranks, workers, batch, resume=resume, batches=dice.randint(1, 3))
+            got += itertools.chain(*read)
+            resume = str(tmp_path / f"{number}-{step}")
+            sf.save(resume, {"dataloader": sf.Sharded(loader, 0, 1)})
+        got += itertools.chain(*sampled(size, 1, 0, 5, resume=resume)[0])
+        assert sorted(got) == whole
+
+
+def test_a_sampler_at_an_epochs_end(tmp_path):
+    place = str(tmp_path / "a")
+    for workers, drop_last in itertools.product((0, 2), (True, False)):
+        read, loader = sampled(11, 3, workers, 2, drop_last=drop_last, batches=2)
+        assert len(read) == 6
+        sf.save(place, {"dataloader": sf.Sharded(loader, 0, 1)})
+        same = sampled(11, 3, workers, 2, drop_last=drop_last, resume=place)[0]
+        assert not same  # the epoch that was announced has ended
+        next_one = sampled(11, 3, workers, 2, drop_last=drop_last, resume=place, epoch=1)[0]
+        assert next_one == sampled(11, 3, workers, 2, drop_last=drop_last, epoch=1)[0]
+        sampler = DistributedSampler(range(11), 3, 0, drop_last=drop_last)
+        sampler.load_state_dict(loader.sampler.state_dict())
+        assert len([*sampler]) == len(sampler)  # without an announcement a new pass begins
+        shutil.rmtree(place)
+
+
+def test_a_sampler_of_another_order_is_refused(tmp_path, caplog):
+    place = str(tmp_path / "a")
+    sf.save(place, {"dataloader": sf.Sharded(sampled(30, 1, 0, 2, batches=3)[1], 0, 1)})
+    for named, problem in (
+        ({"seed": 2}, "seed is 0 in the checkpoint and 2 here"),
+        ({"shuffle": False}, "shuffle is True in the checkpoint and False here"),
+    ):
+        with pytest.raises(sf.Invalid, match=problem):
+            sampled(30, 1, 0, 2, resume=place, **named)
+    with pytest.raises(sf.Invalid, match="length is 30 in the checkpoint and 29 here"):
+        sampled(29, 1, 0, 2, resume=place)
+    with pytest.raises(sf.Invalid, match=r"saved with a shardfast\.data\.DistributedSampler, and this loader has none"):
+        sf.load(place, {"dataloader": sf.Sharded(StatefulDataLoader(torch.arange(30)), 0, 1)})
+    assert "is left out" not in caplog.text
+    sampled(30, 1, 0, 2, resume=place, epoch=4)
+    assert "of which 6 of 30 samples were read: the rest is left out" in caplog.text
+
+
+def test_a_plain_loader_with_the_sampler_goes_on(tmp_path):
+    place = str(tmp_path / "a")
+    whole = [*itertools.chain(*sampled(30, 1, 2, 2)[0])]
+    got, loader = sampled(30, 1, 2, 2, batches=4)
+    sf.save(place, {"dataloader": loader})
+    sampler = DistributedSampler(range(30), 1, 0)
+    again = StatefulDataLoader(torch.arange(30), batch_size=2, sampler=sampler, num_workers=2)
+    sf.load(place, {"dataloader": again})
+    assert [*itertools.chain(*got), *itertools.chain(*(row.tolist() for row in again))] == whole

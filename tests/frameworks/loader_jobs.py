@@ -9,6 +9,7 @@ from pathlib import Path
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from shardfast.data import Stream
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -128,6 +129,33 @@ def reads(rank, world, place, documents, workers, batches, resume, kind="packed"
         sf.save_async(place, state)
         time.sleep(kill_ms / 1000)
         os.kill(os.getpid(), signal.SIGKILL)
+    if place is not None:
+        sf.save(place, state)
+    return got
+
+
+def lines_of(shards):
+    for shard in shards:
+        for number in range(5 + 3 * (shard % 4)):
+            yield {"token": 1000 * shard + number}
+
+
+def streams(rank, world, place, workers, batches, resume, buffer):
+    """As :func:`reads`, of a stream of ``datasets`` with eleven shards."""
+    import datasets  # starts a thread, and ranks are forked from a process with one
+
+    dataset = datasets.IterableDataset.from_generator(lines_of, gen_kwargs={"shards": list(range(11))})
+    stream = Stream(dataset.map(lambda one: {"token": one["token"] + 7}), rank, world, buffer=buffer)
+    context = "fork" if workers else None
+    loader = StatefulDataLoader(stream, batch_size=2, num_workers=workers, multiprocessing_context=context)
+    state = {"dataloader": sf.Sharded(loader, rank, world)}
+    if resume is not None:
+        sf.load(resume, state)
+    got = []
+    for number, batch in enumerate(loader):
+        got += batch["token"].tolist()
+        if number + 1 == batches:
+            break
     if place is not None:
         sf.save(place, state)
     return got

@@ -6,11 +6,13 @@ import random
 import shutil
 from pathlib import Path
 
+import datasets
 import loader_jobs as jobs
 import pytest
 import shardfast as sf
 import torch
-from shardfast.data import DistributedSampler
+from datasets.distributed import split_dataset_by_node
+from shardfast.data import DistributedSampler, Stream
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 DOCUMENTS = [3, 9, 1, 14, 6, 2, 22, 5, 8, 4, 4, 17, 1, 30]
@@ -225,3 +227,38 @@ def test_a_plain_loader_with_the_sampler_goes_on(tmp_path):
     again = StatefulDataLoader(torch.arange(30), batch_size=2, sampler=sampler, num_workers=2)
     sf.load(place, {"dataloader": again})
     assert [*itertools.chain(*got), *itertools.chain(*(row.tolist() for row in again))] == whole
+
+
+# Streams of datasets
+
+TOKENS = sorted(one["token"] + 7 for one in jobs.lines_of(range(11)))
+
+
+@pytest.mark.parametrize("buffer", [0, 6])
+def test_a_stream_goes_on_under_other_ranks_and_workers(ranks, tmp_path, buffer):
+    got, resume = [], None
+    for number, (world, workers, batches) in enumerate(((2, 2, 3), (3, 1, 2), (1, 0, 4), (1, 2, 3))):
+        place = str(tmp_path / str(number))
+        got += itertools.chain(*ranks(world)(jobs.streams, place, workers, batches, resume, buffer))
+        resume = place
+    got += itertools.chain(*ranks(2)(jobs.streams, None, 0, None, resume, buffer))
+    assert sorted(got) == TOKENS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_as_if_never_stopped(tmp_path, workers):
+    whole = jobs.streams(0, 1, None, workers, None, None, 6)
+    got = jobs.streams(0, 1, str(tmp_path / "a"), workers, 7, None, 6)
+    got += jobs.streams(0, 1, None, workers, None, str(tmp_path / "a"), 6)
+    assert got == whole
+    assert whole != jobs.streams(0, 1, None, workers, None, None, 0)
+
+
+def test_streams_that_no_state_holds_are_refused():
+    stream = datasets.IterableDataset.from_generator(jobs.lines_of, gen_kwargs={"shards": [1, 2]})
+    with pytest.raises(sf.Invalid, match=r"shuffle\(\) keeps samples in a buffer that is in no state"):
+        Stream(stream.shuffle(seed=1).map(lambda one: one), 0, 1)
+    with pytest.raises(sf.Invalid, match="split_dataset_by_node"):
+        Stream(split_dataset_by_node(stream, 0, 2), 0, 1)
+    with pytest.raises(sf.Invalid, match=r"expected a datasets\.IterableDataset"):
+        Stream([1, 2], 0, 1)

@@ -136,11 +136,12 @@ class _Loader(Stateful):
             own, before, states = state[OWN], 0, []
             for number, count in enumerate(own["counts"]):
                 shared = state[REPLICATED]["dataset"] if own["shared"] is None else own["shared"][number]
-                states.append({REPLICATED: shared, UNITS: state[UNITS][before : before + count]})
+                states.append({REPLICATED: shared, UNITS: state[UNITS][before : before + count], **own["own"][number]})
                 before += count
             self.value.load_state_dict(_with(own[_OPAQUE], state[REPLICATED]["slot"], states))
         else:
-            self.value.load_state_dict(self._dealt(state[REPLICATED], state[UNITS]))
+            ended = state[REPLICATED]["finished"] and not state[UNITS]
+            self.value.load_state_dict({} if ended else self._dealt(state[REPLICATED], state[UNITS]))
 
     def _dealt(self, shared: dict[str, Any], every: list[Any]) -> dict[str, Any]:
         """A snapshot in which units are dealt out to the workers."""
@@ -228,6 +229,7 @@ def _by_units(snapshot: dict[str, Any], slot: str, states: Sequence[Any]) -> dic
             "workers": len(states) if has_workers else 0,
             "counts": [len(state[UNITS]) for state in states],
             "shared": None if agrees else shared,
+            "own": [{OWN: state[OWN]} if OWN in state else {} for state in states],
             _OPAQUE: _with(snapshot, slot, [None] * len(states)),
         },
     }

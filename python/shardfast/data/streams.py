@@ -1,0 +1,151 @@
+"""Streams of ``datasets`` by units: a shard with its position, and the samples of a shuffle buffer.
+
+Private names of datasets 4.7, the version tried: ``IterableDataset._ex_iterable`` with its ``ex_iterable``,
+``BufferShuffledExamplesIterable``, ``_distributed``. Inside of a worker its iteration would take that worker's shards
+only, so it begins as if there were no workers (``torch.utils.data._utils.worker._worker_info``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from ..errors import Invalid
+from ..units import OWN, REPLICATED, UNITS
+
+_SHARD_WEIGHT = 1 << 20  # beside a buffered sample's, so that pieces get as many shards
+
+
+class Stream(IterableDataset[Any]):
+    """Reads a stream of ``datasets``, each sample once, under changing numbers of data ranks and workers.
+
+    Its units are the stream's shards, each with its position, and the samples that wait in the shuffle buffer. Pass it
+    to torchdata's ``StatefulDataLoader``, and that, in a :class:`shardfast.Sharded`, to saves and loads. A piece reads
+    its shards one after the other.
+
+    Args:
+        dataset: A ``datasets.IterableDataset``, with ``map()``, ``filter()`` and so on; without ``shuffle()``, whose
+            buffer no state holds, and without ``split_dataset_by_node()``.
+        rank: This data rank.
+        ranks: Number of data ranks.
+        buffer: Number of samples from which the next one is drawn; 0 keeps the order of the shards.
+        seed: Of the draws, with the epoch.
+
+    Raises:
+        Invalid: ``dataset`` is another kind of object, or shuffles or splits by itself.
+    """
+
+    def __init__(self, dataset: Any, rank: int, ranks: int, *, buffer: int = 0, seed: int = 0) -> None:
+        for name in ("num_shards", "shard", "_ex_iterable", "state_dict"):
+            if not hasattr(dataset, name):
+                raise Invalid(f"Stream({type(dataset).__name__}): expected a datasets.IterableDataset")
+        if dataset._distributed is not None:
+            raise Invalid("Stream(dataset): it was split by split_dataset_by_node(), and a Stream deals out all shards")
+        inner = dataset._ex_iterable
+        while inner is not None:
+            if "BufferShuffled" in type(inner).__name__:
+                raise Invalid(
+                    "Stream(dataset): its shuffle() keeps samples in a buffer that is in no state: leave it out, and "
+                    "pass buffer= and seed= to Stream"
+                )
+            inner = getattr(inner, "ex_iterable", None)
+        if not 0 <= rank < ranks:
+            raise Invalid(f"Stream(rank={rank!r}, ranks={ranks!r}): expected one of the data ranks")
+        self._dataset, self._rank, self._ranks = dataset, rank, ranks
+        self._buffer, self._seed, self._epoch = buffer, seed, 0
+        self._units: list[dict[str, Any]] | None = None
+        self._waiting: list[Any] = []
+        self._open: Any = None
+        self._random: random.Random | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own."""
+        if self._units is None:
+            self._epoch = epoch
+
+    def _left(self) -> list[dict[str, Any]]:
+        """The shards that this piece has to read; at a fresh start every so-manieth one."""
+        if self._units is None:
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+            mine = range(self._rank * workers + worker, self._dataset.num_shards, self._ranks * workers)
+            self._units = [{"id": number, "at": None, "weight": _SHARD_WEIGHT} for number in mine]
+        return self._units
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples that are left; after the last one, the next pass has all again."""
+        left = self._left()
+        if self._random is None:
+            self._random = random.Random(f"{self._seed} {self._epoch} {[unit['id'] for unit in left]}")
+        samples = self._samples(left)
+        while True:
+            for sample in samples:
+                self._waiting.append(sample)
+                if len(self._waiting) > self._buffer:
+                    break
+            if not self._waiting:
+                break
+            # Removed before it is given out: a state has what is left.
+            number = self._random.randrange(len(self._waiting))
+            self._waiting[number], self._waiting[-1] = self._waiting[-1], self._waiting[number]
+            yield self._waiting.pop()
+        if get_worker_info() is None:  # workers are made anew for each pass, from the dataset of the main process
+            self._units = self._random = None
+
+    def _samples(self, left: list[dict[str, Any]]) -> Iterator[Any]:
+        while left:
+            self._open = self._dataset.shard(num_shards=self._dataset.num_shards, index=left[0]["id"])
+            if left[0]["at"] is not None:
+                self._open.load_state_dict(left[0]["at"])
+            samples = iter(self._open)
+            while True:
+                try:
+                    sample = _next_alone(samples)
+                except StopIteration:
+                    break
+                left[0]["at"] = True  # its position is that of the open one
+                yield sample
+            self._open = None
+            del left[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shards with their positions, and the samples that wait."""
+        units = [dict(unit) for unit in self._left()]
+        if units and units[0]["at"] is not None and self._open is not None:
+            units[0]["at"] = self._open.state_dict()
+        waiting = [{"sample": sample} for sample in self._waiting]
+        own = {"random": None if self._random is None else self._random.getstate()}
+        shared = {"epoch": self._epoch, "shards": self._dataset.num_shards}
+        return {REPLICATED: shared, UNITS: [*units, *waiting], OWN: own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with these shards and samples.
+
+        Raises:
+            Invalid: The stream has another number of shards.
+        """
+        shards = state[REPLICATED]["shards"]
+        if shards != self._dataset.num_shards:
+            raise Invalid(f"the stream had {shards} shards when it was saved, and has {self._dataset.num_shards} here")
+        self._epoch = state[REPLICATED]["epoch"]
+        self._units = [dict(unit) for unit in state[UNITS] if "sample" not in unit]
+        self._waiting = [unit["sample"] for unit in state[UNITS] if "sample" in unit]
+        self._open = None
+        drawn = state.get(OWN)
+        self._random = None
+        if drawn is not None and drawn["random"] is not None:
+            self._random = random.Random()
+            self._random.setstate(drawn["random"])
+
+
+def _next_alone(samples: Iterator[Any]) -> Any:
+    """The next sample, read as if this process were no worker."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        return next(samples)
+    finally:
+        torch_worker._worker_info = info

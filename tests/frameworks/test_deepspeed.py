@@ -7,7 +7,7 @@ import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from deepspeed_jobs import Job, build, differences, said, step
+from deepspeed_jobs import Job, build, deepspeed, differences, said, step
 
 
 def state_of(engine):
@@ -44,6 +44,8 @@ def check(ranks, place, saved, loaded, worlds=(2, 2)):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("saved", "loaded"), itertools.product(range(4), range(4)))
 def test_each_stage_loads_into_each(ranks, tmp_path, saved, loaded, dtype):
+    if deepspeed.__version__.startswith("0.17.") and (saved, loaded, dtype) == (0, 0, "bf16"):
+        pytest.skip("its stage 0 in bf16 never sets gradients to zero: each step adds to those of the steps before")
     check(ranks, str(tmp_path / "a"), Job(saved, dtype), Job(loaded, dtype))
 
 
@@ -71,6 +73,7 @@ def test_kinds_of_engines(ranks, tmp_path, kind, saved, loaded):
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(Job(3, hpz=2), Job(3, hpz=2)), (Job(3, hpz=2), Job(1)), (Job(2), Job(3, hpz=2))]
 )
+@pytest.mark.skipif(deepspeed.__version__ < "0.18", reason="initialize() with hpZ ends a rank on the CPU")
 def test_second_copies_on_a_node_are_no_leaves(ranks, tmp_path, saved, loaded):
     check(ranks, str(tmp_path / "a"), saved, loaded, (4, 4))
 

@@ -1,7 +1,7 @@
 """A data loader that is stopped at any step and goes on under other numbers of processes and workers: each byte once.
 
-Several sources are packed into windows of bytes. The last of these commands goes on where the first was stopped, even by
-``kill -9`` in a save, and counts what both have read::
+Several sources are packed into windows of bytes. The last of these commands goes on where the first was stopped, even
+by ``kill -9`` in a save, and counts what both have read::
 
     torchrun --nproc-per-node 2 examples/loader.py runs/loader --workers 2 --steps 40
     torchrun --nproc-per-node 3 examples/loader.py runs/loader --workers 1

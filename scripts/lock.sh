@@ -21,9 +21,7 @@ trap 'rm -f "$others" "$ours"' EXIT
 grep -E '^(python-dateutil|tzdata)==' requirements/dev.txt >"$ours"
 lock bench --constraint requirements/dev.txt --override "$ours" "$@"
 lock megatron --constraint requirements/dev.txt "$@"
-# datasets asks for an older one of this.
-grep -vE '^fsspec==' requirements/dev.txt >"$others"
-lock frameworks --constraint "$others" --excludes requirements/frameworks.excludes "$@"
+lock frameworks --constraint requirements/dev.txt --excludes requirements/frameworks.excludes "$@"
 # What comes with torch is of the version that this torch asks for.
 grep -vE '^(torch|triton)==' requirements/dev.txt >"$others"
 lock oldest --constraint "$others" "$@"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from .catalog import SavedObject
+from .catalog import SavedLeaf, SavedObject, SavedTensor
 from .errors import Invalid
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -23,6 +25,26 @@ _REMEDIES = {
         "modulo the number of saving ranks"
     ),
 }
+
+
+class Copied(Protocol):
+    """A value to load, of which ranks may have saved different ones."""
+
+    @property
+    def leaf(self) -> SavedObject:
+        """It, as saved."""
+
+    @property
+    def name(self) -> str:
+        """Its name here."""
+
+    @property
+    def copies(self) -> list[int]:
+        """The numbers of the copies to take."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether it is made of all of them."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +79,25 @@ class Options:
 
     def copy_for(self, leaf: SavedObject, rank: int, world: int, saved_world: int) -> int | None:
         """The copy of a value that a rank takes: its own, or by the user's choice when there is none."""
-        own = _copy_of(leaf, rank) if world == saved_world else None
+        own = copy_of_rank(leaf, rank) if world == saved_world else None
         if own is not None or self.per_rank == "error":
             return own
-        return _copy_of(leaf, rank % saved_world if self.per_rank == "index" else 0)
+        return copy_of_rank(leaf, rank % saved_world if self.per_rank == "index" else 0)
+
+    def asked(self, values: Iterable[Copied], moved: str) -> list[str]:
+        """Has each value of ranks that have moved be that of rank 0, if the user says so.
+
+        Returns:
+            The problems, if the user says nothing.
+        """
+        problems = []
+        for value in values if moved else ():
+            count = 1 if value.merges else len(value.leaf.copies)
+            if count > 1 and self.per_rank == "error":
+                problems.append(f"per rank: {value.name} has {count} different values, and the ranks moved: {moved}")
+            elif count > 1 and self.per_rank == "rank0":
+                value.copies[:] = [copy_of_rank(value.leaf, 0) or 0]
+        return problems
 
     def ranked(self, leaf: SavedObject, first: int | None) -> tuple[list[int], int]:
         """All copies of a value that merges: ``first``, which :meth:`copy_for` gives, then by their lowest ranks.
@@ -72,7 +109,41 @@ class Options:
         return order, len(order) if self.per_rank != "error" else int(first is not None)
 
 
-def _copy_of(leaf: SavedObject, rank: int) -> int | None:
+_MESH = re.compile(r"mesh\((.*?)\) \[")
+
+
+def moved(saved: Iterable[SavedLeaf], here: Collection[str]) -> str:
+    """Says how the meshes of ranks differ by the layouts of a checkpoint's tensors and of those here; empty if they
+    do not.
+
+    A number of a rank means another place then: that of a rank of tensor parallelism, say, in place of a data rank's.
+    Ranks in one row are that without a mesh, too, and whatever the axis is called where it has no name.
+    """
+    if not here:  # no tensor is loaded
+        return ""
+    was = [leaf.layout for leaf in saved if isinstance(leaf, SavedTensor)]
+    meshes = [sorted({axes for layout in layouts if (axes := _axes(layout))}) for layouts in (was, here)]
+    if meshes[0] == meshes[1]:
+        return ""
+    is_row = all(len(axes) == 1 for axes in (*meshes[0], *meshes[1]))
+    names = [{name for ((name, _),) in of if name} for of in meshes] if is_row else []
+    if is_row and (names[0] == names[1] or not all(names)):
+        return ""
+    before, now = (
+        " and ".join(", ".join(f"{name}={size}".lstrip("=") for name, size in one) for one in of) for of in meshes
+    )
+    return f"a mesh of {before or 'no axes'} in the checkpoint, of {now or 'no axes'} here"
+
+
+def _axes(layout: str) -> tuple[tuple[str, str], ...]:
+    """The axes of a layout's mesh that have several ranks, each with its name, or an empty one."""
+    found = _MESH.match(layout)
+    axes = [axis.rpartition("=")[::2] for axis in found[1].split(", ")] if found is not None else []
+    return tuple((name, size.rstrip(",")) for name, size in axes if size.rstrip(",") not in ("1", ""))
+
+
+def copy_of_rank(leaf: SavedObject, rank: int) -> int | None:
+    """The copy that a rank saved."""
     for index, (ranks, _) in enumerate(leaf.copies):
         if any(start <= rank < stop for start, stop in ranks):
             return index

@@ -25,7 +25,7 @@ from .catalog import (
 )
 from .errors import Corrupt, Error, Invalid
 from .giving import given, installed
-from .load_plan import LoadPlan, Options, by_ranks
+from .load_plan import LoadPlan, Options, by_ranks, moved
 from .masters import EXACT, Masters
 from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
@@ -125,6 +125,7 @@ class Matching:
         self._install: list[Callable[[], None]] = []
         self._install_last: list[Callable[[], None]] = []
         self._made: list[Made] = []
+        self._texts = set[str]()  # how tensors are laid out here
         self._owners: list[object] = []
         # Optimizers last: their state may be what stands elsewhere.
         for entry in sorted(walked.entries, key=lambda entry: isinstance(entry, BundleEntry) and bool(entry.owned)):
@@ -139,6 +140,7 @@ class Matching:
             else:
                 self._bundle(entry)
         self._apart()
+        self.plan.problems += options.asked(self._values, moved(saved, self._texts) if world == saved_world else "")
         for pattern in options.only:
             chosen = Options(only=(pattern,), exact=options.exact)
             if not any(chosen.selects(f"{key}/{name}") for key, name in self._ours):
@@ -267,6 +269,7 @@ class Matching:
         if chosen.note and chosen.note not in self.plan.masters:
             self.plan.masters.append(chosen.note)
         layout = destination.layout
+        self._texts.add(layout.text)
         if layout.shape != saved.shape and not differ_by_padding(saved.shape, saved.layout, layout.shape, layout.text):
             problem = f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(layout.shape)} here"
             self.plan.problems.append(problem + other_padding(saved.layout, layout.text))

@@ -1,12 +1,17 @@
 """Tests with packages that only the environment of scripts/frameworks.sh has; elsewhere there is nothing to collect."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+# datasets, which trainers import, would start a thread for its memory; ranks are forked from a process with one.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 PACKAGES = (
     "accelerate",
     "bitsandbytes",
+    "datasets",
     "deepspeed",
     "flashoptim",
     "lightning",

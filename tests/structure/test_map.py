@@ -12,8 +12,12 @@ FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "accelerate", "transfor
 
 # Frameworks that are built on others, whose adapters use those of these.
 BUILT_ON = {
-    framework: ("torch",)
-    for framework in ("megatron", "deepspeed", "accelerate", "transformers", "lightning", "torchtitan")
+    "megatron": ("torch",),
+    "deepspeed": ("torch",),
+    "accelerate": ("torch", "torchdata"),
+    "transformers": ("torch", "torchdata", "accelerate", "peft"),
+    "lightning": ("torch", "torchdata"),
+    "torchtitan": ("torch", "torchdata"),
 }
 INTEGRATION_LINES_MAX = 200
 SHARED = ("directories", "places", "trackers")  # what the integrations of all frameworks share

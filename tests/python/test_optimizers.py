@@ -137,3 +137,18 @@ def unequal(model, wrapped):
 @pytest.mark.skipif(not HAS_MUON, reason=f"torch {torch.__version__} has no Muon")
 def test_muon_and_fsdp1(ranks, tmp_path):
     ranks(2)(check_muon_under_fsdp1, f"{tmp_path}")
+
+
+def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path):
+    def made(lr):
+        model = torch.nn.Linear(2, 2)
+        groups = [{"params": list(model.parameters()), "lr": lr}, {"params": [], "lr": 2 * lr, "weight_decay": lr}]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+    sf.save(tmp_path / "a", made(0.1))
+    state = made(0.5)
+    sf.load(tmp_path / "a", state)
+    assert [(group["lr"], group["weight_decay"]) for group in state["optimizer"].param_groups] == [
+        (0.1, 0.01),
+        (0.2, 0.1),
+    ]

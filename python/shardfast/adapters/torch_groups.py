@@ -76,6 +76,21 @@ def saved_by_parameter(copies: Any, decisive: int, parameter: Callable[[str], st
     return found
 
 
+def empty_as_saved(copies: Any, groups: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The groups without parameters, each with the hyper-parameters of the one that was saved in its place.
+
+    No name tells which one that is: it has the same number among as many, and no parameters either.
+    """
+    first = copies[0] if len(copies) else []
+    if not isinstance(first, list) or len(first) != len(groups):
+        return []
+    return [
+        (group, hyperparameters(said))
+        for group, said in zip(groups, first, strict=True)
+        if not group["params"] and not said["params"] and hyperparameter_names(group) == hyperparameter_names(said)
+    ]
+
+
 def _named(copy: Any, parameter: Callable[[str], str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameters of a rank's saved groups, by their present names, each with its group."""
     for group in copy if isinstance(copy, list) else [copy]:

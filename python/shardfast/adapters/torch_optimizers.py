@@ -15,6 +15,7 @@ from . import torch_accounts as accounts
 from .torch_accounts import class_of
 from .torch_capture import Place, announce_steps, announces_steps, is_dtensor, outline_of_optimizers
 from .torch_groups import (
+    empty_as_saved,
     equal,
     expect_same,
     groups_value,
@@ -404,6 +405,7 @@ class Optimizers:
         groups = self._restored_groups(
             {fqn: of for fqn, of in saved.items() if fqn not in foreign}, strict and bool(saved)
         )
+        groups += empty_as_saved(copies, self._groups)
         entries: dict[str, object] = {}
         unexpected = []
         for name, value in {**created, **values}.items():

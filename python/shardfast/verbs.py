@@ -269,7 +269,8 @@ def load(
             one to the other. A renamed parameter is renamed in optimizers, too.
         cast: Convert tensors whose dtype differs.
         only: Load a part: patterns of keys (``"model"``) or of leaves (``"model/layers.*"``), of names in the state.
-        per_rank: What to do if values differ by rank and the number of ranks has changed. ``"error"`` raises.
+        per_rank: What to do if values differ by rank and the number of ranks or their mesh has changed. ``"error"``
+            raises.
             ``"rank0"`` gives every rank what rank 0 saved. ``"index"`` gives rank *i* what rank *i* modulo the number
             of saving ranks saved.
         pickle: Load pickles, which can run any code.

@@ -545,6 +545,7 @@ def test_a_place_that_is_saved_to_again_is_not_removed(tmp_path, monkeypatch):
     one = run(tmp_path, max_epochs=1)
     a, b = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     one.save_checkpoint(a)
+    one.strategy.on_train_end()
     held.waits = threading.Event()
     one.save_checkpoint(b)
     one.strategy.remove_checkpoint(a)

@@ -119,6 +119,9 @@ class Stop(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == self.step:
             if self.kills:
+                last, deadline = Path(trainer.default_root_dir) / "kept" / "last.ckpt", time.monotonic() + 60
+                while not last.exists() and time.monotonic() < deadline:  # there once an earlier one is durable
+                    time.sleep(0.01)
                 trainer.save_checkpoint(f"{trainer.default_root_dir}/kept/killed.ckpt")
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.should_stop = True
@@ -393,6 +396,14 @@ def test_names_are_counted_up_while_saves_are_in_flight(tmp_path):
     keeper = saver(tmp_path, monitor="loss", save_top_k=-1, filename="same", save_last=False)
     run(tmp_path, keeper, max_epochs=1)
     assert names(tmp_path / "kept") == sorted(["same.ckpt", *(f"same-v{number}.ckpt" for number in range(1, 6))])
+
+
+def test_a_name_without_versions_is_replaced(tmp_path):
+    keeper = saver(tmp_path, save_top_k=1, filename="same", save_last=False, enable_version_counter=False)
+    run(tmp_path, keeper, max_epochs=2)
+    assert names(tmp_path / "kept") == ["same.ckpt"]
+    with sf.mapped(tmp_path / "kept" / "same.ckpt" / "shardfast") as checkpoint:
+        assert checkpoint.value("lightning/global_step") == 24
 
 
 def test_weights_alone(tmp_path):

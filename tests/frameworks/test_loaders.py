@@ -129,7 +129,7 @@ def test_the_end_of_the_data_is_followed_by_a_new_pass(tmp_path):
 # A sampler's position
 
 
-def sampled(size, ranks, workers, batch, *, epoch=0, resume=None, batches=None, **named):
+def sampled(size, ranks, workers, batch, *, epoch=0, resume=None, batches=None, every=1, **named):
     """Reads of each rank's loader so many batches; returns them in the order of the steps, and rank 0's state."""
     loaders = []
     for rank in range(ranks):
@@ -140,6 +140,7 @@ def sampled(size, ranks, workers, batch, *, epoch=0, resume=None, batches=None, 
             sampler=sampler,
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
+            snapshot_every_n_steps=every,
         )
         loaders.append(loader)
     for loader in loaders:
@@ -182,6 +183,14 @@ def test_a_sampler_goes_on_under_other_ranks_workers_and_batches(tmp_path):
             sf.save(resume, {"dataloader": sf.Sharded(loader, 0, 1)})
         got += itertools.chain(*sampled(size, 1, 0, 5, resume=resume)[0])
         assert sorted(got) == whole
+
+
+def test_a_sampler_counts_batches_behind_the_last_snapshot(tmp_path):
+    place = str(tmp_path / "a")
+    read, loader = sampled(60, 2, 2, 3, batches=5, every=3)
+    sf.save(place, {"dataloader": sf.Sharded(loader, 0, 1)})
+    rest = sampled(60, 3, 1, 2, resume=place)[0]
+    assert sorted(itertools.chain(*read, *rest)) == list(range(60))
 
 
 def test_a_sampler_at_an_epochs_end(tmp_path):

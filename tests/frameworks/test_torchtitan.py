@@ -1,7 +1,7 @@
 """torchtitan's own ``Trainer`` with ``Shardfast`` as its checkpoint manager, and the manager alone.
 
-The trainer wants CUDA. On a CPU it runs in a process that is told before the import that there is no other device, that
-gets the functions of one that the metrics ask for, sums instead of averages, and a barrier that names no device.
+torchtitan's trainer asks for CUDA. To run it on a CPU, a test's process hides other devices before the import. It then
+replaces what torchtitan calls of a device: memory figures for metrics, averages (by sums), barriers that name a device.
 """
 
 import collections

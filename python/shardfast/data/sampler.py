@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedSampler``, with a position: the consumed part of an epoch's order, whoever reads the rest."""
+"""A ``DistributedSampler`` whose state is how many samples of the epoch all data ranks together have consumed."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 # requirements/NAME.txt. To be sourced from the root of the checkout.
 set -euo pipefail
 
+unset PYTHONDONTWRITEBYTECODE # with it each process compiles what it imports again: PyTorch alone for seconds
+
 digest() { sha256sum | cut -d' ' -f1; }
 
 # here: what a stamp holds beside a digest. An environment names its own place; a copy of one would run the other's.

@@ -43,6 +43,9 @@ GRACE_S = 3.0
 
 PR_SET_PDEATHSIG = 1
 
+# With it each process compiles what it imports again: PyTorch alone for seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 class Step(NamedTuple):
     """A command, run from the root of the checkout."""

@@ -6,20 +6,23 @@ all pieces, whose large tensors lie apart, then those tensors that this rank's u
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from . import _native, units
 from ._native import Tagged
-from .catalog import Adapter, Refused, SavedLeaf, SavedObject, SavedTensor
+from .catalog import Adapter, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .errors import Corrupt, Error, Invalid
 from .load_plan import Options
 from .state import PIECE, Entry, ShardedEntry, ValueEntry, Walked
 from .units import REPLICATED, UNITS
-from .values import Raising, decode, raise_value, reason
+from .values import Lowering, Raising, capture, decode, raise_value, reason
 from .wants import Want
+
+Alone = Callable[[Callable[[], Any]], Any]
 
 
 class Made(NamedTuple):
@@ -59,6 +62,7 @@ class _Dealt:
         below: The numbers of the tensors inside of them.
         lowered: The saved values, lowered.
         shares: What it gets of their units, in order; ``None`` for all of them, as ``reshard`` takes them.
+        split: A line for each unit that was split here: its name, its number and a digest of all of its parts.
     """
 
     entry: ShardedEntry
@@ -66,6 +70,7 @@ class _Dealt:
     below: list[int]
     lowered: list[Any] = field(default_factory=list)
     shares: list[units.Share] | None = None
+    split: list[str] = field(default_factory=list)
 
     @property
     def full(self) -> str:
@@ -78,16 +83,21 @@ class _Dealt:
         every = [unit for state in self.lowered for unit in state[UNITS]]
         return {REPLICATED: self.lowered[0][REPLICATED], UNITS: [every[share.unit] for share in self.shares]}
 
-    def made(self, value: Any) -> object:
+    def made(self, value: Any, adapters: Sequence[Adapter]) -> object:
         """The piece's state, from what :meth:`wanted` became."""
         sharded, place = self.entry.sharded, self.entry.place
+
+        def note(unit: int, parts: list[object]) -> None:
+            digest = hashlib.sha256(capture(parts, Lowering(place, adapters, pickle=True)).encoded()).hexdigest()
+            self.split.append(f"{self.full}\n{unit}\n{digest}")
+
         try:
             if self.shares is None:
                 states = sharded.reshard(value, sharded.count)  # type: ignore[misc]
                 if len(states) != sharded.count:
                     raise Refused(f"reshard() made {len(states)} states, expected {sharded.count}, one for each piece")
                 return states[sharded.index]
-            found = units.taken(self.shares, value[UNITS], self.entry.split)
+            found = units.taken(self.shares, value[UNITS], self.entry.split, note)
         except Refused as refused:
             raise Invalid(f"{place}: {refused}") from refused
         except (Error, MemoryError):
@@ -160,10 +170,12 @@ def load(
     options: Options,
     timeout_s: float,
     dry: bool,
+    alone: Alone,
 ) -> tuple[Walked, Pieces]:
     """The state with its own pieces under their saved names, and those that are made of others.
 
-    Every rank of the session calls it if :func:`pieces_of` finds some. With ``dry`` nothing is read.
+    Every rank of the session calls it if :func:`pieces_of` finds some. With ``dry`` nothing is read. ``alone`` calls a
+    function in which no rank waits for another; its failure fails all ranks.
     """
     known = pieces_of(saved)
     entries = [one for one in walked.entries if isinstance(one, ShardedEntry)]
@@ -183,7 +195,7 @@ def load(
     if dry or found.problems:
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
     else:
-        _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options)
+        found.made = _deal(checkpoint, dealt, walked.adapters, saved, found.problems, timeout_s, options, alone)
     return Walked(kept, walked.adapters), found
 
 
@@ -223,39 +235,70 @@ def _deal(
     dealt: Sequence[_Dealt],
     adapters: Sequence[Adapter],
     saved: Sequence[SavedLeaf],
-    found: Pieces,
+    problems: list[str],
     timeout_s: float,
     options: Options,
-) -> None:
-    wanted = [(piece.index, 0) for one in dealt for piece in one.pieces]
-    encoded, _ = checkpoint.load([], wanted, timeout_s, {}, "auto")
-    values = iter(encoded)
-    for one in dealt:
-        one.lowered = [decode(next(values), f"{one.full}{PIECE}{number}") for number, _ in enumerate(one.pieces)]
-        problem = one.deal()
-        if problem:
-            found.problems.append(problem)
-    by_name = {(leaf.key, leaf.name): leaf for leaf in saved}
+    alone: Alone,
+) -> list[Made]:
+    """What this rank gets of pieces that were saved as others; adds what prevents it to ``problems``."""
     tensors: dict[tuple[str, str], Any] = {}
-    wants: list[Want] = []
-    for one in dealt if not found.problems else ():
+
+    def bind() -> list[Any]:
+        values = iter(encoded)
+        for one in dealt:
+            one.lowered = [decode(next(values), f"{one.full}{PIECE}{number}") for number, _ in enumerate(one.pieces)]
+            problem = one.deal()
+            if problem:
+                problems.append(problem)
+        wants = [] if problems else _wants(dealt, adapters[0], saved, tensors)
+        bound = []
+        for want in wants:
+            target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
+            bound += [native for native, _ in want.bound(target)]
+        return bound
+
+    def make() -> list[Made]:
+        made = []
+        for one in dealt:
+            how = Raising(one.entry.place, adapters, lambda key, name: tensors[key, name], pickle=options.pickle)
+            value = one.made(raise_value(one.wanted(), how), adapters) if not problems else None
+            made.append(Made(one.entry, _leaves(one), value))
+        return made
+
+    encoded, _ = checkpoint.load([], [(piece.index, 0) for one in dealt for piece in one.pieces], timeout_s, {}, "auto")
+    checkpoint.load(alone(bind), [], timeout_s, {}, "auto")
+    made: list[Made] = alone(make)
+    _, told = checkpoint.agree([], [line for one in dealt for line in one.split], timeout_s)
+    digests: dict[tuple[str, str], str] = {}
+    for _, line in told:
+        name, unit, digest = line.rsplit("\n", 2)
+        if digests.setdefault((name, unit), digest) != digest:
+            problems.append(
+                f"pieces: {name}: split() made other parts of unit {unit} on another rank: let the parts depend on the "
+                "unit and their number alone"
+            )
+    return made
+
+
+def _wants(
+    dealt: Sequence[_Dealt], adapter: Adapter, saved: Sequence[SavedLeaf], tensors: dict[tuple[str, str], Any]
+) -> list[Want]:
+    """The tensors of this rank's units. Those that several names mean are one, which ``tensors`` has by each name."""
+    by_name = {(leaf.key, leaf.name): leaf for leaf in saved}
+    wants: dict[int, Want] = {}
+    for one in dealt:
         for name in _referred(one.wanted()):
             leaf = by_name.get(name)
+            if isinstance(leaf, SavedAlias):
+                leaf = by_name.get((leaf.of_key, leaf.of_name))
             if not isinstance(leaf, SavedTensor):
                 raise Corrupt(f"{one.full}: it refers to the tensor {'/'.join(name)}, which the checkpoint lacks")
-            if name not in tensors:
-                tensors[name] = adapters[0].allocate(leaf.dtype, leaf.shape)
-                destination = adapters[0].destination(tensors[name], leaf.dtype)
-                wants.append(Want(leaf, adapters[0], tensors[name], destination, "/".join(name)))
-    bound = []
-    for want in wants:
-        target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
-        bound += [native for native, _ in want.bound(target)]
-    checkpoint.load(bound, [], timeout_s, {}, "auto")
-    for one in dealt:
-        how = Raising(one.entry.place, adapters, lambda key, name: tensors[key, name], pickle=options.pickle)
-        value = one.made(raise_value(one.wanted(), how)) if not found.problems else None
-        found.made.append(Made(one.entry, _leaves(one), value))
+            if leaf.index not in wants:
+                tensor = adapter.allocate(leaf.dtype, leaf.shape)
+                destination = adapter.destination(tensor, leaf.dtype)
+                wants[leaf.index] = Want(leaf, adapter, tensor, destination, "/".join(name))
+            tensors[name] = wants[leaf.index].tensor
+    return list(wants.values())
 
 
 def _referred(lowered: Any) -> Iterator[tuple[str, str]]:

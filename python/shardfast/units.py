@@ -40,7 +40,7 @@ def has_units(state: object) -> bool:
     """
     if not isinstance(state, Mapping) or UNITS not in state:
         return False
-    if set(state) - {OWN} != _KEYS or not isinstance(state[UNITS], (list, tuple)):
+    if set(state) - {OWN} != _KEYS or not isinstance(state[UNITS], list):
         others = sorted(map(str, set(state) - _KEYS))
         found = f"{type(state[UNITS]).__name__} as units, and {others or 'no other key'}"
         raise Refused(f'a state with "units": expected {{"replicated": …, "units": [...]}}, found a {found}')
@@ -83,13 +83,13 @@ def expect_apart(ids: Sequence[object]) -> None:
     Raises:
         Refused: Naming the first that is there twice.
     """
-    seen = set[str]()
-    for one in map(repr, ids):  # an id is any value, which may have no hash
+    seen: dict[str, int] = {}
+    for number, one in enumerate(map(repr, ids)):  # an id is any value, which may have no hash
         if one == "None":
             continue
-        if one in seen:
-            raise Refused(f"two units have the id {one}: each sample would come twice")
-        seen.add(one)
+        other = seen.setdefault(one, number)
+        if other != number:
+            raise Refused(f"units {other} and {number} have one id, {one}: each sample would come twice")
 
 
 def dealt(weights: Sequence[int], count: int, *, splits: bool) -> list[list[Share]]:
@@ -154,9 +154,18 @@ def split(unit: object, parts: int, by: Callable[[Any, int], Sequence[Any]]) -> 
 
 
 def taken(
-    shares: Sequence[Share], given: Sequence[object], by: Callable[[Any, int], Sequence[Any]] | None
+    shares: Sequence[Share],
+    given: Sequence[object],
+    by: Callable[[Any, int], Sequence[Any]] | None,
+    note: Callable[[int, list[object]], None] = lambda unit, parts: None,
 ) -> list[object]:
     """The units of a piece: those ``given`` for its shares, or the parts of them that it gets.
+
+    Args:
+        shares: What it gets.
+        given: By share the unit.
+        by: Splits a unit.
+        note: Called with the number of a unit that was split, and all of its parts.
 
     Raises:
         Refused: As :func:`split`.
@@ -166,5 +175,7 @@ def taken(
         if share.parts == 1 or by is None:
             found.append(unit)
         else:
-            found += split(unit, share.parts, by)[share.part : share.part + 1]
+            parts = split(unit, share.parts, by)
+            note(share.unit, parts)
+            found += parts[share.part : share.part + 1]
     return found

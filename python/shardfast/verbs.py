@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from .nesting import call
 from .session import TIMEOUT_S, current
 from .sharded import Pieces, pieces_of, selecting
 from .sharded import load as load_pieces
-from .state import Walked, walk
+from .state import walk
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")
@@ -399,11 +400,8 @@ def _matched(
     in_use = expect_none_in_use(walked.entries, options.selects)
     if pieces_of(saved):
         options = selecting(options, saved)
-
-        def read() -> tuple[Walked, Pieces]:
-            return load_pieces(checkpoint, walked, saved, options, timeout_s, dry)
-
-        walked, of_pieces = prepared(session, read, timeout_s)
+        alone = functools.partial(prepared, session, timeout_s=timeout_s)
+        walked, of_pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
 
     def prepare() -> Matching:
         return Matching(

@@ -140,6 +140,12 @@ def lines_of(shards):
             yield {"token": 1000 * shard + number}
 
 
+def numbers_of(sizes):
+    for size in sizes:
+        for number in range(size):
+            yield {"x": number}
+
+
 def streams(rank, world, place, workers, batches, resume, buffer):
     """As :func:`reads`, of a stream of ``datasets`` with eleven shards."""
     import datasets  # starts a thread, and ranks are forked from a process with one

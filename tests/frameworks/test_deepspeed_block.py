@@ -14,6 +14,7 @@ import shardfast.integrations.deepspeed  # what is tested
 import torch
 import torch.distributed as dist
 from deepspeed_jobs import Job, build, differences, said, step
+from shardfast.integrations.trackers import FileTracker
 
 BLOCK = {"shardfast": {}}
 
@@ -391,3 +392,15 @@ def test_a_tag_that_is_saved_again_is_there_until_the_new_one_is_durable(ranks, 
     assert not (tmp_path / "one" / "COMMIT").exists()
     ((_, latest, steps),) = ranks(1)(goes_on, str(tmp_path))
     assert (latest, steps) == ("one", 1)
+
+
+def test_a_latest_that_cannot_be_read_is_named(tmp_path):
+    tracker = FileTracker(str(tmp_path), "latest")
+    assert tracker.read() is None
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(sf.Invalid, match="latest: expected a text file that names the newest checkpoint"):
+        tracker.read()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(sf.Invalid, match=r"Is a directory.*: move it away"):
+        tracker.read()

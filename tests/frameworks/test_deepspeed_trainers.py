@@ -1,16 +1,20 @@
 """transformers' Trainer, accelerate and Lightning with DeepSpeed, which saves by the block in its configuration."""
 
 import os
+import shutil
+import signal
 
 import accelerate
 import lightning
 import pytest
-import shardfast.integrations.deepspeed  # noqa: F401  # what is tested
+import shardfast as sf
 import torch
 import transformers
 from deepspeed_jobs import Job, differences, said
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from shardfast.integrations.deepspeed import newest
+from transformers import Trainer  # here, as `transformers` imports it when it is asked for: once for all ranks
 
 LENGTH = 12
 
@@ -18,6 +22,19 @@ LENGTH = 12
 def prepare(rank, world):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+def die_in_save(number):
+    """Kills this process in its save ``number``, counted from one, which other ranks have begun or will begin."""
+    original, left = sf.save_async, [number]
+
+    def save_async(*args, **named):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **named)
+
+    sf.save_async = save_async
 
 
 def config(stage, **block):
@@ -63,7 +80,7 @@ class Stop(transformers.TrainerCallback):
 
 
 def trainer(place, stage, seed, steps, batch):
-    return transformers.Trainer(
+    return Trainer(
         language_model(seed),
         transformers.TrainingArguments(
             place,
@@ -86,10 +103,12 @@ def losses(one):
     return {entry["step"]: entry["loss"] for entry in one.state.log_history if "loss" in entry}
 
 
-def with_trainer(rank, world, place, stage, steps, batch, again):
+def with_trainer(rank, world, place, stage, steps, batch, again, killed=0):
     prepare(rank, world)
+    if killed and rank == 1:
+        die_in_save(killed)
     one = trainer(place, stage, again, steps, batch)
-    one.train(resume_from_checkpoint=bool(again))
+    one.train(resume_from_checkpoint=newest(place) if again else None)
     one.model_wrapped.destroy()
     return losses(one), said(one.model_wrapped) if not again else None
 
@@ -111,8 +130,34 @@ def test_a_trainer_goes_on_in_another_world_and_stage(ranks, tmp_path):
     assert all(abs(other[step] - loss) < 1e-3 for step, loss in whole.items()), (whole, other)
 
 
-def with_accelerate(rank, world, place, stage, again):
+def test_a_trainer_that_is_killed_in_a_save_goes_on(ranks, tmp_path):
+    whole, _ = ranks(2)(with_trainer, str(tmp_path / "whole"), 2, 6, 2, 0)[0]
+    with pytest.raises(AssertionError):
+        ranks(2)(with_trainer, str(tmp_path / "run"), 2, 6, 2, 0, 2)
+    assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").exists()
+    assert not (tmp_path / "run" / "checkpoint-4" / "latest").exists()
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert ranks(2)(with_trainer, str(tmp_path / "run"), 2, 6, 2, 1)[0][0] == whole
+    assert newest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-6")
+    other, _ = ranks(4)(with_trainer, str(tmp_path / "other"), 3, 6, 2, 1)[0]
+    assert all(abs(other[step] - loss) < 1e-3 for step, loss in whole.items()), (whole, other)
+
+
+def test_a_directory_that_was_not_saved_to_its_end_is_passed_over(tmp_path, caplog):
+    assert newest(tmp_path / "none") is None
+    for name in ("logs", "checkpoint-9", "checkpoint-10/global_step10/model", "checkpoint-11/global_step11/model"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "checkpoint-11" / "latest").write_text("global_step11")
+    assert newest(tmp_path) is None
+    assert [record.args[0].name for record in caplog.records] == ["checkpoint-11", "checkpoint-10"]
+    with pytest.raises(sf.Unsupported, match="expected a directory of a file system"):
+        newest("s3://bucket/run")
+
+
+def with_accelerate(rank, world, place, stage, again, killed=0):
     prepare(rank, world)
+    if killed and rank == 1:
+        die_in_save(killed)
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config(stage), zero3_init_flag=False)
     one = accelerate.Accelerator(deepspeed_plugin=plugin)
     model = language_model(3 if again else 0)
@@ -128,6 +173,8 @@ def with_accelerate(rank, world, place, stage, again):
         optimizer.zero_grad()
         if number:
             one.save_state(place)  # to one place and tag again and again
+            if killed and number == 1:
+                torch.save(said(engine), f"{place}/first-{rank}.pt")
     expected = said(engine)
     engine.destroy()
     return expected
@@ -138,6 +185,14 @@ def test_accelerate_saves_its_state_to_one_place_again(ranks, tmp_path):
     for found in ranks(1)(with_accelerate, str(tmp_path / "a"), 2, True):
         assert differences(expected, found) == []
     assert not list(tmp_path.glob("a/.*.replaced"))
+
+
+def test_accelerate_is_killed_while_it_saves_to_one_place_again(ranks, tmp_path):
+    with pytest.raises(AssertionError):
+        ranks(2)(with_accelerate, str(tmp_path / "a"), 1, False, 2)
+    expected = torch.load(tmp_path / "a" / "first-0.pt", weights_only=False)
+    for found in ranks(3)(with_accelerate, str(tmp_path / "a"), 2, True):
+        assert differences(expected, found) == []
 
 
 class OnCpu(DeepSpeedStrategy):
@@ -173,8 +228,10 @@ class Regression(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def with_lightning(rank, world, place, stage, epochs, again):
+def with_lightning(rank, world, place, stage, epochs, again, killed=0):
     prepare(rank, world)
+    if killed and rank == 1:
+        die_in_save(killed)
     os.environ |= {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
     generator = torch.Generator().manual_seed(5)
     data = torch.utils.data.TensorDataset(
@@ -214,3 +271,16 @@ def test_lightning_goes_on(ranks, tmp_path):
     assert len(best) == len(whole[5])
     other = ranks(4)(with_lightning, str(tmp_path / "run"), 3, 4, last)[0]
     assert other[3] == rates
+
+
+def test_lightning_that_is_killed_in_a_save_goes_on(ranks, tmp_path):
+    whole = ranks(2)(with_lightning, str(tmp_path / "whole"), 2, 4, None)[0]
+    with pytest.raises(AssertionError):
+        ranks(2)(with_lightning, str(tmp_path / "run"), 2, 4, None, 5)  # two saves at the end of each epoch
+    found = newest(tmp_path / "run" / "kept")
+    losses, state, steps, *_ = ranks(2)(with_lightning, str(tmp_path / "run"), 2, 4, found)[0]
+    assert losses == whole[0][-len(losses) :]
+    assert len(losses) == 8
+    assert differences(whole[1], state) == []
+    assert steps == whole[2]
+    assert ranks(4)(with_lightning, str(tmp_path / "run"), 3, 3, found)[0][3] == whole[3]

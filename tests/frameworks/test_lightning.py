@@ -24,7 +24,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from shardfast.data import DistributedSampler
-from shardfast.integrations import lightning_strategy
 from shardfast.integrations.lightning import through
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -481,33 +480,7 @@ def test_a_module_that_is_not_strict(tmp_path):
 # Saves that fail, and removals
 
 
-class HeldBack:
-    """Holds saves back, or has them fail, once they are begun."""
-
-    def __init__(self, monkeypatch):
-        self.fails, self.waits, self.order = False, None, []
-        save = sf.save_async
-
-        def begin(url, *args, **named):
-            pending = save(url, *args, **named)
-            committed, fails, waits = pending.committed, self.fails, self.waits
-
-            def commit(*more):
-                if waits is not None:
-                    waits.wait(20)
-                committed(*more)
-                self.order.append(Path(url))
-                if fails:
-                    raise sf.Unavailable("the disk is gone")
-
-            pending.committed = commit
-            return pending
-
-        monkeypatch.setattr(lightning_strategy.sf, "save_async", begin)
-
-
-def test_a_failed_save_is_raised_by_the_next_one_or_the_end(tmp_path, monkeypatch):
-    held = HeldBack(monkeypatch)
+def test_a_failed_save_is_raised_by_the_next_one_or_the_end(tmp_path, held):
     one = run(tmp_path, max_epochs=1)
     held.fails = True
     one.save_checkpoint(tmp_path / "a.ckpt")
@@ -521,8 +494,7 @@ def test_a_failed_save_is_raised_by_the_next_one_or_the_end(tmp_path, monkeypatc
         run(tmp_path, saver(tmp_path, every_n_train_steps=12, save_last=False), max_epochs=1)
 
 
-def test_the_old_one_is_removed_when_the_new_one_is_durable(tmp_path, monkeypatch):
-    held = HeldBack(monkeypatch)
+def test_the_old_one_is_removed_when_the_new_one_is_durable(tmp_path, held):
     one = run(tmp_path, max_epochs=1)
     a, b, c = (tmp_path / f"{name}.ckpt" for name in "abc")
     one.save_checkpoint(a)
@@ -551,8 +523,7 @@ def test_the_old_one_is_removed_when_the_new_one_is_durable(tmp_path, monkeypatc
     assert not a.exists()
 
 
-def test_a_place_that_is_saved_to_again_is_not_removed(tmp_path, monkeypatch):
-    held = HeldBack(monkeypatch)
+def test_a_place_that_is_saved_to_again_is_not_removed(tmp_path, held):
     one = run(tmp_path, max_epochs=1)
     a, b = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     one.save_checkpoint(a)
@@ -567,8 +538,7 @@ def test_a_place_that_is_saved_to_again_is_not_removed(tmp_path, monkeypatch):
     assert names(tmp_path) == ["a.ckpt", "b.ckpt", "checkpoints"]
 
 
-def test_the_old_one_of_a_name_stays_until_the_new_one_is_durable(tmp_path, monkeypatch):
-    held = HeldBack(monkeypatch)
+def test_the_old_one_of_a_name_stays_until_the_new_one_is_durable(tmp_path, held):
     one = run(tmp_path, max_epochs=1)
     a = tmp_path / "a.ckpt"
     one.save_checkpoint(a)

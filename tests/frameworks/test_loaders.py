@@ -11,6 +11,7 @@ import loader_jobs as jobs
 import pytest
 import shardfast as sf
 import torch
+import torchdata.stateful_dataloader.sampler
 from datasets.distributed import split_dataset_by_node
 from shardfast.data import DistributedSampler, Stream
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -85,10 +86,11 @@ def test_an_opaque_state_needs_equal_loaders(ranks, tmp_path):
         assert "(one problem)" in error
 
 
-def test_states_that_are_some_batches_old_need_equal_loaders(tmp_path):
+def test_states_that_are_some_batches_old_need_equal_loaders(tmp_path, caplog):
     whole = jobs.reads(0, 1, None, DOCUMENTS, 2, None, None)
     place = str(tmp_path / "a")
     got = jobs.reads(0, 1, place, DOCUMENTS, 2, 5, None, "packed", 3)
+    assert "its workers' states are 2 batches old (snapshot_every_n_steps=3)" in caplog.text
     assert got + jobs.reads(0, 1, None, DOCUMENTS, 2, None, place, "packed", 3) == whole
     error = jobs.reads(0, 1, None, DOCUMENTS, 1, None, place, "packed", 3)
     assert "states are 2 batches old" in error
@@ -263,11 +265,110 @@ def test_a_stream_goes_on_as_if_never_stopped(tmp_path, workers):
     assert whole != jobs.streams(0, 1, None, workers, None, None, 0)
 
 
-def test_streams_that_no_state_holds_are_refused():
+def test_a_stream_with_a_batched_map_goes_on_from_anywhere():
+    """Datasets' own state leaves out the end of a shard there."""
+    rows = datasets.Dataset.from_dict({"x": list(range(26))}).to_iterable_dataset(num_shards=3)
+
+    def made():
+        doubled = rows.map(lambda one: {"x": [*one["x"], *one["x"]]}, batched=True, batch_size=4)
+        return Stream(doubled.map(lambda one: {"x": one["x"] + 1}), 0, 1)
+
+    whole = [one["x"] for one in made()]
+    assert sorted(whole) == sorted(2 * list(range(1, 27)))
+    for number in range(len(whole) - 5):
+        stream, again, last = made(), made(), made()
+        got = [one["x"] for one in itertools.islice(stream, number)]
+        again.load_state_dict(stream.state_dict())
+        got += [one["x"] for one in itertools.islice(again, 5)]
+        last.load_state_dict(again.state_dict())
+        assert got + [one["x"] for one in last] == whole
+
+
+def test_a_shard_that_is_shorter_now_is_named():
+    def made(size):
+        rows = datasets.IterableDataset.from_generator(jobs.numbers_of, gen_kwargs={"sizes": [size]})
+        return Stream(rows.map(lambda one: one, batched=True), 0, 1)
+
+    long, short = made(5), made(2)
+    list(itertools.islice(long, 3))
+    short.load_state_dict(long.state_dict())
+    with pytest.raises(sf.Invalid, match="shard 0 of the stream: 3 samples were read of it, and it has 2 here"):
+        list(short)
+
+
+def same(one, *_):
+    return one
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            lambda stream: stream.shuffle(seed=1).map(same),
+            r"its shuffle\(\) keeps samples in a buffer that is in no state",
+        ),
+        (lambda stream: stream.skip(2).map(same), r"its skip\(\) counts over all shards: hold samples out by filter"),
+        (lambda stream: stream.map(same).take(2), r"its take\(\) counts over all shards: hold samples out by filter"),
+        (lambda stream: stream.repeat(2), r"its repeat\(\) would repeat each shard"),
+        (lambda stream: stream.map(same, with_indices=True), "its with_indices=True counts over all shards"),
+        (lambda stream: stream.filter(same, with_indices=True), "its with_indices=True counts over all shards"),
+        (
+            lambda stream: stream.batch(2, drop_last_batch=True),
+            "its drop_last_batch=True would drop samples of each shard",
+        ),
+        (lambda stream: datasets.interleave_datasets([stream, stream]), "its Cycling.* gives other samples"),
+        (lambda stream: datasets.concatenate_datasets([stream, stream.skip(1)]), r"its skip\(\) counts"),
+    ],
+)
+def test_a_stream_that_does_not_go_shard_by_shard_is_refused(changed, message):
     stream = datasets.IterableDataset.from_generator(jobs.lines_of, gen_kwargs={"shards": [1, 2]})
-    with pytest.raises(sf.Invalid, match=r"shuffle\(\) keeps samples in a buffer that is in no state"):
-        Stream(stream.shuffle(seed=1).map(lambda one: one), 0, 1)
+    with pytest.raises(sf.Invalid, match=message):
+        Stream(changed(stream), 0, 1)
+
+
+def test_streams_of_other_kinds_are_refused():
+    stream = datasets.IterableDataset.from_generator(jobs.lines_of, gen_kwargs={"shards": [1, 2]})
     with pytest.raises(sf.Invalid, match="split_dataset_by_node"):
         Stream(split_dataset_by_node(stream, 0, 2), 0, 1)
     with pytest.raises(sf.Invalid, match=r"expected a datasets\.IterableDataset"):
         Stream([1, 2], 0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_epoch_that_is_announced_and_not_begun_is_whole_after_a_load(tmp_path, workers, begun):
+    def made():
+        numbers = list(range(10))
+        sampler = DistributedSampler(numbers, 1, 0, seed=1)
+        return StatefulDataLoader(numbers, batch_size=4, sampler=sampler, num_workers=workers, drop_last=True)
+
+    loader = made()
+    loader.sampler.set_epoch(0)
+    list(loader)
+    loader.sampler.set_epoch(1)
+    iterator = iter(loader) if begun else None
+    sf.save(str(tmp_path / "a"), {"data": sf.Sharded(loader, 0, 1)})
+    expected = list(loader if iterator is None else iterator)
+    again = made()
+    sf.load(str(tmp_path / "a"), {"data": sf.Sharded(again, 0, 1)})
+    again.sampler.set_epoch(1)
+    assert [one.tolist() for one in again] == [one.tolist() for one in expected]
+
+
+def test_a_batch_sampler_without_a_state_is_named(tmp_path):
+    def made(kind, workers):
+        sampler = DistributedSampler(list(range(10)), 1, 0)
+        return StatefulDataLoader(list(range(10)), batch_sampler=kind(sampler, 2, False), num_workers=workers)
+
+    for kind in (torch.utils.data.BatchSampler, torchdata.stateful_dataloader.sampler.BatchSampler):
+        loader = made(kind, 0)
+        got = next(iter(loader)).tolist()
+        place = str(tmp_path / kind.__module__)
+        sf.save(place, {"data": sf.Sharded(loader, 0, 1)})
+        if kind is torch.utils.data.BatchSampler:
+            with pytest.raises(sf.Invalid, match=r"torch\.utils\.data\.sampler\.BatchSampler .take torchdata"):
+                sf.load(place, {"data": sf.Sharded(made(kind, 1), 0, 1)})
+        else:
+            again = made(kind, 1)
+            sf.load(place, {"data": sf.Sharded(again, 0, 1)})
+            assert sorted(got + torch.cat(list(again)).tolist()) == list(range(10))

@@ -525,29 +525,6 @@ def test_what_is_excluded_stays(tmp_path):
         Job(tmp_path, exclude_from_loading=["sched"]).manager.load()
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Holds saves back, or has them fail, once they are begun."""
-    control, save = types.SimpleNamespace(waits=None, fails=False), sf.save_async
-
-    def begin(url, *args, **named):
-        pending = save(url, *args, **named)
-        committed, waits, fails = pending.committed, control.waits, control.fails
-
-        def commit(*more):
-            if waits is not None:
-                waits.wait(20)
-            committed(*more)
-            if fails:
-                raise sf.Unavailable("the disk is gone")
-
-        pending.committed = commit
-        return pending
-
-    monkeypatch.setattr(sf, "save_async", begin)
-    return control
-
-
 def test_old_ones_go_when_a_newer_one_is_durable(tmp_path, held):
     job = Job(tmp_path, keep_latest_k=2).steps(4)
     job.manager.maybe_wait_for_saving()

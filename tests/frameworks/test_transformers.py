@@ -229,9 +229,10 @@ def test_fresh_starts_and_paths(tmp_path, caplog):
     trainer.train(resume_from_checkpoint=True)  # there is none
     assert committed(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     expected = losses(trainer)
-    trainer, watch = made(tmp_path, max_steps=4, model=language_model(3))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert (losses(trainer), watch.seen["begin"][0]) == (expected, 2)
+    for name in ("checkpoint-2", "checkpoint-2/", "../{}/checkpoint-2//."):
+        trainer, watch = made(tmp_path, max_steps=4, model=language_model(3))
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/{name.format(tmp_path.name)}")
+        assert (losses(trainer), watch.seen["begin"][0]) == (expected, 2)
     assert not list(tmp_path.glob(".*.replaced"))
     with pytest.raises(ValueError, match="checkpoint-9"):
         made(tmp_path)[0].train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))

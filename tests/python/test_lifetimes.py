@@ -167,11 +167,10 @@ def save_broken(state):
     """Tensors that are written while they are captured."""
     weight = state["model"][0].weight
     pending = sf.save_async(f"memory://lifetimes/broken-{time.monotonic_ns()}", state)
-    was_watched = pending.is_watched
     with torch.no_grad():
         weight.add_(1)
     del weight
-    for call in (pending.staged, pending.committed, pending.committed) if was_watched else ():
+    for call in (pending.staged, pending.committed, pending.committed):
         with contextlib.suppress(sf.Invalid):
             call()
     kept_pendings.append(pending)

@@ -1,8 +1,11 @@
 """Values in pieces: each back by its index whatever the ranks are, units dealt out again, all else refused by name."""
 
+import time
+
 import pytest
 import shardfast as sf
 import torch
+from shardfast.adapters.torch import TorchAdapter
 
 
 class Loader:
@@ -21,6 +24,17 @@ class Loader:
     def load_state_dict(self, state):
         self.loaded = state
         self.units = state.get("units")
+
+
+class Raw(Loader):
+    """A loader whose units are any value."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+
+    def state_dict(self):
+        return {"replicated": {}, "units": self.units}
 
 
 class Splitting(Loader):
@@ -101,6 +115,8 @@ def wrong(rank, world, place):
         "differ": {"loader": sf.Sharded(Loader(piece(rank)), 0, 1)},
         "weight": {"loader": sf.Sharded(Loader([{"weight": 0.5}]), rank, 2)},
         "twice": {"loader": sf.Sharded(Loader([{"id": 1}, {"id": 1}]), rank, 2)},
+        "tuple": {"loader": sf.Sharded(Raw(({"id": rank},)), rank, 2)},
+        "tensor": {"loader": sf.Sharded(Raw(torch.arange(3)), rank, 2)},
         "deep": {"extra": {"a": {"b": sf.Sharded(3, rank, 2)}}},
     }.items():
         found[name] = error_of(sf.save, f"{place}/{name}", state)
@@ -120,9 +136,11 @@ def test_bad_input_is_refused_on_every_rank_before_anything_changes(ranks, tmp_p
     assert "loader/value: ranks say that it has 2 and 3 pieces" in one["counts"]
     assert "piece 0 of 1 differs between rank 0 and rank 1" in one["differ"]
     assert "weight is 0.5: expected a whole number" in one["weight"]
-    assert "two units have the id 1" in one["twice"]
+    assert "units 0 and 1 have one id, 1: each sample would come twice" in one["twice"]
+    assert "found a tuple as units" in one["tuple"]
+    assert "found a Tensor as units" in one["tensor"]
     assert "directly below it, not deeper" in one["deep"]
-    assert "two units have the id ('tuple', ['a', 7])" in one["ids"]
+    assert "units 0 and 1 have one id, ('tuple', ['a', 7])" in one["ids"]
     assert "no rank here has piece 1 of the 2 of loader/value" in one["lacking"]
 
 
@@ -213,3 +231,66 @@ def test_what_pieces_share_is_the_same_in_all_that_are_dealt_out(ranks, tmp_path
     with pytest.raises(sf.Invalid, match="compared nowhere"):
         large = sf.Stateful(lambda: {"replicated": {"t": torch.zeros(300_000)}, "units": []}, lambda state: None)
         sf.save(tmp_path / "b", {"loader": sf.Sharded(large, 0, 1)})
+
+
+def shares_a_tensor(rank, world, place):
+    """Saves two units of one tensor, and one without, of each rank."""
+    tensor = torch.arange(400_000) + rank
+    units = [{"id": (rank, 0), "t": tensor}, {"id": (rank, 1)}, {"id": (rank, 2), "t": tensor}]
+    sf.save(place, {"loader": sf.Sharded(Loader(units), rank, world)})
+
+
+def finds_the_tensor(rank, world, place):
+    loader = Loader()
+    sf.load(place, {"loader": sf.Sharded(loader, rank, world)})
+    tensors = [unit["t"] for unit in loader.units if "t" in unit]
+    assert all(torch.equal(unit["t"], torch.arange(400_000) + unit["id"][0]) for unit in loader.units if "t" in unit)
+    return [unit["id"] for unit in loader.units], len({id(tensor) for tensor in tensors})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_units_may_share_a_tensor(ranks, tmp_path, count):
+    ranks(2)(shares_a_tensor, str(tmp_path / "a"))
+    found = ranks(count)(finds_the_tensor, str(tmp_path / "a"))
+    assert [one for ids, _ in found for one in ids] == [(rank, number) for rank in range(2) for number in range(3)]
+    assert sum(tensors for _, tensors in found) == (2 if count < 3 else 4)
+
+
+def lacks_memory_for_a_unit(rank, world, place):
+    """Loads two units, of which that of rank 0 has a tensor; then saves."""
+    if rank == 0:
+        TorchAdapter.allocate = lambda *_: (_ for _ in ()).throw(sf.Exhausted("no memory for it"))
+    loader, began = Loader(), time.monotonic()
+    error = error_of(sf.load, place, {"loader": sf.Sharded(loader, rank, world)}, timeout_s=60)
+    sf.save(f"{place}-next", {"step": 1}, timeout_s=60)
+    return error, loader.units, time.monotonic() - began < 30
+
+
+def test_a_failure_between_two_reads_of_one_rank_is_that_of_all_at_once(ranks, tmp_path):
+    sf.save(tmp_path / "a", {"loader": sf.Sharded(Loader([{"t": torch.arange(400_000)}, {}]), 0, 1)})
+    for error, units, is_soon in ranks(2)(lacks_memory_for_a_unit, str(tmp_path / "a")):
+        assert "Exhausted: " in error
+        assert "no memory for it" in error
+        assert (units, is_soon) == ([], True)
+
+
+class Arbitrary(Splitting):
+    rank = 0
+
+    def split(self, unit, count):
+        first, last = unit["range"]
+        cut = first + 30 + self.rank
+        return [{"range": (first, cut), "weight": cut - first}, {"range": (cut, last), "weight": last - cut}]
+
+
+def splits_by_rank(rank, world, place):
+    loader = Arbitrary()
+    loader.rank = rank
+    return error_of(sf.load, place, {"loader": sf.Sharded(loader, rank, world)}), loader.units
+
+
+def test_parts_that_depend_on_the_rank_are_refused(ranks, tmp_path):
+    sf.save(tmp_path / "a", {"loader": sf.Sharded(Splitting([{"range": (0, 100), "weight": 100}]), 0, 1)})
+    for error, units in ranks(2)(splits_by_rank, str(tmp_path / "a")):
+        assert "loader/value: split() made other parts of unit 0 on another rank" in error
+        assert units == []

@@ -109,7 +109,7 @@ def test_a_history_of_saves_kills_and_layouts_reads_each_number_once(seed):
         ({"units": {}, "replicated": 0}, "found a dict as units"),
         ({"units": [{"weight": -1}], "replicated": 0}, "expected a whole number from 0 on"),
         ({"units": [{"weight": True}], "replicated": 0}, "expected a whole number from 0 on"),
-        ({"units": [{"id": [1]}, {"id": [1]}], "replicated": 0}, r"two units have the id \[1\]"),
+        ({"units": [{"id": [1]}, {"id": [1]}], "replicated": 0}, r"units 0 and 1 have one id, \[1\]"),
     ],
 )
 def test_other_forms_are_refused(state, message):

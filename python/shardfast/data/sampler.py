@@ -60,8 +60,9 @@ class DistributedSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        # How far the newest iteration is, in samples of all ranks, and where the next one begins.
+        # How far the newest iteration is, in samples of all ranks, of which epoch it is, and where the next one begins.
         self._consumed = 0
+        self._iterated: int | None = None
         self._resumed: int | None = None
         self._is_announced = False
 
@@ -85,6 +86,8 @@ class DistributedSampler:
                     len(self.dataset),
                 )
             self._resumed = None
+        if epoch != self.epoch:
+            self._consumed = 0
         self.epoch = epoch
         self._is_announced = True
 
@@ -96,7 +99,7 @@ class DistributedSampler:
         if not self._share(length - begun) and not self._is_announced:
             begun = 0  # the epoch had ended, and no other one is announced: the next one
         share = self._share(length - begun)
-        self._consumed = begun if share else length
+        self._consumed, self._iterated = begun if share else length, self.epoch
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
@@ -119,6 +122,10 @@ class DistributedSampler:
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+
+    def is_begun(self, state: dict[str, Any]) -> bool:
+        """Whether a state is of the epoch of the newest iteration, and not of one that was announced since."""
+        return bool(state["epoch"] == self._iterated)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on behind what was consumed, with the next iteration."""

@@ -19,6 +19,29 @@ from ..units import OWN, REPLICATED, UNITS
 
 _SHARD_WEIGHT = 1 << 20  # beside a buffered sample's, so that pieces get as many shards
 
+_BY_SHARD = {
+    "ArrowExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "MappedExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+"""The steps of a stream that give the same samples when each shard is read by itself."""
+
+_STEPS = {
+    "BufferShuffledExamplesIterable": "shuffle() keeps samples in a buffer that is in no state: leave it out, and pass "
+    "buffer= and seed= to Stream",
+    "SkipExamplesIterable": "skip() counts over all shards: hold samples out by filter(), or by files of their own",
+    "TakeExamplesIterable": "take() counts over all shards: hold samples out by filter(), or by files of their own",
+    "RepeatExamplesIterable": "repeat() would repeat each shard by itself: iterate again, with set_epoch()",
+    "with_indices": "with_indices=True counts over all shards: have the files say the number",
+    "drop_last_batch": "drop_last_batch=True would drop samples of each shard: leave it out",
+}
+"""By the step that is none of these: what it does, and what to do instead."""
+
 
 class Stream(IterableDataset[Any]):
     """Reads a stream of ``datasets``, each sample once, under changing numbers of data ranks and workers.
@@ -28,15 +51,16 @@ class Stream(IterableDataset[Any]):
     its shards one after the other.
 
     Args:
-        dataset: A ``datasets.IterableDataset``, with ``map()``, ``filter()`` and so on; without ``shuffle()``, whose
-            buffer no state holds, and without ``split_dataset_by_node()``.
+        dataset: A ``datasets.IterableDataset``, with ``map()``, ``filter()``, ``batch()``, ``select_columns()``,
+            ``with_format()``, or of several concatenated. What does not go shard by shard is refused, such as
+            ``shuffle()``, ``take()``, ``skip()`` and ``interleave_datasets()``.
         rank: This data rank.
         ranks: Number of data ranks.
         buffer: Number of samples from which the next one is drawn; 0 keeps the order of the shards.
         seed: Of the draws, with the epoch.
 
     Raises:
-        Invalid: ``dataset`` is another kind of object, or shuffles or splits by itself.
+        Invalid: ``dataset`` is another kind of object, or has a step that does not go shard by shard.
     """
 
     def __init__(self, dataset: Any, rank: int, ranks: int, *, buffer: int = 0, seed: int = 0) -> None:
@@ -45,14 +69,13 @@ class Stream(IterableDataset[Any]):
                 raise Invalid(f"Stream({type(dataset).__name__}): expected a datasets.IterableDataset")
         if dataset._distributed is not None:
             raise Invalid("Stream(dataset): it was split by split_dataset_by_node(), and a Stream deals out all shards")
-        inner = dataset._ex_iterable
-        while inner is not None:
-            if "BufferShuffled" in type(inner).__name__:
-                raise Invalid(
-                    "Stream(dataset): its shuffle() keeps samples in a buffer that is in no state: leave it out, and "
-                    "pass buffer= and seed= to Stream"
-                )
-            inner = getattr(inner, "ex_iterable", None)
+        steps = list(_steps_of(dataset._ex_iterable))
+        for step in steps:
+            counts = [name for name in ("with_indices", "drop_last_batch") if getattr(step, name, False)]
+            name = counts[0] if counts else type(step).__name__
+            if name not in _BY_SHARD:
+                other = f"{name} gives other samples where each shard is read by itself: give each source a Stream"
+                raise Invalid(f"Stream(dataset): its {_STEPS.get(name, other)}")
         if not 0 <= rank < ranks:
             raise Invalid(f"Stream(rank={rank!r}, ranks={ranks!r}): expected one of the data ranks")
         self._dataset, self._rank, self._ranks = dataset, rank, ranks
@@ -61,6 +84,8 @@ class Stream(IterableDataset[Any]):
         self._waiting: list[Any] = []
         self._open: Any = None
         self._random: random.Random | None = None
+        # The state of a batched map() can leave out the end of a shard (datasets 4.7): samples are counted instead.
+        self._is_counted = any(getattr(step, "batched", False) for step in steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own."""
@@ -98,17 +123,29 @@ class Stream(IterableDataset[Any]):
 
     def _samples(self, left: list[dict[str, Any]]) -> Iterator[Any]:
         while left:
-            self._open = self._dataset.shard(num_shards=self._dataset.num_shards, index=left[0]["id"])
-            if left[0]["at"] is not None:
-                self._open.load_state_dict(left[0]["at"])
+            unit = left[0]
+            self._open = self._dataset.shard(num_shards=self._dataset.num_shards, index=unit["id"])
+            if unit["at"] is not None:
+                self._open.load_state_dict(unit["at"])
             samples = iter(self._open)
+            before, read = unit.get("read", 0), 0
             while True:
                 try:
                     sample = _next_alone(samples)
                 except StopIteration:
                     break
-                left[0]["at"] = True  # its position is that of the open one
+                read += 1
+                if read <= before:
+                    continue
+                if self._is_counted:
+                    unit["read"] = read
+                else:
+                    unit["at"] = True  # its position is that of the open one
                 yield sample
+            if read < before:
+                raise Invalid(
+                    f"shard {unit['id']} of the stream: {before} samples were read of it, and it has {read} here"
+                )
             self._open = None
             del left[0]
 
@@ -116,7 +153,7 @@ class Stream(IterableDataset[Any]):
         """The shards with their positions, and the samples that wait."""
         units = [dict(unit) for unit in self._left()]
         if units and units[0]["at"] is not None and self._open is not None:
-            units[0]["at"] = self._open.state_dict()
+            units[0] |= {"at": self._open.state_dict(), "read": 0}
         waiting = [{"sample": sample} for sample in self._waiting]
         own = {"random": None if self._random is None else self._random.getstate()}
         shared = {"epoch": self._epoch, "shards": self._dataset.num_shards}
@@ -140,6 +177,14 @@ class Stream(IterableDataset[Any]):
         if drawn is not None and drawn["random"] is not None:
             self._random = random.Random()
             self._random.setstate(drawn["random"])
+
+
+def _steps_of(iterable: Any) -> Iterator[Any]:
+    """The steps of a stream, from the last one to its sources."""
+    yield iterable
+    for inner in [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]:
+        if inner is not None:
+            yield from _steps_of(inner)
 
 
 def _next_alone(samples: Iterator[Any]) -> Any:

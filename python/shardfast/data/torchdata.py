@@ -8,7 +8,9 @@ iterator's ``_finished``, and ``base_dataloader`` of accelerate's wrappers.
 
 from __future__ import annotations
 
+import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,9 @@ _FINISHED, _BEHIND, _BATCHES = "_iterator_finished", "_steps_since_snapshot", "_
 
 _OPAQUE = "snapshot"
 _SAMPLER = "sampler"
+
+_log = logging.getLogger("shardfast")
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def stateful_of(value: object) -> Stateful | None:
@@ -64,6 +69,9 @@ class _Loader(Stateful):
     def __init__(self, loader: Any) -> None:
         self.value = loader
         self.subject = type(loader.dataset).__name__
+        if sampler_of(loader) is not None:
+            batches = type(loader.batch_sampler)
+            self.subject = f"{batches.__module__}.{batches.__name__} (take torchdata.stateful_dataloader.sampler's)"
         if callable(getattr(loader.dataset, "split", None)):
             self.split = loader.dataset.split
 
@@ -84,8 +92,20 @@ class _Loader(Stateful):
             (slot,) = slots
             states = [_state(worker, slot) for worker in workers]
             if all(units.has_units(state) for state in states):
+                self._warn_of_age(snapshot.get(_BEHIND, 0))
                 return _by_units(snapshot, slot, states)
         return {_OPAQUE: snapshot}
+
+    def _warn_of_age(self, batches: int) -> None:
+        if batches and self.value not in _warned:
+            _warned.add(self.value)
+            _log.warning(
+                "%r: its workers' states are %d batches old (snapshot_every_n_steps=%s): from this save only as many "
+                "workers and data ranks can go on; this is said once",
+                self,
+                batches,
+                _inner(self.value).snapshot_every_n_steps,
+            )
 
     def check(self, state: Any) -> None:
         """Refuses what this loader cannot take up."""
@@ -252,5 +272,5 @@ def _position(snapshot: dict[str, Any], sampler: DistributedSampler, loader: Any
     if position is None:
         return None
     later = snapshot.get(_BEHIND, 0) * loader.batch_sampler.batch_size * sampler.num_replicas
-    ended = snapshot[_FINISHED] or position["consumed"] + later >= position["length"]
+    ended = (snapshot[_FINISHED] and sampler.is_begun(position)) or position["consumed"] + later >= position["length"]
     return {**position, "consumed": position["length"] if ended else position["consumed"] + later}

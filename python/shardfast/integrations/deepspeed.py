@@ -27,10 +27,13 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 import shardfast as sf
 
 from .deepspeed_block import Block, block_of, expect_nothing_beside, expect_savable
+from .deepspeed_newest import newest
 from .deepspeed_places import LATEST, Found, expect_directory, find, forget_replaced, is_there, prune, replace, tag_of
 from .deepspeed_state import State
 from .places import absolute, below
 from .trackers import Saves, Trackers
+
+__all__ = ["newest"]
 
 _log = logging.getLogger("shardfast")
 

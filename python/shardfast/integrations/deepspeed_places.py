@@ -133,8 +133,8 @@ def prune(place: str, name: str, keep: int, newest: str | None) -> None:
     root = directory_of(place)
     for cut_off in root.glob(".*.removed"):
         shutil.rmtree(cut_off)
-    step = _step_of(root / name)
-    steps = {path.name: _step_of(path) for path in root.iterdir() if not path.name.startswith(".")}
+    step = step_of(root / name)
+    steps = {path.name: step_of(path) for path in root.iterdir() if not path.name.startswith(".")}
     older = [
         (found, other)
         for other, found in steps.items()
@@ -147,7 +147,7 @@ def prune(place: str, name: str, keep: int, newest: str | None) -> None:
             shutil.rmtree(removed)
 
 
-def _step_of(path: Path) -> int | None:
+def step_of(path: Path) -> int | None:
     """The step at which an engine was saved; ``None`` if a directory has no committed checkpoint of one."""
     if not (path / "COMMIT").exists():
         return None
@@ -171,7 +171,7 @@ def _looked(place: str, tag: str | None, tracker: Any) -> Found | None:
             names = [name for name in checkpoint.value_names() if name.startswith("engine/")]
             values = {name.partition("/")[2]: checkpoint.value(name) for name in names if name != "engine/client"}
     except sf.NotFound as error:
-        if not is_far(place) and _is_deepspeeds(str(directory_of(url))):
+        if not is_far(place) and is_deepspeeds(str(directory_of(url))):
             return Found(url, name, None)
         if tag is not None:
             raise sf.NotFound(f"tag={tag!r}: {url} is no committed checkpoint: name one that is") from error
@@ -191,6 +191,6 @@ def _is_committed(url: str) -> bool:
     return True
 
 
-def _is_deepspeeds(path: str) -> bool:
+def is_deepspeeds(path: str) -> bool:
     """Whether DeepSpeed wrote a directory."""
     return os.path.isdir(path) and any(name.endswith(".pt") for name in os.listdir(path))

@@ -34,11 +34,19 @@ class FileTracker:
         self.name = str(self._path)
 
     def read(self) -> str | None:
-        """What it says; ``None`` if it is not there."""
+        """What it says; ``None`` if it is not there.
+
+        Raises:
+            Invalid: It cannot be read, or is no text.
+        """
         try:
             return self._path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise sf.Invalid(
+                f"{self.name}: expected a text file that names the newest checkpoint, found {error}: move it away"
+            ) from error
 
     def write(self, text: str, step: int) -> None:
         """Replaces what it says; a reader sees the old or the new."""

@@ -103,4 +103,6 @@ class Resume:
             self._load_random(checkpoint)
 
     def _is_found(self, directory: str | None) -> bool:
-        return self._found is not None and directory == self._found.directory
+        if self._found is None or directory is None:
+            return False
+        return os.path.abspath(directory) == os.path.abspath(self._found.directory)  # with a slash at its end, too

@@ -118,12 +118,14 @@ class _Dealt:
                     f"pieces: {self.full} was saved in {len(self.pieces)} pieces, this job has {sharded.count}, and "
                     f'the state of {self.entry.subject} is opaque: give it "units", or pass reshard= to Sharded'
                 )
-            others = [number for number, state in enumerate(self.lowered) if not _same(state, self.lowered[0])]
+            shared = self.entry.merged([state[REPLICATED] for state in self.lowered])
+            others = [number for number, one in enumerate(shared) if one != shared[0]]
             if others:
                 return (
                     f'pieces: {self.full}: "replicated" of piece {others[0]} is not that of piece 0, and all pieces '
                     "share it: save where they agree"
                 )
+            self.lowered[0][REPLICATED] = shared[0]
             every = [unit for state in self.lowered for unit in state[UNITS]]
             units.expect_apart([_said(units.id_of(unit)) for unit in every])
             splits = self.entry.split is not None
@@ -141,10 +143,6 @@ def _said(lowered: Any) -> Any:
     if isinstance(lowered, list):
         return [_said(item) for item in lowered]
     return {key: _said(value) for key, value in lowered.items()} if isinstance(lowered, dict) else lowered
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return bool(one[REPLICATED] == other[REPLICATED])
 
 
 def pieces_of(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], dict[int, SavedObject]]:

@@ -139,6 +139,11 @@ class ShardedEntry:
         """The name of the piece's leaf."""
         return f"{self.name}{PIECE}{self.sharded.index}"
 
+    def merged(self, shared: list[Any]) -> list[Any]:
+        """What each piece shares, where the object knows how different pieces become one."""
+        merge = getattr(self.stateful, "merged", None)
+        return shared if merge is None else merge(shared)
+
     @property
     def subject(self) -> str:
         """The name of the class whose state it is."""

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 import transformers
-from shardfast.integrations import directories, transformers_options
+from shardfast.integrations import directories, transformers_options, transformers_places
 from shardfast.integrations import transformers as integration
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -222,6 +224,39 @@ def test_it_goes_on_in_other_worlds_as_the_trainer_does(ranks, tmp_path):
             assert differences(seen["begin"][1], expected) == []
             assert list(found) == list(range(1, 9))
             assert found == by_trainer == by_both
+
+
+class Meet(transformers.TrainerCallback):
+    """Lets what was saved at step 3 become durable, and its limit choose, just before step 5, which saves, too."""
+
+    def __init__(self, durable, chosen):
+        self.durable, self.chosen = durable, chosen
+
+    def on_step_begin(self, args, state, control, **more):
+        if state.global_step == 4:
+            self.durable.set()
+            assert self.chosen.wait(20)
+
+
+def test_a_limit_removes_nothing_that_a_save_takes_again(tmp_path, monkeypatch, held):
+    made(tmp_path, max_steps=6, save_steps=1)[0].train()
+    for number in (3, 4, 5, 6):  # as kills leave them
+        (directories.state_of(tmp_path / f"checkpoint-{number}") / "COMMIT").unlink()
+    aged, held.waits, chosen = transformers_places._aged, threading.Event(), threading.Event()
+
+    def slow(place):
+        found = aged(place)
+        chosen.set()
+        time.sleep(0.3)  # the training goes on, and saves
+        return found
+
+    monkeypatch.setattr(transformers_places, "_aged", slow)
+    more = {"callbacks": [watch := Watch(), Meet(held.waits, chosen)]}
+    options = {"max_steps": 8, "save_steps": 1, "save_total_limit": 4, "model": language_model(3)}
+    watch.trainer, _ = trainer, _ = made(tmp_path, more=more, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert committed(tmp_path) == [f"checkpoint-{number}" for number in (5, 6, 7, 8)]
+    assert [{file.name for file in path.iterdir()} for path in tmp_path.iterdir()] == 4 * [FILES]
 
 
 def test_fresh_starts_and_paths(tmp_path, caplog):

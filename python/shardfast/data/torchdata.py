@@ -96,6 +96,13 @@ class _Loader(Stateful):
                 return _by_units(snapshot, slot, states)
         return {_OPAQUE: snapshot}
 
+    def merged(self, shared: list[Any]) -> list[Any]:
+        """What data ranks share that are dealt out: the pass has ended if it has on all of them."""
+        if not all(isinstance(one, dict) and "finished" in one for one in shared):
+            return shared
+        common = {"finished": all(one["finished"] for one in shared), "behind": max(one["behind"] for one in shared)}
+        return [{**one, **common} for one in shared]
+
     def _warn_of_age(self, batches: int) -> None:
         if batches and self.value not in _warned:
             _warned.add(self.value)

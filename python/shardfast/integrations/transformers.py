@@ -124,6 +124,7 @@ class _Loop:
         directory = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
         if directory in self._begun:
             self._saves.settle(0)
+        self._begun.append(directory)  # from here on nothing removes it
         if trainer.is_world_process_zero():
             places.begin(directory)
         self._is_saving, self._limit, trainer.args.save_total_limit = True, limit, None
@@ -131,13 +132,12 @@ class _Loop:
             original(*args, **named)
         finally:
             self._is_saving, trainer.args.save_total_limit = False, limit
-        self._begun.append(directory)
         begun, best = len(self._begun), trainer.state.best_model_checkpoint
         state = self._state.to_save(self._resume.position())
 
         def conclude() -> None:
             if trainer.is_world_process_zero():
-                places.conclude(directory, limit, best, self._begun[begun:])
+                places.conclude(directory, limit, best, lambda: self._begun[begun:])
 
         def begin() -> sf.Pending:
             pending = sf.save_async(places.url_of(directory), state, step=step, pickle=self._state.pickle)

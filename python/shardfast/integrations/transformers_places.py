@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ _log = logging.getLogger("shardfast")
 STATE_FILE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _REPLACED = re.compile(r"\.(checkpoint-\d+)\.replaced")
+_REMOVED = ".removed"
+
+_choosing = threading.Lock()
+"""Held while a save takes a directory, and while old ones are chosen and set aside in the background."""
 
 
 class Found(NamedTuple):
@@ -80,17 +85,18 @@ def is_ours(directory: str) -> bool:
 
 def begin(directory: Path) -> None:
     """Makes a directory for a save. One that counts is moved aside. Rank 0 calls it."""
-    if _counts(directory):
-        away = directory.with_name(f".{directory.name}.replaced")
-        if away.exists():  # of a save that was cut off: what is there is newer
-            directories.remove([away])
-        directory.rename(away)
-    elif directories.is_ours(directory):  # what a save that was cut off has left
-        shutil.rmtree(directories.state_of(directory))
-    directories.begin(directory)
+    with _choosing:
+        if _counts(directory):
+            away = directory.with_name(f".{directory.name}.replaced")
+            if away.exists():  # of a save that was cut off: what is there is newer
+                directories.remove([away])
+            directory.rename(away)
+        elif directories.is_ours(directory):  # what a save that was cut off has left
+            shutil.rmtree(directories.state_of(directory))
+        directories.begin(directory)
 
 
-def conclude(directory: Path, limit: int | None, best: str | None, later: Iterable[Path]) -> None:
+def conclude(directory: Path, limit: int | None, best: str | None, later: Callable[[], Iterable[Path]]) -> None:
     """Removes what a limit allows no longer, now that a directory is durable. Rank 0 calls it.
 
     It stays itself, as does the best one. What cannot be removed stays, with a warning.
@@ -99,22 +105,30 @@ def conclude(directory: Path, limit: int | None, best: str | None, later: Iterab
         directory: The one that was saved.
         limit: ``save_total_limit``.
         best: The directory of the best model.
-        later: Those that are being saved.
+        later: Returns those that are being saved.
     """
     try:
         directories.remove(path for path in [directory.with_name(f".{directory.name}.replaced")] if path.exists())
         if limit is None or limit <= 0:
             return
-        spared = {directory.absolute(), *(path.absolute() for path in later)}
-        others = [path for path in _aged(directory.parent) if path.absolute() not in spared]
-        kept = {directory.absolute()} | ({Path(best).absolute()} if best is not None else set())
-        whole = [path for path in others if _counts(path)]
-        directories.remove(path for path in others if path not in whole)
-        old = [path for path in whole if path.absolute() not in kept]
-        excess = len(whole) + 1 - max(limit, len(kept))
-        directories.remove(old[: max(excess, 0)])
+        with _choosing:
+            for path in _excess(directory, limit, best, later()):
+                (directories.state_of(path) / "COMMIT").unlink(missing_ok=True)
+                path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+        directories.remove(directory.parent.glob(f".checkpoint-*{_REMOVED}"))
     except OSError as error:
         _log.warning("save_total_limit=%s: %s: an old checkpoint stays", limit, error)
+
+
+def _excess(directory: Path, limit: int, best: str | None, later: Iterable[Path]) -> list[Path]:
+    """The directories that a limit removes, and those that were cut off."""
+    spared = {directory.absolute(), *(path.absolute() for path in later)}
+    others = [path for path in _aged(directory.parent) if path.absolute() not in spared]
+    kept = {directory.absolute()} | ({Path(best).absolute()} if best is not None else set())
+    whole = [path for path in others if _counts(path)]
+    old = [path for path in whole if path.absolute() not in kept]
+    excess = len(whole) + 1 - max(limit, len(kept))
+    return [*(path for path in others if path not in whole), *old[: max(excess, 0)]]
 
 
 def _counts(directory: Path) -> bool:

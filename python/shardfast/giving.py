@@ -36,6 +36,10 @@ def given(entry: ValueEntry | ShardedEntry, value: object) -> Callable[[], None]
         return lambda: entry.put(value)
     if isinstance(stateful, Stateful):
         return checked(stateful, value, entry.place)
+    try:
+        frameworks.expect_as_saved(stateful, value)
+    except Refused as refused:
+        raise Invalid(f"{entry.place}: {refused}") from refused
     return lambda: load_into(stateful, value, entry.place)
 
 
@@ -56,6 +60,8 @@ def load_into(stateful: Any, value: object, place: str) -> None:
     """Gives an object what was saved of it. An exception of its own goes on as it is, with a note that says where."""
     try:
         stateful.load_state_dict(value)
+    except Refused as refused:
+        raise Invalid(f"{place}: {refused}") from refused
     except Exception as error:
         kind = f"{type(stateful).__module__}.{type(stateful).__qualname__}"
         if hasattr(error, "add_note"):  # Python 3.10 has no notes

@@ -362,6 +362,16 @@ def test_a_file_of_lightning_is_loaded_by_lightning(tmp_path):
     assert differing(held.held, whole(one)) == []
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_module_of_another_precision_goes_on_bit_for_bit(tmp_path, precision):
+    whole_run = run(tmp_path, precision=precision, max_epochs=2)
+    run(tmp_path, precision=precision, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    again = run(tmp_path, resume=str(tmp_path / "one.ckpt"), precision=precision, max_epochs=2)
+    expected = whole_run.lightning_module.losses
+    assert again.lightning_module.losses == expected[12:]
+    assert differing(whole(again), whole(whole_run)) == []
+
+
 # Options of Lightning's
 
 

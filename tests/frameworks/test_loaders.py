@@ -384,3 +384,24 @@ def test_a_batch_sampler_without_a_state_is_named(tmp_path):
             again = made(kind, 1)
             sf.load(place, {"data": sf.Sharded(again, 0, 1)})
             assert sorted(got + torch.cat(list(again)).tolist()) == list(range(10))
+
+
+def test_a_loader_as_it_is_needs_as_many_workers(tmp_path):
+    def made(workers):
+        return StatefulDataLoader(torch.arange(12), batch_size=2, num_workers=workers)
+
+    for saved, here in ((2, 1), (2, 0), (0, 2)):
+        loader, place = made(saved), str(tmp_path / f"{saved}-{here}")
+        next(iter(loader))
+        sf.save(place, {"data": loader, "extra": {"step": 1}})
+        state = {"data": made(here), "extra": {"step": 0}}
+        with pytest.raises(sf.Invalid, match=f"data: it was saved with {saved} workers, this loader has {here}: "):
+            sf.load(place, state)
+        assert state["extra"] == {"step": 0}
+
+
+def test_a_sampler_of_another_length_is_named(tmp_path):
+    place = str(tmp_path / "a")
+    sf.save(place, {"sampler": sf.Sharded(DistributedSampler(range(9), 1, 0), 0, 1)})
+    with pytest.raises(sf.Invalid, match=r"length is 9 in the checkpoint and 8 here .*stands at sampler"):
+        sf.load(place, {"sampler": sf.Sharded(DistributedSampler(range(8), 1, 0), 0, 1)})

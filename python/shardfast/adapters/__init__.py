@@ -66,6 +66,17 @@ def expect_unused(value: object) -> None:
         loaders.expect_unused(value)
 
 
+def expect_as_saved(value: object, state: object) -> None:
+    """Refuses a state that was saved by a data loader with other workers, where nothing stands for it.
+
+    Raises:
+        Refused: It was.
+    """
+    loaders = _loaders()
+    if loaders is not None:
+        loaders.expect_as_saved(value, state)
+
+
 def random_generators() -> dict[str, RandomGenerators]:
     """The modules for the global random generators of the frameworks that this process has imported, by framework."""
     names = [framework for framework in FRAMEWORKS if framework in sys.modules]

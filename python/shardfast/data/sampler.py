@@ -128,8 +128,15 @@ class DistributedSampler:
         return bool(state["epoch"] == self._iterated)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on behind what was consumed, with the next iteration."""
-        self.check(state)
+        """Goes on behind what was consumed, with the next iteration.
+
+        Raises:
+            Invalid: As :meth:`check`.
+        """
+        try:
+            self.check(state)
+        except Refused as refused:
+            raise Invalid(f"DistributedSampler: {refused}") from refused
         self.epoch = state["epoch"]
         self._consumed = self._resumed = state["consumed"]
         self._is_announced = False

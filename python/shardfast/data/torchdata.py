@@ -58,6 +58,21 @@ def expect_unused(loader: Any) -> None:
         )
 
 
+def expect_as_saved(loader: Any, snapshot: Any) -> None:
+    """Refuses a loader's own snapshot of other workers, with which its ``iter()`` would fail.
+
+    Raises:
+        Refused: It has another number of them.
+    """
+    if isinstance(loader, StatefulDataLoader) and isinstance(snapshot, dict):
+        there = len(_workers_of(snapshot)) if _SNAPSHOT in snapshot else 0
+        if there != loader.num_workers:
+            raise Refused(
+                f"it was saved with {there} workers, this loader has {loader.num_workers}: put it into the state as "
+                "shardfast.Sharded(loader, index, count), in the save, too (docs: Data loaders)"
+            )
+
+
 def _inner(loader: Any) -> Any:
     """The loader in a wrapper of accelerate's, which counts what it has read ahead."""
     return getattr(loader, "base_dataloader", loader)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
 import shardfast as sf
 
@@ -145,6 +146,9 @@ class Through:
         if not isinstance(weights, Elsewhere) or weights.url is None:
             self._own["load_model_state_dict"](checkpoint, strict=strict)
             return
+        if isinstance(self._strategy.precision_plugin, (HalfPrecision, DoublePrecision)):
+            # Lightning converts the module later, and by way of its present dtype bits would be lost.
+            self._strategy.precision_plugin.convert_module(self._strategy.model)
         sf.load(weights.url, {"model": self._strategy.model}, only="model", strict=strict)
         if not self._strategy.lightning_restore_optimizer and self._trainer.training:
             self._load_optimizers(checkpoint, weights.url)

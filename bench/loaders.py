@@ -18,12 +18,11 @@ GIGABYTES = 1.0
 PIECES, PIECES_THEN, WORLD_THEN, UNITS = 8, 6, 2, 100_000
 """Pieces of a save; those of a load of buffers, and of a load of so many units, of which a core each has one."""
 
-ACCELERATE, TORCHDATA = "accelerate", "torchdata"
+ACCELERATE = "accelerate"
 INDEX, STREAM = "with an index", "a stream"
 NOTES = {
     OURS: "sf.load into a StatefulDataLoader, with shardfast.data.DistributedSampler where there is an index",
     ACCELERATE: "skip_first_batches of a plain DataLoader, which transformers' Trainer calls, too",
-    TORCHDATA: "StatefulDataLoader.load_state_dict with PyTorch's sampler; its state is in memory, which costs nothing",
 }
 
 

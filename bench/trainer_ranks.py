@@ -433,7 +433,9 @@ def main() -> None:
     settings = asked()
     found: dict[str, Any] = {"failed": {}, "notes": {}, "saves": {}, "loads": {}}
     for trainer in (ACCELERATE, TRANSFORMERS, LIGHTNING, TITAN):
+        began = time.perf_counter()
         of_trainer = run(worker, settings, trainer, environment=ELASTIC)
+        print(f"  {trainer} done: {time.perf_counter() - began:.0f} s", flush=True)
         for what, of in of_trainer.items():
             found[what] |= of
     answer(found | {"bytes": settings.total_bytes})

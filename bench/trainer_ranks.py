@@ -36,6 +36,9 @@ LENGTH = 16
 ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
 """For Lightning, which finds its ranks there."""
 
+CHECKPOINT = "one.ckpt"
+"""Lightning's, a file or a directory."""
+
 SYNCED = "files and directories synced for it, which counts for the durable save and not for the stall"
 
 
@@ -291,12 +294,7 @@ class OfLightning(Kept):
             self._fit()
 
     def save(self, place: Path) -> None:
-        self.trainer.save_checkpoint(place)
-
-    def finish(self, place: Path) -> None:
-        if place.is_file():  # the file of one rank
-            place = place.parent
-        super().finish(place)
+        self.trainer.save_checkpoint(place / CHECKPOINT)
 
     def settle(self) -> None:
         from shardfast.integrations import lightning_strategy
@@ -308,7 +306,7 @@ class OfLightning(Kept):
         spent: list[float] = []
         names = ("_restore_modules_and_callbacks", "restore_training_state", "resume_end")
         _clocked(spent, self.trainer._checkpoint_connector, *names)
-        self._fit(place)
+        self._fit(place / CHECKPOINT)
         return sum(spent)
 
 

@@ -5,21 +5,16 @@ Its ranks run in an environment of their own (`deepspeed_ranks.py`).
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asynchronous import show_notes
+from environments import measured_by, missing
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from megatron_core import OURS_ASYNC
 from ranks import ROUNDS_MAX, Settings
 
-ROOT = Path(__file__).parents[1]
 RANKS = Path(__file__).with_name("deepspeed_ranks.py")
 PROCESSES, GIGABYTES = 2, 0.5
 THEIRS = "DeepSpeed"
@@ -39,25 +34,18 @@ def of_stage(stage: int) -> str:
 
 
 def measure(settings: Settings) -> Figures:
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    python = Path(sys.executable) if has_deepspeed else ROOT / "target" / "frameworks" / "bin" / "python"
-    if not python.exists():
-        reason = "DeepSpeed is not here: scripts/frameworks.sh installs it into target/frameworks"
-        print(f"  not measured: {reason}")
-        return {"not measured": reason}
-    found = _found(python, replace(
-        settings,
-        processes=PROCESSES,
-        gigabytes=min(settings.gigabytes, GIGABYTES),
-        rounds=min(settings.rounds, ROUNDS_MAX),
-    ))  # fmt: skip
+    gigabytes, rounds = min(settings.gigabytes, GIGABYTES), min(settings.rounds, ROUNDS_MAX)
+    settings = replace(settings, processes=PROCESSES, gigabytes=gigabytes, rounds=rounds)
+    found = measured_by(RANKS, "deepspeed", THEIRS, "frameworks", settings)
+    if found is None:
+        return {"not measured": missing(THEIRS, "frameworks")}
     failed = found["failed"] | NOT_MEASURED
     figures: dict[str, Any] = {
         "bytes": found["bytes"],
         "failed": failed,
-        "saves": _show_saves(found["saves"], found["bytes"]),
+        "saves": show_saves(found["saves"], found["bytes"]),
         "first": _show_first(found["first"]),
-        "loads": _show_loads(found["loads"], found["bytes"]),
+        "loads": show_loads(found["loads"], found["bytes"], "into a new engine of the same stage"),
         "resumed": _show_resumed(found["resumed"], found["bytes"]),
         "frozen": _show_frozen(found["frozen"]),
         "memory": _show_memory(found["memory_bytes"], found["budget_bytes"]),
@@ -66,18 +54,15 @@ def measure(settings: Settings) -> Figures:
     return figures
 
 
-def _found(python: Path, settings: Settings) -> dict[str, Any]:
-    """What the ranks measured, as they wrote it."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        said = json.dumps(vars(settings) | {"where": str(settings.where)})
-        subprocess.run([python, RANKS, said, answer], check=True)
-        found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+def show_saves(found: dict[str, Any], size: int, *, stall: str = OURS_ASYNC, durable: str = OURS) -> Figures:
+    """By stage and system: its stall and its durable save, and how many times ours these take, round by round.
 
-
-def _show_saves(found: dict[str, Any], size: int) -> Figures:
-    """By stage and system: its stall and its durable save, and how many times ours these take, round by round."""
+    Args:
+        found: What the ranks measured.
+        size: Bytes of the state.
+        stall: The way of ours whose stalls are compared.
+        durable: That whose durable saves are.
+    """
     rows: list[list[object]] = []
     figures: dict[str, Any] = {}
     for stage, systems in found.items():
@@ -85,8 +70,8 @@ def _show_saves(found: dict[str, Any], size: int) -> Figures:
         totals = {name: [total for _, _, total in of] for name, of in systems.items()}
         figures[stage] = {}
         for name, of in ours_first(systems):
-            times_stall = ratio(stalls[name], stalls[OURS_ASYNC])
-            times_total = ratio(totals[name], totals[OURS])
+            times_stall = ratio(stalls[name], stalls[stall])
+            times_total = ratio(totals[name], totals[durable])
             waits = [wait * 1e3 for _, wait, _ in of]
             rows.append([
                 stage, name, f"{median(stalls[name]):.1f}", spread(stalls[name], 1), f"{median(times_stall):.1f}",
@@ -101,8 +86,8 @@ def _show_saves(found: dict[str, Any], size: int) -> Figures:
                 "durable_of_ours": summary(times_total),
             }
     columns = (
-        "stall ms", "(min .. max)", f"of {OURS_ASYNC}'s", "(min .. max)", "a step at once waits ms", "durable s",
-        "(min .. max)", f"of {OURS}'s", "(min .. max)",
+        "stall ms", "(min .. max)", f"of {stall}'s", "(min .. max)", "a step at once waits ms", "durable s",
+        "(min .. max)", f"of {durable}'s", "(min .. max)",
     )  # fmt: skip
     title = f"saves of {size / 1e9:.2f} GB on {PROCESSES} processes, of the slowest rank"
     table(title, ("", "", *columns), rows)
@@ -133,7 +118,7 @@ def _show_first(found: dict[str, Any]) -> Figures:
     return figures
 
 
-def _show_loads(found: dict[str, dict[str, list[float]]], size: int) -> Figures:
+def show_loads(found: dict[str, dict[str, list[float]]], size: int, how: str) -> Figures:
     rows: list[list[object]] = []
     figures: dict[str, Any] = {}
     for stage, systems in found.items():
@@ -143,7 +128,7 @@ def _show_loads(found: dict[str, dict[str, list[float]]], size: int) -> Figures:
             rows.append([stage, name, median(seconds), spread(seconds), median(times), spread(times)])
             figures[stage][name] = {"seconds": summary(seconds), "of_ours": summary(times)}
     columns = ("s", "(min .. max)", f"of {OURS}'s", "(min .. max)")
-    title = f"cold loads of {size / 1e9:.2f} GB into a new engine of the same stage on {PROCESSES} processes"
+    title = f"cold loads of {size / 1e9:.2f} GB {how}, on {PROCESSES} processes"
     table(title, ("", "", *columns), rows)
     return figures
 

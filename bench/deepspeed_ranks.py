@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -26,14 +25,15 @@ import torch
 import torch.distributed as dist
 from deepspeed_engines import STAGES, THEIRS, WORLDS, of_stage
 from deepspeed_jobs import BATCH, Job, deepspeed, said
+from environments import answer, asked
 from figures import OURS
 from footprint import extra_memory
 from fsdp import BUDGET_BYTES
 from megatron_core import OURS_ASYNC
-from ranks import Settings, attempt, drop_page_cache, in_turn, made, of_all, on_rank_0, remove, run, settle, timed
+from ranks import Settings, attempt, drop_page_cache, in_turn, of_all, on_rank_0, remove, run, timed
 from shardfast import session
-from shardfast.capture import in_flight
 from systems import sync_files_of_rank
+from trained import Digests, Maker, expect, expect_ours, loads_of, saves_of
 
 BYTES_OF_PARAMETER = 14
 """Two in bf16; the fp32 master and two moments."""
@@ -44,9 +44,6 @@ SAVES = 10
 TAG, UNIVERSAL = "saved", "universal"
 LAUNCHED = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
 """What DeepSpeed's launcher says of the machines; its fast writer asks for it."""
-
-Digests = dict[str, bytes]
-"""By name the SHA-256 of a parameter, its master and its moments, each of them whole."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +155,9 @@ class Trained:
         """Saves; the training waits for it."""
         self.engine.save_checkpoint(str(place), tag=TAG, exclude_frozen_parameters=exclude_frozen)
 
+    def before_step(self) -> None:
+        """Does nothing: no engine has a wait of its own."""
+
     def finish(self, place: Path) -> None:
         """Waits until the save is durable."""
         if self._is_ours:
@@ -165,7 +165,10 @@ class Trained:
         else:
             sync_files_of_rank(place)
 
-    def load(self, place: Path, tag: str = TAG, *, strict: bool = True) -> None:
+    def load(self, place: Path, tag: str = TAG, *, strict: bool = True) -> float:
+        return timed(functools.partial(self._load, place, tag, strict)).seconds
+
+    def _load(self, place: Path, tag: str, strict: bool) -> None:
         try:
             path, _ = self.engine.load_checkpoint(str(place), tag=tag, load_module_strict=strict)
         except AssertionError as error:
@@ -175,14 +178,8 @@ class Trained:
             raise AssertionError(f"{self.name} loaded nothing")
 
     def digests(self) -> Digests:
+        """Of parameters, masters and moments, each of them whole."""
         return {name: hashlib.sha256(array.ravel()).digest() for name, array in said(self.engine).items()}
-
-    def expect(self, digests: Digests) -> None:
-        """Compares what is here with what was saved."""
-        found = self.digests()
-        if found != digests:
-            other = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
-            raise AssertionError(f"{self.name} loaded other bytes into {len(other)} of {len(found)}: {other[:3]}")
 
     def close(self) -> None:
         self.engine.destroy()
@@ -205,10 +202,14 @@ def worker(settings: Settings) -> dict[str, Any]:
     for stage in STAGES:
         title = of_stage(stage)
         failed: dict[str, str] = {}
-        told["saves"][title] = _saves(settings, kind, stage, failed)
+        ways = _makers(kind, stage, BACKGROUND, WAITED, DEFAULT, FAST)
+        told["saves"][title] = saves_of(ways, settings, failed)
         told["failed"] |= {f"{name}, {title}": reason for name, reason in failed.items()}
         failed = {}
-        told["loads"][title] = _loads(settings, kind, stage, failed, told["digests"])
+        ways = _makers(kind, stage, WAITED, DEFAULT)
+        places = {name: _place(settings, name, stage) for name in ways}
+        told["loads"][title], digests = loads_of(ways, places, settings, failed)
+        told["digests"] |= {(name, stage): of for name, of in digests.items()}
         told["failed"] |= {f"load of {name}, {title}": reason for name, reason in failed.items()}
         failed = {}
         told["frozen"][title] = _frozen(settings, replace(kind, rank=RANK), stage, failed)
@@ -216,75 +217,13 @@ def worker(settings: Settings) -> dict[str, Any]:
     return told
 
 
-def _saves(settings: Settings, kind: Kind, stage: int, failed: dict[str, str]) -> dict[str, Any]:
-    """By system, of each measured save the slowest rank's call, the wait of a step at once, and time until durable."""
-    found: dict[str, list[list[float]]] = {}
-
-    def one(trained: Trained, path: Path, is_measured: bool) -> None:
-        trained.step()
-        settle(settings)
-        dist.barrier()
-        began = time.perf_counter()
-        trained.save(path)
-        called = time.perf_counter()
-        in_flight.staged()
-        waited = time.perf_counter()
-        trained.finish(path)
-        dist.barrier()
-        ended = time.perf_counter()
-        took = of_all((called - began, waited - called, ended - began))
-        if is_measured:
-            found.setdefault(trained.name, []).append([max(times) for times in zip(*took, strict=True)])
-
-    ways = (BACKGROUND, WAITED, DEFAULT, FAST)
-    engines, missing = made({way.name: functools.partial(Trained, way, kind, stage) for way in ways})
-    failed |= missing
-    order = list(engines)
-    in_turn(order, failed, settings, one, rounds=settings.rounds)
-    for trained in engines:
-        trained.close()
-    return _expect_ours({name: of for name, of in found.items() if name not in failed}, failed)
-
-
-def _expect_ours(found: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
-    if {OURS, OURS_ASYNC} & failed.keys():
-        raise RuntimeError(f"what is to be measured fails: {failed}")
-    return found
+def _makers(kind: Kind, stage: int, *ways: Way) -> dict[str, Maker]:
+    return {way.name: functools.partial(Trained, way, kind, stage) for way in ways}
 
 
 def _place(settings: Settings, name: str, stage: int) -> Path:
     """Where what is loaded by several measures stays."""
     return settings.where / f"deepspeed-{name}-{stage}"
-
-
-def _loads(
-    settings: Settings, kind: Kind, stage: int, failed: dict[str, str], digests: dict[tuple[str, int], Digests]
-) -> dict[str, list[float]]:
-    """By system the seconds of cold loads into new engines of the same stage; what was saved stays."""
-    order = [WAITED, DEFAULT]
-    for way in order:
-        trained = Trained(way, kind, stage)
-        for _ in range(2):
-            trained.step()
-        digests[way.name, stage] = trained.digests()
-        place = _place(settings, way.name, stage)
-        trained.save(place)
-        trained.finish(place)
-        trained.close()
-    seconds: dict[str, list[float]] = {way.name: [] for way in order}
-
-    def one(way: Way, path: Path, is_measured: bool) -> None:
-        place = _place(settings, way.name, stage)
-        trained = Trained(way, kind, stage, seed=5)
-        drop_page_cache(place)
-        took = timed(functools.partial(trained.load, place)).seconds
-        trained.expect(digests[way.name, stage])
-        trained.close()
-        if is_measured:
-            seconds[way.name].append(took)
-
-    in_turn(order, failed, settings, one, rounds=settings.rounds)
-    return _expect_ours({name: of for name, of in seconds.items() if name not in failed}, failed)
 
 
 def _frozen(settings: Settings, kind: Kind, stage: int, failed: dict[str, str]) -> dict[str, int]:
@@ -301,11 +240,11 @@ def _frozen(settings: Settings, kind: Kind, stage: int, failed: dict[str, str]) 
         found[way.name] = on_rank_0(lambda: sum(size for size, _ in _files(path / TAG).values()))
         other = Trained(way, kind, stage)  # with the same frozen layers
         other.load(path, strict=way.is_ours)
-        other.expect(digests)
+        expect(other, digests)
         other.close()
 
     in_turn([WAITED, DEFAULT], failed, replace(settings, quick=True), one, rounds=1)
-    return {"trained": kind.trained * BYTES_OF_PARAMETER, **_expect_ours(found, failed)}
+    return {"trained": kind.trained * BYTES_OF_PARAMETER, **expect_ours(found, failed)}
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -339,13 +278,12 @@ def _resumed(
         drop_page_cache(place)
         converted = 0.0
         if way.is_ours:
-            load = functools.partial(trained.load, place)
+            loaded = trained.load(place)
         else:
             converted = _converted(place / TAG, path / UNIVERSAL)
-            load = functools.partial(trained.load, path, UNIVERSAL)
-        loaded = timed(load).seconds
+            loaded = trained.load(path, UNIVERSAL)
         after = on_rank_0(lambda: _files(settings.where))
-        trained.expect(digests[way.name, source])
+        expect(trained, digests[way.name, source])
         trained.close()
         of = found.setdefault(way.name, {"converted_s": [], "loaded_s": [], "written_bytes": []})
         of["converted_s"].append(converted)
@@ -354,7 +292,7 @@ def _resumed(
 
     # Every process that resumes does it once, so the first round counts, too.
     in_turn([WAITED, universal], failed, settings, one, rounds=max(1, settings.rounds - settings.warm_ups))
-    return _expect_ours({name: of for name, of in found.items() if name not in failed}, failed)
+    return expect_ours({name: of for name, of in found.items() if name not in failed}, failed)
 
 
 CONVERT = """
@@ -451,8 +389,7 @@ def _of_stages(worker: Callable[..., Any], settings: Settings, environment: dict
 
 
 def main() -> None:
-    told, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
-    settings = Settings(**told | {"where": Path(told["where"])})
+    settings = asked()
     found = run(worker, settings, environment=LAUNCHED)
     digests = found.pop("digests")
     found["resumed"] = {}
@@ -463,7 +400,7 @@ def main() -> None:
     found["first"] = _of_stages(first_worker, settings, {})
     found["memory_bytes"] = _of_stages(memory_worker, settings, {session.STAGING_BYTES: str(BUDGET_BYTES)})
     found["budget_bytes"] = BUDGET_BYTES
-    answer.write_text(json.dumps(found))
+    answer(found)
 
 
 if __name__ == "__main__":

@@ -5,21 +5,16 @@ Its ranks run in an environment of their own (`megatron_jobs.py`).
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asynchronous import show_notes
+from environments import measured_by, missing
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from ranks import ROUNDS_MAX, Settings
 
-ROOT = Path(__file__).parents[1]
 JOBS = Path(__file__).with_name("megatron_jobs.py")
 PROCESSES, GIGABYTES = 4, 0.5
 OURS_ASYNC = f"{OURS}, asynchronous"
@@ -27,18 +22,11 @@ FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
 
 
 def measure(settings: Settings) -> Figures:
-    has_megatron = importlib.util.find_spec("megatron") is not None
-    python = Path(sys.executable) if has_megatron else ROOT / "target" / "megatron" / "bin" / "python"
-    if not python.exists():
-        reason = "Megatron-Core is not here: scripts/megatron.sh installs it into target/megatron"
-        print(f"  not measured: {reason}")
-        return {"not measured": reason}
-    found = _found(python, replace(
-        settings,
-        processes=PROCESSES,
-        gigabytes=min(settings.gigabytes, GIGABYTES),
-        rounds=min(settings.rounds, ROUNDS_MAX),
-    ))  # fmt: skip
+    gigabytes, rounds = min(settings.gigabytes, GIGABYTES), min(settings.rounds, ROUNDS_MAX)
+    settings = replace(settings, processes=PROCESSES, gigabytes=gigabytes, rounds=rounds)
+    found = measured_by(JOBS, "megatron", "Megatron-Core", "megatron", settings)
+    if found is None:
+        return {"not measured": missing("Megatron-Core", "megatron")}
     figures: dict[str, Any] = {
         "bytes": found["bytes"],
         "failed": found["failed"],
@@ -49,16 +37,6 @@ def measure(settings: Settings) -> Figures:
     }
     show_notes(found["notes"], found["failed"])
     return figures
-
-
-def _found(python: Path, settings: Settings) -> dict[str, Any]:
-    """What the ranks measured, as they wrote it."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        said = json.dumps(vars(settings) | {"where": str(settings.where)})
-        subprocess.run([python, JOBS, said, answer], check=True)
-        found: dict[str, Any] = json.loads(answer.read_text())
-    return found
 
 
 def _show_saves(layout: str, found: dict[str, Any], size: int) -> Figures:

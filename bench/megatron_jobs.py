@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import multiprocessing
 import sys
 import time
@@ -23,6 +22,7 @@ import megatron_on_cpu
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from environments import answer, asked
 from figures import OURS
 from footprint import extra_memory
 from fsdp import BUDGET_BYTES, FSDP2, built
@@ -447,15 +447,14 @@ def end_children() -> None:
 
 
 def main() -> None:
-    said, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
-    settings = Settings(**said | {"where": Path(said["where"])})
+    settings = asked()
     found = run(worker, settings)
     budget = {session.STAGING_BYTES: str(BUDGET_BYTES)}
     found["memory_bytes"] = {
         str(layout): run(memory_worker, settings, layout, environment=budget) for layout in (SAVED, LOADED)
     }
     found["budget_bytes"] = BUDGET_BYTES
-    answer.write_text(json.dumps(found))
+    answer(found)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def _worker(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _from_disk() -> int:
+def read_from_disk() -> int:
     """Bytes that this process had storage read, past the page cache or into it."""
     counters = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in counters if line.startswith("read_bytes")).split()[1])
@@ -91,8 +91,8 @@ def _one(
     expect_equal(same, rows, system.name)
     zero(columns)
     drop_page_cache(path)
-    before = _from_disk()
+    before = read_from_disk()
     resharded = timed(lambda: system.load(path, columns))
-    fetched = _from_disk() - before
+    fetched = read_from_disk() - before
     expect_equal_whole(columns, rows, system.name)
     return straight, resharded, fetched

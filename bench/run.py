@@ -22,6 +22,7 @@ import footprint
 import fsdp
 import goals
 import hooks
+import loaders
 import machine
 import megatron_core
 import planning
@@ -33,6 +34,7 @@ import sharing
 import small
 import stall
 import stores
+import trainers
 import training
 import transfer
 import windows
@@ -49,6 +51,11 @@ MEASURES = {
     "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
     "megatron": (megatron_core.measure, "Megatron-Core and its distributed optimizer beside Megatron's checkpoints"),
     "deepspeed": (deepspeed_engines.measure, "DeepSpeed's engines with our block beside DeepSpeed's checkpoints"),
+    "trainers": (
+        trainers.measure,
+        "accelerate, transformers, Lightning, torchtitan: with ours beside their own",
+    ),
+    "loaders": (loaders.measure, "data loaders in a state: stall, bytes, memory, units dealt out, a resumed epoch"),
     "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),

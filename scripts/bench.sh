@@ -19,8 +19,8 @@ if ! is_stamped "$venv" wheel "$wheel"; then
     .venv/bin/uv pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
     echo "$wheel" >"$venv/wheel.stamp"
 fi
-# The measures with Megatron-Core and DeepSpeed run in the environments that scripts/megatron.sh and
-# scripts/frameworks.sh make, if they are there.
+# The measures with Megatron-Core, DeepSpeed, trainers and loaders run in the environments that scripts/megatron.sh
+# and scripts/frameworks.sh make, if they are there.
 for other in target/megatron target/frameworks; do
     if [[ -x $other/bin/python ]]; then
         .venv/bin/uv pip install --quiet --python "$other/bin/python" --no-deps --reinstall "${wheels[0]}"

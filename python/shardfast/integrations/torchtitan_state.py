@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.checkpointer.base import DATALOADER, MODEL, TRAIN_STATE
+from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.optimizer import OptimizersContainer
 
 import shardfast as sf
 
@@ -53,6 +54,9 @@ def entries(states: dict[str, Any], model_parts: list[nn.Module]) -> dict[str, A
     loader: Any = states.get(DATALOADER)
     piece = (loader.dp_rank, loader.dp_world_size) if hasattr(loader, "dp_world_size") else None
     state: dict[str, Any] = {MODEL: model_parts, **{key: one for key, one in states.items() if key != MODEL}}
+    if type(optimizers := state.get(OPTIMIZER)) is OptimizersContainer:
+        # They hold the state. The container's own state_dict(), which gathers, would be looked into at each save.
+        state[OPTIMIZER] = list(optimizers.optimizers)
     if loader is None:
         state.pop(DATALOADER, None)
     elif piece is not None:

@@ -220,6 +220,13 @@ class LoadPlan:
                 lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names)]
         return "\n".join(lines)
 
+    def add(self, traffic: Mapping[str, int]) -> None:
+        """Adds what a read has moved; a load may make several."""
+        self.bytes_read += traffic["bytes_read"]
+        self.bytes_received += traffic["bytes_received"]
+        self.bytes_sent += traffic["bytes_sent"]
+        self.is_shared = self.is_shared or bool(traffic["is_shared"])
+
     def expect_no_problems(self) -> None:
         """Raises one error with every problem, the same on every rank."""
         problems = self.problems

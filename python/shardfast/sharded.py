@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -46,10 +46,12 @@ class Pieces:
     Attributes:
         made: Those that were saved in other pieces.
         problems: What prevents the load, the same on every rank.
+        traffic: What each read moved that was made for them.
     """
 
     made: list[Made] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    traffic: list[Mapping[str, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -193,7 +195,7 @@ def load(
     if dry or found.problems:
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
     else:
-        found.made = _deal(checkpoint, dealt, walked.adapters, saved, found.problems, timeout_s, options, alone)
+        found.made = _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options, alone)
     return Walked(kept, walked.adapters), found
 
 
@@ -233,12 +235,13 @@ def _deal(
     dealt: Sequence[_Dealt],
     adapters: Sequence[Adapter],
     saved: Sequence[SavedLeaf],
-    problems: list[str],
+    found: Pieces,
     timeout_s: float,
     options: Options,
     alone: Alone,
 ) -> list[Made]:
-    """What this rank gets of pieces that were saved as others; adds what prevents it to ``problems``."""
+    """What this rank gets of pieces that were saved as others; adds to ``found`` what prevents it and what was read."""
+    problems = found.problems
     tensors: dict[tuple[str, str], Any] = {}
 
     def bind() -> list[Any]:
@@ -263,8 +266,11 @@ def _deal(
             made.append(Made(one.entry, _leaves(one), value))
         return made
 
-    encoded, _ = checkpoint.load([], [(piece.index, 0) for one in dealt for piece in one.pieces], timeout_s, {}, "auto")
-    checkpoint.load(alone(bind), [], timeout_s, {}, "auto")
+    copies = [(piece.index, 0) for one in dealt for piece in one.pieces]
+    encoded, traffic = checkpoint.load([], copies, timeout_s, {}, "auto")
+    found.traffic.append(traffic)
+    _, traffic = checkpoint.load(alone(bind), [], timeout_s, {}, "auto")
+    found.traffic.append(traffic)
     made: list[Made] = alone(make)
     _, told = checkpoint.agree([], [line for one in dealt for line in one.split], timeout_s)
     digests: dict[tuple[str, str], str] = {}

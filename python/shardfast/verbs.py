@@ -359,8 +359,7 @@ def fill(
         encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, peer_reads)
     else:
         encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, peer_reads), carrier)
-    for name, number in traffic.items():
-        setattr(matching.plan, name, number)
+    matching.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     prepared(session, lambda: matching.make(encoded), timeout_s)
     checkpoint.agree([], [], timeout_s)
@@ -417,6 +416,8 @@ def _matched(
 
     matching = prepared(session, prepare, timeout_s)
     matching.take(of_pieces.made, [*of_pieces.problems, *in_use])
+    for traffic in of_pieces.traffic:
+        plan.add(traffic)
     untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
     matching.conclude(untouched, problems)
     return matching

@@ -148,10 +148,24 @@ def test_a_directory_that_was_not_saved_to_its_end_is_passed_over(tmp_path, capl
     for name in ("logs", "checkpoint-9", "checkpoint-10/global_step10/model", "checkpoint-11/global_step11/model"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "checkpoint-11" / "latest").write_text("global_step11")
+    (tmp_path / "checkpoint-9" / "latest").write_bytes(b"\xff")
     assert newest(tmp_path) is None
-    assert [record.args[0].name for record in caplog.records] == ["checkpoint-11", "checkpoint-10"]
+    assert {record.args[0].name for record in caplog.records} == {"checkpoint-9", "checkpoint-10", "checkpoint-11"}
     with pytest.raises(sf.Unsupported, match="expected a directory of a file system"):
         newest("s3://bucket/run")
+    with pytest.raises(sf.Invalid, match="an engine saved there by itself"):
+        newest(tmp_path / "checkpoint-11")
+
+
+def test_the_newest_directory_is_that_of_the_latest_step(tmp_path):
+    for name, step in {"best-0.9": 20, "checkpoint-1000-last": 1000, "checkpoint-500": 500, ".hidden-4": 4000}.items():
+        sf.save(tmp_path / name / "tag", {"engine": {"global_steps": step}})
+        (tmp_path / name / "latest").write_text("tag")
+    assert newest(tmp_path) == str(tmp_path / "checkpoint-1000-last")
+    (tmp_path / "checkpoint-2000" / "global_step2000").mkdir(parents=True)
+    (tmp_path / "checkpoint-2000" / "global_step2000" / "mp_rank_00_model_states.pt").touch()  # as DeepSpeed writes it
+    (tmp_path / "checkpoint-2000" / "latest").write_text("global_step2000")
+    assert newest(tmp_path) == str(tmp_path / "checkpoint-2000")
 
 
 def with_accelerate(rank, world, place, stage, again, killed=0):

@@ -277,6 +277,19 @@ def test_a_stream_goes_on_as_if_never_stopped(tmp_path, workers):
     assert whole != jobs.streams(0, 1, None, workers, None, None, 0)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_stream_at_the_end_of_a_pass(ranks, tmp_path, size, ended):
+    """Its eight samples are even batches of two; of three, the last one is in part."""
+    for saved, workers in itertools.product((0, 1, 2), (0, 1, 2)):
+        place = str(tmp_path / f"{saved}-{workers}")
+        jobs.at_the_end(0, 1, place, saved, size, ended, None)
+        found = jobs.at_the_end(0, 1, None, workers, size, ended, place)
+        assert found == ([8, 8] if ended else [0, 8]), (saved, workers)
+    for found in (ranks(2)(jobs.at_the_end, None, 0, size, ended, str(tmp_path / "0-0")),):
+        assert [sum(of) for of in zip(*found, strict=True)] == ([8, 8] if ended else [0, 8])
+
+
 def test_a_stream_with_a_batched_map_goes_on_from_anywhere():
     """Datasets' own state leaves out the end of a shard there."""
     rows = datasets.Dataset.from_dict({"x": list(range(26))}).to_iterable_dataset(num_shards=3)

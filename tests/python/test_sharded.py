@@ -242,8 +242,9 @@ def shares_a_tensor(rank, world, place):
 
 def finds_the_tensor(rank, world, place):
     loader = Loader()
-    sf.load(place, {"loader": sf.Sharded(loader, rank, world)})
+    plan = sf.load(place, {"loader": sf.Sharded(loader, rank, world)})
     tensors = [unit["t"] for unit in loader.units if "t" in unit]
+    assert plan.bytes_read + plan.bytes_received >= sum({id(one): one.nbytes for one in tensors}.values())
     assert all(torch.equal(unit["t"], torch.arange(400_000) + unit["id"][0]) for unit in loader.units if "t" in unit)
     return [unit["id"] for unit in loader.units], len({id(tensor) for tensor in tensors})
 

@@ -14,6 +14,8 @@ from ..errors import Invalid
 
 _log = logging.getLogger("shardfast")
 
+_AT_ONCE = 4096
+
 _KEYS = {"epoch", "consumed", "length", "seed", "shuffle"}
 
 
@@ -108,7 +110,9 @@ class DistributedSampler:
             order = torch.arange(length)
         mine = torch.arange(share) * self.num_replicas + begun + self.rank
         # Behind the end the epoch's first samples follow again.
-        for number, sample in enumerate(order[mine % length].tolist() if share else ()):
+        samples = order[mine % length] if share else order[:0]
+        # As numbers some at a time: the first batch does not wait for those of a long epoch.
+        for number, sample in enumerate(one for some in torch.split(samples, _AT_ONCE) for one in some.tolist()):
             consumed = begun + (number + 1) * self.num_replicas
             self._consumed = consumed if number + 1 < share else length  # with drop_last, too
             yield sample

@@ -82,6 +82,7 @@ class Stream(IterableDataset[Any]):
         self._buffer, self._seed, self._epoch = buffer, seed, 0
         self._units: list[dict[str, Any]] | None = None
         self._waiting: list[Any] = []
+        self._is_begun = False
         self._open: Any = None
         self._random: random.Random | None = None
         # The state of a batched map() can leave out the end of a shard (datasets 4.7): samples are counted instead.
@@ -89,8 +90,12 @@ class Stream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own."""
-        if self._units is None:
+        if self._units is None or self._is_over():
             self._epoch = epoch
+
+    def _is_over(self) -> bool:
+        """Whether a pass was begun and nothing of it is left; what a load brought begins with ``iter()``."""
+        return self._is_begun and self._units is not None and not self._units and not self._waiting
 
     def _left(self) -> list[dict[str, Any]]:
         """The shards that this piece has to read; at a fresh start every so-manieth one."""
@@ -102,7 +107,14 @@ class Stream(IterableDataset[Any]):
         return self._units
 
     def __iter__(self) -> Iterator[Any]:
-        """The samples that are left; after the last one, the next pass has all again."""
+        """The samples that are left; behind a pass that is over, all again."""
+        # When it is called, not when it is read: torchdata makes an iterator for a load that it may not read.
+        if self._is_over():
+            self._units = self._random = None
+        self._is_begun = True
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
         left = self._left()
         if self._random is None:
             self._random = random.Random(f"{self._seed} {self._epoch} {[unit['id'] for unit in left]}")
@@ -118,8 +130,6 @@ class Stream(IterableDataset[Any]):
             number = self._random.randrange(len(self._waiting))
             self._waiting[number], self._waiting[-1] = self._waiting[-1], self._waiting[number]
             yield self._waiting.pop()
-        if get_worker_info() is None:  # workers are made anew for each pass, from the dataset of the main process
-            self._units = self._random = None
 
     def _samples(self, left: list[dict[str, Any]]) -> Iterator[Any]:
         while left:
@@ -172,6 +182,7 @@ class Stream(IterableDataset[Any]):
         self._units = [dict(unit) for unit in state[UNITS] if "sample" not in unit]
         self._waiting = [unit["sample"] for unit in state[UNITS] if "sample" in unit]
         self._open = None
+        self._is_begun = False
         drawn = state.get(OWN)
         self._random = None
         if drawn is not None and drawn["random"] is not None:

@@ -182,8 +182,10 @@ class _Loader(Stateful):
                 before += count
             self.value.load_state_dict(_with(own[_OPAQUE], state[REPLICATED]["slot"], states))
         else:
-            ended = state[REPLICATED]["finished"] and not state[UNITS]
-            self.value.load_state_dict({} if ended else self._dealt(state[REPLICATED], state[UNITS]))
+            shared, every = state[REPLICATED], state[UNITS]
+            # Workers end with their pass, whatever their last state says is left; a dataset of this process goes on.
+            ended = shared["finished"] and (shared["by_workers"] or not every)
+            _inner(self.value).load_state_dict({} if ended else self._dealt(shared, every))
 
     def _dealt(self, shared: dict[str, Any], every: list[Any]) -> dict[str, Any]:
         """A snapshot in which units are dealt out to the workers."""
@@ -207,7 +209,7 @@ class _Loader(Stateful):
             "_shared_seed": None,
         }
         if not workers:
-            return {**main, **pieces[0], "_num_yielded": 0, _FINISHED: shared["finished"]}
+            return {**main, **pieces[0], "_num_yielded": 0, _FINISHED: False}
         # Drawing a seed would change the job's random state; the job's own is the same in each resume.
         main |= {"_num_workers": workers, "_base_seed": torch.initial_seed() % 2**62}
         snapshot = {
@@ -216,7 +218,7 @@ class _Loader(Stateful):
             _MAIN: main,
             _WORKERS: {f"worker_{number}": piece for number, piece in enumerate(pieces)},
         }
-        return {_SNAPSHOT: snapshot, _BEHIND: 0, _FINISHED: shared["finished"]}
+        return {_SNAPSHOT: snapshot, _BEHIND: 0, _FINISHED: False}
 
 
 def _workers_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
@@ -265,6 +267,7 @@ def _by_units(snapshot: dict[str, Any], slot: str, states: Sequence[Any]) -> dic
             "agrees": agrees,
             "behind": snapshot.get(_BEHIND, 0),
             "finished": snapshot[_FINISHED],
+            "by_workers": has_workers,
         },
         UNITS: [unit for state in states for unit in state[UNITS]],
         OWN: {

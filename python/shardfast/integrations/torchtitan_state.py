@@ -54,7 +54,8 @@ def entries(states: dict[str, Any], model_parts: list[nn.Module]) -> dict[str, A
     loader: Any = states.get(DATALOADER)
     piece = (loader.dp_rank, loader.dp_world_size) if hasattr(loader, "dp_world_size") else None
     state: dict[str, Any] = {MODEL: model_parts, **{key: one for key, one in states.items() if key != MODEL}}
-    if type(optimizers := state.get(OPTIMIZER)) is OptimizersContainer:
+    optimizers: Any = state.get(OPTIMIZER)
+    if type(optimizers) is OptimizersContainer:
         # They hold the state. The container's own state_dict(), which gathers, would be looked into at each save.
         state[OPTIMIZER] = list(optimizers.optimizers)
     if loader is None:

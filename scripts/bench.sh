@@ -26,6 +26,4 @@ for other in target/megatron target/frameworks; do
         .venv/bin/uv pip install --quiet --python "$other/bin/python" --no-deps --reinstall "${wheels[0]}"
     fi
 done
-# Processes of a job find the byte code of what they import; without it they would compile all of it each time.
-unset PYTHONDONTWRITEBYTECODE
 exec "$venv/bin/python" bench/run.py "$@"

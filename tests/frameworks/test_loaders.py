@@ -414,6 +414,23 @@ def test_a_loader_as_it_is_needs_as_many_workers(tmp_path):
         assert state["extra"] == {"step": 0}
 
 
+class Own(StatefulDataLoader):
+    """A loader with a state of its own, as torchtitan's."""
+
+    def state_dict(self):
+        return {"pickled": b"a"}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_a_loader_with_a_state_of_its_own_reads_it_itself(tmp_path):
+    sf.save(tmp_path / "a", {"data": Own(torch.arange(4), num_workers=2)})
+    loader = Own(torch.arange(4), num_workers=1)
+    sf.load(tmp_path / "a", {"data": loader})
+    assert loader.loaded == {"pickled": b"a"}
+
+
 def test_a_sampler_of_another_length_is_named(tmp_path):
     place = str(tmp_path / "a")
     sf.save(place, {"sampler": sf.Sharded(DistributedSampler(range(9), 1, 0), 0, 1)})

@@ -186,7 +186,7 @@ class _Loader(Stateful):
             shared, every = state[REPLICATED], state[UNITS]
             # Workers end with their pass, whatever their last state says is left; a dataset of this process goes on.
             ended = shared["finished"] and (shared["by_workers"] or not every)
-            _inner(self.value).load_state_dict({} if ended else self._dealt(shared, every))
+            self.value.load_state_dict({} if ended else self._dealt(shared, every))
 
     def _dealt(self, shared: dict[str, Any], every: list[Any]) -> dict[str, Any]:
         """A snapshot in which units are dealt out to the workers."""

@@ -431,6 +431,43 @@ def test_a_loader_with_a_state_of_its_own_reads_it_itself(tmp_path):
     assert loader.loaded == {"pickled": b"a"}
 
 
+class Inner(StatefulDataLoader):
+    def load_state_dict(self, state):
+        raise AssertionError("the trainer's loader around this one knows the form of its state")
+
+
+class Outer(StatefulDataLoader):
+    """A trainer's loader around another one, as those of torchtitan and accelerate."""
+
+    def __init__(self, loader):
+        object.__setattr__(self, "base_dataloader", loader)
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "base_dataloader"), name)
+
+    def state_dict(self):
+        return StatefulDataLoader.state_dict(self.base_dataloader)
+
+    def load_state_dict(self, state):
+        StatefulDataLoader.load_state_dict(self.base_dataloader, state)
+
+
+@pytest.mark.smoke
+def test_what_is_dealt_out_goes_through_a_trainers_loader(tmp_path):
+    def made(workers):
+        context = "fork" if workers else None
+        dataset = jobs.Packed(DOCUMENTS, 0, 1)
+        return Outer(Inner(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context))
+
+    for saved, here in ((0, 1), (2, 0)):
+        loader, again, place = made(saved), made(here), tmp_path / f"{saved}-{here}"
+        got = next(iter(loader.base_dataloader)).flatten().tolist()
+        sf.save(place, {"data": sf.Sharded(loader, 0, 1)})
+        sf.load(place, {"data": sf.Sharded(again, 0, 1)})
+        got += [token for batch in again.base_dataloader for token in batch.flatten().tolist()]
+        assert sorted(token for token in got if token >= 0) == tokens_of(DOCUMENTS)
+
+
 def test_a_sampler_of_another_length_is_named(tmp_path):
     place = str(tmp_path / "a")
     sf.save(place, {"sampler": sf.Sharded(DistributedSampler(range(9), 1, 0), 0, 1)})

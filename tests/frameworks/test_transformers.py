@@ -17,6 +17,7 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # ranks are fork
 import peft
 import pytest
 import shardfast as sf
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -473,7 +474,6 @@ def test_a_scaler(tmp_path):
 
 
 def words():
-    tokenizers = pytest.importorskip("tokenizers")
     made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made_of, unk_token="?", pad_token="?")
 

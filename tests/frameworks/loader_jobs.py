@@ -107,7 +107,8 @@ def loader_of(documents, rank, ranks, workers, kind="packed", batch=2, every=1):
 def reads(rank, world, place, documents, workers, batches, resume, kind="packed", every=1, kill_ms=None):
     """Goes on behind the checkpoint ``resume``, reads so many batches of each rank, or all of them, saves at ``place``.
 
-    Returns what was read, or the load's error. With ``kill_ms`` it writes down what was read and dies in the save.
+    Returns what was read, or the load's error; writes it down beside the checkpoint, and whether the pass has ended.
+    With ``kill_ms`` it dies in the save.
     """
     loader = loader_of(documents, rank, world, workers, kind, every=every)
     state = {"dataloader": sf.Sharded(loader, rank, world)}
@@ -123,8 +124,9 @@ def reads(rank, world, place, documents, workers, batches, resume, kind="packed"
             break
         got += [token for token in batch.flatten().tolist() if token >= 0]
         batches = None if batches is None else batches - 1
+    if place is not None:
+        Path(f"{place}-{rank}.json").write_text(json.dumps({"got": got, "ended": batches is None or batches > 0}))
     if kill_ms is not None:
-        Path(f"{place}-{rank}.json").write_text(json.dumps(got))
         dist.barrier()
         sf.save_async(place, state)
         time.sleep(kill_ms / 1000)

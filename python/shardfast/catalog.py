@@ -356,11 +356,11 @@ class Hold:
     retain: Callable[[Any], object] | None = None
 
 
-Kind = Literal["names", "objects", "object", "entries", "groups", "members", "state"]
+Kind = Literal["names", "objects", "object", "entries", "groups", "members", "listed", "state"]
 """What stands in an attribute: a dict or a set of which the names count; a dict of objects of the bundle or ``None``;
 one such object; a dict of entries by name; a list of dicts, each with a list of *members* under the name that
-:attr:`Outline.members` gives; likewise, each member an entry, too; or a dict by member of dicts of entries, and by name
-of an entry. Names are texts or whole numbers."""
+:attr:`Outline.members` gives; likewise, each member an entry, too; a list of such members; or a dict by member of dicts
+of entries, and by name of an entry. Names are texts or whole numbers."""
 
 
 class Inside(NamedTuple):

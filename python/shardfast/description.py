@@ -69,6 +69,9 @@ SMALL_BYTES_MAX = 1 << 10
 EAGER_BYTES_MAX = 4 << 20
 """Tensors without announced changes are copied in the call up to this size in all."""
 
+STATES_KEPT = 4
+"""States of a process that are saved in turn, such as an actor and a critic, and are each described once."""
+
 COMPARED: Sequence[Compared] = ("never", "every save", "first save", "on request")
 """For a tensor with several names, the first of these that any name has applies."""
 
@@ -126,7 +129,7 @@ def describe(state: object, *, pickle: bool = False, notice: Notice | None = Non
 
 
 class Describer:
-    """Describes states for saves, one after the other, and remembers the last one.
+    """Describes states for saves, one after the other, and remembers the last ones.
 
     Args:
         notice: Called before tensors change that are captured lazily.
@@ -134,15 +137,20 @@ class Describer:
 
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
-        self._known: _Known | None = None
+        self._known: list[_Known] = []
         weak = weakref.ref(self)
 
         def forget(gone: object) -> None:
             describer = weak()
             if describer is not None:
-                describer._known = None
+                describer._known = [known for known in describer._known if known.is_alive]
 
         self._forget = forget
+
+    def _last(self, units: Sequence[Unit]) -> _Known | None:
+        """The last description of the same objects: of those with some of them the one with most."""
+        of = [known for known in self._known if known.of(units) is not None]
+        return max(of, key=lambda known: len(known.bundles), default=None)
 
     def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description | None:
         """Describes the state in advance, for the first save; ``None`` for one that a save will refuse."""
@@ -151,13 +159,14 @@ class Describer:
         return None
 
     def tensors(self, state: object) -> tuple[_native.Described, object] | None:
-        """The leaves of the last description, and what keeps their memory allocated; calls no code of the state.
+        """The leaves of a state as last described, and what keeps their memory allocated; calls no code of the state.
 
         ``None`` if bundles or their tensors are others than then.
         """
-        known = self._known
         with Paused():
-            seen = known.seen(list(units_of(state)), frameworks.active()) if known is not None else None
+            units = list(units_of(state))
+            known = self._last(units)
+            seen = known.seen(units, frameworks.active()) if known is not None else None
         if known is None or seen is None:
             return None
         return known.native, [one.stamp for one in seen.watched]
@@ -168,16 +177,19 @@ class Describer:
         Raises:
             Invalid: Naming what cannot be stored, or two things of one name.
         """
-        known, adapters = self._known, frameworks.active()
+        adapters = frameworks.active()
         with Paused():
             units = list(units_of(state))
+            known = self._last(units)
             description = None
             if known is not None and known.excepted == excepted:
                 description = known.again(units, adapters, pickle)
         if description is None:
             with Paused():
                 found = _Found.of(units, adapters, pickle, self._notice, excepted)
-                description, self._known = _described(found, self._forget, excepted)
+                description, made = _described(found, self._forget, excepted)
+                others = [one for one in self._known if one is not known and one.is_alive]
+                self._known = [*([made] if made is not None else []), *others][:STATES_KEPT]
         return description
 
 
@@ -538,15 +550,23 @@ class _Known:
     extras: Extras
     excepted: Patterns
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether all bundles' objects are still there."""
+        return all(weak() is not None for bundle in self.bundles for weak in bundle.objects)
+
+    def of(self, units: Sequence[Unit]) -> list[Unit] | None:
+        """The units that are its bundles, if these are of the same objects."""
+        known = {(bundle.key, bundle.name): bundle for bundle in self.bundles}
+        found = [unit for unit in units if (unit.key, unit.name) in known]
+        if [(unit.key, unit.name) for unit in found] != list(known):
+            return None
+        return found if all(known[unit.key, unit.name].is_of(unit.value) for unit in found) else None
+
     def seen(self, units: Sequence[Unit], adapters: Sequence[Adapter]) -> _Seen | None:
         """The present bundles, if only their values differ."""
-        if list(map(type, adapters)) != self.kinds:
-            return None
-        known = {(bundle.key, bundle.name): bundle for bundle in self.bundles}
-        of_bundles = [unit for unit in units if (unit.key, unit.name) in known]
-        if [(unit.key, unit.name) for unit in of_bundles] != list(known):
-            return None
-        if not all(known[unit.key, unit.name].is_of(unit.value) for unit in of_bundles):
+        of_bundles = self.of(units)
+        if of_bundles is None or list(map(type, adapters)) != self.kinds:
             return None
         try:
             seen = self.outline.again()

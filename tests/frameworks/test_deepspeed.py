@@ -8,6 +8,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from deepspeed_jobs import Job, build, deepspeed, differences, said, step
+from shardfast.description import Describer, describe
 
 
 def state_of(engine):
@@ -96,6 +97,42 @@ def no_messages(rank, world, place):
         found[stage] = list(calls)
         calls.clear()
     return found
+
+
+def described_once(rank, world, place, jobs):
+    for number, job in enumerate(jobs):
+        engine, other = build(job), build(job, seed=1)
+        step(engine, 0)
+        describer = Describer(lambda by: None)
+        first = describer.describe(state_of(engine), pickle=False)
+        for at in range(1, 3):
+            step(engine, at)
+            again = describer.describe(state_of(engine), pickle=False)
+            assert again.native is first.native, job
+            assert [one.changes() for one in again.watched] == [[] for _ in again.watched]
+        leaves = [leaf for leaf in describe(state_of(engine), notice=lambda by: None) if hasattr(leaf, "capture")]
+        assert {leaf.capture for leaf in leaves} <= {"lazy", "inline"}, "the call copies what no step announces"
+        assert sum(len(one.places) for one in again.watched) >= 5, "what the optimizer steps is captured lazily"
+        for at in range(3, 5):
+            pending = sf.save_async(f"{place}/{number}-{at}", state_of(engine))
+            expected = said(engine)
+            step(engine, at)
+            pending.committed()
+            sf.load(f"{place}/{number}-{at}", state_of(other))
+            assert differences(expected, said(other)) == [], job
+        step(engine, 5)
+        if job.stage == 3:
+            gathered = deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
+            with gathered, pytest.raises(sf.Invalid, match="is gathered now"):
+                describer.describe(state_of(engine), pickle=False)
+        engine.optimizer.optimizer.state.clear()
+        step(engine, 6)
+        assert describer.describe(state_of(engine), pickle=False).native is not first.native, job
+
+
+def test_later_saves_do_not_describe_the_engine_again(ranks, tmp_path):
+    jobs = [Job(0), Job(1), Job(2), Job(3), Job(3, sub_group_size=900), Job(3, offload=True), Job(3, persists=True)]
+    ranks(2)(described_once, str(tmp_path), jobs)
 
 
 def test_no_collective_in_a_save(ranks, tmp_path):

@@ -5,6 +5,8 @@ import shardfast as sf
 import torch
 from jobs import Kind, Layout, begin, build, difference, step, truth
 from megatron.core.models.gpt import GPTModel
+from shardfast.catalog import TensorLeaf
+from shardfast.description import describe
 
 
 def save_again(rank, world, place, kind, layout, target):
@@ -30,6 +32,9 @@ def save_again(rank, world, place, kind, layout, target):
                 entries["exp_avg"] = entries["exp_avg"].clone()
             asked.append(0)
             ckpt.save(number, state)
+    leaves = describe(state, notice=lambda by: None)
+    captures = {leaf.capture for leaf in leaves if isinstance(leaf, TensorLeaf)}
+    assert captures <= {"lazy", "inline"}, "the call copies what no step announces"
     before, groups = truth(chunks, optimizer), [group["lr"] for group in optimizer.param_groups]
     begin(target)
     chunks, optimizer = build(target, kind, seed=5)
@@ -56,6 +61,34 @@ def test_a_model_is_asked_once_until_something_changes(ranks, tmp_path, kind, la
         assert asked[3], asked
         assert not asked[4], asked
         assert not lost
+
+
+def goes_on(rank, world, place, layout, target):
+    """A save while the training goes on at once; what it lost of what was there at its call."""
+    kind = Kind(hidden=384, ffn=768, layers=6)
+    begin(layout)
+    chunks, optimizer = build(layout, kind)
+    step(chunks, optimizer, 0)
+    before = truth(chunks, optimizer)
+    pending = sf.save_async(place, {"model": chunks, "optimizer": optimizer})
+    for _ in range(3):
+        assert optimizer.step()[0]  # with the gradients that are there
+    pending.committed()
+    begin(target)
+    chunks, optimizer = build(target, kind, seed=5)
+    sf.load(place, {"model": chunks, "optimizer": optimizer})
+    return difference(before, truth(chunks, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("layout", "target"),
+    [(Layout(), Layout(tp=2)), pytest.param(Layout(instances=2), Layout(), marks=pytest.mark.campaign)],
+    ids=str,
+)
+def test_a_save_is_of_its_call(ranks, tmp_path, layout, target, monkeypatch):
+    """Also of parameters that other ranks step, which a step gathers."""
+    monkeypatch.setenv("SHARDFAST_STAGING_BYTES", str(8 << 20))  # of 25 MB: copied in the background
+    assert not any(ranks(4)(goes_on, str(tmp_path / "a"), layout, target))
 
 
 def overlap_later(rank, world, place):

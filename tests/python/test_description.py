@@ -1,6 +1,7 @@
 """A remembered description is that of the state as it is, whatever was done to the state in between."""
 
 import contextlib
+import gc
 import random
 
 import pytest
@@ -237,6 +238,30 @@ def test_unchanged_states_are_not_described_again(table):
         assert describer.describe(made.state, pickle=False).native is first.native
     made.state["optimizer"].state.clear()
     assert describer.describe(made.state, pickle=False).native is not first.native
+
+
+def test_states_that_are_saved_in_turn_are_each_described_once(table):
+    """As an actor and a critic are, and a model with and without its optimizer."""
+    actor, critic, plain = State(0), State(1), {"weights": torch.ones(9)}
+    states = [actor.state, critic.state, {"model": actor.state["model"]}, plain]
+    for made in (actor, critic):
+        made.step()
+    describer = Describer(lambda by: None)
+    before = None
+    for turn in range(4):
+        natives = [describer.describe(state, pickle=False).native for state in states]
+        if turn > 1:
+            assert [now is then for now, then in zip(natives, before, strict=True)][:3] == [True] * 3
+        before = natives
+        for made in (actor, critic):
+            made.step()
+    critic.state["optimizer"].state.clear()
+    natives = [describer.describe(state, pickle=False).native for state in states]
+    assert [now is then for now, then in zip(natives, before, strict=True)][:3] == [True, False, True]
+    assert len(describer._known) == 4
+    del critic, states, made
+    gc.collect()
+    assert len(describer._known) < 4, "what has gone is forgotten"
 
 
 VIEWS = {

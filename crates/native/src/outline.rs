@@ -29,6 +29,8 @@ enum Kind {
     Groups,
     /// Likewise, and each member is an entry.
     Members,
+    /// A list of members, each an entry, too.
+    Listed,
     /// A dict by member of dicts of entries by name; or, under a name of its own, of an entry.
     State,
 }
@@ -42,6 +44,7 @@ impl Kind {
             "entries" => Kind::Entries,
             "groups" => Kind::Groups,
             "members" => Kind::Members,
+            "listed" => Kind::Listed,
             "state" => Kind::State,
             other => return Err(invalid(format!("an attribute of unknown kind {other:?}"))),
         })
@@ -119,8 +122,9 @@ impl Outline {
     ///
     /// - `objects`: `(object, [(attribute, kind)])`, with the kinds "names" (a dict or set of names), "objects" (a dict
     ///   of objects of the bundle, or `None`), "object" (one of them), "entries" (a dict), "groups" (a list of dicts
-    ///   that list members), "members" (likewise, each member an entry, too) and "state" (a dict by member of dicts of
-    ///   entries, or by name of an entry). What is met in them in this order numbers the entries.
+    ///   that list members), "members" (likewise, each member an entry, too), "listed" (a list of such members) and
+    ///   "state" (a dict by member of dicts of entries, or by name of an entry). What is met in them in this order
+    ///   numbers the entries.
     /// - `tensors`: numbers of the entries that are the bundle's tensors; of all others the type counts.
     /// - `parameters`: numbers of the entries of which it counts, beside all members', which are one and the same.
     /// - `others`: numbers of the entries that are wanted, too.
@@ -382,9 +386,10 @@ impl<'a, 'py> Walk<'a, 'py> {
             Kind::Object => self.object(there),
             Kind::Entries => self.entries_of(there),
             Kind::Groups => self.groups(there),
-            Kind::Members => {
+            Kind::Members | Kind::Listed => {
                 let first = self.members.len();
-                let is_same = self.groups(there);
+                let is_same =
+                    if matches!(kind, Kind::Members) { self.groups(there) } else { self.listed(there) == Some(true) };
                 self.entries.extend_from_slice(&self.members[first..]);
                 is_same
             }
@@ -428,6 +433,10 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     fn group(&mut self, group: &Bound<'py, PyAny>) -> Option<bool> {
         let members = group.cast::<PyDict>().ok()?.get_item(self.members_name).ok()??;
+        self.listed(&members)
+    }
+
+    fn listed(&mut self, members: &Bound<'py, PyAny>) -> Option<bool> {
         let members = members.cast::<PyList>().ok()?;
         let first = self.members.len();
         // SAFETY: the closure counts a reference and does nothing else.

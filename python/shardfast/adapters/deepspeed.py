@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..catalog import Flat, Ints, Kind, Module, NamedPart, Outline, Part, Refused, Restored
+from ..catalog import Flat, Inside, Ints, Kind, Module, NamedPart, Outline, Part, Refused, Restored
 from .deepspeed_optimizer import KINDS, DeepSpeedOptimizers, begin_load, call, peers, refresh
 from .torch_modules import Modules
 from .torch_placement import text_of_run
@@ -28,6 +28,9 @@ LEFT_OUT = "shardfast_left_out"
 
 TIED = "tied_modules."
 """Before names of what several stages of a pipeline have."""
+
+_CUT = Inside(("ds_tensor",), "ds_status")
+"""Where a parameter of stage 3 has this rank's run; one that was gathered since is looked at anew."""
 
 _EXPERT = re.compile(r"(?<=\bdeepspeed_experts\.)\d+")
 
@@ -95,7 +98,8 @@ class DeepSpeedModules(Modules):
         return tuple(sorted({rank + other - me for rank in ranks for other in tied["ranks"]}))
 
     def outline(self) -> Outline | None:
-        found = None if self._parts else super().outline()
+        self._inside.update({name: _CUT for name, value in self._tensors.items() if isinstance(value, Part)})
+        found = super().outline()
         left_out: list[tuple[str, Kind]] = [(LEFT_OUT, "names")]
         return found and dataclasses.replace(found, objects=[*found.objects, (self._engine, left_out)])
 

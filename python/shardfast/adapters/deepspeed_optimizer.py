@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..catalog import Flat, NamedPart, Outline, Part, Refused, Region, Restored
+from ..catalog import Flat, NamedPart, Part, Refused, Region, Restored
 from .torch_masters import MasterOptimizers, Run, regions_of_run
 from .torch_placement import text_of_run
 from .torch_steps import TorchSteps
@@ -205,6 +205,12 @@ def _copied(zero: Any) -> Iterator[torch.Tensor]:
                 yield model
 
 
+def _models(zero: Any) -> Iterator[torch.Tensor]:
+    """The parameters that some rank steps; in stage 3 what this rank has of them."""
+    for models in getattr(zero, _LISTS[type(zero).__name__][0]):
+        yield from (getattr(model, "ds_tensor", model) for model in models)
+
+
 def _stage(zero: Any) -> int:
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         return 3
@@ -269,7 +275,7 @@ class DeepSpeedOptimizers(MasterOptimizers):
         is_scaled = _Scaler(zero).is_dynamic and any(model.dtype is torch.float16 for model in models)
         scaled = [zero] if is_scaled else []
         with _listed(zero):
-            super().__init__([zero.optimizer], runs, scaled, beside, copied)
+            super().__init__([zero.optimizer], runs, scaled, beside, copied, _models(zero))
 
     @staticmethod
     def _scaler(one: Any) -> Any:
@@ -277,14 +283,14 @@ class DeepSpeedOptimizers(MasterOptimizers):
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
         with _listed(self._zero):
-            return [*super().announce(notice), *self.parameters.values()]
+            return super().announce(notice)
 
     def steps(self) -> TorchSteps:
         with _listed(self._zero):
             return super().steps()
 
-    def outline(self) -> Outline | None:
-        return None if _stage(self._zero) == 3 else super().outline()
+    def _lists(self) -> Sequence[tuple[Any, str]]:
+        return [(self._zero, _LISTS[type(self._zero).__name__][1])] if _stage(self._zero) == 3 else []
 
     def restore(
         self,

@@ -240,7 +240,9 @@ class MegatronOptimizers(MasterOptimizers):
         self._inner, divided = list(_inner_optimizers(optimizer)), _divided(optimizer)
         owners: dict[str, Ints] = {}
         copied: dict[str, torch.Tensor] = {}
+        models: list[torch.Tensor] = []
         for model, ranks in _owners(self._inner, divided):
+            models.append(model)
             for fqn, _ in names.get(id(model), ()):
                 owners[fqn] = (*owners.get(fqn, ()), *ranks)
                 if model.dtype in (torch.bfloat16, torch.float16):
@@ -261,7 +263,7 @@ class MegatronOptimizers(MasterOptimizers):
                 if shard.stepped.dtype is shard.now.dtype:
                     copied.pop(fqn, None)
         scaled = [one for one in self._inner if getattr(one, "grad_scaler", None)]
-        super().__init__([one.optimizer for one in self._inner], runs, scaled, beside, copied)
+        super().__init__([one.optimizer for one in self._inner], runs, scaled, beside, copied, models)
 
     @staticmethod
     def _scaler(one: Any) -> Any:

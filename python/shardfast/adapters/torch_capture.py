@@ -311,6 +311,7 @@ def outline_of_optimizers(
     groups: Callable[[Sequence[dict[str, Any]]], Mapping[str, object]],
     *,
     with_members: bool = False,
+    lists: Sequence[tuple[Any, str]] = (),
 ) -> Outline | None:
     """The outline of optimizers; ``None`` for those with state of what is neither a parameter nor a name.
 
@@ -321,10 +322,11 @@ def outline_of_optimizers(
         constants: What makes the values, by name, of those that are not their entries.
         groups: Makes the values of the groups.
         with_members: Whether parameters themselves, as groups list them, are among the tensors.
+        lists: Objects and their attributes that list parameters which no group lists.
     """
     of_holders: list[tuple[str, Kind]] = [("param_groups", "members" if with_members else "groups"), ("state", "state")]
-    objects: list[tuple[Any, Sequence[tuple[str, Kind]]]] = []
-    places: list[Place] = []
+    objects: list[tuple[Any, Sequence[tuple[str, Kind]]]] = [(owner, [(name, "listed")]) for owner, name in lists]
+    places: list[Place] = [(id(member), MEMBER) for owner, name in lists for member in getattr(owner, name)]
     for optimizer, holder in optimizers:
         if holder is not optimizer:
             objects.append((optimizer, _OF_WRAPPED))

@@ -20,7 +20,7 @@ import torch
 from ..catalog import Compared, Flat, Inside, Ints, NamedPart, Outline, Part, Refused, Region, Restored
 from ..padding import differ_by_padding
 from . import torch_accounts as accounts
-from .torch_capture import MEMBER, Place, outline_of_optimizers
+from .torch_capture import MEMBER, Place, announces_steps, outline_of_optimizers
 from .torch_groups import equal, groups_value
 from .torch_optimizers import Optimizers
 from .torch_wrapped import constants_of
@@ -79,6 +79,7 @@ class MasterOptimizers(Optimizers):
         scaled: What has a loss scaler.
         beside: See :class:`~.torch_optimizers.Optimizers`.
         copied: By FQN the parameters of this rank with a copy in fp32 on some rank, which may be another one.
+        models: The parameters of this rank that some rank steps.
     """
 
     _of_the_layout: Sequence[str] = ()
@@ -94,26 +95,28 @@ class MasterOptimizers(Optimizers):
         scaled: Sequence[Any],
         beside: Collection[int] = (),
         copied: Mapping[str, Any] = {},
+        models: Iterable[torch.Tensor] = (),
     ) -> None:
+        self._models = list(models)
         self._masters: dict[str, Part] = {}
         self._copied = copied
         self._runs: list[Run] = []
         self._scaled = scaled
         inside: dict[int, list[NamedPart]] = {}
-        models: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for run in runs:
             name, stepped = run.fqn, run.part.within
             for number in itertools.count(1):
-                if name not in models:
+                if name not in parameters:
                     break
                 name = f"{run.fqn}{_PIECE}{number}"
             inside.setdefault(id(stepped), []).append((name, run.part))
-            models[name] = run.model
+            parameters[name] = run.model
             if stepped.dtype is not run.there.dtype:
                 self._masters[name] = run.part
                 self._runs.append(run)
         self._pieces: dict[str, list[str]] = {}
-        for name in models:
+        for name in parameters:
             self._pieces.setdefault(_outside(name), []).append(name)
         for stepped in (member for one in optimizers for group in one.param_groups for member in group["params"]):
             if id(stepped) not in inside:
@@ -128,15 +131,19 @@ class MasterOptimizers(Optimizers):
         self._counters: dict[int, list[str]] = {number: [] for number, count in counters.items() if count > 1}
         super().__init__(optimizers, inside, beside)
         self._group_names = [list(dict.fromkeys(map(_outside, names))) for names in self._group_names]
-        self.parameters = models
+        self.parameters = parameters
 
     @staticmethod
     def _scaler(one: Any) -> Any:
         """The loss scaler of one of those that have one, with a ``state_dict()``."""
         raise NotImplementedError
 
-    def _entries(self) -> Iterator[tuple[str, object, Place]]:
-        yield from super()._entries()
+    def _lists(self) -> Sequence[tuple[Any, str]]:
+        """Objects and their attributes that list what is stepped and stands in no group between steps."""
+        return ()
+
+    def _list(self) -> Iterator[tuple[str, object, Place]]:
+        yield from super()._list()
         for name, run in self._masters.items():
             yield f"state.{name}.{MASTER}", run, (id(run.within), MEMBER)
 
@@ -154,7 +161,12 @@ class MasterOptimizers(Optimizers):
         return Part(value, (), (Region((), ()),), within=value, elsewhere=True)
 
     def announce(self, notice: Callable[[str], None]) -> Sequence[torch.Tensor]:
-        return [*super().announce(notice), *self.parameters.values()]
+        announced = super().announce(notice)
+        if not all(map(announces_steps, self._levels)):
+            return announced
+        # What other ranks step is gathered behind this rank's own steps.
+        has_steps = all(any(group["params"] for group in held.holder.param_groups) for held in self._held)
+        return [*announced, *(self._models if has_steps else self.parameters.values())]
 
     def outline(self) -> Outline | None:
         if any(held.outer for held in self._held) or any(map(accounts.says_more, self._levels)):
@@ -172,7 +184,9 @@ class MasterOptimizers(Optimizers):
         groups = functools.partial(groups_value, names=self._group_names, classes=self._classes)
         optimizers = [(held.optimizer, held.holder) for held in self._held]
         constants = dict.fromkeys(self._constants, constants_of)
-        found = outline_of_optimizers(optimizers, tensors, values, constants, groups, with_members=True)
+        found = outline_of_optimizers(
+            optimizers, tensors, values, constants, groups, with_members=True, lists=self._lists()
+        )
         if found is None:
             return None
         of, weak = found.values, [weakref.ref(one) for one in self._scaled]

@@ -86,6 +86,7 @@ class Optimizers:
         self._constants: dict[str, dict[str, object]] = {}
         self._inside: dict[str, Inside] = {}
         self._buffers: dict[Place, torch.Tensor] = {}
+        self._listed: Sequence[tuple[str, object, Place]] | None = None
         self._states: list[Any] = []
         self._by_shape: dict[int, str] = {}
         self._whole: set[int] = set()
@@ -154,7 +155,13 @@ class Optimizers:
                 )
         return [fqn for parameter in group["params"] for fqn, _ in names[id(parameter)]]
 
-    def _entries(self) -> Iterator[tuple[str, object, Place]]:
+    def _entries(self) -> Sequence[tuple[str, object, Place]]:
+        """All entries of state by leaf name, until a load changes them."""
+        if self._listed is None:
+            self._listed = list(self._list())
+        return self._listed
+
+    def _list(self) -> Iterator[tuple[str, object, Place]]:
         for fqn, owned in self._owned.items():
             if owned.is_empty:
                 continue
@@ -424,6 +431,7 @@ class Optimizers:
         gone = {name for name, owner in owners.items() if saved and (owner is None or owner in spoken_of)}
 
         def install() -> None:
+            self._listed = None
             for name in gone:
                 self._drop(name, gone)
             for name, value in entries.items():

@@ -40,8 +40,9 @@ def block_of(engine: Any) -> Block | None:
         raise sf.Invalid(f'"shardfast": {said!r} in DeepSpeed\'s configuration: expected a block {{…}}')
     if "over" in said:
         raise sf.Unsupported(
-            f'"shardfast": {{"over": {said["over"]!r}}}: save_checkpoint() is not announced, and a copy over several '
-            "steps begins before a save: put the engine into the state of a Checkpointer(over=…)"
+            f'"shardfast": {{"over": {said["over"]!r}}}: a copy over several steps begins before a save, which '
+            "save_checkpoint() does not announce, and does not follow optimizers that step flat buffers, as ZeRO's do: "
+            "leave it out, saves are captured in one step"
         )
     unknown = sorted(map(str, said.keys() - set(_KEYS)))
     if unknown:

@@ -37,6 +37,20 @@ requirements_with() {
     echo "megatron-core==$1"
 }
 
+# add_deepspeed: puts DeepSpeed of scripts/frameworks.sh, and what it imports, beside the environment.
+add_deepspeed() {
+    local at=$PWD/target/megatron-deepspeed version needs='annotated-types|hjson|msgpack|ninja|packaging|py-cpuinfo'
+    version=$(sed -n 's/^readonly deepspeed=//p' scripts/frameworks.sh)
+    export PYTHONPATH=$at
+    ! is_stamped "$at" deepspeed "$version" || return 0
+    rm -rf "$at"
+    local install=(.venv/bin/uv pip install --quiet --no-deps --python "target/$name/bin/python" --target "$at")
+    grep -E "^($needs|pydantic|pydantic-core|tqdm|typing-inspection)==" requirements/frameworks.txt |
+        xargs "${install[@]}"
+    DS_BUILD_OPS=0 "${install[@]}" --no-build-isolation "deepspeed==$version"
+    echo "$version" >"$at/deepspeed.stamp"
+}
+
 if (($# == 2)) && [[ $1 == with ]]; then
     name=megatron-$2
     python=$(find_python 12)
@@ -53,6 +67,7 @@ install_what_is_tested "$name"
 if [[ $* == gate ]]; then
     set -- -m 'not campaign' tests/megatron
 elif (($# == 0)); then
+    add_deepspeed
     set -- tests/megatron
 fi
 exec "target/$name/bin/python" -m pytest --quiet "$@"

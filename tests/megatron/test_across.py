@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KIND = Kind(vocabulary=96, divisible_by=8, hidden=24)
 
 
 def of_name(whole, prefix, name):
@@ -23,17 +24,27 @@ def of_name(whole, prefix, name):
     return whole[prefix + name.replace(layer[0], "layers.")][int(layer[1])]
 
 
+class Part(nn.Module):
+    """Parameters, and parts that have more of them."""
+
+    def forward(self, seed):
+        """A number with a random gradient for each parameter."""
+        torch.manual_seed(seed)
+        own = sum((one.float() * torch.randn(one.shape)).sum() for one in self._parameters.values())
+        return sum((part(seed + 1 + number) for number, part in enumerate(self.children())), own)
+
+
 def plain(url, seed, way):
     """A model with the parameters that a checkpoint has, laid out in a way, and AdamW."""
     torch.manual_seed(seed)
-    model = nn.Module()
+    model = Part()
     with sf.mapped(url) as checkpoint:
         shapes = {name.removeprefix("model/"): checkpoint[name].shape for name in checkpoint if name[:6] == "model/"}
     for name, shape in shapes.items():
         at, *path = model, *name.split(".")[:-1]
         for part in path:
             if not hasattr(at, part):
-                at.add_module(part, nn.Module())
+                at.add_module(part, Part())
             at = getattr(at, part)
         at.register_parameter(name.rpartition(".")[2], nn.Parameter(torch.randn(shape)))
     if way == "FSDP2":
@@ -61,9 +72,8 @@ def whole_of(tensor):
 
 def both_ways(rank, world, place, layout, way):
     """What is wrong after a load in each direction, on rank 0, and how many parameters there are."""
-    kind = Kind(vocabulary=96, divisible_by=8, hidden=24)
     begin(layout)
-    chunks, optimizer = build(layout, kind)
+    chunks, optimizer = build(layout, KIND)
     for number in range(2):
         step(chunks, optimizer, number)
     sf.save(f"{place}/megatron", {"model": chunks, "optimizer": optimizer})
@@ -78,7 +88,7 @@ def both_ways(rank, world, place, layout, way):
                 wrong["from"].append(f"{what} of {name}")
     plain_step(model, adam, 7)
     sf.save(f"{place}/plain", {"model": model, "optimizer": adam})
-    chunks, optimizer = build(layout, kind, seed=5)
+    chunks, optimizer = build(layout, KIND, seed=5)
     sf.load(f"{place}/plain", {"model": chunks, "optimizer": optimizer}, strict=False)
     after = truth(chunks, optimizer)
     for name, parameter in model.named_parameters():

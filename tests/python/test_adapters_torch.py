@@ -13,9 +13,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from older import HIDDEN, IS_OLDER
-from shardfast.adapters import torch_placement
+from shardfast.adapters import torch_memory, torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
-from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Refused, Region, Source, Target
+from shardfast.adapters.torch_optimizers import Optimizers
+from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Part, Refused, Region, Source, Target
 from shardfast.parts import names_of
 from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
 from torch import nn
@@ -866,3 +867,31 @@ def test_optimizers_announce_their_steps(kind):
     bundle = ADAPTER.optimizer(optimizer, names_of(dict(model.named_parameters())))
     check_announced(ADAPTER, bundle, step)
     check_writes_are_seen(ADAPTER, bundle, lambda tensor: tensor.detach().add_(1))
+
+
+def test_new_buffers_are_zero_where_nothing_is_loaded():
+    """Padding of flat parameters would else be what lay in that memory before."""
+    buffer, other, number = torch.ones(20), torch.ones(3), torch.ones(())
+    torch_memory.zero_rest([buffer, other, number], [buffer[12:15], buffer[2:7], number, torch.ones(20)[:9]])
+    kept = [*range(2, 7), *range(12, 15)]
+    assert buffer.tolist() == [float(place in kept) for place in range(20)]
+    assert (other.tolist(), number.item()) == ([0.0] * 3, 1.0)
+
+
+def test_a_load_leaves_nothing_of_earlier_memory_in_padding(monkeypatch):
+    """A flat buffer of moments has elements that belong to no parameter."""
+    made = []
+
+    def dirty(size, *, dtype=None, device=None):
+        made.append(torch.full(tuple(size), float("nan"), dtype=dtype, device=device))
+        return made[-1]
+
+    flat = nn.Parameter(torch.zeros(10))
+    names = {id(flat): [("w", Part(flat.detach()[2:6], (4,), (Flat(0, 4),), within=flat, start=2, length=10))]}
+    optimizers = Optimizers([torch.optim.SGD([flat], lr=0.1, momentum=0.9)], names)
+    monkeypatch.setattr(torch, "empty", dirty)
+    moment = optimizers.create("state.w.momentum_buffer", "F32", (4,), dry=False)
+    moment.tensor.fill_(5)
+    optimizers.restore({"state.w.momentum_buffer": moment}, {}, lambda name: name, strict=False).install()
+    assert len(made) == 1
+    assert made[0].tolist() == [0, 0, 5, 5, 5, 5, 0, 0, 0, 0]

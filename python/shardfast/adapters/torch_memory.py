@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -269,6 +269,20 @@ def fill(tensor: torch.Tensor, value: object) -> None:
     with torch.no_grad():
         for region, view in views(tensor, local):
             copy(view, elements_of(value, region))
+
+
+def zero_rest(buffers: Iterable[torch.Tensor], parts: Iterable[torch.Tensor]) -> None:
+    """Sets new buffers to zero where none of the parts lies: padding, and what a load does not fill."""
+    filled: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        start = int(part.storage_offset())
+        filled.setdefault(part.untyped_storage().data_ptr(), []).append((start, start + part.numel()))
+    for buffer in buffers:
+        at, flat = 0, buffer.reshape(-1)
+        for start, stop in sorted(filled.get(buffer.untyped_storage().data_ptr(), [])):
+            flat[at : max(start, at)] = 0
+            at = max(at, stop)
+        flat[at:] = 0
 
 
 def copy(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from .torch_groups import (
     saved_by_parameter,
     saved_class,
 )
-from .torch_memory import dtype_of, expect_fill
+from .torch_memory import dtype_of, expect_fill, zero_rest
 from .torch_placement import chunks, empty_beside, empty_like, everyone, is_flat, mesh_covers_job
 from .torch_refused import expect_understood_owner
 from .torch_steps import TorchSteps
@@ -374,8 +374,10 @@ class Optimizers:
             )
         size = () if not shape else (part.length,) if part.length else tuple(part.tensor.shape)
         made = self._buffers.get(place)
-        if made is None or not part.length:
-            made = self._buffers[place] = torch.zeros(size, dtype=dtype, device=device)
+        if made is None:
+            made = torch.empty(size, dtype=dtype, device=device)
+            if part.length:
+                self._buffers[place] = made
         return self._part(leaf, part, made, place)
 
     def drops(self, name: str) -> bool:
@@ -405,6 +407,7 @@ class Optimizers:
         decisive: Mapping[str, int] = {},
     ) -> Restored:
         self._expect_no_pre_hooks()
+        zero_rest(self._buffers.values(), [part.tensor for part in created.values() if isinstance(part, Part)])
         own = {name.removeprefix(_OWN): cast(accounts.Said, values[name]) for name in values if name.startswith(_OWN)}
         copies = values.get("param_groups", ())
         saved = saved_by_parameter(copies, decisive.get("param_groups", 0), parameter)

@@ -47,6 +47,7 @@ FULL = {
 }
 SHORTENED = """
 binary(smoke) | test(/^(damage::bytes_all|kill::kills|crash::a_system|reshard::|ahead::|digest::digests_of)/)
+| package(shardfast-multistep)
 | test(what_is_saved_under) | test(what_is_committed) | test(each_request_of)
 """
 
@@ -131,7 +132,9 @@ STEPS = [
         after=(SERVERS,),
     ),
     Step("sweeps beside savers", nextest({"SHARDFAST_SWEEP_SEEDS": 1000}, "-E", "test(/^sweep::/)"), cores=1.5),
-    Step("changes in windows", nextest({"SHARDFAST_AHEAD_SEEDS": 500}, "-E", "test(/^ahead::tests/)"), cores=1.5),
+    Step(
+        "changes in windows", nextest({"SHARDFAST_AHEAD_SEEDS": 500}, "-E", "package(shardfast-multistep)"), cores=1.5
+    ),
     # What fails by chance; it brings its own load.
     Step("chance", ["python3", "scripts/chance.py"], after=("oldest PyTorch",), cores=2),
 ]

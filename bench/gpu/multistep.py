@@ -2,7 +2,7 @@
 
 One model, several batch sizes: the longer a step, the more of the copy it hides. `x` is the time of the copy in steps.
 Every way to save trains in turns, some intervals of steps with a save in the middle of each, beside the same number of
-steps without one. Saves of a turn end before the next turn. The law is that of `crates/engine/src/ahead/choice.rs`.
+steps without one. Saves of a turn end before the next turn. The law is that of `crates/multistep/src/choice.rs`.
 
     bench/gpu/run.sh --multistep                       # x from about 0.5 to 5
     bench/gpu/run.sh --multistep --batches 4 --intervals 200,50,10

@@ -7,8 +7,9 @@ use std::time::Duration;
 use shardfast_coord::Error as Coord;
 use shardfast_coord::node::{CLOSING, GRACE, SILENCE};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
-use shardfast_engine::verify::Problem;
-use shardfast_engine::{Engine, Kind, Result, checkpoint, verify_in};
+use shardfast_engine::{Engine, Kind, Result, checkpoint};
+use shardfast_tools::verify::Problem;
+use shardfast_tools::verify_in;
 
 use crate::meeting::{Blackout, DELAY_MAX, DETECTION_MAX, OneCall, Past};
 use crate::promise::Judged;

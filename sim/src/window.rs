@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use shardfast_engine::ahead::{
-    Applied, Array, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Scalars, SgdScalars, Unit, Variant, Window,
-};
 use shardfast_engine::{Engine, Fences, Provider, Result, State};
 use shardfast_format::{DType, LeafBody};
+use shardfast_multistep::{
+    Applied, Array, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Scalars, SgdScalars, Unit, Variant, Window,
+};
 
 use crate::dice::Dice;
 
@@ -92,7 +92,8 @@ pub(crate) fn captured(engine: &Engine, state: &State, dice: &mut Dice) -> Optio
     let variant = Variant::named("sgd.fused.cpu.f32");
     let class =
         Class { kind: OptimizerKind::Sgd, dtypes: Dtypes::F32, device: Device::Cpu, is_fused: Some(true), variant };
-    let window = Window::open(engine, &state.catalog, vec![class], units, None).ok()?;
+    let planned = engine.planned(&state.catalog).ok()?;
+    let window = Window::open(engine, &state.catalog, &planned, vec![class], units, None).ok()?;
     window.go_on(None).ok()?;
     let begun = Instant::now();
     // All of it, so that chance does not decide what a seed holds.

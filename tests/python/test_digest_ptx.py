@@ -11,7 +11,7 @@ import pytest
 from older import IS_OLDER
 
 ROOT = Path(__file__).parents[2]
-KERNEL = ROOT / "crates" / "engine" / "src" / "cuda" / "device" / "digest.ptx"
+KERNEL = ROOT / "crates" / "transfer" / "src" / "cuda" / "device" / "digest.ptx"
 
 
 @pytest.fixture(scope="module")

@@ -56,11 +56,16 @@ def block_end(code: str, start: int) -> int:
     return len(code)
 
 
+def unit_tests(code: str) -> list[tuple[int, int]]:
+    """Where the `#[cfg(test)]` modules of Rust code begin and end."""
+    found = re.finditer(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*mod\s+\w+\s*\{", code)
+    return [(match.start(), block_end(code, match.start())) for match in found]
+
+
 def without_unit_tests(code: str) -> str:
     """Rust code with its `#[cfg(test)]` modules blanked."""
-    for match in reversed(list(re.finditer(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*mod\s+\w+\s*\{", code))):
-        end = block_end(code, match.start())
-        code = code[: match.start()] + re.sub(r"[^\n]", " ", code[match.start() : end]) + code[end:]
+    for start, end in unit_tests(code):
+        code = code[:start] + re.sub(r"[^\n]", " ", code[start:end]) + code[end:]
     return code
 
 

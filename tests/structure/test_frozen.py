@@ -51,7 +51,7 @@ def test_constants_are_specified():
 
 
 def rust_kinds() -> list[str]:
-    code = rust_code(read("crates/engine/src/error.rs"), keep_texts=True)
+    code = rust_code(read("crates/transfer/src/error.rs"), keep_texts=True)
     kinds = re.findall(r'\bKind::(\w+) => "(\w+)",', code)
     assert kinds
     assert all(variant == name for variant, name in kinds), kinds
@@ -77,5 +77,5 @@ def exception_classes(tree: ast.Module) -> set[str]:
 @pytest.mark.parametrize("name", ["python/shardfast/errors.py", "python/shardfast/_native.pyi"])
 def test_kinds_of_failure_are_the_same_in_both_languages(name):
     assert exception_classes(ast.parse(read(name))) == set(rust_kinds()), (
-        f"Remedy: {name} has one exception class for each kind of crates/engine/src/error.rs, and no other"
+        f"Remedy: {name} has one exception class for each kind of crates/transfer/src/error.rs, and no other"
     )

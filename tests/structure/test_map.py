@@ -6,7 +6,18 @@ import sys
 
 import pytest
 from modules import circles, uses
-from sources import ROOT, block_end, cargo_metadata, files, offenders, read, rust_code, table, without_unit_tests
+from sources import (
+    ROOT,
+    block_end,
+    cargo_metadata,
+    files,
+    offenders,
+    read,
+    rust_code,
+    table,
+    unit_tests,
+    without_unit_tests,
+)
 
 FRAMEWORKS = ("torch", "numpy", "megatron", "deepspeed", "accelerate", "transformers", "lightning", "jax")
 
@@ -39,17 +50,24 @@ NATIVE_CALLERS = {
 
 # What a crate's charter forbids it to know, as far as code can show it (unit tests excepted).
 CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|\bInstant\b|\bSystemTime\b"
+# Python, which backend it is, sockets and their libraries, who listens.
+OUTSIDE = (
+    r"\bpyo3\b|(?i:python)|\bPy[A-Z]\w*|\bstd::net\b|\b(?:tokio|tonic|prost|grpc|rustls)\b"
+    r"|(?i:\w*(?:tcp|udp|unix)_?(?:stream|listener|socket)\w*)|(?i:io_?uring)|\b(?:Local|Memory)Store\b"
+    r"|\bshardfast_store::(?:disk|map|memory|uring|local)\b|\b(?:log|tracing)::|\be?print(?:ln)?!"
+)
 FORBIDDEN = {
     "format": CLOCKS_AND_DEVICES,
     "plan": CLOCKS_AND_DEVICES,
     "optim": CLOCKS_AND_DEVICES,
     "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b",
     "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b",
-    "cli": r"\bpyo3\b",
-    # Which backend it is, sockets and their libraries, who listens. `local::probe` looks at the machine for `doctor`.
-    "engine": r"\bpyo3\b|(?i:python)|\bPy[A-Z]\w*|\bstd::net\b|\b(?:tokio|tonic|prost|grpc|rustls)\b"
-    r"|(?i:\w*(?:tcp|udp|unix)_?(?:stream|listener|socket)\w*)|(?i:io_?uring)|\b(?:Local|Memory)Store\b"
-    r"|\bshardfast_store::(?:disk|map|memory|uring|local::(?!probe\b))|\b(?:log|tracing)::|\be?print(?:ln)?!",
+    "cli": r"\bpyo3\b|\bshardfast_(?:transfer|format|store|coord|optim)\b",
+    "tools": rf"{OUTSIDE}|\bshardfast_(?:coord|optim|multistep)\b",
+    "multistep": rf"{OUTSIDE}|\bshardfast_(?:store|coord)\b|\bStore\b|(?i:\bcommit\w*)|\bstd::(?:fs|process|env)\b",
+    # Devices and optimizers, and how a store gives bytes.
+    "engine": rf"{OUTSIDE}|(?i:cuda|\bgpu)|(?i:optimi[sz]er)|\b(?:Fetch|Mapping|ObjectReader|PageCache)\b",
+    "transfer": rf"{OUTSIDE}|\b(?:rank|ranks|world)\b|\b(?:RankSet|Replicas)\b|(?i:\bcommit\b)",
     # What a framework calls its own parts, which its adapter says.
     "native": r"(?i)(?<![a-z])(?:params|param_groups|param_names|state_dict|optimizers?|exp_avg|placements|device_mesh"
     r"|local_tensor|requires_grad|untyped_storage|data_ptr|dtensor|fsdp)(?![a-z])",
@@ -59,6 +77,24 @@ WITH_TEXTS = {"native"}
 # Where the interpreter is taken back: to make Python's errors, for what only Python knows of the machine, and by the
 # interpreter itself.
 ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crates/native/src/owner.rs"}
+
+
+# Lines that a crate's product may have, comments included: without unit tests and kits for tests.
+CRATE_LINES_MAX = {
+    "native": 3950,  # 3,000 and the walks of CPython's memory
+    "cli": 1450,  # 1,400 and rewinds
+    "tools": 3750,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints
+    "multistep": 2000,  # 1,800 and the choice of the number of steps
+    "engine": 7650,  # 6,600 and rewinds, rounds through process groups, trials of shared reads
+    "transfer": 5600,  # 5,200 and timeouts of calls, the devices of an engine
+    "plan": 3000,  # 2,900, rounded up from 2,984
+    "format": 3600,
+    "store": 7700,  # 6,400 and foreign objects in lists, secrets in messages, role chains, trials of disks
+    "coord": 4400,  # 4,300, rounded up from 4,358
+    "optim": 1900,  # 1,800, rounded up from 1,866
+}
+PYTHON_LINES_MAX = {"": 8700, "adapters": 6500, "data": 700, "integrations": 5100}
+PYTHON_KITS = {"python/shardfast/testing.py"}
 
 
 def crates() -> dict[str, dict[str, str]]:
@@ -115,6 +151,81 @@ def test_arrows_point_down_only():
         if order.index(other) <= order.index(name)
     ]
     offenders("the table lists crates from top to bottom; a crate uses only what stands below it", found)
+
+
+def stands_on() -> dict[str, set[str]]:
+    """What each crate can reach by the arrows of the drawing."""
+    lines = re.findall(r"^(\w+) *→ (.+)$", arrows(read("ARCHITECTURE.md")), re.MULTILINE)
+    direct = {name: set(others.split(", ")) for name, others in lines}
+    reached = {name: set(direct.get(name, ())) for name in crates()}
+    for name in reversed(reached):
+        for other in direct.get(name, ()):
+            reached[name] |= reached[other]
+    return reached
+
+
+def test_the_drawing_says_what_the_table_says():
+    rows = {name: set(re.findall(r"`(\w+)`", row["uses"])) for name, row in crates().items()}
+    text, reached = arrows(read("ARCHITECTURE.md")), stands_on()
+    drawn = {name: set(others.split(", ")) for name, others in re.findall(r"^(\w+) *→ (.+)$", text, re.MULTILINE)}
+    found = [f"{name} → {other}: not in the table" for name in drawn for other in sorted(drawn[name] - rows[name])]
+    found += [
+        f"{name} uses {other}: no arrow leads there" for name in rows for other in sorted(rows[name] - reached[name])
+    ]
+    offenders("bring the drawing and the table of ARCHITECTURE.md together", found)
+
+
+def lines_of_product(name: str) -> int:
+    """Lines of a Rust file without its unit tests."""
+    code = rust_code(read(name))
+    return code.count("\n") - sum(code.count("\n", start, end) + 1 for start, end in unit_tests(code))
+
+
+def kits(crate: str) -> set[str]:
+    """Modules of a crate for tests only, its own and others': each a file, and a folder of the same name."""
+    code = rust_code(read(f"crates/{crate}/src/lib.rs"), keep_texts=True)
+    names = re.findall(r'#\[cfg\((?:all\()?feature = "testing"[^\n]*\]\s*pub mod (\w+);', code)
+    return {f"crates/{crate}/src/{name}" for name in names}
+
+
+def is_product(name: str, crate: str) -> bool:
+    """Whether a file is one of the crate's product."""
+    stem = name.removesuffix(".rs")
+    if not name.startswith(f"crates/{crate}/src/") or stem.rsplit("/", 1)[1] in ("tests", "scenarios"):
+        return False
+    return not any(f"{stem}/".startswith(f"{kit}/") for kit in kits(crate))
+
+
+def test_a_crate_keeps_to_its_lines():
+    assert set(CRATE_LINES_MAX) == set(crates()), "Remedy: give each crate of the map a number in CRATE_LINES_MAX"
+    found = []
+    for crate, most in CRATE_LINES_MAX.items():
+        lines = sum(lines_of_product(name) for name in files(".rs") if is_product(name, crate))
+        if lines > most:
+            found.append(f"crates/{crate}: {lines} lines of product, at most {most}")
+    offenders(
+        "first take out what no user feels; then move what is not the crate's charter to the crate whose charter it "
+        "is; a new capability raises CRATE_LINES_MAX in the commit that adds it, with the reason beside the number",
+        found,
+    )
+
+
+def test_a_python_package_keeps_to_its_lines():
+    lines = dict.fromkeys(PYTHON_LINES_MAX, 0)
+    for name in set(python_modules().values()) - PYTHON_KITS:
+        package = name.removeprefix("python/shardfast/").rpartition("/")[0]
+        assert package in lines, f"Remedy: give {package} a number in PYTHON_LINES_MAX"
+        lines[package] += read(name).count("\n")
+    found = [
+        f"python/shardfast/{name}: {lines[name]} lines of product, at most {most}"
+        for name, most in PYTHON_LINES_MAX.items()
+        if lines[name] > most
+    ]
+    offenders(
+        "take out what no user feels, or move it to where it belongs; a new capability raises PYTHON_LINES_MAX in the "
+        "commit that adds it",
+        found,
+    )
 
 
 def test_readme_shows_the_same_map():

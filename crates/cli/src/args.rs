@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use shardfast_engine::{TIMEOUT, Timeout, interval};
+use shardfast_engine::{TIMEOUT, Timeout};
+use shardfast_tools::interval;
 
 const EXIT_CODES: &str = "\
 URL is a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a checkpoint, or a run,

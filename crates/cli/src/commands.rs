@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use shardfast_engine::{
-    Checkpoint, Copied, Copying, Diff, Engine, Exported, Limit, Located, Result, Summary, Swept, Synced, Timeout,
-    VerifyReport, copy, diff, examine, export, history, locate, locate_all, open, pin, rewind, summary, sweep, sync,
-    unpin, verify, verify_stored,
+use shardfast_engine::{Checkpoint, Engine, Located, Result, Timeout, locate, locate_all, open, pin, rewind, unpin};
+use shardfast_tools::{
+    Copied, Copying, Diff, Exported, Limit, Summary, Swept, Synced, VerifyReport, copy, diff, examine, export, history,
+    summary, sweep, sync, verify, verify_stored,
 };
 
 use crate::args::Command;

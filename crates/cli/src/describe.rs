@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
-use shardfast_engine::diff::{Diff, DifferenceKind, Elements, ValueDifference};
-use shardfast_engine::inspect::{History, KindSummary, LeafSummary, Outline, Status, Summary};
-use shardfast_engine::verify::{Finding, Hit, Problem, VerifyReport};
-use shardfast_engine::{Copied, Exported, Located, Rewound, Swept, Synced};
+use shardfast_engine::{Located, Rewound};
+use shardfast_tools::diff::{Diff, DifferenceKind, Elements, ValueDifference};
+use shardfast_tools::inspect::{History, KindSummary, LeafSummary, Outline, Status, Summary};
+use shardfast_tools::verify::{Finding, Hit, Problem, VerifyReport};
+use shardfast_tools::{Copied, Exported, Swept, Synced};
 
 use crate::text::Align::{Left, Right};
 use crate::text::{age, count, date, plain, plain_lines, ranks, size, table};
@@ -320,7 +321,7 @@ pub(crate) fn exported(exported: &Exported) -> String {
         size(exported.tensor_bytes),
         plain(&exported.url)
     );
-    let file = |file: &shardfast_engine::export::ExportedFile| {
+    let file = |file: &shardfast_tools::export::ExportedFile| {
         vec![plain(&file.name).into_owned(), size(file.bytes), file.tensors.to_string()]
     };
     let rows: Vec<Vec<String>> = exported.files.iter().map(file).collect();

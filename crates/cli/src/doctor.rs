@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use serde::Serialize;
-use shardfast_engine::Machine;
-use shardfast_engine::machine::{Directory, Kernel};
+use shardfast_tools::Machine;
+use shardfast_tools::machine::{Directory, Kernel};
 
 use crate::text::{count, plain, plain_lines, size};
 
@@ -253,8 +253,8 @@ fn locked_memory(machine: &Machine) -> Finding {
 mod tests {
     use std::path::PathBuf;
 
-    use shardfast_engine::machine::Mount;
     use shardfast_engine::{Error, Kind};
+    use shardfast_tools::machine::Mount;
 
     use super::*;
 

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use serde::Serialize;
-use shardfast_engine::interval::{Bounds, Costs, Forecast, Interval, Limit};
 use shardfast_engine::{Error, Result};
+use shardfast_tools::interval::{Bounds, Costs, Forecast, Interval, Limit};
 
 use crate::args::Question;
 use crate::text;

@@ -6,8 +6,8 @@ use std::sync::{Arc, PoisonError};
 
 use shardfast_format::{Extent, FileEntry, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file};
 use shardfast_plan::Assembly;
+use shardfast_transfer::error::{Error, Result};
 
-use crate::error::{Error, Result};
 use crate::plans::{GlobalPlan, KnownFiles, Value};
 use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles};
 

@@ -59,7 +59,7 @@ fn give_way() {
 }
 
 /// Gives this thread, and those that it makes, a smaller share of a core than others have.
-pub(crate) fn take_less() {
+pub fn take_less() {
     // The whole job may run at a nice value.
     let own = rustix::process::getpriority_process(None).unwrap_or(0);
     let _ = rustix::process::setpriority_process(None, own + NICE);

@@ -7,19 +7,19 @@ use std::sync::Arc;
 use shardfast_format::{Catalog, LeafBody};
 use shardfast_plan::Write;
 use shardfast_store::{Pieces, Store};
+use shardfast_transfer::error::{Error, Patience, Result, panicked};
+use shardfast_transfer::progress::Progress;
+use shardfast_transfer::provider::Evidence;
+use shardfast_transfer::sums::Summed;
+use shardfast_transfer::writer::{self, FileJob, Written};
 
 use crate::commit;
-use crate::error::{Error, Patience, Result, panicked};
 use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan, ValuePlan};
-use crate::progress::Progress;
-use crate::provider::Evidence;
 use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::replicas::{self, Copies, Scope};
 use crate::state::{PartRange, State};
-use crate::sums::Summed;
-use crate::writer::{self, FileJob, Written};
 
 /// Files to write.
 pub(crate) struct Batch {
@@ -244,10 +244,10 @@ mod tests {
     use shardfast_format::{DType, Dims, Leaf, LeafName, Region};
     use shardfast_store::appended::AppendStore;
     use shardfast_store::{Parts, open};
+    use shardfast_transfer::provider::{Fences, Provider};
 
     use super::*;
     use crate::engine::Engine;
-    use crate::provider::{Fences, Provider};
     use crate::save::save_to;
     use crate::state::{Destination, Prove};
 

@@ -24,8 +24,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use shardfast_coord::{Absent, Ranks};
 use shardfast_format::sha256;
-
-use crate::error::{Error, Kind};
+use shardfast_transfer::error::{Error, Kind};
 
 /// Unmatched calls that are remembered, the latest.
 const UNMATCHED_MAX: usize = 64;

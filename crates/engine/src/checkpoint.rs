@@ -7,21 +7,26 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
 use shardfast_store::Store;
+use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::reader::Files;
+use shardfast_transfer::timeout::Timeout;
 
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
-use crate::reader::Files;
-use crate::timeout::Timeout;
 
 /// A committed checkpoint whose manifest is verified.
 pub struct Checkpoint {
-    pub(crate) engine: Arc<Engine>,
-    pub(crate) files: Files,
-    pub(crate) manifest: Arc<Manifest>,
-    pub(crate) url: String,
-    pub(crate) manifest_bytes: u64,
+    /// Engine that opened it.
+    pub engine: Arc<Engine>,
+    /// Its data files.
+    pub files: Files,
+    /// Manifest, decoded and verified.
+    pub manifest: Arc<Manifest>,
+    /// Place of the checkpoint.
+    pub url: String,
+    /// Size of the encoded manifest in bytes.
+    pub manifest_bytes: u64,
 }
 
 impl Checkpoint {
@@ -83,18 +88,22 @@ impl Checkpoint {
     }
 
     /// The same checkpoint, whose requests have this timeout.
-    pub(crate) fn within(mut self, timeout: Timeout) -> Checkpoint {
+    pub fn within(mut self, timeout: Timeout) -> Checkpoint {
         self.files.timeout = timeout;
         self
     }
 
-    pub(crate) fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
+    /// Returns the checkpoint at `url` whose encoded manifest is given.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported` for a manifest that cannot be decoded.
+    pub fn new(engine: &Arc<Engine>, url: &str, store: Arc<dyn Store>, manifest: &[u8]) -> Result<Checkpoint> {
         let decoded =
             Manifest::decode(manifest).map_err(|error| Error::from(error).within(format!("{url}: manifest")))?;
         let decoded = Arc::new(decoded);
         Ok(Checkpoint {
             engine: Arc::clone(engine),
-            files: Files::new(store, url.to_owned(), Arc::clone(&decoded), engine.timeout().clone()),
+            files: Files::new(store, url.to_owned(), Arc::clone(&decoded), engine.timeout().clone(), commit::missing),
             manifest: decoded,
             url: url.to_owned(),
             manifest_bytes: manifest.len() as u64,
@@ -143,7 +152,7 @@ pub fn open_from(
 }
 
 /// The verified manifest at `url`, or an error that says what is there instead.
-pub(crate) fn read(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u8>> {
+pub fn read(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u8>> {
     retry(timeout, || commit::read_manifest(store, "")).map_err(|error| {
         if error.kind != Kind::NotFound {
             return error;

@@ -20,20 +20,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, Manifest, SaveInfo, hugging_face_index, manifest_name, sha256,
+    COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, Manifest, SaveInfo, hugging_face_index, manifest_name,
+    sha256,
 };
 use shardfast_store::{Store, join};
+use shardfast_transfer::error::{Error, Kind, Patience, Result, retry};
+use shardfast_transfer::progress::{Notes, Progress};
+use shardfast_transfer::timeout::Timeout;
 
 use crate::assemble::assemble;
 use crate::contents;
-use crate::error::{Error, Kind, Patience, Result, retry};
 use crate::operation::Operation;
 use crate::planning::{RankPlan, ValuePlan};
 use crate::presence;
-use crate::progress::{Notes, Progress};
 use crate::receipt::Receipt;
 use crate::state::Destination;
-use crate::timeout::Timeout;
 use crate::together;
 
 /// Longer than any `COMMIT` of this format.
@@ -145,7 +146,7 @@ pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> 
 }
 
 /// [`files`], and the manifest itself.
-pub(crate) fn files_and_manifest(manifest: &Manifest, commit: &Commit) -> Vec<(String, u64)> {
+pub fn files_and_manifest(manifest: &Manifest, commit: &Commit) -> Vec<(String, u64)> {
     files(manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect()
 }
 
@@ -188,7 +189,7 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
 ///
 /// # Errors
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
-pub(crate) fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
+pub fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
     read_record(store, &below(dir, COMMIT))
 }
 
@@ -223,7 +224,7 @@ fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// As [`read_commit`]; `Corrupt` when the manifest is missing or not the one that was committed.
-pub(crate) fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
+pub fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
     manifest_of(store, dir, &read_commit(store, dir)?)
 }
 
@@ -231,7 +232,7 @@ pub(crate) fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// `Corrupt` when the manifest is missing or not the one that was committed; `NotFound` if the checkpoint has left.
-pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
+pub fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
     let name = below(dir, &commit.manifest);
     let place = || join(store.url(), &name);
     twice(|| {
@@ -253,14 +254,23 @@ pub(crate) fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Resu
 }
 
 /// Tells a reader that the checkpoint was taken back after the reader had opened it.
-pub(crate) const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a \
+const LEFT: &str = "it left while it was read: its COMMIT is gone, as when keep= or a rewind takes a \
                                checkpoint back; read another one";
+
+/// Explains why a data file of a committed manifest is not found: the checkpoint has left, or it is damaged.
+pub fn missing(store: &dyn Store, file: &FileEntry, error: Error) -> Error {
+    match has_left(store, "") {
+        Ok(true) => Error::new(Kind::NotFound, LEFT),
+        Ok(false) => Error::corrupt(format!("file {} is missing: {}", file.path, error.message)),
+        Err(unknown) => unknown,
+    }
+}
 
 /// Whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
 ///
 /// # Errors
 /// The store's errors, at the first try.
-pub(crate) fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
+fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
     presence::is_there(store, &below(dir, COMMIT), Duration::ZERO).map(|is_there| !is_there)
 }
 
@@ -295,7 +305,7 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
 }
 
 /// The commit record of this manifest.
-pub(crate) fn record(manifest: &[u8], attempt: &str) -> Commit {
+pub fn record(manifest: &[u8], attempt: &str) -> Commit {
     Commit {
         major: FORMAT_MAJOR,
         minor: FORMAT_MINOR,
@@ -326,7 +336,7 @@ fn prepare(
 ///
 /// # Errors
 /// `Conflict` when something was committed there meanwhile; `Corrupt` when files vanished; the store's errors.
-pub(crate) fn repeat(
+pub fn repeat(
     store: &dyn Store,
     url: &str,
     commit: &Commit,
@@ -384,7 +394,7 @@ fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<
 }
 
 /// Puts the indexes of a committed checkpoint where others are visible.
-pub(crate) fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+pub fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
     let is_there =
         |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
     let all: Vec<_> = indexes(manifest).collect();

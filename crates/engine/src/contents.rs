@@ -9,9 +9,8 @@ use std::time::SystemTime;
 
 use shardfast_format::{COMMIT, Manifest, is_own_path, parse_step_dir};
 use shardfast_store::{Entry, Kind as Stored, Store, is_temporary};
-
-use crate::error::{Error, Patience, Result, retry};
-use crate::timeout::Timeout;
+use shardfast_transfer::error::{Error, Patience, Result, retry};
+use shardfast_transfer::timeout::Timeout;
 
 /// Levels below a checkpoint's directory that are listed: more than any checkpoint of ours has.
 pub(crate) const LEVELS_MAX: usize = 8;
@@ -21,25 +20,26 @@ const FOREIGN_MAX: usize = 4;
 
 /// A file of Shardfast's own.
 #[derive(Debug)]
-pub(crate) struct Own {
+pub struct Own {
     /// Its path, relative to the directory.
-    pub(crate) path: String,
-    pub(crate) bytes: u64,
+    pub path: String,
+    /// Size in bytes.
+    pub bytes: u64,
     /// When it was last changed, by the store's clock.
-    pub(crate) modified: Option<SystemTime>,
+    pub modified: Option<SystemTime>,
 }
 
-/// What is in a directory, by paths relative to it.
+/// Contents of a directory, by paths relative to it.
 #[derive(Debug, Default)]
-pub(crate) struct Contents {
-    /// Own files.
-    pub(crate) own: Vec<Own>,
+pub struct Contents {
+    /// Shardfast's own files.
+    pub own: Vec<Own>,
     /// Directories, all of them below the first one.
-    pub(crate) dirs: Vec<String>,
+    pub dirs: Vec<String>,
     /// When any of them was last changed, where directories have times.
-    pub(crate) dirs_modified: Option<SystemTime>,
+    pub dirs_modified: Option<SystemTime>,
     /// The first few of everything else.
-    pub(crate) foreign: Vec<String>,
+    pub foreign: Vec<String>,
 }
 
 /// What is in the directory `dir` of a store (`""` is its root), down to so many levels below it. Stops early where it
@@ -61,7 +61,7 @@ pub(crate) fn survey(
 ///
 /// # Errors
 /// As [`survey`].
-pub(crate) fn own(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Contents> {
+pub fn own(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Contents> {
     survey_within(store, dir, None, LEVELS_MAX, timeout.into(), false)
 }
 
@@ -105,7 +105,7 @@ fn survey_within(
 
 impl Contents {
     /// Whether there is a file of this path.
-    pub(crate) fn has(&self, path: &str) -> bool {
+    pub fn has(&self, path: &str) -> bool {
         self.own.iter().any(|own| own.path == path)
     }
 
@@ -125,12 +125,7 @@ impl Contents {
 ///
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
-pub(crate) fn refuse_foreign<'a>(
-    store: &dyn Store,
-    url: &str,
-    levels: usize,
-    within: impl Into<Patience<'a>>,
-) -> Result<()> {
+pub fn refuse_foreign<'a>(store: &dyn Store, url: &str, levels: usize, within: impl Into<Patience<'a>>) -> Result<()> {
     let contents = survey_within(store, "", None, levels, within.into(), true)?;
     if let Some(step) = contents.dirs.iter().find(|dir| parse_step_dir(dir).is_some())
         && store.size(COMMIT).is_err()
@@ -160,7 +155,7 @@ fn list(store: &dyn Store, dir: &str, within: Patience<'_>) -> Result<Vec<Entry>
 }
 
 /// The path of `name` in `dir`; either may be empty.
-pub(crate) fn join(dir: &str, name: &str) -> String {
+pub fn join(dir: &str, name: &str) -> String {
     match (dir, name) {
         ("", name) => name.to_owned(),
         (dir, "") => dir.to_owned(),

@@ -1,23 +1,33 @@
 //! The job's engine: what all of its saves and loads share.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use shardfast_coord::Coord as Ranks;
+use shardfast_format::Catalog;
+use shardfast_plan::Write;
 use shardfast_store::Store;
+use shardfast_transfer::Accelerators;
+use shardfast_transfer::error::{Error, Result, random_below, retry};
+use shardfast_transfer::memory::staging_bytes_default;
+use shardfast_transfer::staging::Staging;
+use shardfast_transfer::timeout::Timeout;
 
 use crate::background::Background;
 use crate::calls::Calls;
-use crate::cuda;
-use crate::error::{Result, retry, spread};
-use crate::memory::staging_bytes_default;
 use crate::plans;
-use crate::staging::{PageLock, Staging};
-use crate::timeout::Timeout;
 
 /// A save that has lasted so long fails instead of committing: a sweep may take what is twice as old.
 pub const SAVE_MAX: Duration = Duration::from_secs(3 * 3600);
+
+/// The longest [`spread`].
+const SPREAD_MAX_MS: u64 = 1000;
+
+/// A random pause before the first request of each rank: services refuse many that begin at one moment. At most a
+/// millisecond for each of `world` ranks, and [`SPREAD_MAX_MS`].
+fn spread(world: u32) -> Duration {
+    random_below(u64::from(world).min(SPREAD_MAX_MS))
+}
 
 /// The most that one data file holds.
 #[derive(Debug, Clone, Copy)]
@@ -41,8 +51,7 @@ pub struct Engine {
     pub(crate) staging: Arc<Staging>,
     /// What its stores share.
     pub(crate) storage: Arc<shardfast_store::Shared>,
-    accelerators: cuda::Devices,
-    is_page_locked: AtomicBool,
+    accelerators: Accelerators,
     pub(crate) background: Background,
     pub(crate) plans: std::sync::Mutex<plans::Plans>,
     /// The same for all saves; tests lower it.
@@ -60,7 +69,7 @@ impl Engine {
     /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
     ///
     /// # Errors
-    /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](crate::staging::STAGING_BYTES_MIN).
+    /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](shardfast_transfer::staging::STAGING_BYTES_MIN).
     pub fn new(coord: Arc<dyn Ranks>, staging_bytes: u64) -> Result<Arc<Engine>> {
         Ok(Engine::with(coord, Staging::new(staging_bytes)?))
     }
@@ -70,32 +79,34 @@ impl Engine {
         Engine::waiting(Timeout::default())
     }
 
-    /// [`solo`](Engine::solo), where calls without a deadline, such as [`copy`](crate::copy()), have this timeout.
+    /// [`solo`](Engine::solo), where calls without a deadline, such as copies, have this timeout.
     pub fn waiting(timeout: Timeout) -> Arc<Engine> {
         let staging = Staging::at_least(staging_bytes_default(1));
-        Engine::on(shardfast_coord::solo(), staging, cuda::Devices::default(), timeout)
+        let accelerators = Accelerators::new(&staging);
+        Engine::on(shardfast_coord::solo(), staging, accelerators, timeout)
     }
 
     pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
-        Engine::on(coord, staging, cuda::Devices::default(), Timeout::default())
+        let accelerators = Accelerators::new(&staging);
+        Engine::on(coord, staging, accelerators, Timeout::default())
     }
 
-    /// An engine of one rank whose devices are those of the CUDA driver in that library.
+    /// An engine of one rank whose accelerators are those of the driver in that library.
     ///
     /// # Errors
     /// As [`Engine::new`].
     pub fn with_driver(library: &str, staging_bytes: u64) -> Result<Arc<Engine>> {
-        let accelerators = cuda::Devices::of(library);
-        Ok(Engine::on(shardfast_coord::solo(), Staging::new(staging_bytes)?, accelerators, Timeout::default()))
+        let staging = Staging::new(staging_bytes)?;
+        let accelerators = Accelerators::of(library, &staging);
+        Ok(Engine::on(shardfast_coord::solo(), staging, accelerators, Timeout::default()))
     }
 
-    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: cuda::Devices, timeout: Timeout) -> Arc<Engine> {
+    fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: Accelerators, timeout: Timeout) -> Arc<Engine> {
         Arc::new(Engine {
             coord,
             staging,
             storage: Arc::default(),
             accelerators,
-            is_page_locked: AtomicBool::new(false),
             background: Background::default(),
             plans: std::sync::Mutex::default(),
             file_limits: FileLimits::default(),
@@ -106,8 +117,39 @@ impl Engine {
         })
     }
 
+    /// Returns an engine of the same ranks that has its own staging memory and remembers nothing.
+    pub fn with_staging(&self, staging: Arc<Staging>) -> Arc<Engine> {
+        Engine::with(Arc::clone(&self.coord), staging)
+    }
+
+    /// Staging memory that saves and loads share.
+    pub fn staging(&self) -> &Arc<Staging> {
+        &self.staging
+    }
+
+    /// Devices whose memory is saved and loaded, if there are any.
+    pub fn accelerators(&self) -> &Accelerators {
+        &self.accelerators
+    }
+
+    /// Returns what this rank writes of a state with these leaves, by the plan of its last save.
+    ///
+    /// # Errors
+    /// `Invalid` if no save of such a state was planned yet.
+    pub fn planned(&self, catalog: &Arc<Catalog>) -> Result<Arc<Vec<Write>>> {
+        let planned = self.plans.lock().unwrap_or_else(PoisonError::into_inner).mine.clone();
+        let planned = planned.filter(|planned| {
+            Arc::ptr_eq(&planned.catalog, catalog) || planned.catalog.fingerprint() == catalog.fingerprint()
+        });
+        let Some(planned) = planned else {
+            let message = "no save of this state was planned yet, so what this rank will write is not known";
+            return Err(Error::invalid(message));
+        };
+        Ok(planned.writes)
+    }
+
     /// The store at a URL, for reading, with what this engine's stores share.
-    pub(crate) fn store(&self, url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+    pub fn store(&self, url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
         retry(timeout, || Ok(shardfast_store::open_on(url, &self.storage)?))
     }
 
@@ -135,60 +177,18 @@ impl Engine {
     pub fn staging_bytes(&self) -> u64 {
         self.staging.budget_bytes()
     }
+}
 
-    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin after all work
-    /// that `stream` has until now. The first call for any device has the staging memory page-locked, in the
-    /// background.
-    ///
-    /// # Errors
-    /// As [`Devices::device`](cuda::Devices::device) and [`Device::copies_after`](cuda::Device::copies_after).
-    ///
-    /// # Safety
-    /// `stream` must be 0 or a stream of this device that has not been destroyed.
-    #[allow(unsafe_code)] // the one way in for foreign streams
-    pub unsafe fn copies_after(&self, ordinal: u32, stream: u64) -> Result<Arc<cuda::CopyStream>> {
-        // SAFETY: the caller's promise.
-        self.copies_behind(ordinal, unsafe { cuda::ForeignStream::new(stream) })
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    /// [`Engine::copies_after`] of a stream that lives.
-    ///
-    /// # Errors
-    /// As [`Engine::copies_after`].
-    pub(crate) fn copies_behind(&self, ordinal: u32, stream: cuda::ForeignStream) -> Result<Arc<cuda::CopyStream>> {
-        let device = self.accelerators.device(ordinal)?;
-        self.page_lock(&device, 0);
-        device.copies_behind(stream)
-    }
-
-    /// Makes staging memory for `bytes` bytes of the device `cuda:<ordinal>`, and page-locks it: in the background,
-    /// since that takes longer than to copy them.
-    ///
-    /// # Errors
-    /// As [`Devices::device`](cuda::Devices::device).
-    pub fn reserve(&self, ordinal: u32, bytes: u64) -> Result<()> {
-        self.page_lock(&self.accelerators.device(ordinal)?, bytes);
-        Ok(())
-    }
-
-    /// Has staging memory page-locked from now on, and makes `bytes` bytes of it, in the background.
-    #[allow(unsafe_code)]
-    fn page_lock(&self, device: &Arc<cuda::Device>, bytes: u64) {
-        let is_first = !self.is_page_locked.swap(true, Ordering::Relaxed);
-        if !is_first && bytes == 0 {
-            return;
-        }
-        let (staging, device) = (Arc::clone(&self.staging), Arc::clone(device));
-        let page_lock: Arc<PageLock> = Arc::new(move |memory| {
-            // SAFETY: the arena unmaps a slab after its locks are dropped.
-            let lock = unsafe { device.page_lock(memory) }?;
-            Ok(Box::new(lock) as Box<dyn Send>)
-        });
-        let work = move || {
-            staging.page_lock(page_lock);
-            staging.reserve(bytes);
-        };
-        // A save or load that stages meanwhile waits for it. If no thread can be made, copies are slower.
-        let _ = std::thread::Builder::new().name("shardfast-page-lock".into()).spawn(work);
+    #[test]
+    fn ranks_begin_at_different_moments() {
+        assert_eq!(spread(1), Duration::ZERO);
+        let spreads = |world| (0..64).map(|_| spread(world)).collect::<std::collections::BTreeSet<_>>();
+        let (few, many) = (spreads(64), spreads(u32::MAX));
+        assert!(few.len() > 20 && few.last() < Some(&Duration::from_millis(64)), "{few:?}");
+        assert!(many.len() > 40 && many.last() < Some(&Duration::from_secs(1)), "{many:?}");
     }
 }

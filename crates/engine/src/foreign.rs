@@ -2,8 +2,7 @@
 
 use shardfast_format::{COMMIT, is_own_path, parse_step_dir};
 use shardfast_store::{Entry, split};
-
-use crate::error::{Error, Kind, Result};
+use shardfast_transfer::error::{Error, Kind, Result};
 
 /// Names that a message lists.
 const NAMES_MAX: usize = 4;

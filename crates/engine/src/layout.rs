@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, HashSet};
 
 use shardfast_format::{DType, EntrySpec, FileLayout, Leaf, LeafBody, Region, data_file, part_name, value_name};
 use shardfast_plan::{Write, pieces};
+use shardfast_transfer::error::Result;
+use shardfast_transfer::writer::FileJob;
 
 use crate::engine::FileLimits;
-use crate::error::Result;
 use crate::operation::Operation;
 use crate::receipt::FileShape;
 use crate::state::{PartRange, State, leaf_region};
-use crate::writer::FileJob;
 
 /// The files that a rank writes together.
 #[derive(Default)]
@@ -170,9 +170,9 @@ mod tests {
     use std::time::Duration;
 
     use shardfast_format::{Catalog, LeafKind, LeafName, Manifest, Owner};
+    use shardfast_transfer::provider::Provider;
 
     use super::*;
-    use crate::provider::Provider;
     use crate::stream::FlatRun;
     use crate::{Destination, Engine, Prove, open, save};
 
@@ -243,7 +243,7 @@ mod tests {
     fn saved_within(limits: FileLimits) -> Vec<Manifest> {
         let place = tempfile::tempdir().unwrap();
         let engine = |coord| {
-            let mut engine = Engine::new(coord, crate::staging::STAGING_BYTES_MIN).unwrap();
+            let mut engine = Engine::new(coord, shardfast_transfer::staging::STAGING_BYTES_MIN).unwrap();
             Arc::get_mut(&mut engine).unwrap().file_limits = limits;
             engine
         };

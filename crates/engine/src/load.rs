@@ -9,12 +9,13 @@
 
 use std::time::Duration;
 
+use shardfast_transfer::error::Result;
+use shardfast_transfer::sink::Want;
+
 use crate::checkpoint::Checkpoint;
-use crate::error::Result;
 use crate::peers::carrier::Handoff;
 use crate::peers::{self, PeerReads};
 use crate::reads::{Loaded, ValueRef};
-use crate::sink::Want;
 
 impl Checkpoint {
     /// Fills every want's sink and returns the wanted values, encoded, in order. Every rank of the engine must call it.

@@ -1,13 +1,13 @@
 //! Resolves a URL to a checkpoint: itself, or the newest committed one of a run.
 
 use shardfast_format::COMMIT;
+use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::timeout::Timeout;
 
 use crate::checkpoint;
-use crate::error::{Error, Kind, Result};
 use crate::foreign;
 use crate::rewind::ABANDONED;
 use crate::runs::{self, Step};
-use crate::timeout::Timeout;
 
 /// The checkpoint that a URL resolves to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,8 +28,9 @@ pub fn absolute_url(url: &str) -> Result<String> {
     Ok(shardfast_store::absolute(url)?)
 }
 
-/// What is at a URL.
-pub(crate) enum Place {
+/// Content found at a URL.
+pub enum Place {
+    /// A committed checkpoint is there.
     Checkpoint,
     /// Its steps, ascending, and the directories of those that were abandoned; not both are empty.
     Run(Vec<Step>, Vec<String>),
@@ -39,7 +40,7 @@ pub(crate) enum Place {
 ///
 /// # Errors
 /// `NotFound` when neither is there; the message says what is there instead.
-pub(crate) fn look(url: &str, timeout: &Timeout) -> Result<Place> {
+pub fn look(url: &str, timeout: &Timeout) -> Result<Place> {
     let store = runs::store(url, timeout).map_err(|error| foreign::explained(url, error))?;
     let entries = runs::entries(&*store, timeout)?;
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {

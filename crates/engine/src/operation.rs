@@ -6,10 +6,10 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
+use shardfast_transfer::error::{Error, Kind, Result};
 
 use crate::calls::{self, Call, CallReport, Verdict, overtaken, too_late};
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result};
 
 /// Marks an error that rank 0 decided for all ranks, as opposed to a failure of rank 0 itself.
 const DECISION: &str = "=";
@@ -70,8 +70,8 @@ impl Operation {
         self.deadline
     }
 
-    /// Checks that a save will not have lasted so long that a [sweep](mod@crate::sweep) may take its files for debris,
-    /// when what comes next has taken its time.
+    /// Checks that a save will not have lasted so long that a sweep may take its files for debris, when what comes next
+    /// has taken its time.
     pub(crate) fn expect_young(&self, next: Duration) -> Result<()> {
         let (most, lasted) = (self.engine.save_max, since_start().saturating_sub(self.begun));
         if lasted.saturating_add(next) < most {
@@ -277,6 +277,15 @@ impl Operation {
         }
         Error::new(kind.unwrap_or(Kind::Internal), lines.join("\n"))
     }
+}
+
+/// Converts an error between ranks: what was called wrongly is `Invalid`, everything else `Unavailable`.
+pub fn of_ranks(error: Coord) -> Error {
+    let kind = match &error {
+        Coord::Invalid(_) => Kind::Invalid,
+        _ => Kind::Unavailable,
+    };
+    Error::new(kind, error.to_string())
 }
 
 /// Time since the machine was started. Unlike that of [`std::time::Instant`] it goes on while the machine is suspended.

@@ -8,15 +8,15 @@ mod exchange;
 mod terms;
 
 use shardfast_plan::{Sharing, Wanted};
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::sink::Want;
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::reads::{Loaded, ReadPlan, ValueRef, data_bytes, value_sinks};
-use crate::sink::Want;
 use carrier::{Carrier, Handoff};
 use exchange::{Ended, GoOn, Neighbours, Shared, Trial, Trouble, Troubled};
-pub(crate) use terms::links_max;
+pub use terms::links_max;
 use terms::{Opening, Terms};
 
 /// Whether one rank reads for its peers the blocks that several want.

@@ -5,9 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shardfast_transfer::error::{Error, Kind, Result, panicked};
+use shardfast_transfer::progress::{Progress, Report, Shared, State};
+
 use crate::background::{self, Background};
-use crate::error::{Error, Kind, Result, panicked};
-use crate::progress::{Progress, Report, Shared, State};
 
 /// The handle of a save that runs in the background.
 #[derive(Clone)]

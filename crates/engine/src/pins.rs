@@ -5,11 +5,11 @@
 
 use shardfast_format::{COMMIT, PINNED};
 use shardfast_store::Store;
+use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::timeout::Timeout;
 
-use crate::error::{Error, Kind, Result, retry};
 use crate::presence::is_there;
 use crate::runs;
-use crate::timeout::Timeout;
 
 /// Longest note, in bytes.
 const NOTE_BYTES_MAX: u64 = 4096;
@@ -56,7 +56,7 @@ pub fn unpin(url: &str, timeout: &Timeout) -> Result<bool> {
 }
 
 /// The note of the pin of the checkpoint at this place; `None` if it has none.
-pub(crate) fn note(store: &dyn Store, timeout: &Timeout) -> Result<Option<String>> {
+pub fn note(store: &dyn Store, timeout: &Timeout) -> Result<Option<String>> {
     match retry(timeout, || Ok(store.read(PINNED, NOTE_BYTES_MAX)?)) {
         Ok(note) => Ok(Some(String::from_utf8_lossy(&note).into_owned())),
         Err(error) if error.kind == Kind::NotFound => Ok(None),

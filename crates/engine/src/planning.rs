@@ -16,13 +16,13 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use crossbeam_channel::bounded;
 use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
+use shardfast_transfer::error::{Error, Kind, Result, panicked};
+use shardfast_transfer::progress::Progress;
 
-use crate::error::{Error, Kind, Result, panicked};
 use crate::operation::Operation;
 use crate::plans::{
     GlobalPlan, Holdings, PLANS_MAX, PlanId, Plans, RememberedPlan, ReplicaStatus, Rules, ValueClasses,
 };
-use crate::progress::Progress;
 use crate::receipt::ValueFiles;
 use crate::state::{Maker, State};
 

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use shardfast_store::Store;
+use shardfast_transfer::error::{Error, Kind, Patience, Result, retry};
 
-use crate::error::{Error, Kind, Patience, Result, retry};
 use crate::together;
 
 /// Files per thread: 64 checks take 0.4 ms on a local disk. Simulated jobs have fewer files, so that their checks have
@@ -45,7 +45,7 @@ pub(crate) fn expect<'a>(store: &dyn Store, files: &[(String, u64)], within: imp
 ///
 /// # Errors
 /// The store's error if it lasts for `within`.
-pub(crate) fn flawed<'a>(
+pub fn flawed<'a>(
     store: &dyn Store,
     files: &[(String, u64)],
     within: impl Into<Patience<'a>>,
@@ -71,7 +71,7 @@ fn flaws(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Re
 ///
 /// # Errors
 /// The store's errors.
-pub(crate) fn is_there<'a>(store: &dyn Store, name: &str, within: impl Into<Patience<'a>>) -> Result<bool> {
+pub fn is_there<'a>(store: &dyn Store, name: &str, within: impl Into<Patience<'a>>) -> Result<bool> {
     match retry(within, || Ok(store.size(name)?)) {
         Ok(_) => Ok(true),
         Err(error) if error.kind == Kind::NotFound => Ok(false),

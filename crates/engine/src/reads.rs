@@ -2,12 +2,12 @@
 
 use shardfast_format::{DType, Dims, LeafKind, Manifest, object};
 use shardfast_plan::{Piece, Read, Reads};
+use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::reader::{self, LIMITS};
+use shardfast_transfer::sink::{Sink, Want};
 use smallvec::smallvec;
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Kind, Result};
-use crate::reader::{self, LIMITS};
-use crate::sink::{Sink, Want};
 
 /// An encoded value of the manifest: the leaf, and which of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl Checkpoint {
     }
 
     /// Fills every want's sink on this rank alone, without the others.
-    pub(crate) fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
+    pub fn load_alone(&self, wants: &[Want], values: &[ValueRef]) -> Result<Vec<Vec<u8>>> {
         self.read(self.plan(wants, values)?, wants, false).map(|loaded| loaded.values)
     }
 
@@ -155,7 +155,7 @@ impl Checkpoint {
 }
 
 /// Bytes of all that was saved, as the manifest says; not verified before the files are opened.
-pub(crate) fn data_bytes(manifest: &Manifest) -> u64 {
+pub fn data_bytes(manifest: &Manifest) -> u64 {
     manifest.files().iter().map(|file| file.bytes - file.data_start).fold(0, u64::saturating_add)
 }
 

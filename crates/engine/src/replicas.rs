@@ -3,7 +3,8 @@
 //! Ranks that hold the same region of a tensor count as replicas, and share its writing. A state with different tensors
 //! under one name (experts that have the same name on every rank, pipeline stages that begin at `0` each) would lose
 //! all copies but one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of
-//! each copy that it holds, from what it writes and from what it [only reads](crate::sums), and rank 0 compares.
+//! each copy that it holds, from what it writes and from what it [only reads](shardfast_transfer::sums), and rank 0
+//! compares.
 //!
 //! Ranks that know the holders of their tensors send one digest for each set of ranks; the others send everything, and
 //! so do all ranks when digests differ, for the error message. A rank that remembers the plan, and that its replicas
@@ -20,13 +21,13 @@ use std::sync::{Arc, PoisonError};
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, Region, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::sums::{self, Part, Summed};
 
-use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::planning::{self, RankPlan};
 use crate::plans::{Basis, GlobalPlan, Holdings, PlanId, Rules};
 use crate::state::{Compared, PartRange, Prove, State};
-use crate::sums::{self, Part, Summed};
 
 /// Differences that one message lists.
 const SPELLED_MAX: usize = 16;
@@ -436,9 +437,9 @@ fn regions(catalog: &Catalog) -> impl Iterator<Item = (&LeafName, &Region)> {
 #[cfg(test)]
 mod tests {
     use shardfast_format::{DType, Leaf};
+    use shardfast_transfer::error::Kind;
 
     use super::*;
-    use crate::error::Kind;
 
     fn name() -> LeafName {
         LeafName::new("model", "w")

@@ -21,13 +21,13 @@ use std::time::Duration;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{COMMIT, Commit, LEAVING, Manifest, PINNED, attempt_of, step_dir};
 use shardfast_store::Store;
+use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::timeout::{TIMEOUT, Timeout};
 
 use crate::commit;
 use crate::contents;
-use crate::error::{Error, Kind, Result, retry};
 use crate::presence::{self, is_there};
 use crate::runs;
-use crate::timeout::{TIMEOUT, Timeout};
 
 /// What the name of a metric is noted under begins with.
 pub const METRIC: &str = "metric.";
@@ -229,8 +229,11 @@ fn metrics(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> 
     Ok(manifest.info.user.iter().filter_map(noted).collect())
 }
 
-/// Step 1.
-pub(crate) fn prove(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Result<()> {
+/// Proves that the checkpoint of a step is whole: step 1 of the protocol.
+///
+/// # Errors
+/// `Corrupt` or `Unsupported` if it is not, and the store's errors.
+pub fn prove(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Result<()> {
     let (dir, url) = (step_dir(step), runs::step_url(url, step));
     let proven =
         retry(timeout, || commit::read_manifest(store, &dir)).and_then(|bytes| are_there(store, &dir, &bytes, timeout));
@@ -350,7 +353,7 @@ fn is_temporary(path: &str) -> bool {
 }
 
 /// Deletes these objects, then those of these directories that are empty by then.
-pub(crate) fn delete(store: &dyn Store, objects: &[String], dirs: &[String], timeout: &Timeout) -> Result<()> {
+pub fn delete(store: &dyn Store, objects: &[String], dirs: &[String], timeout: &Timeout) -> Result<()> {
     fn texts(paths: &[String]) -> Vec<&str> {
         paths.iter().map(String::as_str).collect()
     }

@@ -16,15 +16,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, COPYING, LEAVING, step_dir};
 use shardfast_store::{Entry, Kind as Stored, Pieces, Store, is_temporary, join};
+use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::staging::{ALIGNMENT, SLOT_BYTES};
+use shardfast_transfer::timeout::Timeout;
 
 use crate::commit::COMMIT_BYTES_MAX;
 use crate::contents::{self, Contents};
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
 use crate::retention;
 use crate::runs::{self, Step};
-use crate::staging::{ALIGNMENT, SLOT_BYTES};
-use crate::timeout::Timeout;
 
 /// Begins the name of each directory of abandoned steps.
 pub(crate) const ABANDONED: &str = "abandoned-";

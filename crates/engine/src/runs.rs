@@ -6,13 +6,13 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
 use shardfast_store::{Entry, Shared, Store};
+use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::timeout::Timeout;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::engine::Engine;
-use crate::error::{Error, Kind, Result, retry};
 use crate::foreign;
-use crate::timeout::Timeout;
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -38,17 +38,17 @@ pub fn step_url(run_url: &str, step: u64) -> String {
 }
 
 /// The store at a URL, for reading.
-pub(crate) fn store(url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+pub fn store(url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
     store_on(url, &Arc::default(), timeout)
 }
 
 /// [`store`], with what it shares with others.
-pub(crate) fn store_on(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Arc<dyn Store>> {
+pub fn store_on(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Arc<dyn Store>> {
     retry(timeout, || Ok(shardfast_store::open_on(url, shared)?))
 }
 
 /// The entries of a store's root; none if that does not exist.
-pub(crate) fn entries(store: &dyn Store, timeout: &Timeout) -> Result<Vec<Entry>> {
+pub fn entries(store: &dyn Store, timeout: &Timeout) -> Result<Vec<Entry>> {
     match retry(timeout, || Ok(store.list("")?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
         entries => entries,
@@ -65,7 +65,7 @@ pub fn list(url: &str) -> Result<Vec<Step>> {
 }
 
 /// [`list`] of a run whose store is open, and the entries of its root.
-pub(crate) fn list_in(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
+pub fn list_in(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
     list_from(store, url, 0, timeout)
 }
 

@@ -12,21 +12,21 @@ use std::time::Duration;
 
 use shardfast_plan::Write;
 use shardfast_store::Store;
+use shardfast_transfer::capture::Captures;
+use shardfast_transfer::error::{Error, Patience, Result, retry};
+use shardfast_transfer::progress::Progress;
+use shardfast_transfer::writer;
 
 use crate::background;
 use crate::batch::{self, Batch, BatchOutcome};
-use crate::capture::Captures;
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
-use crate::error::{Error, Patience, Result, retry};
 use crate::operation::Operation;
 use crate::pending::Pending;
 use crate::planning::{self, Planning, RankPlan, ValuePlan};
-use crate::progress::Progress;
 use crate::replicas::{self, Scope};
 use crate::state::{Destination, Prove, State};
-use crate::writer;
 
 /// Begins to save `state` in the background. Every rank of the engine must call it; an exchange between ranks that
 /// takes longer than `deadline` fails the save.
@@ -214,8 +214,7 @@ impl Save<'_> {
         tensors: BatchOutcome,
         written: BatchOutcome,
     ) -> Result<()> {
-        self.progress.wrote(&tensors.shapes);
-        self.progress.wrote(&written.shapes);
+        self.progress.wrote(tensors.shapes.iter().chain(&written.shapes).map(|file| file.bytes));
         let paths = [tensors.paths.as_slice(), written.paths.as_slice()].concat();
         let patience = self.patience();
         let receipt = batch::receipt(self.operation, store, &self.state, plan, values, [tensors, written], patience);
@@ -238,6 +237,53 @@ impl Save<'_> {
     fn discard(&self, paths: &[String]) {
         for path in paths {
             let _ = self.store().map(|store| store.delete(path));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shardfast_format::{COMMIT, Catalog};
+    use shardfast_transfer::error::Kind;
+    use shardfast_transfer::staging::STAGING_BYTES_MIN;
+
+    use super::*;
+
+    #[test]
+    fn a_save_that_lasts_too_long_on_any_rank_fails_and_leaves_nothing() {
+        const DEADLINE: Duration = Duration::from_secs(60);
+        for slow in 0..2 {
+            let dir = tempfile::tempdir().unwrap();
+            let url = dir.path().join("step-00000001").to_str().unwrap().to_owned();
+            let engine = |(rank, coord)| {
+                let mut engine = Engine::new(coord, STAGING_BYTES_MIN).unwrap();
+                if rank == slow {
+                    Arc::get_mut(&mut engine).unwrap().save_max = Duration::ZERO;
+                }
+                engine
+            };
+            let engines: Vec<Arc<Engine>> = shardfast_coord::local(2).into_iter().enumerate().map(engine).collect();
+            let begin = |engine: &Arc<Engine>| {
+                let catalog = Arc::new(Catalog { leaves: Vec::new() });
+                let state = State { catalog, providers: Vec::new(), ..State::default() };
+                let user = BTreeMap::new();
+                let prove = Prove::default();
+                save(
+                    engine,
+                    Destination { url: url.clone(), step: Some(1), user, prove, blocking: true },
+                    state,
+                    DEADLINE,
+                )
+            };
+            let saves: Vec<_> = engines.iter().map(begin).collect();
+            for saved in saves {
+                let error = saved.committed(None).unwrap_err();
+                assert_eq!(error.kind, Kind::Unavailable, "{error}");
+                assert!(error.message.contains("lasts less than") && error.message.contains("save again"), "{error}");
+            }
+            assert!(!dir.path().join("step-00000001").join(COMMIT).exists());
         }
     }
 }

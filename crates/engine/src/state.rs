@@ -6,10 +6,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, Leaf, LeafBody, LeafName, Region, sha256};
 use shardfast_plan::{Replicas, Write};
-
-use crate::capture::Captures;
-use crate::error::{Error, Result};
-use crate::provider::{Fences, Provider, Run};
+use shardfast_transfer::capture::Captures;
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::provider::{Fences, Provider, Run};
 
 /// What one rank gives to a save.
 #[derive(Default)]

@@ -4,19 +4,19 @@ use std::ops::Range;
 
 use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind, Region};
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::host::row_major_strides;
+use shardfast_transfer::sink::{Sink, Want};
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::host::row_major_strides;
-use crate::sink::{Sink, Want};
 
 /// A run of a tensor's elements in row-major order.
 #[derive(Debug, Clone)]
-pub(crate) struct FlatRun {
+pub struct FlatRun {
     /// Index of the leaf in the manifest; a tensor.
-    pub(crate) leaf: usize,
-    /// Flat indices.
-    pub(crate) elements: Range<u64>,
+    pub leaf: usize,
+    /// Flat indices of elements.
+    pub elements: Range<u64>,
 }
 
 impl Checkpoint {
@@ -25,7 +25,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::load_alone`]; `Internal` when the runs are not of tensors or have another size than `out`.
     #[allow(unsafe_code)]
-    pub(crate) fn load_runs(&self, runs: &[FlatRun], out: &mut [u8]) -> Result<()> {
+    pub fn load_runs(&self, runs: &[FlatRun], out: &mut [u8]) -> Result<()> {
         let mut wants = Vec::with_capacity(runs.len());
         let mut rest = &mut *out;
         for FlatRun { leaf, elements } in runs {
@@ -56,12 +56,12 @@ impl Checkpoint {
 }
 
 /// Bytes of a tensor of a checked manifest.
-pub(crate) fn tensor_bytes(dtype: DType, shape: &[u64]) -> u64 {
+pub fn tensor_bytes(dtype: DType, shape: &[u64]) -> u64 {
     checked_numel(shape).unwrap_or(0) * dtype.size_bytes()
 }
 
 /// Consecutive items whose sizes sum to at most `bytes_max`; an item that is larger stands alone.
-pub(crate) fn batches(sizes: impl IntoIterator<Item = u64>, bytes_max: u64) -> Vec<Range<usize>> {
+pub fn batches(sizes: impl IntoIterator<Item = u64>, bytes_max: u64) -> Vec<Range<usize>> {
     let mut out: Vec<Range<usize>> = Vec::new();
     let mut total = 0u64;
     for (i, bytes) in sizes.into_iter().enumerate() {

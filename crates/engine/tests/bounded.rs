@@ -5,10 +5,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardfast_engine::{
-    Destination, Engine, Fences, PeerReads, Provider, Result, Sink, State, Want, diff, export, open, save, verify,
-};
+use shardfast_engine::{Destination, Engine, Fences, PeerReads, Provider, Result, Sink, State, Want, open, save};
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+use shardfast_tools::{diff, export, verify};
 
 const BUDGET_BYTES: u64 = 16 << 20;
 const TENSOR_BYTES: u64 = 160 << 20;

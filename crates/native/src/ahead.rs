@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use shardfast_engine::ahead::{
-    self, Applied, Array, Beside, Captured, Class, Costs, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed,
-    Scalars, Unit, Variant,
-};
-use shardfast_engine::cuda::ForeignStream;
 use shardfast_engine::{Memory, Provider, Strided};
+use shardfast_multistep::{
+    Applied, Array, Beside, Captured, Class, Costs, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars,
+    Unit, Variant,
+};
+use shardfast_transfer::cuda::ForeignStream;
 
 use crate::dlpack::{Dense, Lookup};
 use crate::errors::{invalid, raise};
@@ -22,7 +22,7 @@ use crate::session::Session;
 /// Some steps before a save.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Window {
-    window: Own<ahead::Window>,
+    window: Own<shardfast_multistep::Window>,
     /// The device that has the tensors; `None` for the host.
     device: Option<u32>,
 }
@@ -96,8 +96,11 @@ impl Window {
         let units = units.into_iter().map(unit).collect::<PyResult<Vec<_>>>()?;
         let catalog = described.catalog();
         let window = match classes.iter().all(|class| class.variant.is_some()) {
-            true => ahead::Window::open(engine, catalog, classes, units, beside).map_err(raise)?,
-            false => ahead::Window::rehearsal(engine, catalog, classes, units, beside),
+            true => {
+                let planned = engine.planned(catalog).map_err(raise)?;
+                shardfast_multistep::Window::open(engine, catalog, &planned, classes, units, beside).map_err(raise)?
+            }
+            false => shardfast_multistep::Window::rehearsal(engine, catalog, classes, units, beside),
         };
         Ok(Window { window: Own::new("this capture ahead of a save", window), device })
     }

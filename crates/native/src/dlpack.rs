@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
-use shardfast_engine::ahead::Dtype;
+use shardfast_multistep::Dtype;
 
 /// Name of the capsule, and of the type's attribute that holds it.
 const CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";

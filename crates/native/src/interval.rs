@@ -1,7 +1,7 @@
 //! The interval that wastes least, for `sf.optimal`.
 
 use pyo3::prelude::*;
-use shardfast_engine::interval::{self, Bounds, Costs};
+use shardfast_tools::interval::{self, Bounds, Costs};
 
 use crate::errors::raise;
 

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_engine::{
-    Capture, Captures, Compared, Digester, Engine, Fences, Maker, Memory, Provider, RankSet, Replicas, Sample, Sink,
-    State, Strided, Want,
+    Capture, Captures, Compared, Engine, Fences, Maker, Memory, Provider, RankSet, Replicas, Sample, Sink, State,
+    Strided, Want,
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName, Manifest, Owner as ValueOwner};
+use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink};
+use shardfast_transfer::digest::Digester;
 
 use crate::errors::{invalid, raise};
 use crate::owner::Owner;
@@ -134,7 +135,7 @@ impl<'a> CopyStreams<'a> {
                 // SAFETY: Python's adapters give the handle of the framework's current stream on that device, which
                 // lives at least until this call returns.
                 #[allow(unsafe_code)]
-                let made = unsafe { self.engine.copies_after(device, *stream) };
+                let made = unsafe { self.engine.accelerators().copies_after(device, *stream) };
                 Ok(place.insert(made.map_err(raise)?))
             }
         }

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use shardfast_engine::View;
+use shardfast_tools::View;
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise;
@@ -11,14 +11,14 @@ use crate::process::Own;
 /// A checkpoint whose data files are mapped into memory when they are first read.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Mapped {
-    mapped: Own<shardfast_engine::Mapped>,
+    mapped: Own<shardfast_tools::Mapped>,
 }
 
 #[pymethods]
 impl Mapped {
     #[new]
     fn new(checkpoint: &Checkpoint) -> PyResult<Mapped> {
-        let mapped = shardfast_engine::Mapped::new(checkpoint.engine()?.clone());
+        let mapped = shardfast_tools::Mapped::new(checkpoint.engine()?.clone());
         Ok(Mapped { mapped: Own::new("this mapped checkpoint", mapped) })
     }
 

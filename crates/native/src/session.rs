@@ -7,7 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
 use shardfast_coord::{Coord, Topology};
-use shardfast_engine::{Engine, Error, staging_bytes_default};
+use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::Described;
@@ -45,7 +45,7 @@ impl Place {
             let tls = tls.map(|(certificate, key, authority)| Tls::read(&certificate, &key, &authority)).transpose()?;
             grpc::Place::open(Membership { host, rank, topology, token, tls }, port)
         };
-        let place = py.detach(open).map_err(|error| raise(Error::from(error)))?;
+        let place = py.detach(open).map_err(|error| raise(of_ranks(error)))?;
         let (parent, address) = (place.parent(), place.address().map(ToOwned::to_owned));
         Ok(Place { place: Own::new("this rank's place in its job", Mutex::new(Some(place))), parent, address })
     }
@@ -71,7 +71,7 @@ impl Place {
             let place = place.lock().unwrap_or_else(PoisonError::into_inner);
             place.as_ref().map(|place| place.find_parent(root, timeout))
         };
-        py.detach(find).ok_or_else(joined)?.map_err(|error| raise(Error::from(error)))
+        py.detach(find).ok_or_else(joined)?.map_err(|error| raise(of_ranks(error)))
     }
 
     /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0. `is_whole_job`: none of the job's
@@ -88,7 +88,7 @@ impl Place {
     ) -> PyResult<Session> {
         let timeout = seconds(timeout_s)?;
         let place = self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)?;
-        let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(Error::from(error)))?;
+        let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(of_ranks(error)))?;
         let session = Session::new(coord, staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world)))?;
         Ok(Session { is_whole_job, ..session })
     }
@@ -153,7 +153,7 @@ impl Session {
         let bytes = described.device_bytes();
         // Memory that is locked for one device is locked for all.
         let Some((device, _)) = bytes.first_key_value() else { return Ok(()) };
-        self.engine()?.reserve(*device, bytes.values().sum()).map_err(raise)
+        self.engine()?.accelerators().reserve(*device, bytes.values().sum()).map_err(raise)
     }
 
     /// A sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once, and

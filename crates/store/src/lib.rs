@@ -57,6 +57,7 @@ mod write;
 
 pub use error::{Error, Kind, Result};
 use local::Devices;
+pub use local::probe;
 pub use map::{Lent, Mapping};
 pub use name::{is_temporary, temporary};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};

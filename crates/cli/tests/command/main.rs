@@ -1,7 +1,7 @@
 //! The built binary: what it prints, as text and as JSON, and its exit codes.
 
-#[allow(dead_code)] // shared with the engine's tests
-#[path = "../../../engine/tests/whole/checkpoints.rs"]
+#[allow(dead_code)] // shared with the tests of the tools
+#[path = "../../../tools/tests/whole/checkpoints.rs"]
 mod checkpoints;
 
 use std::collections::BTreeSet;

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use shardfast_coord::peers::Peers;
+use shardfast_transfer::error::{Error, Kind, Result};
 
-use crate::error::{Error, Kind, Result};
+use crate::operation::of_ranks;
 
 /// A message, in pieces that follow each other; several ranks may be sent the same ones.
 pub type Message = Vec<Arc<Vec<u8>>>;
@@ -25,7 +26,7 @@ pub(crate) trait Carrier: Send {
 
 impl Carrier for Peers {
     fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>> {
-        Ok(Peers::swap(self, messages)?)
+        Peers::swap(self, messages).map_err(of_ranks)
     }
 }
 

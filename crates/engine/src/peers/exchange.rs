@@ -22,16 +22,16 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{Chunk, Piece, Sharing};
 use shardfast_store::Upcoming;
+use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::host::{pack, row_major_strides};
+use shardfast_transfer::provider::Fences;
+use shardfast_transfer::reader::{Files, Span};
+use shardfast_transfer::sink::Sink;
+use shardfast_transfer::staging::window::{View, Window, WindowSlot};
+use shardfast_transfer::staging::{SLOT_BYTES, Staging};
 
-use crate::error::{Error, Kind, Result};
-use crate::host::{pack, row_major_strides};
 use crate::peers::carrier::{Carrier, Message};
-use crate::provider::Fences;
-use crate::reader::{Files, Span};
 use crate::reads::Traffic;
-use crate::sink::Sink;
-use crate::staging::window::{View, Window, WindowSlot};
-use crate::staging::{SLOT_BYTES, Staging};
 
 mod message;
 mod pool;

@@ -8,14 +8,14 @@ use shardfast_coord::peers::{Joining, Peers};
 use shardfast_format::{BLOCK_BYTES, Manifest};
 use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
 use shardfast_store::ReadNeeds;
+use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::sink::Want;
+use shardfast_transfer::staging::window::{View, Window};
 
 use super::PeerReads;
 use super::exchange::{AGAIN_BYTES, Neighbours, Trouble, slots_in_request};
-use crate::error::{Error, Kind, Result};
-use crate::operation::Operation;
+use crate::operation::{Operation, of_ranks};
 use crate::reads::{ValueRef, data_bytes};
-use crate::sink::Want;
-use crate::staging::window::{View, Window};
 
 /// The most wants of others in the answers to all ranks together; each takes about 20 bytes.
 const OTHERS_MAX: usize = 16 << 20;
@@ -99,7 +99,7 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
 }
 
 /// The number of ranks that this process can connect to.
-pub(crate) fn links_max() -> u64 {
+pub fn links_max() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     limit.unwrap_or(u64::MAX).saturating_sub(DESCRIPTORS_KEPT)
 }
@@ -187,7 +187,7 @@ pub(crate) fn connect(
     let round_slots = needs.in_flight * slots_in_request(needs);
     let window = Window::new(operation.engine.staging_bytes(), 4 * round_slots as u64);
     let offered = window.as_ref().map(|window| window.descriptor());
-    let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(Error::from);
+    let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(of_ranks);
     let opening = known.and_then(|(peers, is_cached)| {
         let address = joining.as_ref().map(|joining| joining.address().to_owned());
         Ok(Meeting { address: address.map_err(Error::clone)?, peers, is_cached })
@@ -201,7 +201,7 @@ pub(crate) fn connect(
     let began = Instant::now();
     loop {
         // A wait for a peer does not detect that it died; an agreement does at once.
-        let missing = joining.go_on(JOINING).map_err(Error::from).and_then(|missing| match missing[..] {
+        let missing = joining.go_on(JOINING).map_err(of_ranks).and_then(|missing| match missing[..] {
             [peer, ..] if began.elapsed() > operation.deadline() => Err(Error::new(
                 Kind::Unavailable,
                 format!("no connection to rank {peer} for the shared load within {:?}", began.elapsed()),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use shardfast_plan::{Claim, Write};
+use shardfast_transfer::error::{Error, Result};
 
-use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{Basis, GlobalPlan, Holdings, PlanId, ReplicaStatus, Rules};
 use crate::state::Maker;

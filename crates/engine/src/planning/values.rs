@@ -10,9 +10,9 @@ use std::sync::{Arc, PoisonError};
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafBody, LeafName, Owner, sha256};
 use shardfast_plan::RankSet;
+use shardfast_transfer::error::{Error, Result};
 
 use super::RankPlan;
-use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::plans::{GlobalValues, KnownFiles, PlanId, Value, ValueClasses};
 use crate::state::Maker;

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use shardfast_engine::{
     Capture, Destination, Engine, Error, Fence, Fences, Kind, Pending, Provider, Result, State, checkpoint, save,
-    verify,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Owner, Region};
+use shardfast_tools::verify;
 
 use crate::job::{Job, LONG, Seed, Truth, alike, destination, outcomes};
 use crate::layout::{Dice, Layout};

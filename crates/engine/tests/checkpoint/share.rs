@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use shardfast_engine::carrier::{Round, Rounds, handoff};
-use shardfast_engine::{Copying, Engine, Error, Kind, Limit, PeerReads, Result, Traffic, checkpoint, copy_between};
+use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::sims3::SimS3;
@@ -17,6 +17,7 @@ use shardfast_store::{
     Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Upload, Writes,
     one_by_one,
 };
+use shardfast_tools::{Copying, Limit, copy_between};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
 use crate::kill::place;

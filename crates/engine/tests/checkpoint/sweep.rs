@@ -10,12 +10,13 @@ use std::time::{Duration, SystemTime};
 use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
-use shardfast_engine::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
-use shardfast_engine::verify::Problem;
-use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin, verify_in};
+use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin};
 use shardfast_format::{crc64, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::simdisk::{Fault, SimDisk};
+use shardfast_tools::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
+use shardfast_tools::verify::Problem;
+use shardfast_tools::verify_in;
 
 use crate::count;
 use crate::crash::{Hooked, store as on_disk};
@@ -179,7 +180,7 @@ fn what_leaves_is_readable_until_the_second_round_and_pins_keep() {
     let retained = retention.retain(&[]).unwrap();
     assert_eq!((&retained.left[..], &retained.pinned[..]), (&[1, 3][..], &[2][..]));
     let status = |url: &str| -> Vec<(u64, String, Option<String>)> {
-        let lines = shardfast_engine::history(url, &Timeout::default()).unwrap().checkpoints;
+        let lines = shardfast_tools::history(url, &Timeout::default()).unwrap().checkpoints;
         lines.into_iter().map(|line| (line.step.unwrap(), format!("{:?}", line.status), line.pinned)).collect()
     };
     let line = |step, status: &str| (step, status.to_owned(), None);

@@ -4,17 +4,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use shardfast_engine::ahead::{
+use shardfast_engine::{
+    Capture, Destination, Engine, Fences, Pending, Prove, Provider, Result, Sink, State, Strided, Want, open, save,
+};
+use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
+use shardfast_multistep::{
     AdamScalars, Applied, Array, Beside, Bias, Class, Device, Dtype, Dtypes, Figures, OptimizerKind, Pace, Rehearsed,
     Scalars, Unit, Variant, Window,
 };
-use shardfast_engine::cuda::{CopyStream, DeviceMemory};
-use shardfast_engine::{
-    Capture, Destination, Digester, Engine, Fences, Pending, Prove, Provider, Result, Sink, State, Strided, Want, open,
-    save,
-};
-use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
+use shardfast_transfer::digest::Digester;
+use shardfast_transfer::cuda::{CopyStream, DeviceMemory};
 
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG};
@@ -237,7 +237,7 @@ impl Training {
     fn state(&self, engine: &Engine) -> Result<State> {
         #[allow(unsafe_code)]
         // SAFETY: the stream lives as long as the driver.
-        let copies = unsafe { engine.copies_after(0, self.fake.stream) }?;
+        let copies = unsafe { engine.accelerators().copies_after(0, self.fake.stream) }?;
         let provider = |(address, bytes): &(usize, Vec<u8>)| -> Vec<Arc<dyn Provider>> {
             vec![Arc::new(Lazy(memory(&copies, *address, bytes.len())))]
         };
@@ -324,8 +324,9 @@ impl Job {
     fn open(&self, is_waited: bool, pace: Option<Pace>) -> Window {
         let beside = self.beside(is_waited, pace);
         let units = self.training.units(&beside);
-        let window =
-            Window::open(&self.engine, &self.training.catalog, vec![class(true)], units, Some(beside)).unwrap();
+        let catalog = &self.training.catalog;
+        let planned = self.engine.planned(catalog).unwrap();
+        let window = Window::open(&self.engine, catalog, &planned, vec![class(true)], units, Some(beside)).unwrap();
         window.go_on(Some(self.fake.foreign())).unwrap();
         window
     }

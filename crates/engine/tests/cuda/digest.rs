@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use shardfast_engine::cuda::{CopyStream, Device};
-use shardfast_engine::digest::{Digester, Digests, digest};
 use shardfast_engine::error::Kind;
 use shardfast_engine::staging::{STAGING_BYTES_MIN, Slot, Staging};
 use shardfast_engine::{Fences, Result};
+use shardfast_transfer::cuda::{CopyStream, Device};
+use shardfast_transfer::digest::{Digester, Digests, digest};
 
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG, SHORT, dense, sink, while_held};
 
 /// The kernel as devices run it.
-const KERNEL: &str = include_str!("../../src/cuda/device/digest.ptx");
+const KERNEL: &str = include_str!("../../../transfer/src/cuda/device/digest.ptx");
 
 /// Staging memory that is page-locked for a device.
 #[allow(unsafe_code)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use libloading::Library;
-use shardfast_engine::cuda::{CopyStream, Device, Devices, ForeignStream};
+use shardfast_transfer::cuda::{CopyStream, Device, Devices, ForeignStream};
 
 /// A driver of this test's own, with a training thread's context and stream on `cuda:0`.
 pub(crate) struct Fake {

@@ -8,9 +8,9 @@ mod save;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardfast_engine::cuda::{CopyStream, DeviceMemory, DeviceSink, Devices};
 use shardfast_engine::error::Kind;
 use shardfast_engine::{Fences, Memory, Provider, Result, Strided, row_major_strides};
+use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink, Devices};
 
 use fake::Fake;
 

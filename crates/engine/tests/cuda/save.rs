@@ -5,12 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use shardfast_engine::cuda::CopyStream;
 use shardfast_engine::error::Kind;
 use shardfast_engine::{
     Checkpoint, Destination, Engine, Pending, Provider, Result, Sink, State, Want, open, row_major_strides, save,
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Owner, Region};
+use shardfast_transfer::cuda::CopyStream;
 
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG, SHORT, View, provider, sink, while_held};
@@ -174,7 +174,7 @@ fn what_was_saved_goes_back_to_a_device() {
     let engine = Engine::with_driver(path.to_str().unwrap(), 70 << 20).unwrap();
     let (place, tensors) = (tempfile::tempdir().unwrap(), tensors(&fake));
     // SAFETY: the default stream.
-    let copies = || unsafe { engine.copies_after(0, 0) }.unwrap();
+    let copies = || unsafe { engine.accelerators().copies_after(0, 0) }.unwrap();
     let first = copies();
     begin(&engine, &place.path().join("a"), state_of(&first, &tensors)).committed(Some(LONG)).unwrap();
     let checkpoint = open(&engine, place.path().join("a").to_str().unwrap(), LONG).unwrap();
@@ -256,7 +256,7 @@ fn a_lost_device_fails_the_save_and_leaves_nothing() {
 fn memory_that_was_reserved_is_page_locked_before_the_first_save() {
     let fake = Fake::new(5, DELAY_MAX_US);
     let engine = Engine::with_driver(fake.path().to_str().unwrap(), 150 << 20).unwrap();
-    engine.reserve(0, 100 << 20).unwrap();
+    engine.accelerators().reserve(0, 100 << 20).unwrap();
     let begun = Instant::now();
     while fake.calls("cuMemHostRegister_v2") < 2 {
         assert!(begun.elapsed() < LONG, "not reserved");
@@ -265,7 +265,7 @@ fn memory_that_was_reserved_is_page_locked_before_the_first_save() {
     let (place, tensors) = (tempfile::tempdir().unwrap(), tensors(&fake));
     // SAFETY: the default stream.
     #[allow(unsafe_code)]
-    let copies = unsafe { engine.copies_after(0, 0) }.unwrap();
+    let copies = unsafe { engine.accelerators().copies_after(0, 0) }.unwrap();
     begin(&engine, &place.path().join("a"), state_of(&copies, &tensors)).committed(Some(LONG)).unwrap();
     assert_eq!(fake.calls("cuMemHostRegister_v2"), 2, "more was made, or locked again");
 }

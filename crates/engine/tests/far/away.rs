@@ -10,13 +10,13 @@ use shardfast_engine::checkpoint::open_from;
 use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::step_url;
-use shardfast_engine::sweep::{AGE_MIN, sweep_in};
 use shardfast_engine::{
-    Checkpoint, Copying, Engine, Error, Kind, Limit, Result, Timeout, copy, copy_between, diff, export, history,
-    locate, locate_all, open, pin, rewind, sweep, sync, unpin, verify, verify_in,
+    Checkpoint, Engine, Error, Kind, Result, Timeout, locate, locate_all, open, pin, rewind, unpin,
 };
 use shardfast_store::Store;
 use shardfast_store::servers::Server;
+use shardfast_tools::sweep::{AGE_MIN, sweep_in};
+use shardfast_tools::{Copying, Limit, copy, copy_between, diff, export, history, sweep, sync, verify, verify_in};
 
 use crate::campaign::Place;
 use crate::checkpoint::{direct, save, store};

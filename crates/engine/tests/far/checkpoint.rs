@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use shardfast_engine::{
     Destination, Engine, Pending, Prove, Provider, Result, Sink, State, ValueRef, Want, checkpoint, row_major_strides,
-    save_to, verify_in,
+    save_to,
 };
 use shardfast_format::object::encode;
 use shardfast_format::{Catalog, DType, Dims, Int, Leaf, LeafBody, LeafKind, LeafName, Owner, Region, Value};
 use shardfast_store::{Shared, Store, open_on};
+use shardfast_tools::verify_in;
 
 const MIB: u64 = 1 << 20;
 

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use shardfast_engine::verify::Problem;
-use shardfast_engine::{Engine, Kind, verify_stored};
+use shardfast_engine::{Engine, Kind};
 use shardfast_store::servers::Server;
+use shardfast_tools::verify::Problem;
+use shardfast_tools::verify_stored;
 
 use crate::checkpoint::{direct, save};
 

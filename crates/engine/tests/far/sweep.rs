@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use shardfast_engine::Timeout;
 use shardfast_engine::runs::step_url;
-use shardfast_engine::sweep::sweep_in;
 use shardfast_store::servers::Server;
+use shardfast_tools::sweep::sweep_in;
 
 use crate::checkpoint::{direct, load, save};
 

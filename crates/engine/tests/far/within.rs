@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use shardfast_engine::{Copying, Engine, Limit, copy};
+use shardfast_engine::Engine;
 use shardfast_store::servers::Server;
+use shardfast_tools::{Copying, Limit, copy};
 
 use crate::checkpoint::{direct, is_whole, save};
 

@@ -16,9 +16,8 @@ use std::sync::Arc;
 
 use shardfast_format::{Crc64, crc64};
 use shardfast_plan::{Chunk, Piece};
-
-use crate::error::{Error, Result};
-use crate::host::pack;
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::host::pack;
 
 /// The last message with segments.
 pub(super) const LAST: u64 = 1;

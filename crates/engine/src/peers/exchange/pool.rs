@@ -6,8 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
 
 use crossbeam_channel::{Receiver, Sender};
-
-use crate::error::{Error, Result};
+use shardfast_transfer::error::{Error, Result};
 
 /// Queued work, and whether more may come.
 pub(super) struct Queue<T> {

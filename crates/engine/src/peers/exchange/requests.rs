@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use shardfast_plan::{Chunk, Piece};
 use shardfast_store::{ReadNeeds, Upcoming};
+use shardfast_transfer::error::Result;
+use shardfast_transfer::reader::Span;
+use shardfast_transfer::staging::SLOT_BYTES;
+use shardfast_transfer::staging::window::WindowSlot;
 
 use super::Shared;
-use crate::error::Result;
-use crate::reader::Span;
-use crate::staging::SLOT_BYTES;
-use crate::staging::window::WindowSlot;
 
 /// Chunks of a file that are read in one request.
 pub(super) struct Request {

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use shardfast_transfer::error::{Error, Result};
+
 use crate::peers::carrier::{Carrier, Message};
 
 /// The messages of a round, and how long it took.

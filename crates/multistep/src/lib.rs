@@ -1,0 +1,560 @@
+//! Captures ahead of a save: part of the state is copied in the steps before the save, and rolled forward.
+//!
+//! A [`Window`] opens some steps before a save is due, on each rank alone. Between two steps of the optimizer its
+//! thread copies *blocks* (runs of parameters' elements with their moments) into slots that it keeps. After each step
+//! the gradients of what is held are copied, and applied to it in the slots, as the training applied them. The save
+//! then finds these bytes on the host: [`Captured::over`] puts them in place of the tensors, and the save reads the
+//! tensors' own only to prove that the bits are the same ([`Evidence`](shardfast_transfer::provider::Evidence)).
+//!
+//! On a device all of these copies go on beside the training, in the device's own order ([`Beside`]).
+//!
+//! Whatever goes wrong on the way, the block is let go, and the save copies it as it copies everything else. So a
+//! window can make a save neither wrong nor impossible, but for one case: a tensor that was changed by something else
+//! than the optimizer's step. Then the bits differ, and the save fails.
+//!
+//! Which [`Variant`] of an optimizer rounds as this training does is found by rehearsal: a window of a few samples,
+//! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
+
+mod beside;
+mod block;
+mod captured;
+mod choice;
+mod samples;
+mod seen;
+#[cfg(test)]
+mod tests;
+mod work;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use shardfast_engine::Engine;
+use shardfast_engine::background;
+use shardfast_format::{Catalog, LeafBody};
+pub use shardfast_optim::{
+    AdamScalars, Bias, Device, Dtype, Dtypes, Kind as OptimizerKind, Scalars, SgdScalars, Variant,
+};
+use shardfast_plan::Write;
+use shardfast_transfer::cuda::{CopyStream, ForeignStream};
+use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::provider::Provider;
+use shardfast_transfer::staging::Staging;
+
+pub use beside::{Beside, Pace};
+use block::Block;
+pub use captured::Captured;
+pub use choice::Costs;
+use seen::Seen;
+use work::{Ask, Kept};
+
+/// What steps alike: one optimizer, one arithmetic.
+#[derive(Debug, Clone)]
+pub struct Class {
+    /// The optimizer.
+    pub kind: OptimizerKind,
+    /// How its arrays are stored.
+    pub dtypes: Dtypes,
+    /// Where it steps.
+    pub device: Device,
+    /// Whether one kernel makes the whole step; `None` if that is not known.
+    pub is_fused: Option<bool>,
+    /// How it rounds; `None` for a rehearsal, which finds it.
+    pub variant: Option<&'static Variant>,
+}
+
+/// A parameter and its moments on this rank.
+pub struct Unit {
+    /// The number of its class.
+    pub class: usize,
+    /// Elements of the tensor that the optimizer steps.
+    pub numel: u64,
+    /// The parameter, then its moments in the order of [`shardfast_optim::Block`].
+    pub arrays: Vec<Array>,
+}
+
+/// A tensor of a unit: all of one part of a leaf.
+pub struct Array {
+    /// Index of the leaf in the catalog.
+    pub leaf: u32,
+    /// Index of the part.
+    pub part: u32,
+    /// Its bytes, where the training has them.
+    pub memory: Arc<dyn Provider>,
+}
+
+/// What an optimizer's step used for a unit that took part in it.
+pub struct Applied {
+    /// The number of the unit.
+    pub unit: usize,
+    /// How the gradient is stored.
+    pub dtype: Dtype,
+    /// The unit's gradient. On a host it does not change before [`Window::stepped`] returns; a device's is kept until
+    /// it was copied, and may change before that only where the training waits ([`Beside::new`]).
+    pub gradient: Arc<dyn Provider>,
+    /// What the training multiplied the gradient by, in `f32`, before the optimizer saw it; `None` if it did not.
+    pub factor: Option<f32>,
+    /// The scalars of this step.
+    pub scalars: Scalars,
+    /// Adam's bias corrections `1 - beta1^t` and `sqrt(1 - beta2^t)` as the device computes them, for implementations
+    /// that let it.
+    pub device_bias: Option<[f32; 2]>,
+}
+
+/// What a step used for a piece, beside the gradient.
+#[derive(Clone, Copy, PartialEq)]
+struct Used {
+    dtype: Dtype,
+    factor: Option<f32>,
+    scalars: Scalars,
+    device_bias: Option<[f32; 2]>,
+}
+
+impl Used {
+    /// The scalars as that implementation takes them.
+    fn scalars_for(&self, variant: &Variant) -> Scalars {
+        match (self.scalars, self.device_bias) {
+            (Scalars::Adam(adam), Some([correction1, correction2_sqrt])) if variant.takes_bias_of_device() => {
+                Scalars::Adam(AdamScalars { bias: Bias::Device { correction1, correction2_sqrt }, ..adam })
+            }
+            (scalars, _) => scalars,
+        }
+    }
+}
+
+/// What the rehearsal of a class found.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Rehearsed {
+    /// The variant whose bits are the training's.
+    By(&'static Variant),
+    /// There is none; why.
+    ByNone(String),
+    /// It could not be tried; why.
+    Unknown(String),
+}
+
+/// What a window did.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Figures {
+    /// Steps over which the save is captured: those behind which copies went on, and the save's own.
+    pub steps: u32,
+    /// Bytes of the state that are held.
+    pub held_bytes: u64,
+    /// Bytes of the state that were held and let go.
+    pub let_go_bytes: u64,
+    /// Bytes of this rank that it could hold, and did not come to or has no memory for.
+    pub left_bytes: u64,
+    /// Bytes of gradients that were copied.
+    pub gradient_bytes: u64,
+    /// Milliseconds of copies of the state.
+    pub copy_ms: f64,
+    /// Milliseconds that steps of the optimizer waited for a block under way.
+    pub wait_ms: f64,
+    /// Milliseconds in which gradients were copied, while the training waited; on a device, in which the copies were
+    /// begun.
+    pub gradient_ms: f64,
+    /// The most bytes of a device's gradients that were kept at once until they were copied.
+    pub gradients_kept_bytes: u64,
+    /// Milliseconds of the replay.
+    pub replay_ms: f64,
+    /// Milliseconds in which the replayed bytes were summed for the proof.
+    pub proof_ms: f64,
+    /// Milliseconds in which a device summed what it has of them.
+    pub device_proof_ms: f64,
+}
+
+/// Some steps before a save.
+pub struct Window {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// Of a rehearsal on a device.
+    seen: Mutex<Seen>,
+}
+
+/// What a window's thread, its caller and the save share.
+struct Shared {
+    catalog: Arc<Catalog>,
+    classes: Vec<Class>,
+    units: Vec<Unit>,
+    blocks: Vec<Block>,
+    /// How many blocks are held.
+    held: AtomicUsize,
+    staging: Arc<Staging>,
+    beside: Option<Beside>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Whether no optimizer steps: tensors may be copied.
+    may_copy: bool,
+    /// Whether a block is being copied.
+    copies: bool,
+    /// What is to be copied from a device, and whether some of it is being begun.
+    asked: VecDeque<Ask>,
+    begins: bool,
+    /// Gradients that are being copied.
+    kept: VecDeque<Kept>,
+    /// The first block that was not copied yet.
+    next: usize,
+    /// Blocks with gradients that wait.
+    to_replay: VecDeque<usize>,
+    /// Whether the save has begun: nothing is copied any more, and what is held is settled.
+    is_closed: bool,
+    /// Whether nothing of it is needed any more.
+    is_over: bool,
+    /// Whether one of its threads ended by a defect.
+    is_broken: bool,
+    /// Whether the training had other bits than those that were rolled forward.
+    is_refuted: bool,
+    /// Why something was let go, the first time.
+    reason: Option<String>,
+    figures: Figures,
+}
+
+impl State {
+    /// Whether no thread takes on anything more.
+    fn ends(&self) -> bool {
+        self.is_closed || self.is_over || self.is_broken
+    }
+}
+
+impl Window {
+    /// Opens a window over what this rank will write of these units, as it is [`planned`](Engine::planned). Copies
+    /// begin with [`Window::go_on`]. Tensors on a device are copied `beside` its work.
+    ///
+    /// # Errors
+    /// `Invalid` if nothing can be held: one step is all there is then.
+    pub fn open(
+        engine: &Engine,
+        catalog: &Arc<Catalog>,
+        planned: &[Write],
+        classes: Vec<Class>,
+        units: Vec<Unit>,
+        beside: Option<Beside>,
+    ) -> Result<Window> {
+        let runs = written(catalog, planned, &units);
+        let blocks = block::blocks(&classes, &units, &runs);
+        if blocks.is_empty() {
+            return Err(Error::invalid("this rank writes no parameter together with its moments"));
+        }
+        let shared = Arc::new(Shared::new(engine, catalog, classes, units, blocks, beside));
+        let mut window = Window { shared, workers: Vec::new(), seen: Mutex::default() };
+        if window.shared.beside.is_some() {
+            window.spawn("shardfast-begins", Shared::begin_copies)?;
+        }
+        window.spawn("shardfast-ahead", Shared::work)?;
+        Ok(window)
+    }
+
+    /// Opens a window over a few samples of each class, tails of tensors included, which are copied in this call and
+    /// whose gradients are kept.
+    pub fn rehearsal(
+        engine: &Engine,
+        catalog: &Arc<Catalog>,
+        classes: Vec<Class>,
+        units: Vec<Unit>,
+        beside: Option<Beside>,
+    ) -> Window {
+        let blocks = block::blocks(&classes, &units, &samples::of(&classes, &units));
+        let shared = Shared::new(engine, catalog, classes, units, blocks, beside);
+        for number in 0..shared.blocks.len() {
+            if let Err(error) = shared.capture(number) {
+                shared.lock().reason.get_or_insert(error.message);
+            }
+        }
+        Window { shared: Arc::new(shared), workers: Vec::new(), seen: Mutex::default() }
+    }
+
+    fn spawn(&mut self, name: &str, work: fn(&Shared)) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let work = move || {
+            background::take_less();
+            if catch_unwind(AssertUnwindSafe(|| work(&shared))).is_err() {
+                shared.break_off();
+            }
+        };
+        let worker = std::thread::Builder::new().name(name.into()).spawn(work);
+        let worker = worker.map_err(|error| Error::new(Kind::Exhausted, format!("a thread that copies: {error}")))?;
+        self.workers.push(worker);
+        Ok(())
+    }
+
+    /// What copies gradients from a device.
+    pub fn gradients(&self) -> Option<&Arc<CopyStream>> {
+        self.shared.beside.as_ref().map(Beside::gradients)
+    }
+
+    /// How fast copies from the device are, as far as is known.
+    pub fn pace(&self) -> Option<Pace> {
+        self.shared.beside.as_ref().and_then(Beside::pace)
+    }
+
+    /// Elements of a unit.
+    pub fn numel(&self, unit: usize) -> Option<u64> {
+        self.shared.units.get(unit).map(|unit| unit.numel)
+    }
+
+    /// No optimizer steps before the next call of [`Window::stepping`]: copies begin, on a device behind what the
+    /// stream `on` has to do.
+    ///
+    /// # Errors
+    /// `Unavailable` if the device is lost, `Invalid` while `on` captures a graph.
+    pub fn go_on(&self, on: Option<ForeignStream>) -> Result<()> {
+        self.seen().go_on();
+        self.shared.lock().figures.steps += 1;
+        let goes_on = |state: &State| !state.ends() && state.next < self.shared.blocks.len();
+        if self.workers.is_empty() || !goes_on(&self.shared.lock()) {
+            return Ok(());
+        }
+        if let (Some(beside), Some(on)) = (&self.shared.beside, on) {
+            beside.begin(on)?;
+            self.shared.ask(Ask::Blocks);
+        } else {
+            self.shared.lock().may_copy = true;
+            self.shared.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// An optimizer is about to step. On a host this waits for the block under way, and no other is begun before
+    /// [`Window::go_on`]; on a device, whose step comes behind them, until the copies of this time were begun.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn stepping(&self, on: Option<ForeignStream>) -> Result<()> {
+        self.pause();
+        let (Some(beside), Some(on)) = (&self.shared.beside, on) else { return Ok(()) };
+        beside.arrive(on)?;
+        if self.workers.is_empty() {
+            beside.follow(on)?;
+            self.seen().look(&self.shared)?;
+        }
+        Ok(())
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for what is being copied on a host, and for what is being begun on a device.
+    fn pause(&self) {
+        let begun = Instant::now();
+        let mut state = self.shared.lock();
+        state.may_copy = false;
+        while state.copies || state.begins || !state.asked.is_empty() {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.figures.wait_ms += if self.shared.beside.is_none() { ms(begun.elapsed()) } else { 0.0 };
+    }
+
+    /// An optimizer has stepped, and used these gradients: they are copied for what is held.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn stepped(&self, applied: Vec<Applied>, on: Option<ForeignStream>) -> Result<()> {
+        let (Some(beside), Some(on)) = (&self.shared.beside, on) else {
+            self.shared.follow(&applied)?;
+            return Ok(());
+        };
+        beside.follow(on)?;
+        let applied = self.shared.of_held(applied);
+        if self.workers.is_empty() {
+            self.shared.follow(&applied)?.fences.wait()?;
+            self.seen().add(applied);
+            return Ok(());
+        }
+        self.shared.ask(Ask::Gradients(applied));
+        if beside.is_waited() {
+            self.pause();
+            beside.wait_for_gradients(on)?;
+        }
+        Ok(())
+    }
+
+    /// Lets go of everything that is held: the save copies it. Waits as [`Window::stepping`] does.
+    pub fn let_go(&self, reason: &str) {
+        self.pause();
+        self.shared.let_go_from(0, reason);
+    }
+
+    /// Whether gradients stayed as they were until the next step, as far as a rehearsal on a device saw.
+    pub fn are_gradients_left(&self) -> bool {
+        !self.seen().are_overwritten()
+    }
+
+    /// Why something was let go, or not held; the first reason.
+    pub fn reason(&self) -> Option<String> {
+        self.shared.lock().reason.clone()
+    }
+
+    /// Whether a save found other bits than those that were rolled forward.
+    pub fn is_refuted(&self) -> bool {
+        self.shared.lock().is_refuted
+    }
+
+    /// What it did so far.
+    pub fn figures(&self) -> Figures {
+        self.shared.figures()
+    }
+
+    /// Ends the copies, for the save of the state as it is now. Waits as [`Window::stepping`] does.
+    pub fn close(&self) -> Captured {
+        self.pause();
+        let figures = self.shared.figures();
+        let mut state = self.shared.lock();
+        (state.is_closed, state.figures) = (true, figures);
+        drop(state);
+        self.shared.changed.notify_all();
+        Captured::new(Arc::clone(&self.shared))
+    }
+
+    /// Applies every candidate to the samples of each class, and compares with what the training has now, on a device
+    /// behind what the stream `on` has to do.
+    ///
+    /// # Errors
+    /// As [`Window::go_on`].
+    pub fn rehearse(&self, on: Option<ForeignStream>) -> Result<Vec<Rehearsed>> {
+        self.pause();
+        if let (Some(beside), Some(on)) = (&self.shared.beside, on) {
+            beside.follow(on)?;
+        }
+        Ok(samples::rehearse(&self.shared))
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        // What a save took is settled first: the thread does that after this, and ends.
+        if !state.is_closed {
+            state.is_over = true;
+        }
+        self.shared.changed.notify_all();
+        let is_over = state.is_over;
+        drop(state);
+        for worker in self.workers.drain(..).filter(|_| is_over) {
+            // It panics only by a defect, after which what it held is refused.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn new(
+        engine: &Engine,
+        catalog: &Arc<Catalog>,
+        classes: Vec<Class>,
+        units: Vec<Unit>,
+        blocks: Vec<Block>,
+        beside: Option<Beside>,
+    ) -> Shared {
+        let (catalog, staging) = (Arc::clone(catalog), Arc::clone(engine.staging()));
+        let figures = Figures { steps: 1, ..Figures::default() };
+        let state = Mutex::new(State { figures, ..State::default() });
+        let (held, changed) = (AtomicUsize::new(0), Condvar::new());
+        Shared { catalog, classes, units, blocks, held, staging, beside, state, changed }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A thread has ended by a defect: nothing is held, and nothing waits for it.
+    fn break_off(&self) {
+        self.let_go_from(0, "a thread of the capture ahead has ended by a defect");
+        let mut state = self.lock();
+        (state.is_broken, state.copies, state.begins) = (true, false, false);
+        let asked = std::mem::take(&mut state.asked);
+        self.changed.notify_all();
+        drop(state);
+        drop(asked);
+    }
+
+    fn let_go(&self, number: usize, reason: &str) {
+        let bytes = self.blocks[number].let_go();
+        if bytes > 0 {
+            self.held.fetch_sub(1, Ordering::Relaxed);
+        }
+        let mut state = self.lock();
+        state.figures.let_go_bytes += bytes;
+        if bytes > 0 {
+            state.reason.get_or_insert_with(|| reason.to_owned());
+        }
+    }
+
+    /// Lets go of these blocks and all behind them, and copies none of these any more.
+    fn let_go_from(&self, first: usize, reason: &str) {
+        (first..self.blocks.len()).for_each(|number| self.let_go(number, reason));
+        let mut state = self.lock();
+        state.next = self.blocks.len();
+        state.reason.get_or_insert_with(|| reason.to_owned());
+    }
+
+    fn figures(&self) -> Figures {
+        let known = self.lock();
+        let (is_closed, mut figures) = (known.is_closed, known.figures.clone());
+        drop(known);
+        if let Some(beside) = &self.beside {
+            [figures.copy_ms, figures.wait_ms] = beside.copy_and_wait_ms();
+        }
+        if is_closed {
+            return figures;
+        }
+        let all: u64 = self.blocks.iter().map(Block::bytes).sum();
+        let held = self.blocks.iter().filter(|block| block.is_held()).map(Block::bytes).sum();
+        let left_bytes = all.saturating_sub(held + figures.let_go_bytes);
+        Figures { held_bytes: held, left_bytes, ..figures }
+    }
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// The runs of each unit's elements that this rank writes in all of its arrays, as planned.
+fn written(catalog: &Catalog, planned: &[Write], units: &[Unit]) -> Vec<(usize, Range<u64>)> {
+    let mut of = vec![Vec::new(); catalog.leaves.len()];
+    for write in planned {
+        of[write.leaf as usize].push(*write);
+    }
+    let mut runs = Vec::new();
+    for (number, unit) in units.iter().enumerate() {
+        let of_array = |array: &Array| {
+            let LeafBody::Tensor { parts, .. } = &catalog.leaves[array.leaf as usize].body else { return Vec::new() };
+            let part = &parts[array.part as usize];
+            let own = of[array.leaf as usize].iter().filter(|write| write.part == array.part);
+            let mut runs: Vec<Range<u64>> = own
+                .filter_map(|write| {
+                    let first = write.skipped(part);
+                    Some(first..first + write.region(part)?.numel())
+                })
+                .collect();
+            runs.sort_unstable_by_key(|run| run.start);
+            runs
+        };
+        let common = unit.arrays.iter().map(of_array).reduce(|common, runs| overlaps(&common, &runs));
+        runs.extend(common.into_iter().flatten().map(|run| (number, run)));
+    }
+    runs
+}
+
+/// What lies in both; each is ascending and disjoint.
+fn overlaps(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut out = Vec::new();
+    for a in one {
+        for b in other {
+            let both = a.start.max(b.start)..a.end.min(b.end);
+            if !both.is_empty() {
+                out.push(both);
+            }
+        }
+    }
+    out
+}

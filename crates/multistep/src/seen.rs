@@ -1,0 +1,53 @@
+//! What a rehearsal on a device sees of gradients: whether they stay as they are until the next step.
+
+use std::collections::HashSet;
+
+use shardfast_transfer::error::Result;
+
+use super::{Applied, Shared};
+
+/// Gradients, from a step to the next one.
+#[derive(Default)]
+pub(super) struct Seen {
+    /// Of the last step; kept, so that no other tensor takes their memory.
+    last: Vec<Applied>,
+    /// Where those of the step before were.
+    before: HashSet<usize>,
+    /// Whether the last step is over.
+    is_next: bool,
+    are_overwritten: bool,
+}
+
+impl Seen {
+    /// The step is over.
+    pub(super) fn go_on(&mut self) {
+        self.is_next = true;
+    }
+
+    /// The optimizer is about to step again: compares the gradients of the last step with their copies.
+    pub(super) fn look(&mut self, shared: &Shared) -> Result<()> {
+        if !std::mem::take(&mut self.is_next) {
+            return Ok(());
+        }
+        let last = std::mem::take(&mut self.last);
+        for block in &shared.blocks {
+            self.are_overwritten |= !block.has_gradients(&last)?;
+        }
+        self.before = last.iter().filter_map(address).collect();
+        Ok(())
+    }
+
+    /// An optimizer has used these: at the same place as in the step before, they were written over those.
+    pub(super) fn add(&mut self, applied: Vec<Applied>) {
+        self.are_overwritten |= applied.iter().filter_map(address).any(|address| self.before.contains(&address));
+        self.last.extend(applied);
+    }
+
+    pub(super) fn are_overwritten(&self) -> bool {
+        self.are_overwritten
+    }
+}
+
+fn address(of: &Applied) -> Option<usize> {
+    of.gradient.on_device(0, of.gradient.bytes()).map(|(_, address)| address)
+}

@@ -1,0 +1,317 @@
+//! What a window's threads do: copies, replays and checksums.
+//!
+//! On a host one thread does it all. On a device another one begins the copies, so that neither the training nor a
+//! replay waits for that.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use shardfast_format::crc64;
+use shardfast_transfer::digest::digest;
+use shardfast_transfer::error::{Error, Result};
+use shardfast_transfer::provider::Fences;
+
+use super::block::{Block, Waiting};
+use super::{Applied, Shared, Used, ms};
+
+/// What a device's copies are begun for, in this order.
+pub(super) enum Ask {
+    /// The gradients of what is held.
+    Gradients(Vec<Applied>),
+    /// Blocks, until the next step.
+    Blocks,
+}
+
+/// Gradients that are kept until they were copied.
+pub(super) struct Kept {
+    fences: Fences,
+    _gradients: Vec<Applied>,
+    bytes: u64,
+}
+
+/// Copies of gradients that were begun.
+#[derive(Default)]
+pub(super) struct Followed {
+    pub(super) fences: Fences,
+    bytes: u64,
+}
+
+/// What the window's thread does next.
+enum Job {
+    Copy(usize),
+    GiveBack(Kept),
+    Replay(usize),
+    Settle,
+    End,
+}
+
+impl Shared {
+    /// Asks for copies from the device.
+    pub(super) fn ask(&self, ask: Ask) {
+        let mut state = self.lock();
+        if !state.ends() {
+            state.asked.push_back(ask);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Copies from a host, replays, and settles what the save takes.
+    pub(super) fn work(&self) {
+        loop {
+            match self.next() {
+                Job::End => return,
+                Job::Copy(number) => {
+                    let begun = Instant::now();
+                    let copied = self.capture(number);
+                    let mut state = self.lock();
+                    state.copies = false;
+                    state.figures.copy_ms += ms(begun.elapsed());
+                    match copied {
+                        Ok(true) => {}
+                        // The budget is used up: what is not held is left to the save.
+                        Ok(false) => state.next = self.blocks.len(),
+                        Err(error) => _ = state.reason.get_or_insert(error.message),
+                    }
+                    self.changed.notify_all();
+                }
+                Job::Replay(number) => {
+                    let begun = Instant::now();
+                    if let Err(error) = self.replay(number) {
+                        self.lock().reason.get_or_insert(error.message);
+                    }
+                    self.lock().figures.replay_ms += ms(begun.elapsed());
+                }
+                Job::GiveBack(mut kept) => {
+                    // A failure shows where the copies are used.
+                    let _ = kept.fences.wait();
+                    drop(kept);
+                }
+                Job::Settle => {
+                    let begun = Instant::now();
+                    // What the device sums of its own memory is compared with it.
+                    let sum = if self.beside.is_some() { digest } else { crc64 };
+                    for (number, block) in self.blocks.iter().enumerate() {
+                        if self.lock().is_over {
+                            return;
+                        }
+                        if let Err(error) = block.settle(sum) {
+                            self.let_go(number, &error.message);
+                        }
+                    }
+                    self.lock().figures.proof_ms += ms(begun.elapsed());
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Copies come first, since they have only the time between two steps.
+    fn next(&self) -> Job {
+        let mut state = self.lock();
+        loop {
+            if let Some(kept) = state.kept.pop_front() {
+                return Job::GiveBack(kept);
+            }
+            if state.is_over {
+                return Job::End;
+            }
+            if state.may_copy && !state.is_closed && state.next < self.blocks.len() {
+                state.copies = true;
+                state.next += 1;
+                return Job::Copy(state.next - 1);
+            }
+            if let Some(number) = state.to_replay.pop_front() {
+                return Job::Replay(number);
+            }
+            if state.is_closed {
+                return Job::Settle;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Begins a device's copies, as they are asked for.
+    pub(super) fn begin_copies(&self) {
+        // Of all optimizers, since blocks were begun.
+        let mut gradient_bytes = 0;
+        loop {
+            let mut state = self.lock();
+            state.begins = false;
+            self.changed.notify_all();
+            let ask = loop {
+                if state.ends() {
+                    let asked = std::mem::take(&mut state.asked);
+                    drop(state);
+                    drop(asked);
+                    return;
+                }
+                match state.asked.pop_front() {
+                    Some(ask) => break ask,
+                    None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                }
+            };
+            state.begins = true;
+            drop(state);
+            let begun = match ask {
+                Ask::Gradients(applied) => self.keep(applied).map(|bytes| gradient_bytes += bytes),
+                Ask::Blocks => self.begin_blocks(std::mem::take(&mut gradient_bytes)),
+            };
+            if let Err(error) = begun {
+                self.let_go_from(0, &error.message);
+            }
+        }
+    }
+
+    /// Of these gradients those of which something is held: a device's memory is kept for no others.
+    pub(super) fn of_held(&self, mut applied: Vec<Applied>) -> Vec<Applied> {
+        let mut is_held = vec![false; self.units.len()];
+        let held = self.blocks.iter().filter(|block| block.is_held());
+        held.flat_map(|block| &block.pieces).for_each(|piece| is_held[piece.unit] = true);
+        applied.retain(|one| is_held[one.unit]);
+        applied
+    }
+
+    /// Begins to copy gradients, and keeps them until they were copied; how many bytes are copied.
+    fn keep(&self, gradients: Vec<Applied>) -> Result<u64> {
+        let begun = Instant::now();
+        let Followed { fences, bytes: copied } = self.follow(&gradients)?;
+        let bytes = gradients.iter().map(|one| one.gradient.bytes()).sum();
+        let mut state = self.lock();
+        state.figures.gradient_ms += ms(begun.elapsed());
+        state.kept.push_back(Kept { fences, _gradients: gradients, bytes });
+        let all = state.kept.iter().map(|kept| kept.bytes).sum();
+        state.figures.gradients_kept_bytes = state.figures.gradients_kept_bytes.max(all);
+        self.changed.notify_all();
+        Ok(copied)
+    }
+
+    /// Begins to copy as many blocks as are copied until the next step.
+    fn begin_blocks(&self, gradient_bytes: u64) -> Result<()> {
+        let Some(beside) = &self.beside else { return Ok(()) };
+        let bytes = beside.bytes(gradient_bytes)?;
+        let mut begun = 0;
+        loop {
+            let number = self.lock().next;
+            let Some(block) = self.blocks.get(number).filter(|block| begun + block.bytes() <= bytes) else { break };
+            match self.capture(number)? {
+                true => begun += block.bytes(),
+                // The budget is used up: what is not held is left to the save.
+                false => self.lock().next = self.blocks.len(),
+            }
+            let mut state = self.lock();
+            state.next = self.blocks.len().min(state.next + 1);
+        }
+        beside.copied(begun)
+    }
+
+    /// Copies a block, or begins to; whether there was memory for it.
+    pub(super) fn capture(&self, number: usize) -> Result<bool> {
+        let block = &self.blocks[number];
+        // Each block that is held needs a slot for its next gradients.
+        let held = self.held.load(Ordering::Relaxed);
+        let Some(mut slots) = self.staging.try_keep(block.arrays, held + 1) else { return Ok(false) };
+        let mut fences = Fences::default();
+        for piece in &block.pieces {
+            let unit = &self.units[piece.unit];
+            for (array, slot) in slots.iter_mut().enumerate() {
+                let (from, to) = (piece.of_unit(block.width(array)), piece.of_block(block.width(array)));
+                unit.arrays[array].memory.fill(from.start, &mut slot[to], &mut fences)?;
+            }
+        }
+        fences.mark()?;
+        self.held.fetch_add(1, Ordering::Relaxed);
+        block.hold(slots, fences);
+        Ok(true)
+    }
+
+    /// Copies the gradients of what is held, or begins to.
+    pub(super) fn follow(&self, applied: &[Applied]) -> Result<Followed> {
+        let begun = Instant::now();
+        let mut of = vec![None; self.units.len()];
+        for one in applied {
+            of[one.unit] = Some(one);
+        }
+        // Declared before the fences, which are waited for before the slots go back.
+        let mut waiting = Vec::new();
+        let mut all = Followed::default();
+        for number in 0..self.blocks.len() {
+            if let Some((gradients, bytes)) = self.gradients_of(number, &of, &mut all.fences) {
+                waiting.push((number, gradients));
+                all.bytes += bytes;
+            }
+        }
+        all.fences.mark()?;
+        let mut to_replay = Vec::new();
+        for (number, mut gradients) in waiting {
+            gradients.fences = all.fences.clone();
+            let waits = self.blocks[number].wait_for(gradients);
+            if waits && self.blocks[number].variant.is_some() {
+                to_replay.push(number);
+            }
+        }
+        let mut state = self.lock();
+        state.to_replay.extend(to_replay);
+        state.figures.gradient_bytes += all.bytes;
+        if self.beside.is_none() {
+            state.figures.gradient_ms += ms(begun.elapsed());
+        }
+        self.changed.notify_all();
+        Ok(all)
+    }
+
+    /// The gradients of a block that is held, and how many bytes are copied. They are there when `fences` was waited
+    /// for.
+    fn gradients_of(&self, number: usize, applied: &[Option<&Applied>], fences: &mut Fences) -> Option<(Waiting, u64)> {
+        let block = &self.blocks[number];
+        if !block.is_held() || block.pieces.iter().all(|piece| applied[piece.unit].is_none()) {
+            return None;
+        }
+        let mut slot = self.slot_for_gradients(number)?;
+        let mut steps: Vec<Option<Used>> = Vec::with_capacity(block.pieces.len());
+        let mut bytes = 0;
+        for piece in &block.pieces {
+            let Some(one) = applied[piece.unit] else {
+                steps.push(None);
+                continue;
+            };
+            let Applied { dtype, factor, scalars, device_bias, .. } = *one;
+            let used = Used { dtype, factor, scalars, device_bias };
+            let (from, to) = (piece.of_unit(dtype.bytes()), piece.of_block(dtype.bytes()));
+            let length = self.units[piece.unit].numel * dtype.bytes() as u64;
+            // Of one block most parameters step alike.
+            let fits = if steps.contains(&Some(used)) { Ok(()) } else { block.expect_fits(&used) };
+            let filled = fits.and_then(|()| match slot.get_mut(to.clone()) {
+                Some(out) if one.gradient.bytes() == length => one.gradient.fill(from.start, out, fences),
+                _ => Err(Error::invalid("a gradient has another size than its parameter")),
+            });
+            if let Err(error) = filled {
+                // The slot goes back after what was begun for it has ended.
+                let _ = fences.wait();
+                self.let_go(number, &error.message);
+                return None;
+            }
+            bytes += to.len() as u64;
+            steps.push(Some(used));
+        }
+        Some((Waiting { fences: Fences::default(), slot, steps }, bytes))
+    }
+
+    /// A slot for a block's gradients. Where there is none, the newest blocks are let go, this one at last.
+    fn slot_for_gradients(&self, number: usize) -> Option<shardfast_transfer::staging::Slot> {
+        loop {
+            if let Some(slot) = self.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) {
+                return Some(slot);
+            }
+            let newest = self.blocks.iter().rposition(Block::is_held)?;
+            self.let_go(newest, "there was no memory for gradients");
+            if newest <= number {
+                return None;
+            }
+        }
+    }
+
+    fn replay(&self, number: usize) -> Result<()> {
+        self.blocks[number].replay(&self.units).inspect_err(|error| self.let_go(number, &error.message))
+    }
+}

@@ -1,0 +1,24 @@
+//! Inspects, verifies, compares, exports, copies and sweeps checkpoints that exist.
+//!
+//! Each tool runs on one rank alone. Only [`interval`] reads no checkpoint: it says how often saves are worth their
+//! cost.
+
+pub mod diff;
+pub mod duplicate;
+pub mod export;
+pub mod inspect;
+pub mod interval;
+pub mod machine;
+pub mod mapped;
+mod repr;
+pub mod sweep;
+pub mod verify;
+
+pub use diff::{Diff, diff};
+pub use duplicate::{Copied, Copying, FailedStep, Limit, Synced, copy, copy_between, sync};
+pub use export::{Exported, export, export_to};
+pub use inspect::{History, Summary, history, summary};
+pub use machine::{Machine, examine};
+pub use mapped::{Mapped, View};
+pub use sweep::{Swept, sweep};
+pub use verify::{VerifyReport, verify, verify_in, verify_stored};

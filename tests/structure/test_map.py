@@ -85,15 +85,15 @@ CRATE_LINES_MAX = {
     "cli": 1450,  # 1,400 and rewinds
     "tools": 3750,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints
     "multistep": 2000,  # 1,800 and the choice of the number of steps
-    "engine": 7650,  # 6,600 and rewinds, rounds through process groups, trials of shared reads
-    "transfer": 5600,  # 5,200 and timeouts of calls, the devices of an engine
+    "engine": 7650,  # 6,600 and rewinds, rounds through process groups, trials of shared reads, known receipts
+    "transfer": 5650,  # 5,200 and timeouts of calls, the devices of an engine
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3600,
     "store": 7700,  # 6,400 and foreign objects in lists, secrets in messages, role chains, trials of disks
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
-PYTHON_LINES_MAX = {"": 8700, "adapters": 6500, "data": 700, "integrations": 5100}
+PYTHON_LINES_MAX = {"": 8600, "adapters": 6500, "data": 700, "integrations": 5100}
 PYTHON_KITS = {"python/shardfast/testing.py"}
 
 

@@ -1,7 +1,7 @@
 //! Inspects, verifies, compares, exports, copies and sweeps checkpoints that exist.
 //!
-//! Each tool runs on one rank alone. Only [`interval`] reads no checkpoint: it says how often saves are worth their
-//! cost.
+//! Each tool runs in one process, without other ranks. Two of them read no checkpoint: [`interval`] says how often a
+//! save is worth its cost, and [`machine`] what this machine offers to saves and loads.
 
 pub mod diff;
 pub mod duplicate;

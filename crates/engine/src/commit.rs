@@ -145,7 +145,7 @@ pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> 
     manifest.files().iter().map(|file| (file.path.clone(), file.bytes))
 }
 
-/// [`files`], and the manifest itself.
+/// Returns the data files of a manifest and the manifest itself, each with its size in bytes.
 pub fn files_and_manifest(manifest: &Manifest, commit: &Commit) -> Vec<(String, u64)> {
     files(manifest).chain([(commit.manifest.clone(), commit.manifest_bytes)]).collect()
 }

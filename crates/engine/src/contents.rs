@@ -60,7 +60,7 @@ pub(crate) fn survey(
 /// All own files in the directory `dir` of a store and below it, whatever else is there.
 ///
 /// # Errors
-/// As [`survey`].
+/// The store's errors. A missing directory is none.
 pub fn own(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Contents> {
     survey_within(store, dir, None, LEVELS_MAX, timeout.into(), false)
 }

@@ -13,8 +13,8 @@ use shardfast_multistep::{
     Scalars, Unit, Variant, Window,
 };
 use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
-use shardfast_transfer::digest::Digester;
 use shardfast_transfer::cuda::{CopyStream, DeviceMemory};
+use shardfast_transfer::digest::Digester;
 
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG};

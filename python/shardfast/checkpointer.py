@@ -23,6 +23,8 @@ from .load_plan import LoadPlan, Options, Rename
 from .nesting import call
 from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
+from .state import units_of
+from .stateful import Sharded
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -314,12 +316,15 @@ class Checkpointer:
         return True
 
     def _approach(self, step: int, state: dict[str, Any]) -> None:
-        """Captures ahead of the next save that is due, if it is near enough."""
+        """Prepares for the next save that is due: data loaders, and captures ahead of it if it is near enough."""
+        due = self._schedule.next_due(step)
+        left = None if due is None else due - step
+        if left is not None:
+            values = (unit.value for unit in units_of(state))
+            frameworks.expect_save((one.value if isinstance(one, Sharded) else one for one in values), left)
         if self.capture.is_off:
             return
         self.capture.passed()
-        due = self._schedule.next_due(step)
-        left = None if due is None else due - step
         if left is None:
             self.capture.reason = "its schedule does not tell when the next save is due"
         session = met(self._process_group)

@@ -59,7 +59,7 @@ from .state import (
     units_of,
     walk_units,
 )
-from .stateful import Stateful
+from .stateful import Stateful, looking_ahead
 from .units import REPLICATED, expect_units, has_units
 from .values import Lowering, Trail, capture, dotted
 
@@ -154,7 +154,7 @@ class Describer:
 
     def prepare(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description | None:
         """Describes the state in advance, for the first save; ``None`` for one that a save will refuse."""
-        with suppress(Exception):
+        with looking_ahead(), suppress(Exception):
             return self.describe(state, pickle=pickle, excepted=excepted)
         return None
 

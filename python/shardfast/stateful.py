@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from . import adapters as frameworks
@@ -20,6 +22,19 @@ _log = logging.getLogger("shardfast")
 
 PIECES_MAX = 1 << 20
 """Most pieces of a :class:`Sharded`."""
+
+looks_ahead: ContextVar[bool] = ContextVar("looks_ahead", default=False)
+"""Whether states are asked for to know what there is: nothing of them is saved."""
+
+
+@contextmanager
+def looking_ahead() -> Iterator[None]:
+    """Inside, :data:`looks_ahead` is set."""
+    token = looks_ahead.set(True)
+    try:
+        yield
+    finally:
+        looks_ahead.reset(token)
 
 
 class PerRank:

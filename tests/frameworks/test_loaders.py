@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import shardfast as sf
 import torch
 import torchdata.stateful_dataloader.sampler
 from datasets.distributed import split_dataset_by_node
+from loader_jobs import Packed
 from shardfast.data import DistributedSampler, Stream
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -109,6 +111,75 @@ def test_states_that_are_some_batches_old_need_equal_loaders(tmp_path, caplog):
     error = jobs.reads(0, 1, None, DOCUMENTS, 1, None, place, "packed", 3)
     assert "states are 2 batches old" in error
     assert "snapshot_every_n_steps" in error
+
+
+class Counted(Packed):
+    """Counts what its workers are asked for their states."""
+
+    def __init__(self, documents, rank, ranks, asked):
+        super().__init__(documents, rank, ranks)
+        self.asked = asked
+
+    def state_dict(self):
+        with self.asked.get_lock():
+            self.asked.value += 1
+        return super().state_dict()
+
+
+def counted(asked, workers, every=0):
+    dataset = Counted(DOCUMENTS * 12, 0, 1, asked)
+    return StatefulDataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        snapshot_every_n_steps=every,
+        multiprocessing_context="fork" if workers else None,
+    )
+
+
+@pytest.mark.parametrize(("batches_a_step", "workers"), [(1, 2), (2, 3), (3, 1)])
+def test_workers_send_their_states_for_a_save_that_is_due_alone(tmp_path, caplog, batches_a_step, workers):
+    asked = multiprocessing.get_context("fork").Value("i", 0)
+    loader = counted(asked, workers)
+    seen, got, steps = {}, [], 0
+    with sf.Checkpointer(tmp_path / "run", every=sf.steps(30)) as ckpt:
+        state = {"loader": sf.Sharded(loader, 0, 1)}
+        for number, batch in enumerate(loader, 1):
+            got += batch.tolist()
+            if number % batches_a_step == 0:
+                steps += 1
+                ckpt.step(steps, state)
+                seen[steps] = len(got)
+            if steps == 95:
+                break
+    # Each worker at its start, and around three batches; for the fourth save it is too early.
+    assert asked.value <= workers * (1 + 3 * (2 + 2))
+    assert asked.value < number / 2, "few of all"
+    assert "batches old" not in caplog.text
+    for step in (30, 60, 90):
+        for other in (0, workers, workers + 1):
+            into = counted(asked, other, every=1)
+            sf.load(tmp_path / f"run/step-{step:08}", {"loader": sf.Sharded(into, 0, 1)})
+            rest = [token for batch in into for token in batch.tolist()]
+            assert sorted(token for token in got[: seen[step]] + rest if token >= 0) == tokens_of(DOCUMENTS * 12)
+
+
+def test_a_save_that_is_not_due_says_how_old_the_states_are(tmp_path, caplog):
+    asked = multiprocessing.get_context("fork").Value("i", 0)
+    loader = counted(asked, 2)
+    with sf.Checkpointer(tmp_path / "run", every=sf.steps(30)) as ckpt:
+        state = {"loader": sf.Sharded(loader, 0, 1)}
+        for step, _ in enumerate(loader, 1):
+            ckpt.step(step, state)
+            if step == 47:
+                ckpt.save(step, state)
+            if step == 62:
+                break
+    assert caplog.text.count("batches old") == 1
+    with pytest.raises(sf.Invalid, match="17 batches old"):
+        sf.load(tmp_path / "run/step-00000047", {"loader": sf.Sharded(counted(asked, 3, every=1), 0, 1)})
+    for step in (30, 60):
+        sf.load(tmp_path / f"run/step-{step:08}", {"loader": sf.Sharded(counted(asked, 3, every=1), 0, 1)})
 
 
 def test_a_load_behind_iter_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..catalog import Adapter, Objects
@@ -64,6 +65,13 @@ def expect_unused(value: object) -> None:
     loaders = _loaders()
     if loaders is not None:
         loaders.expect_unused(value)
+
+
+def expect_save(values: Iterable[object], steps: int) -> None:
+    """Lets data loaders among the values prepare for a save that is due so many steps from now."""
+    loaders = _loaders()
+    for value in values if loaders is not None else ():
+        loaders.expect_save(value, steps)
 
 
 def expect_as_saved(value: object, state: object) -> None:

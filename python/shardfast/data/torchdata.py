@@ -19,8 +19,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .. import units
 from ..catalog import Refused
-from ..stateful import Stateful
+from ..stateful import Stateful, looks_ahead
 from ..units import OWN, REPLICATED, UNITS
+from . import prefetch
 from .sampler import DistributedSampler, sampler_of
 
 _SNAPSHOT, _MAIN, _WORKERS = "_snapshot", "_main_snapshot", "_worker_snapshots"
@@ -56,6 +57,13 @@ def expect_unused(loader: Any) -> None:
         raise Refused(
             "its iterator was made before this load and would go on with the old position: load before iter()"
         )
+
+
+def expect_save(value: object, steps: int) -> None:
+    """Prepares a loader for a save that is due so many steps from now; see :mod:`.prefetch`."""
+    # A wrapper of accelerate's has read ahead of the step.
+    if isinstance(value, StatefulDataLoader) and not hasattr(value, "base_dataloader"):
+        prefetch.expect_save(value, steps)
 
 
 def expect_as_saved(loader: Any, snapshot: Any) -> None:
@@ -120,7 +128,7 @@ class _Loader(Stateful):
         return [{**one, **common} for one in shared]
 
     def _warn_of_age(self, batches: int) -> None:
-        if batches and self.value not in _warned:
+        if batches and not looks_ahead.get() and self.value not in _warned:
             _warned.add(self.value)
             _log.warning(
                 "%r: its workers' states are %d batches old (snapshot_every_n_steps=%s): from this save only as many "

@@ -25,14 +25,19 @@ def prepare(rank, world):
 
 
 def die_in_save(number):
-    """Kills this process in its save ``number``, counted from one, which other ranks have begun or will begin."""
-    original, left = sf.save_async, [number]
+    """Kills this process in its save ``number``, counted from one, which other ranks have begun or will begin.
+
+    Earlier ones are durable.
+    """
+    original, begun = sf.save_async, []
 
     def save_async(*args, **named):
-        left[0] -= 1
-        if not left[0]:
+        if len(begun) == number - 1:
+            for pending in begun:
+                pending.committed()
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **named)
+        begun.append(original(*args, **named))
+        return begun[-1]
 
     sf.save_async = save_async
 

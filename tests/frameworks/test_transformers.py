@@ -150,13 +150,16 @@ def made(place, *, kind=transformers.Trainer, model=None, attached=True, stop=No
 
 
 def kill_in_the_save_of(step, killed):
-    """Makes rank ``killed`` end in a save that the other ranks have begun or will begin."""
-    original = sf.save_async
+    """Makes rank ``killed`` end in a save that the other ranks have begun or will begin; earlier ones are durable."""
+    original, begun = sf.save_async, []
 
     def save_async(url, state, **named):
         if named["step"] == step and (not dist.is_initialized() or dist.get_rank() == killed):
+            for pending in begun:
+                pending.committed()
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(url, state, **named)
+        begun.append(original(url, state, **named))
+        return begun[-1]
 
     sf.save_async = save_async
 

@@ -93,7 +93,7 @@ CRATE_LINES_MAX = {
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
-PYTHON_LINES_MAX = {"": 8600, "adapters": 6600, "data": 700, "integrations": 5100}
+PYTHON_LINES_MAX = {"": 8700, "adapters": 6600, "data": 800, "integrations": 5100}
 PYTHON_KITS = {"python/shardfast/testing.py"}
 
 

@@ -63,8 +63,14 @@ ON_A_SERVER = "binary(far) | binary(gcs) | binary(servers) & test(/^minio/) | te
 # The last ones of minor versions before the one that requirements/megatron.in names.
 OLDER_MEGATRON = ("0.15.3", "0.17.1", "0.18.2")
 
-# Likewise, before that of scripts/frameworks.sh.
-OLDER_DEEPSPEED = ("0.16.9", "0.17.6")
+# Likewise, before that of scripts/frameworks.sh; and of trainers the oldest that work.
+OLDER = (
+    ("deepspeed==0.16.9",),
+    ("deepspeed==0.17.6",),
+    ("accelerate==1.13.0",),
+    ("transformers==5.10.0", "tokenizers==0.22.2"),
+    ("lightning==2.4.0",),
+)
 
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
@@ -94,7 +100,7 @@ STEPS = [
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
-    *(Step(f"DeepSpeed {version}", ["scripts/frameworks.sh", "with", version]) for version in OLDER_DEEPSPEED),
+    *(Step(f"trainers' packages, {of[0]}", ["scripts/frameworks.sh", "with", *of]) for of in OLDER),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
     Step("memory that Python owns", ["scripts/memcheck.sh"]),

@@ -3,7 +3,9 @@
 #
 #   scripts/frameworks.sh                 all of them
 #   scripts/frameworks.sh gate            for every change: those marked `smoke`, at least one with each package
-#   scripts/frameworks.sh with VERSION    those of DeepSpeed, with this one, in target/deepspeed-VERSION
+#   scripts/frameworks.sh with PACKAGE==VERSION...
+#                                         those of deepspeed, accelerate, transformers or lightning with this one and
+#                                         these, in target/PACKAGE-VERSION
 #   scripts/frameworks.sh ARGUMENT...     pytest with these arguments
 #
 # Their environment, target/frameworks, holds these packages and the shardfast of .venv. The first time this installs a
@@ -16,22 +18,30 @@ source scripts/environment.sh
 # DeepSpeed is built from its source, with the torch that is installed, and without its kernels: seconds.
 readonly deepspeed=0.19.8
 
-install_deepspeed() {
+install_as_it_is() {
     DS_BUILD_OPS=0 .venv/bin/uv pip install --quiet --python target/frameworks/bin/python --no-build-isolation \
         --no-deps "$@"
 }
 
 make_environment frameworks
 if ! is_stamped target/frameworks deepspeed "$deepspeed"; then
-    install_deepspeed "deepspeed==$deepspeed"
+    install_as_it_is "deepspeed==$deepspeed"
     echo "$deepspeed" >target/frameworks/deepspeed.stamp
 fi
 install_what_is_tested frameworks
-if (($# == 2)) && [[ $1 == with ]]; then
-    other=$PWD/target/deepspeed-$2
-    [[ -d $other ]] || install_deepspeed --target "$other" "deepspeed==$2"
+if (($# >= 2)) && [[ $1 == with ]]; then
+    other=$PWD/target/${2/==/-}
+    [[ -d $other ]] || install_as_it_is --target "$other" "${@:2}"
     export PYTHONPATH=$other # before the environment's own
-    set -- tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py
+    case $2 in
+        deepspeed==*) set -- tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py ;;
+        accelerate==*) set -- tests/frameworks/test_accelerate{,_loaders}.py ;;
+        transformers==* | lightning==*) set -- "tests/frameworks/test_${2%%==*}.py" ;;
+        *)
+            echo "frameworks: with $2: expected deepspeed, accelerate, transformers or lightning first" >&2
+            exit 2
+            ;;
+    esac
 elif [[ $* == gate ]]; then
     set -- -m smoke tests/frameworks
 elif (($# == 0)); then

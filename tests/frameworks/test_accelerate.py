@@ -559,7 +559,11 @@ def test_attach(job, monkeypatch, caplog):
     assert "save_state" not in vars(other.accelerator)
     monkeypatch.setattr(accelerate, "__version__", "1.16.0")
     job()
-    assert "accelerate 1.16.0 is not the version that was tried, 1.15.0" in caplog.text
+    assert "accelerate 1.16.0: shardfast was tried with 1.15.0" in caplog.text
+    for old in ("1.12.0", "1.12.0.dev0", "0.34.2"):
+        monkeypatch.setattr(accelerate, "__version__", old)
+        with pytest.raises(sf.Unsupported, match=f"accelerate {old}: 1.13.0 is the oldest"):
+            job()
 
 
 @pytest.mark.parametrize(

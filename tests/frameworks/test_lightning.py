@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from quiet_saves import without_collectives
 from shardfast.data import DistributedSampler
 from shardfast.integrations.lightning import through
 from torch import nn
@@ -201,6 +202,20 @@ def fit(rank, world, place, kind, until, kills, resume, options=None, loaders=No
 
 def differing(one, other):
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+
+
+def saves_alone(rank, world, place, kind):
+    prepare(rank, world)
+    urls = without_collectives()
+    one = trainer(place, kind, saver(place), max_epochs=1)
+    one.fit(Net(0, shards=kind == "parallel"), loader())
+    return len(urls)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "parallel"])
+def test_saves_run_no_collective(ranks, tmp_path, kind):
+    first, second = ranks(2)(saves_alone, str(tmp_path), kind)
+    assert first == second > 1
 
 
 def goes_on(ranks, place, kind, step):

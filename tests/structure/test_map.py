@@ -31,7 +31,7 @@ BUILT_ON = {
     "torchtitan": ("torch", "torchdata"),
 }
 INTEGRATION_LINES_MAX = 200
-SHARED = ("directories", "places", "trackers")  # what the integrations of all frameworks share
+SHARED = ("directories", "places", "trackers", "versions")  # what the integrations of all frameworks share
 FRAMEWORK_WORD = re.compile(rf"(?i)(?<![a-z])(?:py)?(?:{'|'.join(FRAMEWORKS)})(?![a-z])")
 NATIVE_CALLERS = {
     "verbs",

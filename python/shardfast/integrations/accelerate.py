@@ -35,7 +35,7 @@ from accelerate.utils import DistributedType
 
 import shardfast as sf
 
-from .accelerate_checks import expect_options, expect_supported, expect_untrained, warn_of_version
+from .accelerate_checks import expect_options, expect_supported, expect_this_version, expect_untrained
 from .accelerate_loaders import Loader
 from .accelerate_places import Found, Numbered, begin, expect_new, find, forget_replaced, named_by, replace
 from .accelerate_state import State
@@ -184,7 +184,7 @@ def attach(accelerator: accelerate.Accelerator, *, pickle: bool = False) -> None
         raise sf.Invalid("attach(): this Accelerator is attached already: attach it once")
     expect_untrained(accelerator)
     expect_supported(accelerator)
-    warn_of_version()
+    expect_this_version()
     for loader in accelerator._dataloaders:
         Loader(accelerator, loader).prepared()
     loop = _Loop(accelerator, pickle)

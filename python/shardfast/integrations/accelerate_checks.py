@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import accelerate
@@ -10,9 +9,9 @@ from accelerate.utils import DistributedType
 
 import shardfast as sf
 
-_log = logging.getLogger("shardfast")
+from .versions import expect_version
 
-_TRIED = "1.15.0"
+_OLDEST, _TRIED = "1.13.0", "1.15.0"
 
 _DEVICES = ("cpu", "cuda")
 
@@ -68,7 +67,6 @@ def expect_untrained(accelerator: Any) -> None:
         raise sf.Invalid("attach(): this Accelerator has begun to train: attach it before the first step")
 
 
-def warn_of_version() -> None:
-    """Says that another version of accelerate was tried, if so."""
-    if accelerate.__version__ != _TRIED:
-        _log.warning("accelerate %s is not the version that was tried, %s", accelerate.__version__, _TRIED)
+def expect_this_version() -> None:
+    """Refuses an accelerate that is too old; see :func:`.versions.expect_version`."""
+    expect_version("accelerate", accelerate.__version__, oldest=_OLDEST, tried=_TRIED)

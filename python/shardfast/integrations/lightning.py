@@ -17,7 +17,6 @@ Private names of Lightning 2.6.6 that are used: ``strategy._start_method``, and 
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeVar
 
 import lightning
@@ -36,10 +35,9 @@ from lightning.pytorch.strategies import (
 import shardfast as sf
 
 from .lightning_strategy import METHODS, Through
+from .versions import expect_version
 
-_log = logging.getLogger("shardfast")
-
-TESTED = "2.6.6"
+OLDEST, TESTED = "2.4.0", "2.6.6"
 _UNDERSTOOD = (DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 _OTHERS = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
 S = TypeVar("S", bound=Strategy)
@@ -76,8 +74,7 @@ def through(strategy: S | str, *, is_async: bool = True, pickle: bool = False) -
         raise sf.Invalid(f"through({type(one).__name__}): shardfast saves for this strategy already: call it once")
     if one.lightning_module is not None:
         raise sf.Invalid(f"through({type(one).__name__}): a trainer has begun with it: call it before Trainer()")
-    if lightning.__version__ != TESTED:
-        _log.warning("lightning %s: shardfast was tried with %s", lightning.__version__, TESTED)
+    expect_version("lightning", lightning.__version__, oldest=OLDEST, tried=TESTED)
     ours = Through(one, is_async=is_async, pickle=pickle)
     for method in METHODS:
         setattr(one, method, getattr(ours, method))

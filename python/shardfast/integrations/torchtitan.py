@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,7 @@ from .places import is_far, of_rank_0
 from .torchtitan_places import checkpoint_of, expect_directory, newest_step, prepare, prune, replace, step_of
 from .torchtitan_state import entries, load_all, model_alone
 from .trackers import Saves
-
-_log = logging.getLogger("shardfast")
+from .versions import expect_version
 
 TESTED = "0.3.0"
 
@@ -64,9 +62,7 @@ class Shardfast(BaseCheckpointManager):  # type: ignore[misc]
         self.enable = config.enable
         if not self.enable:
             return
-        version = importlib.metadata.version("torchtitan")
-        if version != TESTED:
-            _log.warning("torchtitan %s: shardfast was tried with %s", version, TESTED)
+        expect_version("torchtitan", importlib.metadata.version("torchtitan"), oldest=TESTED, tried=TESTED)
         if config.last_save_in_hf and sd_adapter is None:
             raise sf.Invalid("last_save_in_hf: this model has no adapter for Hugging Face's names: leave it out")
         self._config = config

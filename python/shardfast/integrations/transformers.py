@@ -29,7 +29,7 @@ import shardfast as sf
 
 from . import transformers_places as places
 from .trackers import Saves
-from .transformers_options import expect_supported, expect_trainer, warn_of_version
+from .transformers_options import expect_supported, expect_this_version, expect_trainer
 from .transformers_resume import Resume
 from .transformers_state import State
 
@@ -81,9 +81,9 @@ def attach(trainer: Any, *, save_only_model: bool | None = None, pickle: bool = 
         Invalid: It is no trainer, has begun to train, or is attached already.
         Unsupported: It has options with which state would be missing.
     """
+    expect_this_version()
     expect_trainer(trainer, _NOT_CALLED)
     expect_supported(trainer)
-    warn_of_version()
     if save_only_model is not None:
         trainer.args.save_only_model = save_only_model
     state = State(trainer, pickle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +11,9 @@ from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 import shardfast as sf
 
 from .transformers_model import is_peft
+from .versions import expect_version
 
-_log = logging.getLogger("shardfast")
-
-TRIED = "5.23.0"
-"""The version of transformers that was tried."""
+_OLDEST, _TRIED = "5.10.0", "5.23.0"
 
 _OTHER_GENERATORS = ("hpu", "mlu", "musa", "npu", "xla")
 """Kinds of devices whose random state the trainer saves and Shardfast does not."""
@@ -24,14 +21,9 @@ _OTHER_GENERATORS = ("hpu", "mlu", "musa", "npu", "xla")
 _STEP_IN_BACKWARD = ("layerwise", "lomo")
 
 
-def warn_of_version() -> None:
-    """Logs that another version than the one that was tried is in use."""
-    if transformers.__version__ != TRIED:
-        _log.warning(
-            "transformers is %s; shardfast.integrations.transformers was tried with %s",
-            transformers.__version__,
-            TRIED,
-        )
+def expect_this_version() -> None:
+    """Refuses a transformers that is too old; see :func:`.versions.expect_version`."""
+    expect_version("transformers", transformers.__version__, oldest=_OLDEST, tried=_TRIED)
 
 
 def expect_trainer(trainer: Any, replaced: Iterable[str]) -> None:

@@ -69,7 +69,7 @@ OLDER = (
     ("deepspeed==0.17.6",),
     ("accelerate==1.13.0",),
     ("transformers==5.10.0", "tokenizers==0.22.2"),
-    ("lightning==2.4.0",),
+    ("lightning==2.6.0",),
 )
 
 STEPS = [

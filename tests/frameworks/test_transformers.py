@@ -209,6 +209,12 @@ def test_saves_run_no_collective(ranks, tmp_path):
 # Other worlds, and the trainer's own directories
 
 
+OWN_RESUME = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20),
+    reason="the trainer's own resume on the CPU fails, or does not say what it leaves out",
+)
+
+
 def with_both(rank, world, place, resume, attached):
     """Trains by the trainer's own checkpoints, or by ours, without what is random by rank."""
     prepare(rank, world)
@@ -228,6 +234,7 @@ def resumed_in(rank, world, ours, own):
     return [with_both(rank, world, f"{ours}-{world}", f"{path}/checkpoint-4", is_ours) for path, is_ours in paths]
 
 
+@OWN_RESUME
 def test_it_goes_on_in_other_worlds_as_the_trainer_does(ranks, tmp_path):
     ours, own = f"{tmp_path}/ours", f"{tmp_path}/own"
     saved = ranks(2)(both, ours, own)
@@ -828,6 +835,7 @@ def sharded(rank, world, place, resume, stop):
     return losses(trainer), watch.seen
 
 
+@OWN_RESUME
 def test_a_model_that_is_sharded_by_its_configuration(ranks, tmp_path):
     expected, seen = ranks(2)(sharded, f"{tmp_path}", None, None)[0]
     found, again = ranks(2)(sharded, f"{tmp_path}", f"{tmp_path}/checkpoint-4", None)[0]

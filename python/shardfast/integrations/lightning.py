@@ -37,7 +37,7 @@ import shardfast as sf
 from .lightning_strategy import METHODS, Through
 from .versions import expect_version
 
-OLDEST, TESTED = "2.4.0", "2.6.6"
+OLDEST, TESTED = "2.6.0", "2.6.6"
 _UNDERSTOOD = (DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 _OTHERS = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
 S = TypeVar("S", bound=Strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ def is_peft(trainer: Any) -> bool:
 
 def plain(trainer: Any) -> Any:
     """The user's model, without what compilation and data parallelism put around it."""
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    known = _unwrapped.get(trainer.model)
+    model = None if known is None else known()
+    if model is None:  # accelerate parses the descriptions of installed packages for it, for milliseconds
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        _unwrapped[trainer.model] = weakref.ref(model)
+    return model
+
+
+_unwrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def _named(all_of: Any) -> dict[str, torch.Tensor]:

@@ -30,18 +30,19 @@ if ! is_stamped target/frameworks deepspeed "$deepspeed"; then
 fi
 install_what_is_tested frameworks
 if (($# >= 2)) && [[ $1 == with ]]; then
-    other=$PWD/target/${2/==/-}
-    [[ -d $other ]] || install_as_it_is --target "$other" "${@:2}"
-    export PYTHONPATH=$other # before the environment's own
     case $2 in
-        deepspeed==*) set -- tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py ;;
-        accelerate==*) set -- tests/frameworks/test_accelerate{,_loaders}.py ;;
-        transformers==* | lightning==*) set -- "tests/frameworks/test_${2%%==*}.py" ;;
+        deepspeed==*) tests=(tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py) ;;
+        accelerate==*) tests=(tests/frameworks/test_accelerate{,_loaders}.py) ;;
+        transformers==* | lightning==*) tests=("tests/frameworks/test_${2%%==*}.py") ;;
         *)
             echo "frameworks: with $2: expected deepspeed, accelerate, transformers or lightning first" >&2
             exit 2
             ;;
     esac
+    other=$PWD/target/${2/==/-}
+    [[ -d $other ]] || install_as_it_is --target "$other" "${@:2}"
+    export PYTHONPATH=$other # before the environment's own
+    set -- "${tests[@]}"
 elif [[ $* == gate ]]; then
     set -- -m smoke tests/frameworks
 elif (($# == 0)); then

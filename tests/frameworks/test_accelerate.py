@@ -560,6 +560,8 @@ def test_attach(job, monkeypatch, caplog):
     monkeypatch.setattr(accelerate, "__version__", "1.16.0")
     job()
     assert "accelerate 1.16.0: shardfast was tried with 1.15.0" in caplog.text
+    monkeypatch.setattr(accelerate, "__version__", "1.13")
+    job()
     for old in ("1.12.0", "1.12.0.dev0", "0.34.2"):
         monkeypatch.setattr(accelerate, "__version__", old)
         with pytest.raises(sf.Unsupported, match=f"accelerate {old}: 1.13.0 is the oldest"):

@@ -16,7 +16,7 @@ pub struct HostSink {
 }
 
 impl HostSink {
-    /// As [`Sink::new`](crate::sink::Sink::new).
+    /// Makes a sink in host memory; arguments and errors are those of [`Sink::new`](crate::sink::Sink::new).
     ///
     /// # Safety
     /// As for [`Sink::new`](crate::sink::Sink::new).

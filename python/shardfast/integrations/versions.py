@@ -31,4 +31,5 @@ def expect_version(name: str, found: str, *, oldest: str, tried: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int("".join(itertools.takewhile(str.isdigit, part)) or 0) for part in version.split(".")[:3])
+    parts = [*version.split("."), "0", "0"][:3]  # "5.10" is 5.10.0
+    return tuple(int("".join(itertools.takewhile(str.isdigit, part)) or 0) for part in parts)

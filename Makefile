@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test campaigns frameworks megatron oldest memcheck servers wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test campaigns frameworks megatron oldest servers wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | campaigns | frameworks | megatron | oldest | memcheck | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | campaigns | frameworks | megatron | oldest | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and the wheel built from these sources, as it is shipped.
 setup:
@@ -33,10 +33,6 @@ megatron: setup
 # The Python tests with the oldest PyTorch that works.
 oldest: setup
 	@scripts/oldest.sh
-
-# The tests that walk through Python's objects, with every access to memory checked.
-memcheck: setup
-	@scripts/memcheck.sh
 
 # Installs the object-storage servers that the tests use.
 servers:

@@ -10,7 +10,6 @@ import shardfast as sf
 from figures import Figures, median, ratio, spread, summary, table
 from ranks import Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, timed
 from shardfast import _native, verbs
-from shardfast.adapters import torch_rounds
 from shardfast.load_plan import LoadPlan, Options
 from shardfast.session import TIMEOUT_S, current
 from states import State, bytes_of, expect_equal_whole, sharded, zero
@@ -18,10 +17,9 @@ from states import State, bytes_of, expect_equal_whole, sharded, zero
 WORLDS = (2, 4, 8)
 LAYOUTS = ("columns", "replicas")
 WAYS = {
-    "each for itself": ("never", None),
-    "shared, gloo": ("always", torch_rounds.carry),
-    "shared": ("always", None),
-    "by default": ("auto", None),
+    "each for itself": "never",
+    "shared": "always",
+    "by default": "auto",
 }
 PLAIN = next(iter(WAYS))
 
@@ -31,7 +29,7 @@ class Loader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.peer_reads, self.carrier = WAYS[name]
+        self.peer_reads = WAYS[name]
 
     def load(self, path: Path, state: State) -> LoadPlan:
         session = current()
@@ -43,7 +41,6 @@ class Loader:
             Options(),
             TIMEOUT_S,
             peer_reads=self.peer_reads,
-            carrier=self.carrier,
         )
 
 

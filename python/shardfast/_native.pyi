@@ -17,7 +17,6 @@ __all__ = [
     "Hold",
     "Internal",
     "Invalid",
-    "Loading",
     "Mapped",
     "NotFound",
     "Outline",
@@ -304,36 +303,6 @@ class Checkpoint:
         A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
         ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
         """
-
-    def begin_load(
-        self,
-        wants: Sequence[tuple[Any, ...]],
-        values: Sequence[tuple[int, int]],
-        timeout_s: float,
-        streams: Mapping[int, int] = ...,
-        peer_reads: str = "auto",
-    ) -> Loading:
-        """Begins :meth:`load` on a thread of its own; the caller carries the messages between ranks."""
-
-@final
-class Loading:
-    """A load in progress, which asks for rounds. The memory is the load's until ``finish`` has returned."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the ranks swap bytes at all; known when ``next`` has returned."""
-
-    def next(self) -> tuple[list[int], bytearray] | None:
-        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
-
-    def received(self, sizes: list[int], data: bytearray) -> None:
-        """Takes how many bytes came from each rank in the round, and these bytes by rank."""
-
-    def broken(self, reason: str) -> None:
-        """Notes that the round could not be carried out: the load fails on all ranks."""
-
-    def finish(self) -> tuple[list[bytes], dict[str, int]]:
-        """Waits for the end of the load; as :meth:`Checkpoint.load`."""
 
 @final
 class Mapped:

@@ -533,23 +533,6 @@ class Module:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Rounds(Protocol):
-    """A load in progress that needs rounds of messages between all ranks."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are any, on all ranks alike; known when ``next`` has returned."""
-        ...
-
-    def next(self) -> tuple[list[int], bytearray] | None:
-        """Waits for the next round: how many bytes go to each rank, and these bytes by rank; ``None`` at the end."""
-        ...
-
-    def received(self, sizes: list[int], data: bytearray, /) -> None:
-        """Takes how many bytes came from each rank in the round, and these bytes by rank."""
-        ...
-
-
 class Objects(Protocol):
     """One framework's modules and optimizers. Of a framework that is built on another one it is all there is to say."""
 
@@ -614,13 +597,6 @@ class Adapter(Objects, Protocol):
 
     def stream(self, device: int) -> int | None:
         """The handle of the stream that the program now uses on that CUDA device, if it is this framework's."""
-
-    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
-        """A carrier of rounds between the devices of all ``world`` ranks of the job, if this framework has one.
-
-        Each rank calls it. ``None`` if the ranks' own connections are faster, as on one machine.
-        """
-        ...
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
         """Holds tensors with announced changes: owners of sources that are no copies.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from . import _native
 from . import adapters as frameworks
 from .capture import Pending, in_flight
-from .catalog import Rounds, SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .collection import paused
 from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
@@ -255,11 +255,8 @@ def load(
     bytes on all ranks were read and verified, and every rank has made its values.
 
     If several ranks want the same bytes, one of them reads these and passes them on: to ranks of its machine through
-    shared memory, to others over connections of their own if a short trial shows that this is faster. Ranks of one
-    machine that load from a file system read for themselves, since the page cache reads each byte once. If
-    tensors are on devices of several machines and the default process group uses NCCL, the bytes travel through that
-    group. Then all ranks must call this in the same order as the group's collectives, while none of those
-    is running.
+    shared memory, to others over connections of their own. Ranks of one machine that load from a file system read for
+    themselves, since the page cache reads each byte once. No collective of the job's process groups runs.
 
     Args:
         url: The checkpoint.
@@ -338,12 +335,11 @@ def fill(
     timeout_s: float,
     *,
     peer_reads: str = "auto",
-    carrier: Callable[[Rounds], None] | None = None,
 ) -> LoadPlan:
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
     ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
-    itself, else the faster way is chosen. ``carrier`` moves bytes between the ranks instead of the default carrier.
+    itself, else the engine decides by where the storage is.
     """
     matching = _matched(session, checkpoint, state, options, timeout_s)
     matching.plan.expect_no_problems()
@@ -351,14 +347,7 @@ def fill(
     in_flight.let_go("a checkpoint was loaded since")
     wants = prepared(session, matching.bind, timeout_s)
     streams = _streams(matching.devices)
-    if carrier is None and streams and session.world > 1:
-        found = (adapter.carrier(session.world) for adapter in frameworks.active())
-        carrier = next((carrier for carrier in found if carrier is not None), None)
-    values = matching.value_wants()
-    if carrier is None:
-        encoded, traffic = checkpoint.load(wants, values, timeout_s, streams, peer_reads)
-    else:
-        encoded, traffic = _carried(checkpoint.begin_load(wants, values, timeout_s, streams, peer_reads), carrier)
+    encoded, traffic = checkpoint.load(wants, matching.value_wants(), timeout_s, streams, peer_reads)
     matching.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     prepared(session, lambda: matching.make(encoded), timeout_s)
@@ -366,22 +355,6 @@ def fill(
     prepared(session, matching.install, timeout_s)
     checkpoint.agree([], [], timeout_s)
     return matching.plan
-
-
-def _carried(loading: _native.Loading, carrier: Callable[[Rounds], None]) -> tuple[list[bytes], dict[str, int]]:
-    """Carries the messages between ranks for a load, and waits for its end."""
-    try:
-        carrier(loading)
-    except Exception as error:
-        # The load fails with this on every rank, or with the error of the rank that broke the round.
-        loading.broken(f"{type(error).__name__}: {error}")
-        return loading.finish()
-    except BaseException:
-        # The load still writes into the tensors.
-        with contextlib.suppress(Error):
-            loading.finish()
-        raise
-    return loading.finish()
 
 
 def _matched(

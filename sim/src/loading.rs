@@ -3,12 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use shardfast_coord::{Absent, Coord, Decide, Error as Lost, Meeting};
-use shardfast_engine::carrier::{Message, Round, Rounds, handoff};
+use shardfast_engine::carrier::{Carrier, Message};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, PeerReads, Result, ValueRef, checkpoint};
 use shardfast_store::Store;
@@ -351,7 +352,7 @@ fn load(
         Arc::new(Mortal { rank, world, meeting, coord: Mutex::new(Some(coord)) })
     };
     let mortals: Vec<Arc<Mortal>> = (0..).zip(shardfast_coord::local(world)).map(mortal).collect();
-    let (handoffs, rounds): (Vec<_>, Vec<_>) = (0..world).map(|_| handoff()).unzip();
+    let (handoffs, rounds): (Vec<_>, Vec<_>) = (0..world).map(|_| Handoff::new()).unzip();
     let wanted: Vec<Vec<Wanted>> = (0..world).map(|_| truth.wanted(dice)).collect();
     thread::scope(|threads| {
         let requests = Requests::new(trouble);
@@ -362,7 +363,7 @@ fn load(
                 let load = || {
                     let opened = open(&engine?, storage.open(place), place)?;
                     let (wants, values) = (truth.wants(opened.manifest(), &mut wanted)?, values(&opened));
-                    opened.load_by(PeerReads::Always, Some(handoff), &wants, &values, DEADLINE)
+                    opened.load_by(PeerReads::Always, Some(Box::new(handoff)), &wants, &values, DEADLINE)
                 };
                 let loaded = load();
                 Outcome { loaded, wanted }
@@ -377,7 +378,42 @@ fn load(
     })
 }
 
-/// The carrier of the ranks' messages.
+/// A rank's carrier, which hands its messages over to [`Links`].
+struct Handoff {
+    messages: SyncSender<BTreeMap<u32, Message>>,
+    received: Receiver<Result<BTreeMap<u32, Vec<u8>>>>,
+}
+
+/// The other end of a [`Handoff`].
+struct Rounds {
+    messages: Receiver<BTreeMap<u32, Message>>,
+    received: SyncSender<Result<BTreeMap<u32, Vec<u8>>>>,
+}
+
+impl Handoff {
+    fn new() -> (Handoff, Rounds) {
+        let (to_links, messages) = sync_channel(0);
+        let (received, from_links) = sync_channel(1);
+        (Handoff { messages: to_links, received: from_links }, Rounds { messages, received })
+    }
+}
+
+impl Carrier for Handoff {
+    fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>> {
+        let gone = || Error::new(Kind::Unavailable, "the links are gone");
+        self.messages.send(messages).map_err(|_| gone())?;
+        self.received.recv().map_err(|_| gone())?
+    }
+}
+
+impl Rounds {
+    fn received(&self, messages: Result<BTreeMap<u32, Vec<u8>>>) {
+        // A load that ended takes no more.
+        let _ = self.received.try_send(messages);
+    }
+}
+
+/// Carries the messages between all ranks.
 struct Links {
     trouble: Trouble,
     /// Where in a message.
@@ -416,10 +452,10 @@ impl Links {
     fn collect(&mut self, rank: u32, mortals: &[Arc<Mortal>]) -> bool {
         let place = rank as usize;
         let Some(rounds) = self.rounds[place].as_ref().filter(|_| self.waiting[place].is_none()) else { return false };
-        let messages = match rounds.next(GLANCE) {
-            Round::Swap(messages) => messages,
-            Round::Waiting => return false,
-            Round::Over => {
+        let messages = match rounds.messages.recv_timeout(GLANCE) {
+            Ok(messages) => messages,
+            Err(RecvTimeoutError::Timeout) => return false,
+            Err(RecvTimeoutError::Disconnected) => {
                 self.rounds[place] = None;
                 return false;
             }

@@ -188,8 +188,8 @@ def test_keys_and_endpoints_come_from_profiles(service, monkeypatch, tmp_path):
     ("config", "message"),
     [
         ("[profile other]\nregion = x\n", 'AWS profile "team": neither ~/.aws/config nor ~/.aws/credentials has it'),
-        ("[profile team]\nrole_arn = arn:x\n", "it says role_arn: expected one of source_profile, credential_source"),
-        ("[profile team]\nsso_session = x\n", "it says sso_session, which is not understood here"),
+        ("[profile team]\nrole_arn = arn:x\n", "it says role_arn: `aws configure export-credentials --profile team`"),
+        ("[profile team]\nsso_session = x\n", "it says sso_session: `aws configure export-credentials --profile team`"),
         ("[profile team]\ncredential_process = echo secret-word; exit 3\n", "credential_process.*exit status: 3"),
         ("[profile team]\ncredential_process = echo not json\n", "expected JSON with Version, AccessKeyId"),
         (

@@ -1,13 +1,10 @@
-"""Loads in which ranks read for each other, through the job's process group and over connections of their own."""
-
-import os
+"""Loads in which ranks read for each other, over connections of their own."""
 
 import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
 from shardfast import _native, verbs
-from shardfast.adapters import torch_rounds
 from shardfast.errors import Corrupt, Error
 from shardfast.load_plan import Options
 from shardfast.session import current
@@ -17,13 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 ROWS, COLUMNS = 1024, 1024
 BYTES = 4 * ROWS * COLUMNS
 TIMEOUT_S = 20.0
-CARRIERS = pytest.mark.parametrize("carrier", [torch_rounds.carry, None], ids=["gloo", "own"])
 
 
-def load(url, state, peer_reads, carrier):
+def load(url, state, peer_reads):
     session = current()
     checkpoint = _native.open(session, url, timeout_s=TIMEOUT_S)
-    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, peer_reads=peer_reads, carrier=carrier)
+    return verbs.fill(session, checkpoint, state, Options(), TIMEOUT_S, peer_reads=peer_reads)
 
 
 def whole():
@@ -44,19 +40,16 @@ def save_rows(rank, world, url):
     sf.save(url, {"model": {"w": placed(mesh, [Shard(0)], whole())}, "extra": {"text": "x" * 100_000}})
 
 
-def load_as(rank, world, url, shape, placements, peer_reads, carrier):
+def load_as(rank, world, url, shape, placements, peer_reads):
     mesh = init_device_mesh("cpu", shape)
     mine = placed(mesh, placements, whole())
     state = {"model": {"w": placed(mesh, placements, torch.zeros(ROWS, COLUMNS))}, "extra": {"text": None}}
-    if carrier is None:
-        dist.all_to_all_single = None  # whoever calls it fails
-    plan = load(url, state, peer_reads, carrier)
+    plan = load(url, state, peer_reads)
     assert torch.equal(state["model"]["w"].to_local(), mine.to_local())
     assert state["extra"]["text"] == "x" * 100_000
     return plan.bytes_read, plan.bytes_received, plan.bytes_sent, plan.is_shared
 
 
-@CARRIERS
 @pytest.mark.parametrize(
     ("shape", "placements", "times"),
     [
@@ -66,14 +59,14 @@ def load_as(rank, world, url, shape, placements, peer_reads, carrier):
     ],
     ids=["columns", "replicas", "columns of replicas"],
 )
-def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times, carrier):
+def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times):
     url, world = str(tmp_path / "saved"), torch.Size(shape).numel()
     ranks(2)(save_rows, url)
     unique = BYTES + 100_000
-    plain = ranks(world)(load_as, url, shape, placements, "never", carrier)
+    plain = ranks(world)(load_as, url, shape, placements, "never")
     assert sum(read for read, *_ in plain) >= times * BYTES
     assert not any(received or sent or is_shared for _, received, sent, is_shared in plain)
-    shared = ranks(world)(load_as, url, shape, placements, "always", carrier)
+    shared = ranks(world)(load_as, url, shape, placements, "always")
     reads = [read for read, *_ in shared]
     # A block of the values' file and one of the tensor's end are whole where a part is wanted.
     assert unique <= sum(reads) <= 1.02 * unique + 65_536, shared
@@ -82,30 +75,16 @@ def test_a_group_reads_each_byte_once(ranks, tmp_path, shape, placements, times,
     assert sum(received for _, received, *_ in shared) == sum(sent for _, _, sent, _ in shared) > 0
 
 
-def test_a_small_load_is_not_worth_a_trial(ranks, tmp_path):
+def test_a_small_load_is_not_worth_connections(ranks, tmp_path):
     url = str(tmp_path / "saved")
     ranks(2)(save_rows, url)
-    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "auto", None))
+    assert not any(is_shared for *_, is_shared in ranks(2)(load_as, url, (2,), [Shard(1)], "auto"))
 
 
-def carries(rank, world):
-    found = [torch_rounds.carries(world)]
-    dist.get_backend_config = lambda: "cpu:gloo,cuda:nccl"
-    torch.cuda.current_device = lambda: 0
-    found.append(torch_rounds.carries(world))
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    return [*found, torch_rounds.carries(world), torch_rounds.carries(world + 1)]
-
-
-def test_only_a_group_between_devices_of_several_machines_carries_bytes(ranks):
-    # gloo; NCCL on one machine; NCCL on two; a group of some ranks
-    assert ranks(2)(carries) == [[False, False, True, False]] * 2
-
-
-def load_damaged(rank, world, url, carrier):
+def load_damaged(rank, world, url):
     state = {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}
     try:
-        load(url, state, "always", carrier)
+        load(url, state, "always")
     except Error as error:
         kind, said = type(error), str(error)
     # The ranks understand each other afterwards, through the group as well.
@@ -114,43 +93,17 @@ def load_damaged(rank, world, url, carrier):
     return kind is Corrupt, said
 
 
-@CARRIERS
-def test_damage_is_told_to_all_by_the_one_rank_that_read_it(ranks, tmp_path, carrier):
+def test_damage_is_told_to_all_by_the_one_rank_that_read_it(ranks, tmp_path):
     url = str(tmp_path / "saved")
     ranks(2)(save_rows, url)
     file = sorted((tmp_path / "saved" / "model").glob("*.safetensors"))[1]
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    found = ranks(3)(load_damaged, url, carrier)
+    found = ranks(3)(load_damaged, url)
     assert len(set(found)) == 1
     is_corrupt, said = found[0]
     assert is_corrupt
     assert said.count("rank ") == 1
     assert "tensor model/w" in said
     assert f"file model/{file.name}" in said
-
-
-def load_with_a_broken_group(rank, world, url):
-    def carry(rounds):
-        if rank == 1:
-            rounds.next()
-            dist.destroy_process_group()
-            raise RuntimeError("the cable was cut")
-        torch_rounds.carry(rounds)
-
-    try:
-        load(url, {"model": {"w": torch.zeros(ROWS, COLUMNS)}, "extra": {"text": None}}, "always", carry)
-    except Error as error:
-        said = str(error)
-    if rank != 1:
-        dist.destroy_process_group()
-    return said
-
-
-def test_a_group_that_breaks_fails_the_load_on_all_ranks(ranks, tmp_path):
-    url = str(tmp_path / "saved")
-    ranks(2)(save_rows, url)
-    said = ranks(2)(load_with_a_broken_group, url)
-    assert said[0] == said[1]
-    assert "rank 1: RuntimeError: the cable was cut" in said[0]

@@ -194,6 +194,6 @@ mod tests {
         let engine = Engine::solo();
         assert_eq!(Arc::strong_count(&engine.storage), 1);
         let _open = open(&engine, &url, DEADLINE).unwrap();
-        assert!(engine.storage.measured_by() > 0, "the checkpoint's store measures for itself");
+        assert!(engine.storage.users() > 0, "the checkpoint's store shares nothing");
     }
 }

@@ -13,7 +13,7 @@ use shardfast_transfer::error::Result;
 use shardfast_transfer::sink::Want;
 
 use crate::checkpoint::Checkpoint;
-use crate::peers::carrier::Handoff;
+use crate::peers::carrier::Carrier;
 use crate::peers::{self, PeerReads};
 use crate::reads::{Loaded, ValueRef};
 
@@ -28,22 +28,22 @@ impl Checkpoint {
         self.load_by(PeerReads::Auto, None, wants, values, deadline).map(|loaded| loaded.values)
     }
 
-    /// [`Checkpoint::load`] with `peer_reads`, the same on all ranks; returns also what it moved. If every rank gives
-    /// `rounds`, they carry the messages between ranks, else connections of the ranks' own.
+    /// [`Checkpoint::load`] with `peer_reads`, the same on all ranks; returns also what it moved. `carrier` transports
+    /// messages between the ranks; `None` on all of them: connections of their own.
     ///
     /// # Errors
     /// As [`Checkpoint::load`].
     pub fn load_by(
         &self,
         peer_reads: PeerReads,
-        rounds: Option<Handoff>,
+        carrier: Option<Box<dyn Carrier>>,
         wants: &[Want],
         values: &[ValueRef],
         deadline: Duration,
     ) -> Result<Loaded> {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
-        let route = peers::agree_route(&operation, self, peer_reads, &plan, (wants, values), rounds)?;
+        let route = peers::agree_route(&operation, self, peer_reads, &plan, (wants, values), carrier)?;
         let outcome = route.read(&operation, self, plan, wants);
         peers::agree_done(&operation, outcome)
     }

@@ -1,7 +1,7 @@
 //! Bytes that come from a peer instead of from storage: if ranks want the same blocks, one of them reads for all. In
 //! [`agree_route`] all ranks send what they want, rank 0 decides whether and on which [`terms`] they share, and each
 //! gets its [`Route`]. [`exchange`] does a shared load. A [`carrier`] transports its messages: memory that ranks of a
-//! machine share, connections of the ranks' own, or the program's collectives.
+//! machine share, or connections of the ranks' own.
 
 pub mod carrier;
 mod exchange;
@@ -14,15 +14,15 @@ use shardfast_transfer::sink::Want;
 use crate::checkpoint::Checkpoint;
 use crate::operation::Operation;
 use crate::reads::{Loaded, ReadPlan, ValueRef, data_bytes, value_sinks};
-use carrier::{Carrier, Handoff};
-use exchange::{Ended, GoOn, Neighbours, Shared, Trial, Trouble, Troubled};
+use carrier::Carrier;
+use exchange::{Ended, Neighbours, Shared, Trouble, Troubled};
 pub use terms::links_max;
 use terms::{Opening, Terms};
 
 /// Whether one rank reads for its peers the blocks that several want.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerReads {
-    /// If a trial shows that this is faster.
+    /// If the storage answers requests, or ranks of several machines read it, and much would be read twice.
     Auto,
     /// Always.
     Always,
@@ -38,7 +38,7 @@ pub(crate) struct Route {
     terms: Option<Terms>,
     /// What this rank wants, each once, with its indices among the wants and values.
     wanted: Vec<(Wanted, Vec<usize>)>,
-    rounds: Option<Handoff>,
+    carrier: Option<Box<dyn Carrier>>,
 }
 
 /// How a load ended on this rank.
@@ -54,7 +54,7 @@ pub(crate) fn agree_route(
     peer_reads: PeerReads,
     plan: &Result<ReadPlan>,
     (wants, values): (&[Want], &[ValueRef]),
-    rounds: Option<Handoff>,
+    carrier: Option<Box<dyn Carrier>>,
 ) -> Result<Route> {
     let (engine, manifest, needs) = (&checkpoint.engine, &checkpoint.manifest, checkpoint.files.needs());
     let is_alone = engine.world() == 1 || peer_reads == PeerReads::Never;
@@ -63,12 +63,11 @@ pub(crate) fn agree_route(
     let opening = plan.as_ref().map_err(Error::clone).map(|_| Opening {
         bytes: checkpoint.bytes_wanted(wants),
         wants: wanted.iter().map(|(wanted, _)| wanted.clone()).collect(),
-        has_rounds: rounds.is_some(),
         exchange_bytes: engine.staging_bytes() / terms::EXCHANGE_PART,
         links_max: terms::links_max(),
     });
     let opened = operation.agree("open", opening, |ranks| terms::decide(manifest, needs, ranks, peer_reads))?;
-    Ok(Route { shared_on_host: opened.shared_on_host, terms: opened.sharing, wanted, rounds })
+    Ok(Route { shared_on_host: opened.shared_on_host, terms: opened.sharing, wanted, carrier })
 }
 
 /// Agrees that all ranks have received everything.
@@ -97,13 +96,13 @@ impl Route {
         plan: Result<ReadPlan>,
         wants: &[Want],
     ) -> Outcome {
-        let Route { shared_on_host, terms, wanted, rounds } = self;
+        let Route { shared_on_host, terms, wanted, carrier } = self;
         let plan = plan?;
         match terms {
             None => Ok((Ended::Done, checkpoint.read(plan, wants, shared_on_host)?)),
             Some(terms) => {
                 let load = SharedLoad { operation, checkpoint, wants };
-                load.run_asked(plan, wanted, terms, rounds)
+                load.run(plan, wanted, &terms, carrier)
             }
         }
     }
@@ -117,57 +116,26 @@ struct SharedLoad<'a> {
 }
 
 impl SharedLoad<'_> {
-    /// Runs [`SharedLoad::run`] so that every rank takes part in the decision to go on if there is one.
-    fn run_asked(
-        &self,
-        plan: ReadPlan,
-        wanted: Vec<(Wanted, Vec<usize>)>,
-        mut terms: Terms,
-        rounds: Option<Handoff>,
-    ) -> Outcome {
-        let mut asked = false;
-        let ask = |trial: Result<Trial>| {
-            let decide = |trials: Vec<Trial>| Ok(vec![Trial::is_worth_it(&trials); trials.len()]);
-            self.operation.agree("go on", trial, decide).map_err(Trouble::Everywhere)
-        };
-        let mut go_on = |trial| {
-            asked = true;
-            ask(Ok(trial))
-        };
-        let loaded = self.run(plan, wanted, &mut terms, rounds, &mut go_on);
-        match &loaded {
-            _ if asked || !terms.is_measured => loaded,
-            Ok(_) => ask(Ok(Trial::default())).and(loaded),
-            Err(Trouble::Here(error)) => ask(Err(error.clone())).and(loaded),
-            Err(Trouble::Everywhere(_)) => loaded,
-        }
-    }
-
     /// Reads with others. `wanted` has the indices among the wants and values of each thing wanted.
     fn run(
         &self,
         plan: ReadPlan,
         wanted: Vec<(Wanted, Vec<usize>)>,
-        terms: &mut Terms,
-        rounds: Option<Handoff>,
-        go_on: GoOn<'_>,
+        terms: &Terms,
+        carrier: Option<Box<dyn Carrier>>,
     ) -> Outcome {
         let SharedLoad { checkpoint, wants, .. } = *self;
         let (names, places): (Vec<Wanted>, Vec<Vec<usize>>) = wanted.into_iter().unzip();
         let has_peers = !terms.common.sets.is_empty();
         let rank = checkpoint.engine.rank();
-        let Terms { common, chunk_blocks, run_bytes, .. } = &*terms;
+        let Terms { common, chunk_blocks, run_bytes, .. } = terms;
         let sharing =
             has_peers.then(|| Sharing::new(&checkpoint.manifest, rank, &names, common, *chunk_blocks, *run_bytes));
         let sharing = sharing.transpose().map_err(Error::from);
-        let Some((carrier, neighbours)) = self.connect(&plan, &sharing, terms, rounds)? else {
+        let Some((carrier, neighbours)) = self.connect(&plan, &sharing, terms, carrier)? else {
             return Ok((Ended::Done, checkpoint.read(plan, wants, has_peers)?));
         };
         let Some(sharing) = sharing? else {
-            drop(carrier);
-            if terms.is_measured {
-                go_on(Trial::default())?;
-            }
             return Ok((Ended::Done, checkpoint.read(plan, wants, false)?));
         };
         let mut values: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
@@ -183,43 +151,36 @@ impl SharedLoad<'_> {
             link_bytes: terms.link_bytes,
             neighbours,
         };
-        let go_on: Option<GoOn<'_>> = if terms.is_measured { Some(go_on) } else { None };
-        let (ended, traffic) = shared.run(carrier, go_on)?;
+        let (ended, traffic) = shared.run(carrier)?;
         drop(value_sinks);
         Ok((ended, Loaded { values, traffic }))
     }
 
-    /// The carrier of messages to the peers of `sharing`, and the peers whose memory this rank maps. `None` on all
-    /// ranks if each reads for itself after all.
+    /// Returns the carrier of messages to the peers of `sharing`, and the peers whose memory this rank maps. `None` on
+    /// all ranks if each reads for itself after all.
     fn connect(
         &self,
         plan: &ReadPlan,
         sharing: &Result<Option<Sharing>>,
-        terms: &mut Terms,
-        rounds: Option<Handoff>,
+        terms: &Terms,
+        carrier: Option<Box<dyn Carrier>>,
     ) -> Troubled<Option<(Box<dyn Carrier>, Neighbours)>> {
-        if let Some(rounds) = rounds.filter(|_| terms.by_rounds) {
-            rounds.announce();
-            return Ok(Some((Box::new(rounds), Neighbours::default())));
+        if let Some(carrier) = carrier {
+            return Ok(Some((carrier, Neighbours::default())));
         }
         let known = sharing.as_ref().map_err(Error::clone).map(|sharing| {
             // A rank that shares no blocks accepts either decision.
             let is_cached = |_: &Sharing| self.checkpoint.files.are_cached(|| plan.tensors.spans());
             let peers = sharing.as_ref().map_or(Vec::new(), Sharing::peers);
-            (peers, terms.is_measured && sharing.as_ref().is_none_or(is_cached))
+            (peers, terms.may_decline && sharing.as_ref().is_none_or(is_cached))
         });
         let needs = self.checkpoint.files.needs();
         let Some(connected) = terms::connect(self.operation, known, needs, terms.message_bytes_max)? else {
-            terms.is_measured = false;
             return Ok(None);
         };
-        // Only a network could be slower than the storage: without one there is no trial. Where a page cache reads for
-        // all ranks of the one machine, none of them has to.
-        if terms.is_measured && connected.is_in_memory {
-            terms.is_measured = false;
-            if needs.request_bytes == 0 {
-                return Ok(None);
-            }
+        // From a file system, the page cache of one machine reads each byte once for all of its ranks.
+        if terms.may_decline && connected.is_in_memory && needs.request_bytes == 0 {
+            return Ok(None);
         }
         Ok(Some((Box::new(connected.peers), connected.neighbours)))
     }

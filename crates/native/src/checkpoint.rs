@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
-use shardfast_engine::carrier::handoff;
-use shardfast_engine::{Error, Kind, ValueRef, Want, runs};
+use shardfast_engine::{Error, Kind, Loaded, PeerReads, ValueRef, Want, runs};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind};
 
-use crate::errors::raise;
+use crate::errors::{invalid, raise};
 use crate::leaves::{self, Streams};
-use crate::loading::{self, Loading};
 use crate::process::Own;
 use crate::session::{Session, seconds};
 
@@ -196,43 +194,12 @@ impl Checkpoint {
         streams: Streams,
         peer_reads: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
-        let (peer_reads, timeout) = (loading::peer_reads(peer_reads)?, seconds(timeout_s)?);
+        let (peer_reads, timeout) = (reads_by(peer_reads)?, seconds(timeout_s)?);
         let checkpoint = self.checkpoint.get()?;
         let wants = self.wants(py, wants, &streams, timeout)?;
         let values = refs(values);
         let loaded = py.detach(|| checkpoint.load_by(peer_reads, None, &wants, &values, timeout)).map_err(raise)?;
-        loading::said(py, loaded)
-    }
-
-    /// Begins `load` on a thread of its own. The caller carries the messages between all ranks. The load owns the
-    /// memory until `finish` has returned, or the last reference to the result is dropped.
-    #[pyo3(signature = (wants, values, timeout_s, streams=Streams::new(), peer_reads="auto"))]
-    fn begin_load(
-        &self,
-        py: Python<'_>,
-        wants: &Bound<'_, PyAny>,
-        values: Vec<(usize, usize)>,
-        timeout_s: f64,
-        streams: Streams,
-        peer_reads: &str,
-    ) -> PyResult<Loading> {
-        let (peer_reads, timeout) = (loading::peer_reads(peer_reads)?, seconds(timeout_s)?);
-        let checkpoint = Arc::clone(self.checkpoint.get()?);
-        let wants = self.wants(py, wants, &streams, timeout)?;
-        let values = refs(values);
-        let world = checkpoint.engine().world();
-        let (handoff, rounds) = handoff();
-        let load = {
-            let checkpoint = Arc::clone(&checkpoint);
-            move || checkpoint.load_by(peer_reads, Some(handoff), &wants, &values, timeout)
-        };
-        match std::thread::Builder::new().name("shardfast-load".into()).spawn(load) {
-            Ok(thread) => Ok(Loading::new(rounds, thread, world)),
-            Err(error) => {
-                let reason = Error::new(Kind::Exhausted, format!("no thread for the load: {error}"));
-                Err(raise(py.detach(|| checkpoint.refuse(reason, timeout))))
-            }
-        }
+        moved(py, loaded)
     }
 }
 
@@ -250,6 +217,25 @@ impl Checkpoint {
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
             raise(py.detach(|| checkpoint.refuse(reason, timeout)))
         })
+    }
+}
+
+/// Returns a load's values and what was moved for it: bytes_read, bytes_received, bytes_sent, is_shared.
+fn moved<'py>(py: Python<'py>, loaded: Loaded) -> PyResult<(Vec<Bound<'py, PyBytes>>, Bound<'py, PyDict>)> {
+    let traffic = PyDict::new(py);
+    traffic.set_item("bytes_read", loaded.traffic.bytes_read)?;
+    traffic.set_item("bytes_received", loaded.traffic.bytes_received)?;
+    traffic.set_item("bytes_sent", loaded.traffic.bytes_sent)?;
+    traffic.set_item("is_shared", loaded.traffic.is_shared)?;
+    Ok((loaded.values.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect(), traffic))
+}
+
+fn reads_by(name: &str) -> PyResult<PeerReads> {
+    match name {
+        "auto" => Ok(PeerReads::Auto),
+        "always" => Ok(PeerReads::Always),
+        "never" => Ok(PeerReads::Never),
+        _ => Err(invalid(format!("peer_reads={name:?}: expected \"auto\", \"always\" or \"never\""))),
     }
 }
 

@@ -2,7 +2,6 @@
 //! calls Python.
 
 mod ahead;
-mod borrowed;
 mod checkpoint;
 mod command;
 mod dlpack;
@@ -10,9 +9,7 @@ mod errors;
 mod hold;
 mod interval;
 mod leaves;
-mod loading;
 mod mapped;
-mod near;
 mod outline;
 mod owner;
 mod parts;
@@ -45,8 +42,6 @@ mod _native {
     use crate::interval::{best_interval, mean_time_between_failures, time_of};
     #[pymodule_export]
     use crate::leaves::Described;
-    #[pymodule_export]
-    use crate::loading::Loading;
     #[pymodule_export]
     use crate::mapped::{Mapped, Part};
     #[pymodule_export]

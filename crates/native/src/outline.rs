@@ -1,7 +1,5 @@
 //! Checks that objects of a framework are unchanged: the same names in the same slots, tensors at the same addresses.
 
-#![allow(unsafe_code)] // looks into containers
-
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
@@ -9,10 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PySet, PyString, PyType, PyWeakrefReference};
 
-use crate::borrowed::{entries_while, items_while};
 use crate::dlpack::Places;
 use crate::errors::invalid;
-use crate::near::Near;
 
 /// The contents of an attribute of an object, and what is compared of them.
 #[derive(Clone, Copy)]
@@ -102,7 +98,6 @@ pub(crate) struct Outline {
     bundles: Vec<Bundle>,
     places: Places,
     parameters: Same,
-    near: Near,
 }
 
 /// `(objects, tensors, parameters, others, inside, members, place)`, as [`Outline`] takes a bundle.
@@ -139,20 +134,17 @@ impl Outline {
     #[new]
     fn new(py: Python<'_>, bundles: Vec<Given<'_>>) -> PyResult<Outline> {
         let bundles = bundles.into_iter().map(Bundle::new).collect::<PyResult<Vec<_>>>()?;
-        let mut outline =
-            Outline { bundles, places: Places::default(), parameters: Same::default(), near: Near::default() };
-        let seen = outline.seen(py, true)?.ok_or_else(unstable)?;
+        let mut outline = Outline { bundles, places: Places::default(), parameters: Same::default() };
+        let seen = outline.seen(py)?.ok_or_else(unstable)?;
         outline.places = outline.places_of(&seen)?;
         outline.parameters = Same::of(&seen.parameters);
-        outline.near = seen.near;
         Ok(outline)
     }
 
     /// The tensors of all bundles, in order, the entry of each, which is itself or has it inside, and each bundle's
     /// other entries, if nothing has changed: names, types, layouts, addresses and which parameters are the same.
     fn again<'py>(&self, py: Python<'py>) -> PyResult<Option<Again<'py>>> {
-        self.near.fetch();
-        let Some(seen) = self.seen(py, false)? else { return Ok(None) };
+        let Some(seen) = self.seen(py)? else { return Ok(None) };
         if !self.parameters.holds_of(&seen.parameters) || !self.places_of(&seen)?.is_equal(py, &self.places)? {
             return Ok(None);
         }
@@ -176,27 +168,21 @@ struct Seen<'py> {
     others: Vec<Vec<Bound<'py, PyAny>>>,
     /// Addresses.
     parameters: Vec<usize>,
-    near: Near,
 }
 
 impl Outline {
-    /// What there is, if it is unchanged; its addresses only if that `is_new`.
-    fn seen<'py>(&self, py: Python<'py>, is_new: bool) -> PyResult<Option<Seen<'py>>> {
+    /// Returns the contents of all bundles, or `None` if they changed.
+    fn seen<'py>(&self, py: Python<'py>) -> PyResult<Option<Seen<'py>>> {
         let mut seen = Seen::default();
         for bundle in &self.bundles {
             let Some(objects) = upgraded(py, &bundle.parts) else { return Ok(None) };
             let mut walk = Walk::new(&objects, bundle.members.bind(py), Some(&bundle.met));
-            walk.near = is_new.then(|| std::mem::take(&mut seen.near));
             if !walk.all(&bundle.parts)? || !bundle.tensors(&walk, &mut seen)? {
                 return Ok(None);
             }
             seen.lengths.push(bundle.tensors.len());
             seen.others.push(bundle.wanted.iter().map(|&number| walk.entries[number].clone()).collect());
             let entries = bundle.parameters.iter().map(|&number| &walk.entries[number]);
-            if let Some(mut near) = walk.near.take() {
-                walk.entries.iter().for_each(|entry| near.add(entry));
-                seen.near = near;
-            }
             seen.parameters.extend(entries.chain(&walk.members).map(|parameter| parameter.as_ptr() as usize));
         }
         Ok(Some(seen))
@@ -327,8 +313,6 @@ struct Walk<'a, 'py> {
     links: usize,
     entries: Vec<Bound<'py, PyAny>>,
     members: Vec<Bound<'py, PyAny>>,
-    /// Takes the entries.
-    near: Option<Near>,
     /// Numbers of objects and of members by address, to note them by.
     object_numbers: HashMap<usize, usize>,
     member_numbers: HashMap<usize, usize>,
@@ -352,7 +336,6 @@ impl<'a, 'py> Walk<'a, 'py> {
             links: 0,
             entries,
             members,
-            near: None,
             object_numbers,
             member_numbers: HashMap::new(),
         }
@@ -362,10 +345,6 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn all(&mut self, parts: &[Part]) -> PyResult<bool> {
         for (object, part) in self.objects.iter().zip(parts) {
             let slots = object.getattr_opt(intern!(object.py(), "__dict__"))?;
-            if let Some(near) = &mut self.near {
-                near.add(object);
-                slots.iter().for_each(|slots| near.add(slots));
-            }
             let slots = slots.as_ref().and_then(|slots| slots.cast::<PyDict>().ok());
             for (name, kind) in &part.attributes {
                 let name = name.bind(object.py());
@@ -404,12 +383,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         look: impl Fn(&mut Self, &Bound<'py, PyAny>, &Bound<'py, PyAny>) -> bool,
     ) -> bool {
         let Ok(dict) = there.cast::<PyDict>() else { return false };
-        if let Some(near) = &mut self.near {
-            near.add(there);
-        }
-        let length = dict.len();
-        // SAFETY: `look` is one of the functions of this walk: they compare addresses, exact texts and exact numbers.
-        self.length(length) && (length == 0 || unsafe { entries_while(dict, |k, v| look(self, k, v)) } == length)
+        self.length(dict.len()) && dict.iter().all(|(key, value)| look(self, &key, &value))
     }
 
     fn names_of(&mut self, there: &Bound<'py, PyAny>) -> bool {
@@ -439,13 +413,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn listed(&mut self, members: &Bound<'py, PyAny>) -> Option<bool> {
         let members = members.cast::<PyList>().ok()?;
         let first = self.members.len();
-        // SAFETY: the closure counts a reference and does nothing else.
-        unsafe {
-            items_while(members, |member| {
-                self.members.push(member.clone());
-                true
-            });
-        }
+        self.members.extend(members.iter());
         if self.known.is_none() {
             for (number, member) in self.members.iter().enumerate().skip(first) {
                 self.member_numbers.entry(member.as_ptr() as usize).or_insert(number);

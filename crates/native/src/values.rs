@@ -1,18 +1,16 @@
 //! Python's builtin values and `Tagged` ones as the format's typed encoding.
 
-#![allow(unsafe_code)] // reads containers without counting references
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
-use pyo3::{PyTypeInfo, ffi};
 use shardfast_engine::{Error, Fences, Kind, Provider};
 use shardfast_format::object::{self, Counts, DEPTH_MAX, Writer};
 use shardfast_format::{Int, Tag};
 
-use crate::borrowed::{entries_while, items_while, parts_while};
 use crate::errors::{invalid, raise};
 
 /// A value that is no builtin, said in builtins: `tag` is a name of the format's closed table.
@@ -162,22 +160,6 @@ impl Out {
     }
 }
 
-/// The text of a `str`, as it keeps it; `None` if that has no UTF-8, as lone surrogates have none.
-///
-/// # Safety
-/// It is a `str`.
-unsafe fn utf8<'a>(text: &'a Bound<'_, PyAny>) -> Option<&'a str> {
-    let mut bytes = 0;
-    // SAFETY: the caller's promise.
-    let at = unsafe { ffi::PyUnicode_AsUTF8AndSize(text.as_ptr(), &mut bytes) };
-    if at.is_null() {
-        PyErr::take(text.py());
-        return None;
-    }
-    // SAFETY: so many bytes of UTF-8, which the object keeps.
-    Some(unsafe { std::str::from_utf8_unchecked(std::slice::from_raw_parts(at.cast(), bytes as usize)) })
-}
-
 /// The value that [`Value`] encoded.
 #[pyfunction]
 pub(crate) fn decode<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
@@ -262,29 +244,20 @@ impl<'py> Walk<'_, 'py> {
     /// thousands.
     #[inline(always)]
     fn atom(&mut self, value: &Bound<'py, PyAny>) -> bool {
-        let (kind, at) = (value.get_type_ptr(), value.as_ptr());
-        if kind == &raw mut ffi::PyFloat_Type {
-            // SAFETY: it is a float.
-            self.out.writer.float(unsafe { ffi::PyFloat_AsDouble(at) });
-        } else if kind == &raw mut ffi::PyUnicode_Type {
-            // SAFETY: it is a str.
-            let Some(text) = (unsafe { utf8(value) }) else { return false };
+        if let Ok(value) = value.cast_exact::<PyFloat>() {
+            self.out.writer.float(value.value());
+        } else if let Ok(value) = value.cast_exact::<PyString>() {
+            let Ok(text) = value.to_str() else { return false };
             self.out.writer.text(text);
-        } else if kind == &raw mut ffi::PyLong_Type {
-            let mut overflow = 0;
-            // SAFETY: it is an int.
-            let small = unsafe { ffi::PyLong_AsLongLongAndOverflow(at, &mut overflow) };
-            if overflow != 0 {
-                return false;
-            }
+        } else if value.is_exact_instance_of::<PyInt>() {
+            let Ok(small) = value.extract() else { return false };
             self.out.writer.int(small);
         } else if value.is_none() {
             self.out.writer.none();
-        } else if kind == &raw mut ffi::PyBool_Type {
-            self.out.writer.bool(value.is(PyBool::new(value.py(), true)));
-        } else if kind == &raw mut ffi::PyBytes_Type {
-            // SAFETY: it is a bytes.
-            self.out.bytes(unsafe { value.cast_unchecked() });
+        } else if let Ok(value) = value.cast_exact::<PyBool>() {
+            self.out.writer.bool(value.is_true());
+        } else if let Ok(value) = value.cast_exact::<PyBytes>() {
+            self.out.bytes(value);
         } else {
             return false;
         }
@@ -301,7 +274,7 @@ impl<'py> Walk<'_, 'py> {
         }
         let written = self.out.writer.written();
         let is_done = self.quiet(key, depth);
-        if is_done && key.get_type_ptr() == &raw mut ffi::PyUnicode_Type {
+        if is_done && key.is_exact_instance_of::<PyString>() {
             self.keys.put(address, self.out.writer.since(written));
         }
         is_done
@@ -309,40 +282,33 @@ impl<'py> Walk<'_, 'py> {
 
     #[inline(never)]
     fn quiet_container(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> bool {
-        let (kind, address) = (value.get_type_ptr(), value.as_ptr() as usize);
-        let [is_dict, is_list] = [&raw mut ffi::PyDict_Type, &raw mut ffi::PyList_Type].map(|one| kind == one);
-        if !(is_dict || is_list || kind == &raw mut ffi::PyTuple_Type) {
+        if !is_container(value) {
             return false;
         }
+        let address = value.as_ptr() as usize;
         if depth == DEPTH_MAX || self.open.contains(&address) || self.loud.contains(&address) {
             return false;
         }
         let mark = self.out.mark();
         self.open.push(address);
-        // SAFETY: each is cast to the type that it was found to be of, and `quiet` runs no code of the program.
-        let is_done = unsafe {
-            if is_dict {
-                let dict = value.cast_unchecked::<PyDict>();
-                let entries = dict.len();
-                self.out.writer.dict(entries as u64);
-                // Of what is encoded quietly, only tuples can share a hash in numbers.
-                let mut may_collide = false;
-                let taken = entries_while(dict, |key, value| {
-                    may_collide |= key.get_type_ptr() == &raw mut ffi::PyTuple_Type;
-                    self.quiet_key(key, depth + 1) && self.quiet(value, depth + 1)
-                });
-                taken == entries && (!may_collide || is_spread(dict))
-            } else if is_list {
-                let list = value.cast_unchecked::<PyList>();
-                let items = list.len();
-                self.out.writer.list(items as u64);
-                items_while(list, |item| self.quiet(item, depth + 1)) == items
-            } else {
-                let tuple = value.cast_unchecked::<PyTuple>();
-                self.out.writer.tag(Tag::Tuple);
-                self.out.writer.list(tuple.len() as u64);
-                parts_while(tuple, |item| self.quiet(item, depth + 1)) == tuple.len()
-            }
+        let is_done = if let Ok(dict) = value.cast_exact::<PyDict>() {
+            self.out.writer.dict(dict.len() as u64);
+            // Of what is encoded quietly, only tuples can share a hash in numbers.
+            let mut may_collide = false;
+            let is_done = dict.iter().all(|(key, value)| {
+                may_collide |= key.is_exact_instance_of::<PyTuple>();
+                self.quiet_key(&key, depth + 1) && self.quiet(&value, depth + 1)
+            });
+            is_done && (!may_collide || is_spread(dict))
+        } else if let Ok(list) = value.cast_exact::<PyList>() {
+            self.out.writer.list(list.len() as u64);
+            list.iter().all(|item| self.quiet(&item, depth + 1))
+        } else if let Ok(tuple) = value.cast_exact::<PyTuple>() {
+            self.out.writer.tag(Tag::Tuple);
+            self.out.writer.list(tuple.len() as u64);
+            tuple.iter().all(|item| self.quiet(&item, depth + 1))
+        } else {
+            false
         };
         self.open.pop();
         if !is_done {
@@ -353,8 +319,7 @@ impl<'py> Walk<'_, 'py> {
     }
 
     fn compound(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
-        let containers = [PyDict::is_exact_type_of, PyList::is_exact_type_of, PyTuple::is_exact_type_of];
-        if !containers.iter().any(|is_exact| is_exact(value)) {
+        if !is_container(value) {
             let is_plain = value.is_exact_instance_of::<PyInt>() || value.is_exact_instance_of::<Tagged>();
             return if is_plain { self.plain(value, depth) } else { self.lowered(value, depth) };
         }
@@ -387,8 +352,7 @@ impl<'py> Walk<'_, 'py> {
     fn list(&mut self, list: &Bound<'py, PyList>, depth: usize) -> PyResult<()> {
         self.out.writer.list(list.len() as u64);
         self.keys.stretch += 1;
-        // SAFETY: `quiet` runs no code of the program.
-        let first = unsafe { items_while(list, |item| self.quiet(item, depth)) };
+        let first = list.iter().take_while(|item| self.quiet(item, depth)).count();
         if first == list.len() {
             return Ok(());
         }
@@ -410,12 +374,11 @@ impl<'py> Walk<'_, 'py> {
         self.out.writer.dict(dict.len() as u64);
         self.keys.stretch += 1;
         let mut is_key_done = false;
-        let entry = |key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>| {
+        let entry = |(key, value): &(Bound<'py, PyAny>, Bound<'py, PyAny>)| {
             is_key_done = self.quiet(key, depth);
             is_key_done && self.quiet(value, depth)
         };
-        // SAFETY: `quiet` runs no code of the program.
-        let done = unsafe { entries_while(dict, entry) };
+        let done = dict.iter().take_while(entry).count();
         if done == dict.len() {
             return Ok(());
         }
@@ -577,16 +540,18 @@ fn expect_spread(dict: &Bound<'_, PyDict>) -> PyResult<Option<String>> {
     dict.keys().iter().find_map(|key| spread.add(&key).transpose()).transpose()
 }
 
-/// Whether [`expect_spread`] finds nothing wrong, of a dict whose keys were encoded quietly.
-///
-/// # Safety
-/// No other thread runs code of the program meanwhile.
-unsafe fn is_spread(dict: &Bound<'_, PyDict>) -> bool {
+/// Returns whether the value is exactly a dict, a list or a tuple, of no class that derives from them.
+fn is_container(value: &Bound<'_, PyAny>) -> bool {
+    [PyDict::is_exact_type_of, PyList::is_exact_type_of, PyTuple::is_exact_type_of]
+        .iter()
+        .any(|is_exact| is_exact(value))
+}
+
+/// Returns whether [`expect_spread`] finds nothing wrong with a dict whose keys were encoded quietly.
+fn is_spread(dict: &Bound<'_, PyDict>) -> bool {
     let mut spread = Spread::default();
     // A list of the keys would be a new object, and Python may collect garbage when one is made, which runs finalizers.
-    // SAFETY: to hash such a key runs no code of the program.
-    dict.len() <= EQUAL_HASHES_MAX
-        || unsafe { entries_while(dict, |key, _| matches!(spread.add(key), Ok(None))) } == dict.len()
+    dict.len() <= EQUAL_HASHES_MAX || dict.iter().all(|(key, _)| matches!(spread.add(&key), Ok(None)))
 }
 
 fn to_dict<'py>(py: Python<'py>, entries: Vec<(object::Value, object::Value)>) -> PyResult<Bound<'py, PyDict>> {

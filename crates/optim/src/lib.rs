@@ -11,7 +11,6 @@ mod kind;
 mod lion;
 mod optimizer;
 mod piece;
-mod prefetch;
 mod replay;
 mod scalars;
 mod sequence;

@@ -4,11 +4,7 @@ use crate::block::{Block, Gradient};
 use crate::dtype::{Dtype, Dtypes};
 use crate::optimizer::Optimizer;
 use crate::piece::{Fma, PIECE, Piece, each, from_bf16, narrowed, to_bf16};
-use crate::prefetch::prefetch;
 use crate::variant::Parts;
-
-/// How many pieces ahead the processor fetches.
-const AHEAD: usize = 2;
 
 /// A step that changes the block.
 pub(crate) struct Taken<'a, C> {
@@ -68,10 +64,6 @@ impl<O: Optimizer> Task<'_, '_, O> {
 /// Reads `count` elements of `bytes` from the element `at` on.
 #[inline(always)]
 fn load(dtype: Dtype, bytes: &[u8], at: usize, count: usize, into: &mut Piece) {
-    let later = (at + AHEAD * PIECE) * dtype.bytes();
-    if let Some(later) = bytes.get(later..later + PIECE * dtype.bytes()) {
-        prefetch(later);
-    }
     let bytes = &bytes[at * dtype.bytes()..(at + count) * dtype.bytes()];
     match dtype {
         Dtype::F32 => {

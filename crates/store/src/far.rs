@@ -55,15 +55,11 @@ pub(crate) use endpoint::is_http;
 #[cfg(any(feature = "azure", feature = "gcs"))]
 pub(crate) use endpoint::{expect_tls, plain};
 use flow::Flow;
-#[cfg(feature = "s3")]
-pub(crate) use network::wait_of;
 use network::{Answer, Held, Network};
 pub(crate) use network::{Connector, Pool};
 use pace::Pace;
 use read::FarReader;
 use upload::FarWriter;
-#[cfg(feature = "s3")]
-pub(crate) use {carried::Carried, failure::told};
 
 const MIB: u64 = 1 << 20;
 

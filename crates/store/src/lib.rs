@@ -56,7 +56,7 @@ pub mod uring;
 mod write;
 
 pub use error::{Error, Kind, Result};
-use local::Devices;
+use local::Claims;
 pub use local::probe;
 pub use map::{Lent, Mapping};
 pub use name::{is_temporary, temporary};
@@ -417,11 +417,11 @@ pub struct Location {
     pub prefix: String,
 }
 
-/// What the stores that one program uses share: measurements of this machine's storage, and the client of far storage,
-/// which comes into being with the first store that needs it.
+/// Shared by the stores of one program: on which devices names were claimed, and the client of far storage, which the
+/// first store that needs it makes.
 #[derive(Default)]
 pub struct Shared {
-    devices: Arc<Devices>,
+    claims: Arc<Claims>,
     #[cfg(feature = "far")]
     far: far::Pool,
 }
@@ -447,9 +447,9 @@ impl Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
     }
 
-    /// How many stores and objects of this machine's storage use its measurements.
-    pub fn measured_by(&self) -> usize {
-        Arc::strong_count(&self.devices) - 1
+    /// Returns how many stores of this machine's storage use it.
+    pub fn users(&self) -> usize {
+        Arc::strong_count(&self.claims) - 1
     }
 }
 

@@ -5,8 +5,8 @@
 //! 1. *Create.* The file is opened at its final name with `O_CREAT | O_EXCL`; directories that are missing on the way
 //!    are made first. `fallocate` gives it its length and its blocks, so that a full disk is found before the first
 //!    byte is written and parallel writes never extend the file.
-//! 2. *Write.* With `O_DIRECT` where a probe file in the store's own directory shows that the file system takes it, and
-//!    a measurement for large objects that it is not clearly slower; through the page cache otherwise. Many writes are
+//! 2. *Write.* With `O_DIRECT` where a probe file in the store's own directory shows that the file system takes it;
+//!    through the page cache otherwise. Many writes are
 //!    kept in flight by one thread through `io_uring` where the kernel offers it, by several threads with `pwrite`
 //!    where it does not (seccomp) and for the page cache. Short writes and `EINTR` are continued.
 //! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable. A
@@ -31,18 +31,14 @@
 //!
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
-mod devices;
 mod flights;
 pub mod probe;
 mod reader;
 mod writer;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-pub use devices::Devices;
 
 use reader::LocalReader;
 use writer::LocalWriter;
@@ -64,6 +60,9 @@ const ALIGNMENT: usize = 4096;
 
 /// From this length on, write-back of a write through the page cache begins at once.
 const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
+
+/// From this length on a file is opened a second time, to be read past the page cache.
+const DIRECT_BYTES_MIN: u64 = 64 << 20;
 
 /// A block for the probe write.
 #[repr(align(4096))]
@@ -87,7 +86,7 @@ fn path_of(url: Url<'_>) -> Result<String> {
 /// Opens a plain path, absolute or relative to the current directory of this moment.
 pub(crate) fn open_path(path: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let store = LocalStore::on(RealDisk, absolute(path)?.into())?;
-    Ok(Arc::new(LocalStore { devices: Arc::clone(&shared.devices), ..store }))
+    Ok(Arc::new(LocalStore { claims: Arc::clone(&shared.claims), ..store }))
 }
 
 /// A path as seen from `/`, without a slash at the end.
@@ -104,16 +103,30 @@ pub(crate) fn absolute(path: &str) -> Result<String> {
     })
 }
 
+/// Devices on which a name was claimed, which the stores of a process share: each device is tried once.
+#[derive(Default)]
+pub struct Claims(Mutex<HashSet<u64>>);
+
+impl Claims {
+    /// Makes the attempt unless one succeeded on that device.
+    fn expect(&self, device: u64, attempt: impl FnOnce() -> Result<()>) -> Result<()> {
+        let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !known().contains(&device) {
+            attempt()?;
+            known().insert(device);
+        }
+        Ok(())
+    }
+}
+
 /// A directory of a file system as a [`Store`].
 pub struct LocalStore<D: Disk = RealDisk> {
     disk: Arc<D>,
     root: PathBuf,
     url: String,
-    devices: Arc<Devices>,
+    claims: Arc<Claims>,
     /// Whether the file system takes `O_DIRECT`; tried before the first file is created.
     direct: OnceLock<bool>,
-    /// Whether large files are written through the page cache all the same; measured before the first one is created.
-    buffered: AtomicBool,
     above: Mutex<Above>,
     lending: Arc<Lending>,
 }
@@ -148,14 +161,12 @@ impl<D: Disk> LocalStore<D> {
                 Err(errno) => return Err(of_errno("open", place, errno)),
             }
         }
-        let (direct, buffered) = (OnceLock::new(), AtomicBool::new(false));
         Ok(Self {
             disk: Arc::new(disk),
             root,
             url,
-            devices: Arc::default(),
-            direct,
-            buffered,
+            claims: Arc::default(),
+            direct: OnceLock::new(),
             above: Mutex::default(),
             lending: Arc::default(),
         })
@@ -188,21 +199,6 @@ impl<D: Disk> LocalStore<D> {
             Err(errno) => return Err(no_room(&*self.disk, "mkdir", dir, errno, 0)),
         }
         Ok(())
-    }
-
-    /// Whether a file of `bytes` bytes in `dir` is to be written with `O_DIRECT`.
-    fn writes_direct(&self, dir: &Path, bytes: u64) -> Result<bool> {
-        if !self.takes_direct(dir)? {
-            return Ok(false);
-        }
-        if bytes < devices::WORTH_BYTES {
-            return Ok(true);
-        }
-        self.make_dirs(dir)?;
-        let device = self.call("create", dir, |disk| disk.stat(dir))?.identity.0;
-        let buffered = self.devices.writes_buffered(device, || devices::writes_faster_buffered(&*self.disk, dir));
-        self.buffered.fetch_or(buffered, Ordering::Relaxed);
-        Ok(!buffered)
     }
 
     /// Whether files in `dir` can be written with `O_DIRECT`; the first call makes `dir` and tries it there.
@@ -375,7 +371,7 @@ impl<D: Disk> Store for LocalStore<D> {
         for _ in 0..EMPTIED_MAX {
             root = root.or_else(|error| if error.kind == Kind::NotFound { stat() } else { Err(error) });
         }
-        self.devices.publishes(root?.identity.0, || {
+        self.claims.expect(root?.identity.0, || {
             let (from, to) = (self.root.join(name::temporary()?), self.root.join(name::temporary()?));
             let file = self.create_file(from, 0, false)?;
             self.claim(&file, &to)?;
@@ -388,7 +384,7 @@ impl<D: Disk> Store for LocalStore<D> {
         if i64::try_from(bytes).is_err() {
             return Err(failed(Kind::Exhausted, "create", &path, format!("no file can hold {bytes} bytes")));
         }
-        let direct = self.writes_direct(path.parent().unwrap_or(&self.root), bytes)?;
+        let direct = self.takes_direct(path.parent().unwrap_or(&self.root))?;
         let object = self.create_file(path, bytes, direct)?;
         if bytes > 0 {
             match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
@@ -408,12 +404,11 @@ impl<D: Disk> Store for LocalStore<D> {
         let path = self.path("open", name)?;
         let (file, stat) = self.open_file(&path)?;
         let bytes = stat.bytes;
-        let is_large = bytes >= devices::WORTH_BYTES;
+        let is_large = bytes >= DIRECT_BYTES_MIN;
         // Optional: without it the file is read through the page cache.
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
-        let (devices, device) = (Arc::clone(&self.devices), stat.identity.0);
         let lending = Arc::clone(&self.lending);
-        let object = LocalReader::new(self.disk.clone(), file, direct, (devices, device), lending, path, bytes);
+        let object = LocalReader::new(self.disk.clone(), file, direct, lending, path, bytes);
         let mut head = vec![0; bytes.min(head_bytes) as usize];
         if !head.is_empty() {
             object.read_at(0, &mut head)?;
@@ -485,7 +480,7 @@ impl<D: Disk> Store for LocalStore<D> {
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
         // Through the page cache a ring is slower than threads: its workers wait for each other at the file's lock.
         match self.direct.get() {
-            Some(true) if !self.buffered.load(Ordering::Relaxed) => match self.disk.ring(flights::DEPTH) {
+            Some(true) => match self.disk.ring(flights::DEPTH) {
                 Ok(ring) => flights::write_all::<D>(ring, writes),
                 Err(_) => by_threads(WRITE_THREADS, writes),
             },

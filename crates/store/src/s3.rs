@@ -4,12 +4,11 @@
 //! `addressing`: `path` (`https://endpoint/bucket/name`, the default with an endpoint) or `virtual`
 //! (`https://bucket.endpoint/name`). What is not given there comes from where the tools of AWS keep it: the environment
 //! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that `AWS_PROFILE`
-//! names, with the role that it takes, and the roles of containers and instances, in this order.
+//! names, and the roles of containers and instances, in this order.
 
 mod beyond;
 mod credentials;
 mod profile;
-mod role;
 
 use std::sync::Arc;
 
@@ -23,8 +22,7 @@ use crate::{Error, Kind, Result, Shared, Store};
 
 use beyond::BeyondClient;
 use credentials::ProfileCredentials;
-use profile::{Files, Profile, variable};
-use role::{Plan, Sts};
+use profile::{Files, Profile};
 
 /// The options of such a URL.
 pub(crate) const OPTIONS: &[&str] = &["addressing", "endpoint", "region", "storage_class"];
@@ -66,21 +64,15 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         builder = builder.with_endpoint(endpoint);
     }
     let is_given = ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"].iter().any(|name| std::env::var(name).is_ok());
-    let plan = profile.as_ref().map_or(Ok(None), |profile| Plan::of(profile, &files));
-    let of_profile = match is_given {
-        false => plan?.is_some(),
+    let of_profile = profile.as_ref().is_some_and(|profile| match is_given {
+        false => profile.gives_keys(),
         // Keys of the environment count more, unless the profile that is asked for takes its role with them.
-        true => Profile::named().is_some() && matches!(plan, Ok(Some(plan)) if plan.needs_environment()),
-    };
+        true => Profile::named().is_some() && profile.takes_role_with_environment(),
+    });
     let keys = [AmazonS3ConfigKey::SecretAccessKey, AmazonS3ConfigKey::Token];
     let secrets: Vec<_> = keys.iter().filter_map(|key| builder.get_config_value(key)).collect();
     let region = builder.get_config_value(&AmazonS3ConfigKey::Region).unwrap_or_else(|| REGION.to_owned());
     can_sign(&builder).map_err(invalid)?;
-    let sts = ["AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL"].into_iter().find_map(variable);
-    let sts = sts.or_else(|| setting("endpoint_url").map(str::to_owned)).unwrap_or_else(|| role::endpoint_in(&region));
-    if let Some(found) = Some(&sts).filter(|endpoint| of_profile && !is_http(endpoint)) {
-        return Err(invalid(format!("expected an endpoint of STS such as https://host:port, found {found:?}")));
-    }
     let is_fixed = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
     let endpoint = endpoint_of(&builder);
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
@@ -105,8 +97,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let mut builder = builder.clone();
         let mut renew = is_fixed.then(|| Arc::new(|_| false) as Renew);
         if of_profile {
-            let sts = Sts { connector: connector.clone(), endpoint: sts.clone(), region: region.clone() };
-            let credentials = Arc::new(ProfileCredentials::new(sts));
+            let credentials = Arc::new(ProfileCredentials::default());
             builder = builder.with_credentials(Arc::clone(&credentials) as AwsCredentialProvider);
             renew = Some(Arc::new(move |before| {
                 credentials.forget(before);

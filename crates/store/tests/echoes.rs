@@ -128,23 +128,3 @@ fn google_with_a_token() {
         check(|endpoint| format!("gs://b?endpoint={endpoint}"), &["ya29.token-of-the-account-0123456789"]);
     });
 }
-
-/// A container's keys are asked for with a token from a file; the role's keys would be asked for with those.
-#[test]
-fn a_role_of_a_container() {
-    const TOKEN: &str = "token-of-the-container-0123456789";
-    let dir = tempfile::tempdir().unwrap();
-    let [config, token] = ["config", "token"].map(|name| dir.path().join(name));
-    std::fs::write(&token, TOKEN).unwrap();
-    std::fs::write(&config, "[default]\nrole_arn = r\ncredential_source = EcsContainer\n").unwrap();
-    let container = serve(|request| Some(answer("403 Echo", &format!("<html>{}</html>", head(&request)))));
-    let mut given = Server::given("url=http://127.0.0.1:9 bucket=b");
-    given.has_profile_in(&config);
-    given.has_variable("AWS_CONTAINER_CREDENTIALS_FULL_URI", &format!("{container}/keys"));
-    given.has_variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", &token.display().to_string());
-    given.again("a_role_of_a_container", |server| {
-        let error = open(&server.s3("run")).unwrap().put("x", b"bytes").unwrap_err();
-        assert!(error.message.contains("no role of its own (the service answered 403 Forbidden"), "{error}");
-        assert!(!format!("{error} {error:?}").contains(TOKEN), "{error:?}");
-    });
-}

@@ -77,9 +77,6 @@ class NumpyAdapter:
     def stream(self, device: int) -> int | None:
         return None
 
-    def carrier(self, world: int) -> None:
-        return None
-
     def hold(self, tensors: Sequence[Array]) -> Hold:
         raise Refused("NumPy cannot tell whether an array was written")
 

@@ -28,7 +28,6 @@ from ..catalog import (
     Origin,
     Refused,
     Region,
-    Rounds,
     Source,
     Target,
 )
@@ -56,7 +55,6 @@ from .torch_modules import Modules
 from .torch_optimizers import Optimizers
 from .torch_placement import Placed, chunks, expect_shape, local_of, placed, text, views
 from .torch_refused import expect_understood_owner, expect_understood_tensor
-from .torch_rounds import carries, carry
 
 _log = logging.getLogger("shardfast")
 
@@ -161,9 +159,6 @@ class TorchAdapter:
 
     def stream(self, device: int) -> int | None:
         return int(torch.cuda.current_stream(device).cuda_stream)
-
-    def carrier(self, world: int) -> Callable[[Rounds], None] | None:
-        return carry if carries(world) else None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> Hold:
         return hold_of(tensors)

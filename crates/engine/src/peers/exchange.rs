@@ -11,17 +11,15 @@
 //! rank sends its message of round *k* it is done with all that came up to round *k - 2*; so a rank with slots for four
 //! rounds never deadlocks.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::iter::Peekable;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use shardfast_format::{BLOCK_BYTES, Manifest};
+use shardfast_format::Manifest;
 use shardfast_plan::{Chunk, Piece, Sharing};
-use shardfast_store::Upcoming;
 use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::host::{pack, row_major_strides};
 use shardfast_transfer::provider::Fences;
@@ -37,24 +35,12 @@ mod message;
 mod pool;
 mod requests;
 mod swap;
-mod trial;
 
 use message::{Body, GAVE_UP, LAST, Segment, carried, head, parse, shown};
 use pool::{Pool, Queue};
 pub(crate) use requests::slots_in_request;
 use requests::{Request, Task, cores};
 use swap::Swap;
-pub(crate) use trial::Trial;
-use trial::{Spent, timed};
-
-/// Rounds after which the ranks decide whether to go on: the first ones only fill the pipeline.
-const TRIAL_ROUNDS: u64 = 3;
-
-/// A round of the trial is this much smaller, so that a slower way costs little.
-const TRIAL_PART: u64 = 8;
-
-/// Of what came from others, the bytes that are read from storage as well, in two reads, to measure that.
-pub(crate) const AGAIN_BYTES: u64 = 4 * BLOCK_BYTES;
 
 /// Rounds that are read while another one is swapped.
 const ROUNDS_AHEAD: usize = 2;
@@ -122,7 +108,6 @@ struct Counters {
     sent: AtomicU64,
     /// Bytes of elements that reached their places.
     arrived: AtomicU64,
-    spent: Spent,
 }
 
 enum Work {
@@ -152,36 +137,32 @@ struct Outgoing {
     is_last: bool,
 }
 
-/// Decides with all ranks whether to go on sharing, by what each measured.
-pub(crate) type GoOn<'a> = &'a mut dyn FnMut(Trial) -> Troubled<bool>;
-
 impl Shared<'_> {
-    /// Fills the sinks. With `go_on` the ranks make a trial first and decide then, else they share to the end. The
-    /// carrier reaches each of [`Sharing::peers`].
+    /// Fills the sinks. The carrier reaches each of [`Sharing::peers`].
     ///
     /// # Errors
     /// The error of this rank. `Corrupt` names the checkpoint, the leaves, and the file and the byte range, or the rank
     /// from which they came; no unverified byte reaches a sink.
-    pub(crate) fn run(&self, carrier: Box<dyn Carrier + '_>, go_on: Option<GoOn<'_>>) -> Troubled<(Ended, Traffic)> {
+    pub(crate) fn run(&self, carrier: Box<dyn Carrier + '_>) -> Result<(Ended, Traffic)> {
         let counters = Counters::default();
         let queue = Queue::default();
         let work = |work: Work| match work {
             Work::Read(round, request) => self.read(round, request, &counters),
             Work::Place(round, segment) => self.place(round, &segment, &counters),
         };
-        let went_on = std::thread::scope(|scope| {
+        let ended = std::thread::scope(|scope| {
             let swap = Swap::start(scope, carrier);
-            let mut course = Course::new(self, Pool::new(scope, &queue, &work), &counters, go_on.is_some());
-            let outcome = course.rounds(&swap, go_on);
-            if matches!(outcome, Ok(None) | Err(Trouble::Here(_))) {
+            let mut course = Course::new(self, Pool::new(scope, &queue, &work), &counters);
+            let outcome = course.rounds(&swap);
+            if !matches!(outcome, Ok(Ended::Done)) {
                 // So that no peer waits for this rank; a failure to send it does not matter here.
                 let message = vec![Arc::new(head(GAVE_UP, &[]))];
                 _ = swap.begin(course.open.iter().map(|&peer| (peer, message.clone())).collect());
                 _ = swap.end();
             }
             drop(swap);
-            if let Ok(Some(went_on)) = outcome {
-                course.rest(went_on)?;
+            if let Ok(Ended::Done) = outcome {
+                course.rest()?;
                 self.expect_all(&counters)?;
             }
             outcome
@@ -190,20 +171,17 @@ impl Shared<'_> {
             bytes_read: counters.read.into_inner(),
             bytes_received: counters.received.into_inner(),
             bytes_sent: counters.sent.into_inner(),
-            is_shared: went_on == Some(true),
+            is_shared: ended == Ended::Done,
         };
-        Ok((if went_on.is_some() { Ended::Done } else { Ended::Stopped }, traffic))
+        Ok((ended, traffic))
     }
 
     /// Makes a request, verifies what came, takes this rank's pieces and packs the others'.
     fn read(&self, round: u64, request: Request, counters: &Counters) -> Result<Worked> {
         let Request { span: Span { file, .. }, tasks } = request;
         let ranges: Vec<Range<u64>> = tasks.iter().map(|task| self.range(&task.chunk)).collect();
-        let (slots, damaged) = timed(&counters.spent.reading, || -> Result<_> {
-            let mut slots = self.staging.acquire_many(tasks.len())?;
-            let damaged = self.files.read_blocks(file, &ranges, &mut slots)?;
-            Ok((slots, damaged))
-        })?;
+        let mut slots = self.staging.acquire_many(tasks.len())?;
+        let damaged = self.files.read_blocks(file, &ranges, &mut slots)?;
         if let Some(damage) = damaged.first() {
             let leaves = self.files.leaves_in(file, &damage.span);
             return Err(Error::corrupt(format!("{}: {leaves}: {damage}", self.files.place())));
@@ -233,16 +211,13 @@ impl Shared<'_> {
         };
         // Waits before the memory is used again, also after an error.
         let mut fences = Fences::default();
-        timed(&counters.spent.placing, || -> Result<()> {
-            for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
-                for sink in &self.sinks[piece.want as usize] {
-                    sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source(&piece), &mut fences)?;
-                }
-                counters.arrived.fetch_add(piece.bytes(), Ordering::Relaxed);
+        for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
+            for sink in &self.sinks[piece.want as usize] {
+                sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source(&piece), &mut fences)?;
             }
-            Ok(())
-        })?;
-        let packed = timed(&counters.spent.passing_on, || self.packed(&chunk, others, slot, source));
+            counters.arrived.fetch_add(piece.bytes(), Ordering::Relaxed);
+        }
+        let packed = self.packed(&chunk, others, slot, source);
         fences.wait()?;
         Ok(packed)
     }
@@ -301,9 +276,8 @@ impl Shared<'_> {
         };
         let (packed, returned) = match body {
             Body::Message { message, bytes, crc } => {
-                let proven = timed(&counters.spent.passing_on, || Body::proven(message, bytes, *crc));
                 let mismatch = |found| failed(format!("expected CRC-64 {crc:016x}, found {found:016x}"));
-                (proven.map_err(mismatch)?, None)
+                (Body::proven(message, bytes, *crc).map_err(mismatch)?, None)
             }
             Body::Window { at, bytes } => {
                 let view = self.neighbours.views.get(from);
@@ -317,42 +291,19 @@ impl Shared<'_> {
         if expected != packed.len() as u64 {
             return Err(failed(format!("expected {expected} bytes for this rank, found {}", packed.len())));
         }
-        timed(&counters.spent.placing, || {
-            let mut fences = Fences::default();
-            let mut at = 0;
-            for piece in &pieces {
-                let source = &packed[at..at + piece.bytes() as usize];
-                let strides = row_major_strides(&piece.lengths, piece.item_bytes());
-                for sink in &self.sinks[piece.want as usize] {
-                    sink.scatter(&piece.dst_offsets, &piece.lengths, &strides, source, &mut fences)?;
-                }
-                at += source.len();
+        let mut fences = Fences::default();
+        let mut at = 0;
+        for piece in &pieces {
+            let source = &packed[at..at + piece.bytes() as usize];
+            let strides = row_major_strides(&piece.lengths, piece.item_bytes());
+            for sink in &self.sinks[piece.want as usize] {
+                sink.scatter(&piece.dst_offsets, &piece.lengths, &strides, source, &mut fences)?;
             }
-            fences.wait()
-        })?;
+            at += source.len();
+        }
+        fences.wait()?;
         counters.arrived.fetch_add(expected, Ordering::Relaxed);
         Ok(Worked::Placed { round, returned })
-    }
-
-    /// Reads some of what came from others from storage, too, and measures it: the faster one of two reads counts.
-    fn read_again(&self, trial: &mut Trial, came: Option<&(u32, u64, u64)>, counters: &Counters) -> Result<()> {
-        let Some(&(file, first, end)) = came else { return Ok(()) };
-        let mut memory = self.staging.acquire()?;
-        let mut fastest = f64::MAX;
-        for start in [first, first + (end - first) / 2 / BLOCK_BYTES * BLOCK_BYTES] {
-            let range = self.files.whole_blocks(file, start..(start + AGAIN_BYTES / 2).min(end));
-            let began = Instant::now();
-            self.files.prefetch(file, range.clone(), &Upcoming { shared_on_host: true, ..Upcoming::default() })?;
-            self.files.read_blocks(file, std::slice::from_ref(&range), std::slice::from_mut(&mut memory))?;
-            let bytes = range.end - range.start;
-            let a_byte_s = began.elapsed().as_secs_f64() / bytes as f64;
-            if a_byte_s < fastest {
-                fastest = a_byte_s;
-                (trial.again_s, trial.again_bytes) = (a_byte_s * bytes as f64, bytes);
-            }
-            counters.read.fetch_add(bytes, Ordering::Relaxed);
-        }
-        Ok(())
     }
 
     /// Checks that every wanted byte has arrived exactly once.
@@ -387,21 +338,10 @@ struct Course<'s, 'scope, 'env> {
     lent: BTreeMap<u32, (WindowSlot, BTreeSet<u32>)>,
     /// Others' slots with which this rank is done.
     returns: BTreeMap<u32, Vec<u32>>,
-    /// During the trial.
-    trial: Option<Trial>,
-    /// Chunks that came during the trial and need not be read: file and first byte.
-    done: Option<HashSet<(u32, u64)>>,
-    /// A chunk that came: file, first byte, end.
-    came: Option<(u32, u64, u64)>,
 }
 
 impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
-    fn new(
-        shared: &'s Shared<'s>,
-        pool: Pool<'scope, 'env, Work, Worked>,
-        counters: &'s Counters,
-        is_trial: bool,
-    ) -> Self {
+    fn new(shared: &'s Shared<'s>, pool: Pool<'scope, 'env, Work, Worked>, counters: &'s Counters) -> Self {
         let sharing = shared.sharing;
         let is_own = move |chunk: &Chunk| chunk.wanters.len() > 1 && chunk.reader == sharing.rank();
         let chunks: Box<dyn Iterator<Item = Chunk> + 's> = Box::new(sharing.chunks().filter(is_own));
@@ -417,30 +357,16 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             unplaced: BTreeMap::new(),
             lent: BTreeMap::new(),
             returns: BTreeMap::new(),
-            trial: is_trial.then(Trial::default),
-            done: is_trial.then(HashSet::new),
-            came: None,
         }
     }
 
-    /// Returns whether the ranks shared to the end; `None` when another one failed.
-    fn rounds(&mut self, swap: &Swap, mut go_on: Option<GoOn<'_>>) -> Troubled<Option<bool>> {
-        self.prepare(Instant::now())?;
+    /// Swaps messages until no rank expects another one.
+    fn rounds(&mut self, swap: &Swap) -> Result<Ended> {
+        self.plan()?;
         loop {
-            if (self.open.is_empty() || self.round >= TRIAL_ROUNDS)
-                && let Some(go_on) = go_on.take()
-            {
-                let mut trial = self.trial.take().unwrap_or_default();
-                trial.read_bytes = self.counters.read.load(Ordering::Relaxed);
-                self.shared.read_again(&mut trial, self.came.as_ref(), self.counters)?;
-                if !go_on(trial)? {
-                    self.finish()?;
-                    return Ok(Some(false));
-                }
-            }
             if self.open.is_empty() {
                 self.finish()?;
-                return Ok(Some(true));
+                return Ok(Ended::Done);
             }
             self.plan()?;
             while self.ahead.front().is_some_and(|round| round.missing > 0) || self.is_behind() {
@@ -450,32 +376,19 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             let Outgoing { messages, is_last, .. } = self.ahead.pop_front().unwrap_or(rest);
             self.round += 1;
             swap.begin(self.addressed(messages, is_last))?;
-            let prepared = self.prepare(Instant::now());
-            let (received, swap_s) = swap.end();
-            self.trial.iter_mut().for_each(|trial| trial.swap_s += swap_s.as_secs_f64());
-            let gave_up = self.take(received?, is_last);
+            let planned = self.plan();
+            let gave_up = self.take(swap.end()?, is_last);
             // This rank's own error is reported, even if others failed, too.
-            prepared?;
+            planned?;
             if gave_up? {
-                return Ok(None);
+                return Ok(Ended::Stopped);
             }
         }
     }
 
-    /// Begins the next rounds. During the trial it waits for them and counts the time.
-    fn prepare(&mut self, began: Instant) -> Result<()> {
-        self.plan()?;
-        if self.trial.is_some() {
-            self.finish()?;
-            self.trial.iter_mut().for_each(|trial| self.counters.spent.split(began, trial));
-        }
-        Ok(())
-    }
-
     /// Plans rounds and begins to read for them.
     fn plan(&mut self) -> Result<()> {
-        let most = if self.trial.is_some() { 1 } else { ROUNDS_AHEAD };
-        while self.ahead.len() < most && !self.is_planned {
+        while self.ahead.len() < ROUNDS_AHEAD && !self.is_planned {
             let free = self.shared.neighbours.window.as_ref().map_or(usize::MAX, |window| window.free_slots());
             if free < self.round_slots() && !self.ahead.is_empty() {
                 return Ok(());
@@ -485,7 +398,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             self.is_planned = is_last;
             self.ahead.push_back(Outgoing { missing: requests.len(), is_last, ..Outgoing::default() });
             for request in requests {
-                let threads = self.shared.announce(&request, self.trial.is_some())?;
+                let threads = self.shared.announce(&request)?;
                 self.pool.submit(Work::Read(round, request), false, threads);
             }
         }
@@ -503,7 +416,6 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
     fn next_requests(&mut self) -> (Vec<Request>, bool) {
         let shared = self.shared;
         let Shared { sharing, link_bytes, neighbours, .. } = shared;
-        let link_bytes = if self.trial.is_some() { link_bytes / TRIAL_PART } else { *link_bytes };
         let (mut requests, mut slots, slots_max) = (Vec::new(), 0, self.round_slots());
         let mut bytes_to: BTreeMap<u32, u64> = BTreeMap::new();
         // A request that does not fit as a whole waits for the next round.
@@ -521,13 +433,12 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                     let to = bytes_to.entry(rank).or_default();
                     *to += bytes;
                     // The next chunk may be as large as this one, which would be too much.
-                    is_full |= *to + (chunk.range.end - chunk.range.start) > link_bytes;
+                    is_full |= *to + (chunk.range.end - chunk.range.start) > *link_bytes;
                 }
             }
             let is_near = others.iter().any(|(ranks, _)| ranks.iter().any(is_shown));
             let slot = neighbours.window.as_ref().filter(|_| is_near).and_then(Window::take);
             slots += usize::from(slot.is_some());
-            self.done.iter_mut().for_each(|done| _ = done.insert((chunk.file, chunk.range.start)));
             shared.request(Task { chunk, others, slot }, &mut requests);
             if is_full {
                 break;
@@ -545,7 +456,6 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             message.extend(segments.remove(&peer).unwrap_or_default());
             let bytes = message.iter().map(|piece| piece.len() as u64).sum::<u64>();
             self.counters.sent.fetch_add(bytes, Ordering::Relaxed);
-            self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
             messages.insert(peer, message);
         }
         messages
@@ -559,7 +469,6 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             return Err(Error::new(Kind::Unavailable, format!("{place}: rank {silent} sent no message")));
         }
         let mut bytes: u64 = received.values().map(|message| message.len() as u64).sum();
-        self.trial.iter_mut().for_each(|trial| trial.swapped_bytes += bytes);
         // First, which ranks expect another message.
         let files: Vec<u64> = self.shared.manifest.files().iter().map(|file| file.bytes).collect();
         let parsed: Vec<_> =
@@ -578,11 +487,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 self.take_back(peer, slot)?;
             }
             for segment in parsed.segments {
-                let (start, end) = (segment.chunk.start, segment.chunk.end);
                 bytes += if let Body::Window { bytes, .. } = segment.body { bytes } else { 0 };
-                self.trial.iter_mut().for_each(|trial| trial.passed_on_bytes += end.saturating_sub(start));
-                self.done.iter_mut().for_each(|done| _ = done.insert((segment.file, start)));
-                self.came = Some((segment.file, start, end));
                 *self.unplaced.entry(self.round).or_default() += 1;
                 self.pool.submit(
                     Work::Place(self.round, segment),
@@ -656,33 +561,26 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Reads what no other rank has read for this one, after the rounds.
-    fn rest(&mut self, went_on: bool) -> Result<()> {
-        let done = self.done.take();
+    /// Reads what only this rank wants, after the rounds.
+    fn rest(&mut self) -> Result<()> {
         let mut requests = Vec::new();
-        for chunk in self.shared.sharing.chunks() {
-            let is_there = match &done {
-                Some(done) if !went_on => done.contains(&(chunk.file, chunk.range.start)),
-                _ => chunk.wanters.len() > 1,
-            };
-            if !is_there {
-                self.shared.request(Task { chunk, others: Vec::new(), slot: None }, &mut requests);
-            }
+        for chunk in self.shared.sharing.chunks().filter(|chunk| chunk.wanters.len() == 1) {
+            self.shared.request(Task { chunk, others: Vec::new(), slot: None }, &mut requests);
             // The last one may grow.
             if requests.len() > 1 {
-                self.read_alone(requests.remove(0), went_on)?;
+                self.read_alone(requests.remove(0))?;
             }
         }
-        requests.into_iter().try_for_each(|request| self.read_alone(request, went_on))?;
+        requests.into_iter().try_for_each(|request| self.read_alone(request))?;
         self.finish()
     }
 
     /// Begins to read what no round carries.
-    fn read_alone(&mut self, request: Request, went_on: bool) -> Result<()> {
+    fn read_alone(&mut self, request: Request) -> Result<()> {
         while self.pool.unfinished() >= ANNOUNCED {
             self.settle()?;
         }
-        let threads = self.shared.announce(&request, !went_on)?;
+        let threads = self.shared.announce(&request)?;
         self.pool.submit(Work::Read(0, request), false, threads);
         Ok(())
     }

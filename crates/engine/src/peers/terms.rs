@@ -13,7 +13,7 @@ use shardfast_transfer::sink::Want;
 use shardfast_transfer::staging::window::{View, Window};
 
 use super::PeerReads;
-use super::exchange::{AGAIN_BYTES, Neighbours, Trouble, slots_in_request};
+use super::exchange::{Neighbours, Trouble, slots_in_request};
 use crate::operation::{Operation, of_ranks};
 use crate::reads::{ValueRef, data_bytes};
 
@@ -39,8 +39,8 @@ const DESCRIPTORS_KEPT: u64 = 512;
 /// How long ranks wait for connections before they ask whether all are still there.
 const JOINING: Duration = Duration::from_secs(1);
 
-/// The bytes that each rank must, on average, have in common with another one before a trial is worth its cost. They
-/// must also be a noticeable part of the whole, and the trial's reads an unnoticeable one.
+/// The bytes that each rank must, on average, have in common with another one before connections are worth their cost.
+/// They must also be a hundredth of the whole.
 pub(crate) const REPEATED_BYTES_MIN: u64 = 32 << 20;
 
 /// A rank's message at the beginning of a load.
@@ -50,8 +50,6 @@ pub(crate) struct Opening {
     pub(crate) bytes: u64,
     /// What is wanted, sorted, none twice; empty if nothing is to be shared.
     pub(crate) wants: Vec<Wanted>,
-    /// Whether the program carries rounds.
-    pub(crate) has_rounds: bool,
     /// The most bytes of one round's messages in one direction.
     pub(crate) exchange_bytes: u64,
     /// The number of ranks that this one can connect to.
@@ -79,10 +77,8 @@ pub(crate) struct Terms {
     pub(crate) link_bytes: u64,
     /// Longer than every message.
     pub(crate) message_bytes_max: u64,
-    /// Whether the program carries the rounds.
-    pub(crate) by_rounds: bool,
-    /// Whether the ranks make a trial first.
-    pub(crate) is_measured: bool,
+    /// Whether ranks that need no storage for it read for themselves after all.
+    pub(crate) may_decline: bool,
 }
 
 /// What a load wants, in terms of the manifest, sorted, each once with its indices among the wants and then the values.
@@ -116,7 +112,6 @@ pub(crate) fn decide(
     let shared_on_host = ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.bytes)) > there;
     let least = |of: fn(&Opening) -> u64| ranks.iter().map(of).min().unwrap_or(0);
     let (exchange_bytes, links_max) = (least(|rank| rank.exchange_bytes), least(|rank| rank.links_max));
-    let by_rounds = ranks.iter().all(|rank| rank.has_rounds);
     let world = ranks.len();
     let plain = || Ok((0..world).map(|_| Opened { shared_on_host, sharing: None }).collect());
     if world == 1 || peer_reads == PeerReads::Never {
@@ -126,10 +121,8 @@ pub(crate) fn decide(
     let Some(matching) = share(manifest, &wants, OTHERS_MAX)? else { return plain() };
     let peers = u64::from(matching.peers_max);
     let repeated = matching.bytes_for_each - matching.bytes_for_all;
-    let is_little = repeated < REPEATED_BYTES_MIN * world as u64
-        || repeated < matching.bytes_for_all / 100
-        || AGAIN_BYTES * world as u64 > matching.bytes_for_all / 100;
-    if peers == 0 || peer_reads == PeerReads::Auto && is_little || !by_rounds && peers > links_max {
+    let is_little = repeated < REPEATED_BYTES_MIN * world as u64 || repeated < matching.bytes_for_all / 100;
+    if peers == 0 || peer_reads == PeerReads::Auto && is_little || peers > links_max {
         return plain();
     }
     let round_bytes = exchange_bytes.min(ROUND_BYTES_MAX).min(LINK_BYTES * peers.max(LINKS_MIN));
@@ -142,10 +135,10 @@ pub(crate) fn decide(
     // What a round has room for in a window.
     let run_bytes = needs.request_bytes.min(exchange_bytes / 2) / chunk_bytes * chunk_bytes;
     let sharing = matching.common.into_iter().map(|common| {
-        let is_measured = peer_reads == PeerReads::Auto;
+        let may_decline = peer_reads == PeerReads::Auto;
         // A rank may want an element by several wants that overlap.
         let message_bytes_max = there.saturating_mul(4).saturating_add(1 << 20);
-        Terms { common, chunk_blocks, run_bytes, link_bytes, message_bytes_max, by_rounds, is_measured }
+        Terms { common, chunk_blocks, run_bytes, link_bytes, message_bytes_max, may_decline }
     });
     Ok(sharing.map(|terms| Opened { shared_on_host, sharing: Some(terms) }).collect())
 }

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{env, thread};
 
-use shardfast_engine::carrier::{Round, Rounds, handoff};
 use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
@@ -148,108 +147,15 @@ fn damage_that_one_rank_reads_is_everybodys_failure() {
     }
 }
 
-/// What carries a load's rounds in these tests: all ranks' rounds are collected and delivered, perhaps altered.
-fn carry(ranks: Vec<Rounds>, alter: &Alter<'_>) {
-    let mut is_open = vec![true; ranks.len()];
-    for round in 0.. {
-        let mut received: Vec<BTreeMap<u32, Vec<u8>>> = vec![BTreeMap::new(); ranks.len()];
-        for (rank, rounds) in (0u32..).zip(&ranks).filter(|(rank, _)| is_open[*rank as usize]).collect::<Vec<_>>() {
-            match rounds.next(LONG) {
-                Round::Swap(messages) => {
-                    for (to, message) in messages {
-                        let bytes = message.iter().flat_map(|piece| piece.iter().copied()).collect();
-                        received[to as usize].insert(rank, bytes);
-                    }
-                }
-                Round::Waiting => panic!("rank {rank} neither asks nor ends"),
-                Round::Over => is_open[rank as usize] = false,
-            }
-            assert!(rounds.is_shared());
-        }
-        if is_open.iter().all(|is_open| !is_open) {
-            return;
-        }
-        for (rounds, mut received) in ranks.iter().zip(received) {
-            let altered = alter(round, &mut received);
-            rounds.received(altered.map(|()| received));
-        }
-    }
-}
-
-/// What happens in a round to what a rank receives.
-type Alter<'a> = dyn Fn(u32, &mut BTreeMap<u32, Vec<u8>>) -> Result<()> + 'a;
-
-/// A load of replicas whose rounds are carried so; what each rank found wrong, and what it moved.
-fn carried(
-    way: PeerReads,
-    (truth, url): (&Truth, &str),
-    world: u32,
-    alter: &Alter<'_>,
-) -> Vec<Result<(Option<String>, Traffic)>> {
-    let job = Job::staged(Layout::replicas(world), STAGING_BYTES);
-    let (handoffs, rounds): (Vec<_>, Vec<_>) = job.engines.iter().map(|_| handoff()).unzip();
-    let load = |engine: &Arc<Engine>, handoff| {
-        let mut places: Vec<Place> = truth.places(&job.layout, engine.rank(), &mut Dice(2));
-        let opened = checkpoint::open(engine, url, LONG)?;
-        let (wants, values) = wants(opened.manifest(), &mut places);
-        let loaded = opened.load_by(way, Some(handoff), &wants, &values, LONG)?;
-        Ok((truth.flaw(opened.manifest(), &places, &loaded.values), loaded.traffic))
-    };
-    thread::scope(|threads| {
-        let ranks = job.engines.iter().zip(handoffs);
-        let ranks: Vec<_> = ranks.map(|(engine, handoff)| threads.spawn(|| load(engine, handoff))).collect();
-        carry(rounds, alter);
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
-
-#[test]
-fn rounds_can_be_carried_by_the_program() {
-    let (place, truth) = (scratch(), matrix(1024));
-    let url = saved(place.path(), &truth);
-    let carried = |alter: &Alter<'_>| {
-        carried(PeerReads::Always, (&truth, &url), 3, alter).into_iter().map(|loaded| loaded.map(|(flaw, _)| flaw))
-    };
-    assert!(carried(&|_, _| Ok(())).all(|found| found == Ok(None)));
-
-    // A bit that turns over on the way is found, and told with the rank that had sent it.
-    for found in carried(&|round, received| {
-        if let Some(message) = received.get_mut(&1).filter(|message| round == 0 && message.len() > 1000) {
-            message[900] ^= 1;
-        }
-        Ok(())
-    }) {
-        let error = found.unwrap_err();
-        assert!(error.kind == Kind::Corrupt, "{error}");
-        assert!(error.message.contains(&format!("{url}: tensor model/w: file model/")), "{error}");
-        assert!(error.message.contains("as rank 1 sent them: expected CRC-64"), "{error}");
-    }
-    for cut in [3, 100, 5000] {
-        for found in carried(&|_, received| {
-            received.values_mut().for_each(|message| message.truncate(cut));
-            Ok(())
-        }) {
-            assert_eq!(found.unwrap_err().kind, Kind::Corrupt, "cut at {cut}");
-        }
-    }
-    for found in carried(&|_, _| Err(Error::new(Kind::Unavailable, "the ring broke"))) {
-        let error = found.unwrap_err();
-        assert!(error.kind == Kind::Unavailable && error.message.contains("rank 2: the ring broke"), "{error}");
-    }
-}
-
 /// A store with the contents of another one.
 struct Other {
     store: Arc<dyn Store>,
-    /// Its readers take turns at a rate, as those of network storage do.
-    turn: Option<Arc<std::sync::Mutex<()>>>,
     /// What it says of how much this machine has in memory, in percent.
     cached: Option<u64>,
 }
 
 struct OtherReader {
     object: Box<dyn ObjectReader>,
-    turn: Option<Arc<std::sync::Mutex<()>>>,
     cached: Option<u64>,
 }
 
@@ -271,11 +177,6 @@ impl ObjectReader for OtherReader {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> shardfast_store::Result<()> {
-        if let Some(turn) = &self.turn {
-            let _one_at_a_time = turn.lock();
-            // 50 MB/s.
-            thread::sleep(Duration::from_nanos(buf.len() as u64 * 20));
-        }
         self.object.read_at(offset, buf)
     }
 }
@@ -320,9 +221,9 @@ impl Store for Other {
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> shardfast_store::Result<(Box<dyn ObjectReader>, Vec<u8>)> {
-        let Other { store, turn, cached } = self;
+        let Other { store, cached } = self;
         let (object, head) = store.open_head(name, head_bytes)?;
-        Ok((Box::new(OtherReader { object, turn: turn.clone(), cached: *cached }), head))
+        Ok((Box::new(OtherReader { object, cached: *cached }), head))
     }
 
     fn size(&self, name: &str) -> shardfast_store::Result<u64> {
@@ -391,17 +292,17 @@ impl Store for Other {
     }
 }
 
-/// As much for each of two ranks as is worth a trial; a round takes 1 MiB from each of them.
+/// As much for each of two ranks as is worth connections.
 #[test]
-fn what_is_slower_is_left() {
+fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
     let (place, truth) = (scratch(), matrix(17 << 10));
     let url = saved(place.path(), &truth);
     let unique = (17 << 10) * 4096;
     let url = &url;
-    let on = |turn: Option<Arc<std::sync::Mutex<()>>>, cached: fn(u32) -> Option<u64>| {
+    let on = |cached: fn(u32) -> Option<u64>| {
         move |engine: &Arc<Engine>| {
-            let other = Other { store: shardfast_store::open(url)?, turn: turn.clone(), cached: cached(engine.rank()) };
-            let store: Arc<dyn Store> = Arc::new(other);
+            let store: Arc<dyn Store> =
+                Arc::new(Other { store: shardfast_store::open(url)?, cached: cached(engine.rank()) });
             checkpoint::open_from(engine, Ok(store), url, LONG)
         }
     };
@@ -410,34 +311,22 @@ fn what_is_slower_is_left() {
     let in_memory: [fn(u32) -> Option<u64>; 4] = [|_| None, |_| Some(0), |_| Some(51), |rank| Some(rank as u64 * 100)];
     for cached in in_memory {
         for (way, is_shared) in [(PeerReads::Auto, false), (PeerReads::Always, true)] {
-            let (flaw, traffic) = job.compare_by(way, on(None, cached), &truth, &mut Dice(3)).unwrap();
+            let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
             assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
             assert!(!is_shared || total(&traffic, |traffic| traffic.bytes_read) == unique, "{traffic:?}");
         }
     }
-    // Nor is passed on what each machine's page cache has.
+    // Ranks without memory in common: each reads for itself only if all have most of it in their page caches.
     let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
-    for (way, is_shared) in [(PeerReads::Auto, false), (PeerReads::Always, true)] {
-        let (flaw, traffic) = job.compare_by(way, on(None, |_| Some(51)), &truth, &mut Dice(3)).unwrap();
-        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
-    }
-
-    // Storage, beside which messages take no time.
-    let (flaw, traffic) =
-        job.compare_by(PeerReads::Auto, on(Some(Arc::default()), |_| None), &truth, &mut Dice(3)).unwrap();
-    assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
-    let read = total(&traffic, |traffic| traffic.bytes_read);
-    assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
-
-    // Messages, beside which storage takes no time.
-    let carried = carried(PeerReads::Auto, (&truth, url), 2, &|_, _| {
-        thread::sleep(Duration::from_millis(250));
-        Ok(())
-    });
-    for loaded in carried {
-        let (flaw, traffic) = loaded.unwrap();
-        assert!(flaw.is_none() && !traffic.is_shared && traffic.bytes_received > 0, "{traffic:?}");
-        assert!((unique * 3 / 4..unique).contains(&traffic.bytes_read), "{traffic:?}");
+    let elsewhere: [(fn(u32) -> Option<u64>, bool); 4] =
+        [(|_| Some(51), false), (|_| None, true), (|_| Some(49), true), (|rank| Some(rank as u64 * 100), true)];
+    for (cached, may_share) in elsewhere {
+        for (way, is_shared) in [(PeerReads::Auto, may_share), (PeerReads::Always, true)] {
+            let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
+            assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
+            let read = total(&traffic, |traffic| traffic.bytes_read);
+            assert!(!is_shared || (unique..unique + unique / 50).contains(&read), "{traffic:?}");
+        }
     }
 }
 

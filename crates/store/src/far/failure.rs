@@ -49,13 +49,6 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
 }
 
-/// Makes a call of the client library for credentials. Its error is what an error may say.
-#[cfg(feature = "s3")]
-pub(crate) async fn told<T>(call: impl Future<Output = object_store::Result<T>>) -> Result<T, String> {
-    let (done, answer) = super::network::answered(call).await;
-    done.map_err(|error| of("open", String::new(), &error, &answer).message)
-}
-
 /// What the service says under this name in its answer.
 fn tag<'a>(text: &'a str, name: &str) -> &'a str {
     let within = || text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>"));

@@ -381,7 +381,7 @@ fn range_bytes(header: &HeaderValue) -> Option<u64> {
 }
 
 /// How long a service asks to wait, in whole seconds: of a number that is too large for the type the largest.
-pub(crate) fn wait_of(header: &HeaderValue) -> Option<Duration> {
+fn wait_of(header: &HeaderValue) -> Option<Duration> {
     let text = header.to_str().ok()?.trim();
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))

@@ -1,11 +1,10 @@
-//! Reads of one file: cached ranges through the page cache, others in the faster way.
+//! Reads of one file: cached ranges through the page cache, others past it if the file is large.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::devices::Devices;
 use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno, Sys};
 use crate::error::too_short;
@@ -39,10 +38,8 @@ fn is_most_of(bytes: u64) -> impl Fn(u64) -> bool {
 pub(super) struct LocalReader<D: Disk> {
     disk: Arc<D>,
     file: D::File,
-    /// The same file past the page cache, if it is large: perhaps the faster way for what is not in it.
+    /// The same file past the page cache, if it is large.
     direct: Option<D::File>,
-    devices: Arc<Devices>,
-    device: u64,
     /// Where ranges begin that were not in the page cache when they were announced, and how they get there.
     announced: Mutex<BTreeMap<u64, Announced>>,
     /// Made when a range is first to be lent. `None` where that is not possible.
@@ -68,19 +65,19 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         }
         let announced = self.announced().remove(&offset);
         if matches!(announced, Some(Announced::Range | Announced::Units)) {
-            return self.devices.tried(self.device, false, bytes, || self.fill(offset, buf));
+            return self.fill(offset, buf);
         }
         let is_missing = announced == Some(Announced::Not);
         if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
             return self.fill(offset, buf);
         }
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-        match self.way().filter(|_| is_aligned) {
-            Some(direct) => self.devices.tried(self.device, true, bytes, || self.fill_past(direct, offset, buf)),
-            None => self.devices.tried(self.device, false, bytes, || {
+        match self.direct.as_ref().filter(|_| is_aligned) {
+            Some(direct) => self.fill_past(direct, offset, buf),
+            None => {
                 let _ = self.disk.will_need(&self.file, offset, bytes);
                 self.fill(offset, buf)
-            }),
+            }
         }
     }
 
@@ -114,7 +111,7 @@ impl<D: Disk> PageCache for LocalReader<D> {
         if self.direct.is_some() && self.disk.cached_bytes(&self.file, offset, bytes).is_ok_and(is_most_of(bytes)) {
             return Fetch::Cached;
         }
-        if !upcoming.shared_on_host && self.way().is_some() {
+        if !upcoming.shared_on_host && self.direct.is_some() {
             return Fetch::WhenRead;
         }
         if self.direct.is_some() && self.is_cached(offset, bytes) {
@@ -126,7 +123,6 @@ impl<D: Disk> PageCache for LocalReader<D> {
             return Fetch::WhenLent;
         }
         if self.direct.is_some() {
-            self.devices.begun(self.device, false);
             self.announced().insert(offset, Announced::Range);
         }
         // Only a hint: a file system that does not support it is read all the same.
@@ -146,8 +142,7 @@ impl<D: Disk> PageCache for LocalReader<D> {
         }
         if announced == Some(Announced::Units) {
             let mapping = self.mapping()?;
-            let lend = || self.lending.lend(mapping, range);
-            let lent = self.devices.tried(self.device, false, bytes as u64, lend).ok()?;
+            let lent = self.lending.lend(mapping, range).ok()?;
             self.announced().retain(|at, _| !(offset..end).contains(at));
             return Some(lent);
         }
@@ -164,28 +159,16 @@ impl<D: Disk> PageCache for LocalReader<D> {
 }
 
 impl<D: Disk> LocalReader<D> {
-    /// A file that is open, `direct` a second time past the page cache if that may be worth while, on `device`.
+    /// A file that is open, `direct` a second time, past the page cache.
     pub(super) fn new(
         disk: Arc<D>,
         file: D::File,
         direct: Option<D::File>,
-        (devices, device): (Arc<Devices>, u64),
         lending: Arc<Lending>,
         path: PathBuf,
         bytes: u64,
     ) -> Self {
-        Self {
-            disk,
-            file,
-            direct,
-            devices,
-            device,
-            announced: Mutex::default(),
-            mapping: OnceLock::new(),
-            lending,
-            path,
-            bytes,
-        }
+        Self { disk, file, direct, announced: Mutex::default(), mapping: OnceLock::new(), lending, path, bytes }
     }
 
     /// All of it, for ranges to be lent from.
@@ -217,11 +200,6 @@ impl<D: Disk> LocalReader<D> {
 
     fn announced(&self) -> MutexGuard<'_, BTreeMap<u64, Announced>> {
         self.announced.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The file to read from past the page cache, if that is how the next read goes.
-    fn way(&self) -> Option<&D::File> {
-        self.direct.as_ref().filter(|_| self.devices.reads_direct(self.device))
     }
 
     /// Reads past the page cache what can be read so, and through it the rest. Address and offset are aligned.
@@ -266,9 +244,79 @@ mod tests {
     use crate::Store;
     use crate::conformance::{pattern, write_object};
     use crate::disk::{Disk, RealDisk};
-    use crate::local::LocalStore;
+    use crate::local::{DIRECT_BYTES_MIN, LocalStore};
+    use crate::simdisk::SimDisk;
 
     use super::*;
+
+    fn calls(disk: &SimDisk, name: &str) -> usize {
+        disk.calls().iter().filter(|call| call.name == name).count()
+    }
+
+    /// Reads a range into memory at an aligned address, or beside one.
+    fn read(object: &dyn ObjectReader, offset: u64, bytes: usize, beside: usize) -> Vec<u8> {
+        let mut memory = vec![0; bytes + ALIGNMENT + beside];
+        let start = memory.as_ptr().align_offset(ALIGNMENT) + beside;
+        object.read_at(offset, &mut memory[start..start + bytes]).unwrap();
+        memory[start..start + bytes].to_vec()
+    }
+
+    #[test]
+    fn large_objects_are_written_and_read_past_the_page_cache() {
+        let contents = pattern(1, DIRECT_BYTES_MIN as usize + 5000);
+        let disk = SimDisk::new();
+        let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();
+        write_object(&store, "d/large", &contents).unwrap();
+        // Three pieces; one page more is the probe.
+        assert_eq!((calls(&disk, "pwrite"), calls(&disk, "pwrite_direct")), (0, 4));
+
+        let object = store.open_head("d/large", 0).unwrap().0;
+        for (offset, bytes, beside) in [
+            (0, 1 << 20, 0),
+            (4096, (1 << 20) + 777, 0),
+            (4097, 1 << 20, 0),
+            (8192, 1 << 20, 64),
+            (contents.len() as u64 - 200_000, 200_000, 0),
+        ] {
+            let range = offset as usize..offset as usize + bytes;
+            assert!(read(&*object, offset, bytes, beside) == contents[range], "{offset} {bytes} {beside}");
+        }
+        // The two that are aligned.
+        assert_eq!(calls(&disk, "pread_direct"), 2);
+        assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &Upcoming::default()), Fetch::WhenRead);
+        // What others will read too goes into the page cache all the same.
+        let shared = Upcoming { shared_on_host: true, ..Upcoming::default() };
+        assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &shared), Fetch::Begun);
+        assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+        assert_eq!(calls(&disk, "pread_direct"), 2);
+    }
+
+    #[test]
+    fn a_file_system_that_takes_nothing_past_the_page_cache_is_written_and_read_through_it() {
+        let contents = pattern(1, DIRECT_BYTES_MIN as usize);
+        let disk = SimDisk::new();
+        disk.refuse("pwrite_direct", Errno::INVAL);
+        disk.refuse("pread_direct", Errno::INVAL);
+        let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();
+        write_object(&store, "d/large", &contents).unwrap();
+        assert!(calls(&disk, "pwrite") > 0);
+        let object = store.open_head("d/large", 0).unwrap().0;
+        assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_tell_what_is_cached_is_asked_once() {
+        let disk = SimDisk::new();
+        let store = LocalStore::on(disk.clone(), "/run".into()).unwrap();
+        let contents = pattern(1, DIRECT_BYTES_MIN as usize);
+        write_object(&store, "d/large", &contents).unwrap();
+        disk.refuse("cached_bytes", Errno::NOSYS);
+        let object = store.open_head("d/large", 0).unwrap().0;
+        assert_eq!(object.page_cache().unwrap().prefetch(0, 1 << 20, &Upcoming::default()), Fetch::WhenRead);
+        assert!(object.page_cache().unwrap().lend(0, 1 << 20).is_none());
+        assert!(read(&*object, 0, 1 << 20, 0) == contents[..1 << 20]);
+        assert_eq!((calls(&disk, "reads_at_once"), calls(&disk, "pread_direct")), (1, 1));
+    }
 
     fn lend(object: &dyn ObjectReader, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         object.page_cache()?.lend(offset, bytes)
@@ -312,7 +360,7 @@ mod tests {
         const UNIT: usize = UNIT_BYTES as usize;
         let dir = tempfile::tempdir().unwrap();
         let store = || LocalStore::on(RealDisk, dir.path().into()).unwrap();
-        let contents = pattern(2, crate::local::devices::WORTH_BYTES as usize + 777);
+        let contents = pattern(2, DIRECT_BYTES_MIN as usize + 777);
         write_object(&store(), "d/object", &contents).unwrap();
         let file = std::fs::File::open(dir.path().join("d/object")).unwrap().into();
         let cached = || RealDisk.cached_bytes(&file, 0, contents.len() as u64).unwrap();

@@ -7,7 +7,6 @@ use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 
 use super::profile::{Files, Lasting, NOT_PRINTABLE, Profile, can_sign};
-use super::role::{Plan, Sts, blocking};
 use crate::{Error, Kind, Result};
 
 /// How long before they expire keys are renewed, but for such as last so short that they are used for half of it.
@@ -16,17 +15,15 @@ const RENEW_BEFORE: Duration = Duration::from_secs(300);
 /// How long keys that have not expired are used on after their renewal failed.
 const USE_ON: Duration = Duration::from_secs(10);
 
-/// How long a command may take, and all requests for the keys of a role.
+/// How long a command that prints keys may take.
 const ASKING_MAX: Duration = Duration::from_secs(60);
 
 /// Says the keys of the current profile, renewed when they may have changed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ProfileCredentials {
     known: Mutex<Option<Known>>,
     /// Held by the request that asks; the others wait for what it finds.
     asking: tokio::sync::Mutex<()>,
-    /// Where the keys of roles are asked for.
-    sts: Arc<Sts>,
 }
 
 #[derive(Clone)]
@@ -45,10 +42,6 @@ impl std::fmt::Debug for Known {
 }
 
 impl ProfileCredentials {
-    pub(super) fn new(sts: Sts) -> ProfileCredentials {
-        ProfileCredentials { known: Mutex::default(), asking: tokio::sync::Mutex::default(), sts: Arc::new(sts) }
-    }
-
     fn known(&self) -> MutexGuard<'_, Option<Known>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -76,8 +69,7 @@ impl CredentialProvider for ProfileCredentials {
             return Ok(credential);
         }
         let now = Instant::now();
-        // In a task of its own: what STS answers is not what the service of the objects answers.
-        let asked = tokio::time::timeout(ASKING_MAX, tokio::spawn(ask(Arc::clone(&self.sts)))).await;
+        let asked = tokio::time::timeout(ASKING_MAX, tokio::task::spawn_blocking(ask)).await;
         let failed =
             |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic { store: "S3", source };
         let asked = match asked {
@@ -103,16 +95,10 @@ impl CredentialProvider for ProfileCredentials {
     }
 }
 
-/// The keys of the current profile, as the files are now.
-async fn ask(sts: Arc<Sts>) -> Result<Lasting> {
-    let (profile, plan) = blocking(|| {
-        let files = Files::read();
-        let gone = || Error::new(Kind::Invalid, "open", "AWS profile", "its keys have been removed");
-        let profile = Profile::current(&files)?.ok_or_else(gone)?;
-        let plan = Plan::of(&profile, &files)?.ok_or_else(gone)?;
-        Ok((profile, plan))
-    })
-    .await?;
-    let found = plan.ask(&sts).await?;
+/// Returns the keys of the current profile, as the files are now.
+fn ask() -> Result<Lasting> {
+    let gone = || Error::new(Kind::Invalid, "open", "AWS profile", "its keys have been removed");
+    let profile = Profile::current(&Files::read())?.filter(Profile::gives_keys).ok_or_else(gone)?;
+    let found = profile.ask()?;
     if can_sign(&found.0) { Ok(found) } else { Err(profile.fail(NOT_PRINTABLE)) }
 }

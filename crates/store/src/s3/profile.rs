@@ -1,7 +1,8 @@
 //! Credentials and settings from the files of AWS's tools: `~/.aws/credentials` and `~/.aws/config`.
 //!
-//! A profile may hold keys, or a command that says them (`credential_process`, whose output is specified in AWS's
-//! "Sourcing credentials with an external process"). The role that it may take is [`role`](super::role)'s.
+//! A profile may hold keys, or a command that prints them (`credential_process`, whose output is specified in AWS's
+//! "Sourcing credentials with an external process"). Roles, SSO and codes of MFA are left to AWS's own command, which
+//! prints the keys in the same form: `aws configure export-credentials`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,10 +19,18 @@ use crate::{Error, Kind, Result};
 const OF_A_FILE: Duration = Duration::from_secs(120);
 
 /// How long keys are used that come without an expiration.
-pub(super) const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
+const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
 
 /// Why there is no such profile.
-pub(super) const NOWHERE: &str = "neither ~/.aws/config nor ~/.aws/credentials has it";
+const NOWHERE: &str = "neither ~/.aws/config nor ~/.aws/credentials has it";
+
+/// Settings of a profile whose keys AWS's command finds.
+const OF_ROLES: [&str; 3] = ["role_arn", "source_profile", "credential_source"];
+const OF_SSO: [&str; 2] = ["sso_session", "sso_start_url"];
+
+/// What helps where the command does not.
+const OTHERWISE: &str = "let `credential_process` or the environment give the keys (of a web identity: AWS_ROLE_ARN \
+                         and AWS_WEB_IDENTITY_TOKEN_FILE)";
 
 /// Keys, and how long they last.
 pub(super) type Lasting = (AwsCredential, Duration);
@@ -86,10 +95,6 @@ impl Profile {
         ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].into_iter().find_map(variable)
     }
 
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
     /// An error of this profile.
     pub(super) fn fail(&self, why: &str) -> Error {
         Error::new(Kind::Invalid, "open", format!("AWS profile {:?}", self.name), why)
@@ -100,9 +105,24 @@ impl Profile {
         self.settings.get(setting).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// Whether it has keys, or says a command that prints them.
-    pub(super) fn has_keys(&self) -> bool {
+    /// Whether it has keys or a way to them.
+    pub(super) fn gives_keys(&self) -> bool {
+        self.left_to_aws().is_some() || self.has_keys()
+    }
+
+    /// Whether it takes a role with the keys of the environment.
+    pub(super) fn takes_role_with_environment(&self) -> bool {
+        self.get("role_arn").is_some() && self.get("credential_source") == Some("Environment")
+    }
+
+    fn has_keys(&self) -> bool {
         self.get("credential_process").is_some() || self.get("aws_access_key_id").is_some()
+    }
+
+    /// The setting for which AWS's command finds the keys. A role counts more than keys, and these more than SSO.
+    fn left_to_aws(&self) -> Option<&'static str> {
+        let first = |settings: &[&'static str]| settings.iter().copied().find(|setting| self.get(setting).is_some());
+        first(&OF_ROLES).or_else(|| first(&OF_SSO).filter(|_| !self.has_keys()))
     }
 
     fn keys(&self) -> Option<AwsCredential> {
@@ -115,7 +135,7 @@ impl Profile {
 }
 
 /// The value of a variable of the environment that is not empty.
-pub(super) fn variable(name: &str) -> Option<String> {
+fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -157,17 +177,29 @@ pub(super) fn can_sign(keys: &AwsCredential) -> bool {
 }
 
 impl Profile {
-    /// Its keys, or those that its command prints, and how long they last.
+    /// Returns its keys, or those that its command or AWS's prints, and how long they last.
     ///
     /// # Errors
     /// [`Kind::Invalid`] if a key has no secret, or the command fails or prints something else.
     pub(super) fn ask(&self) -> Result<Lasting> {
+        if let Some(setting) = self.left_to_aws() {
+            let said = format!("it says {setting}: `aws configure export-credentials --profile {}`", self.name);
+            let mut command = Command::new("aws");
+            command.args(["configure", "export-credentials", "--profile", &self.name, "--format", "process"]);
+            return self.printed_by(command, &said, &format!("; it needs AWS CLI 2: without it, {OTHERWISE}"));
+        }
         let Some(command) = self.get("credential_process") else {
             return Ok((self.keys().ok_or_else(|| self.fail("it has a key without a secret"))?, OF_A_FILE));
         };
-        let fail = |why: String| self.fail(&format!("credential_process {command:?}: {why}"));
-        let done =
-            Command::new("sh").arg("-c").arg(command).stdin(Stdio::null()).output().map_err(|e| fail(e.to_string()))?;
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(command);
+        self.printed_by(shell, &format!("credential_process {command:?}"), "")
+    }
+
+    /// Runs a command that prints keys; errors call it `said` and end with the remedy.
+    fn printed_by(&self, mut command: Command, said: &str, remedy: &str) -> Result<Lasting> {
+        let fail = |why: String| self.fail(&format!("{said}: {why}{remedy}"));
+        let done = command.stdin(Stdio::null()).output().map_err(|error| fail(error.to_string()))?;
         if !done.status.success() {
             let said = String::from_utf8_lossy(&done.stderr);
             return Err(fail(format!("{}: {}", done.status, said.trim().lines().last().unwrap_or_default())));
@@ -185,7 +217,7 @@ impl Profile {
 }
 
 /// How long keys last that expire then, a time as in RFC 3339; else what is wrong with it.
-pub(super) fn lasts_until(expiration: &str) -> std::result::Result<Duration, String> {
+fn lasts_until(expiration: &str) -> std::result::Result<Duration, String> {
     let at = chrono::DateTime::parse_from_rfc3339(expiration)
         .map_err(|_| format!("expected Expiration as in RFC 3339, found {expiration:?}"))?;
     let left = SystemTime::from(at).duration_since(SystemTime::now());

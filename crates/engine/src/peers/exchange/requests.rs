@@ -51,10 +51,9 @@ impl Shared<'_> {
     }
 
     /// Announces a request; returns on how many threads to read.
-    pub(super) fn announce(&self, request: &Request, shared_on_host: bool) -> Result<usize> {
+    pub(super) fn announce(&self, request: &Request) -> Result<usize> {
         let Span { file, range, .. } = &request.span;
-        let upcoming = Upcoming { shared_on_host, ..Upcoming::default() };
-        let fetch = self.files.prefetch(*file, range.clone(), &upcoming).map_err(|error| {
+        let fetch = self.files.prefetch(*file, range.clone(), &Upcoming::default()).map_err(|error| {
             let leaves = self.files.leaves_in(*file, range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;

@@ -1,14 +1,13 @@
 //! The thread that swaps the rounds' messages while others read.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 use shardfast_transfer::error::{Error, Result};
 
 use crate::peers::carrier::{Carrier, Message};
 
-/// The messages of a round, and how long it took.
-type Swapped = (Result<BTreeMap<u32, Vec<u8>>>, Duration);
+/// The messages that came in a round, by sender.
+type Swapped = Result<BTreeMap<u32, Vec<u8>>>;
 
 /// The handle of the thread that swaps.
 pub(super) struct Swap {
@@ -26,9 +25,7 @@ impl Swap {
         let (answers, from_carrier) = crossbeam_channel::bounded(0);
         scope.spawn(move || {
             for messages in messages {
-                let began = Instant::now();
-                let swapped = carrier.swap(messages);
-                if answers.send((swapped, began.elapsed())).is_err() {
+                if answers.send(carrier.swap(messages)).is_err() {
                     return;
                 }
             }
@@ -40,9 +37,9 @@ impl Swap {
         self.to_carrier.send(messages).map_err(|_| Error::internal("the thread that swaps messages has ended"))
     }
 
-    /// The messages of the round that was begun, and how long it took.
+    /// Waits for the messages of the round that was begun.
     pub(super) fn end(&self) -> Swapped {
-        let ended = || (Err(Error::internal("the thread that swaps messages has ended")), Duration::ZERO);
+        let ended = || Err(Error::internal("the thread that swaps messages has ended"));
         self.from_carrier.recv().unwrap_or_else(|_| ended())
     }
 }

@@ -37,14 +37,12 @@ __all__ = [
     "best_interval",
     "cli_main",
     "decode",
-    "held_over",
     "interpreter_ends",
     "mean_time_between_failures",
     "newest",
     "open",
     "save",
     "step_url",
-    "steps_over",
     "time_of",
 ]
 
@@ -487,29 +485,6 @@ def newest(
     session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
 ) -> tuple[tuple[int, Checkpoint] | None, list[str]]:
     """Opens the newest committed checkpoint of a run, of those below a step: its step and it; what was passed over."""
-
-def steps_over(
-    state_bytes: float,
-    gradient_bytes: float,
-    bytes_per_ms: float,
-    room_ms: float,
-    is_waited: bool,
-    proof_ms: float,
-    reached: float,
-    steps_max: int,
-) -> int:
-    """Over how many steps, at most so many, a save holds up the training least.
-
-    Of what a rank copies from a device: bytes of parameters and moments, bytes of their gradients in a step, bytes that
-    are copied in a millisecond, milliseconds between two steps, whether the training waits for copies of gradients,
-    milliseconds in which a device proves all of the state, and what earlier windows held in parts of what ``held_over``
-    says.
-    """
-
-def held_over(
-    state_bytes: float, gradient_bytes: float, bytes_per_ms: float, room_ms: float, is_waited: bool, steps: int
-) -> float:
-    """What part of the state is held after so many steps, by the same formulas."""
 
 def best_interval(
     *,

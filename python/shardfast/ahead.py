@@ -23,23 +23,14 @@ from . import adapters as frameworks
 from .catalog import Ints, Refused
 from .errors import Error, Invalid
 from .state import BundleEntry, units_of, walk_units
-from .stepping import Stepped, Steps
+from .stepping import Steps
 
 _log = logging.getLogger("shardfast")
 
 REHEARSAL_STEPS = 2
 """Steps that a rehearsal sees before its save: with one, implementations that differ later could agree."""
 
-_IN_ONE = "on a host the proof reads as much as a copy; a number as over= captures over so many steps"
-_NOT_WAITED = "no step of an optimizer has waited for a save"
-_NO_GAIN = "a capture over several steps would gain nothing"
 _REFUTED = "a save found that tensors were changed by something else than steps of the optimizer"
-
-STEPS_MAX = 16
-"""Steps over which a save is captured at most if the number is chosen: more gain nothing, by the formulas."""
-
-NOTICED = 0.02
-"""The part of a step for which an optimizer may wait for a save before a capture over several steps is tried."""
 
 
 def _why(error: Exception) -> str:
@@ -55,25 +46,18 @@ def _spoken(size: float) -> str:
     return f"{size / 1e3:.3g} kB"
 
 
-def _bytes_of(units: Sequence[Stepped]) -> tuple[int, int]:
-    """Bytes of parameters and moments, and of gradients as wide as the parameters."""
-    widths = {"F32": 4, "BF16": 2}
-    state = sum(one.numel * (widths[one.dtype] + (len(one.addresses) - 1) * widths[one.moments]) for one in units)
-    return state, sum(one.numel * widths[one.dtype] for one in units)
-
-
 @dataclass(eq=False, repr=False)
 class Ahead:
     """The captures of one checkpointer.
 
     Args:
-        over: Steps over which a save is captured; ``None`` to choose.
+        over: Steps over which a save is captured.
 
     Attributes:
         reason: Why saves are captured in one step now; empty if they are not.
     """
 
-    over: int | None
+    over: int
     reason: str = ""
     _variants: dict[Hashable, tuple[str | None, str]] = field(default_factory=dict)
     _of: object = None
@@ -85,31 +69,19 @@ class Ahead:
     _is_refuted: bool = False
     _is_waited: bool = False
     _pace: tuple[float, float] | None = None
-    _proof_ms: float = 0.0
-    # One window alone says little.
-    _reached: deque[float] = field(default_factory=lambda: deque([1.0, 1.0], maxlen=3))
-    _bytes: tuple[float, float] | None = None
-    _waited_ms: float = 0.0
-    _chosen: int = 1
     # Steps between saves, as the last one was followed by; steps to the next save at the last call.
     _interval: int = 0
     _left: int = 0
     # Why a part is captured in one step where the others are not.
     _rest: str = ""
-    _is_on_host: bool = False
     _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
     _saves: int = 0
     _stamps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def __post_init__(self) -> None:
-        if self.over is not None and (isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1):
-            raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1, or None to choose")
-        if self.over is None:
-            self.reason = _NOT_WAITED
-        elif self.over == 1:
-            self.reason = "over=1 says so"
-        else:
-            self.reason = "nothing was rehearsed yet"
+        if isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1:
+            raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1")
+        self.reason = "over=1 says so" if self.over == 1 else "nothing was rehearsed yet"
 
     @property
     def is_off(self) -> bool:
@@ -124,40 +96,7 @@ class Ahead:
     @property
     def steps(self) -> int:
         """Steps over which the next save is captured: no more than there are between saves."""
-        steps = self.over or self._chosen
-        return min(steps, self._interval) if self._interval else steps
-
-    def _choose(self) -> None:
-        """Chooses the number of steps, from what saves and windows have measured."""
-        step_ms = self._step_ms()
-        if self._is_on_host or not step_ms or not (self._pace or self._waited_ms > NOTICED * step_ms):
-            return
-        if self._bytes is None:
-            self._chosen = 2  # how many are best is known once a window was opened
-            return
-        # As long as no window has measured it: in one step all of it is copied in a step and the wait.
-        pace = self._pace or (self._bytes[0] / (step_ms + self._waited_ms), step_ms)
-        prices = (self._proof_ms, statistics.median(self._reached))
-        steps_max = min(self._interval or STEPS_MAX, STEPS_MAX)
-        self._chosen = _native.steps_over(*self._bytes, *pace, self._is_waited, *prices, steps_max)
-        if self._chosen == 1:
-            self.reason = _NO_GAIN
-        elif self.reason == _NO_GAIN:
-            self.reason = ""
-
-    def _correct(self, figures: dict[str, float]) -> None:
-        """Takes over what a window measured: the bytes of this rank, the price of the proof, and what was held."""
-        held, steps = figures["held_bytes"], int(figures["steps"])
-        state_bytes = held + figures["let_go_bytes"] + figures["left_bytes"]
-        if self._bytes is None or not state_bytes:
-            return
-        self._bytes = (state_bytes, self._bytes[1] * state_bytes / self._bytes[0])
-        if held:
-            self._proof_ms = figures["device_proof_ms"] * state_bytes / held
-        if self._pace is not None and steps > 1:
-            # The save begins with what was held before its own step, the last of them.
-            foreseen = _native.held_over(*self._bytes, *self._pace, self._is_waited, steps - 1)
-            self._reached.append(held / state_bytes / foreseen)
+        return min(self.over, self._interval) if self._interval else self.over
 
     def _step_ms(self) -> float:
         """Milliseconds of a step of the training; 0 if that is not known."""
@@ -165,20 +104,13 @@ class Ahead:
         lasted = [later - earlier for earlier, later in pairwise(stamps)]
         return statistics.median(lasted) * 1e3 if lasted else 0.0
 
-    def waited(self, seconds: float) -> None:
-        """Optimizers have waited for saves, in the last step."""
-        if seconds > 0 and self.over is None:
-            self._waited_ms = seconds * 1e3
-            self._choose()
-
     def opens(self, left: int | None) -> bool:
         """Whether a window opens now, so many steps before the next save that is due."""
         if self.is_off or left is None:
             return False
         is_behind_save, self._left = left >= self._left, left
-        if is_behind_save and left != self._interval:
+        if is_behind_save:
             self._interval = left
-            self._choose()
         if self._window is not None:
             return False
         if self.steps == 1:
@@ -209,14 +141,10 @@ class Ahead:
             entries = walk_units(list(units_of(state)), frameworks.active()).entries
             found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
             self._steps, self._of = [steps for steps in found if steps is not None], described
-            self._bytes = _bytes_of([unit for steps in self._steps for unit in steps.units])
         known = {unit: self._variants.get(unit[:6]) for steps in self._steps for unit in steps.units}
         if not known:
             refused = [steps.reason for steps in self._steps if steps.reason]
             self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
-            return
-        if self.over is None and all(unit.device == "cpu" for unit in known):
-            self._is_on_host, self._chosen, self.reason = True, 1, _IN_ONE
             return
         self._needs_rehearsal = rehearses = None in known.values()
         if rehearses and left != REHEARSAL_STEPS:
@@ -321,8 +249,6 @@ class Ahead:
             self.reason = [*unknown, *without][0]
         else:
             self.reason = ""
-        if self.over is None:
-            self._choose()
         if without:
             _log.info("captured in one step: %s", without[0])
         return None
@@ -337,9 +263,6 @@ class Ahead:
         """A save with what was captured ahead has ended, and did this."""
         figures = {name: float(figure) for name, figure in of.items() if name != "reason"}
         self._pace = window.pace() or self._pace
-        self._correct(figures)
-        if self.over is None:
-            self._choose()
         self._is_refuted = self._is_refuted or window.is_refuted()
         if self._is_refuted:
             self.reason = _REFUTED

@@ -78,7 +78,7 @@ class Checkpointer:
         prove_except: As in :func:`shardfast.save`.
         over: Steps over which each save is captured: ``1`` copies all of it from the save on, until the next step of
             the optimizer; a larger number copies a part in the steps before the save, and rolls it forward with the
-            gradients. ``None`` chooses. ``print(ckpt.capture)`` tells what is done, and why.
+            gradients. ``print(ckpt.capture)`` tells what is done, and why.
         rewind: Move committed checkpoints of the step at which the training begins, and later ones, out of its way, to
             ``<url>/abandoned-…``; nothing is deleted. Without it the first :meth:`step` refuses to begin there, unless
             :meth:`restore` has restored the newest one: else a restart would restore them.
@@ -106,7 +106,7 @@ class Checkpointer:
         pickle: bool = False,
         prove: bool | None = None,
         prove_except: str | Sequence[str] = (),
-        over: int | None = None,
+        over: int = 1,
         rewind: bool = False,
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
@@ -117,7 +117,7 @@ class Checkpointer:
             raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
         capture = Ahead(over)
         apart = None if every is None else every.steps_max()
-        if over is not None and apart is not None and over > apart:
+        if apart is not None and over > apart:
             raise Invalid(
                 f"over={over}: expected no more steps than there are between saves, and every= says {apart} at most: "
                 "capture over fewer steps, or save less often"
@@ -164,7 +164,7 @@ class Checkpointer:
         frameworks.active()
         frameworks.built_on_others()
         in_flight.prepare()
-        if over is not None and not self.capture.is_off:
+        if not self.capture.is_off:
             in_flight.follow(self.capture)
         prepare(process_group)
 
@@ -353,7 +353,6 @@ class Checkpointer:
         """Passes on how long optimizers have waited for saves since the last call."""
         before, self._waited_s = self._waited_s, in_flight.waited_s
         self._schedule.waited(self._waited_s - before)
-        self.capture.waited(self._waited_s - before)
 
     def _prepare(self, state: dict[str, Any]) -> None:
         """Describes the state and makes page-locked memory for it, so that the first save need not."""

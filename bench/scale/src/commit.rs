@@ -1,6 +1,6 @@
 //! One save, from what a rank holds to the manifest at the root.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::Serialize;
 use shardfast_format::{
@@ -19,13 +19,7 @@ pub(crate) const LIMITS: Limits = Limits { gap_max_bytes: 64 << 10, read_max_byt
 /// What a rank reports to the root of its files; its parts are those of the engine's.
 #[derive(Serialize)]
 struct Receipt {
-    /// `None` when the root remembers them.
-    news: Option<News>,
     header_crcs: Vec<[u8; 8]>,
-}
-
-#[derive(Serialize)]
-struct News {
     files: Vec<(String, u32, u64, u64)>,
     leaves: Vec<Written>,
 }
@@ -42,51 +36,27 @@ struct Written {
 impl Receipt {
     /// One file for each key, everything behind each other.
     fn new(rank: u32, catalog: &Catalog, local: &Local) -> Receipt {
-        let mut news = News { files: Vec::new(), leaves: Vec::new() };
-        let mut header_crcs = Vec::new();
+        let mut receipt = Receipt { header_crcs: Vec::new(), files: Vec::new(), leaves: Vec::new() };
         for writes in local.writes.chunk_by(|a, b| a.leaf == b.leaf) {
             let leaf = &catalog.leaves[writes[0].leaf as usize];
             let LeafBody::Tensor { dtype, shape, parts } = &leaf.body else { continue };
-            if news.files.last().is_none_or(|file| file.0 != leaf.name.key) {
-                news.files.push((leaf.name.key.clone(), 0, DATA_START, DATA_START));
-                header_crcs.push(crc64(format!("{rank} {}", leaf.name.key).as_bytes()).to_le_bytes());
+            if receipt.files.last().is_none_or(|file| file.0 != leaf.name.key) {
+                receipt.files.push((leaf.name.key.clone(), 0, DATA_START, DATA_START));
+                receipt.header_crcs.push(crc64(format!("{rank} {}", leaf.name.key).as_bytes()).to_le_bytes());
             }
-            let file = news.files.len() - 1;
+            let file = receipt.files.len() - 1;
             let mut regions = Vec::with_capacity(writes.len());
             for write in writes {
                 let region = write.region(&parts[write.part as usize]).expect("rows that the part has");
                 let bytes = region.numel() * dtype.size_bytes();
-                regions.push((region, file as u32, news.files[file].2));
-                news.files[file].2 += bytes;
+                regions.push((region, file as u32, receipt.files[file].2));
+                receipt.files[file].2 += bytes;
             }
             let (name, layout) = (leaf.name.clone(), leaf.layout.clone());
-            news.leaves.push(Written { name, dtype: *dtype, shape: shape.clone(), layout, regions });
+            receipt.leaves.push(Written { name, dtype: *dtype, shape: shape.clone(), layout, regions });
         }
-        Receipt { news: Some(news), header_crcs }
+        receipt
     }
-
-    /// The one of a save whose files look as the root remembers them.
-    fn again(&self) -> Receipt {
-        Receipt { news: None, header_crcs: self.header_crcs.clone() }
-    }
-}
-
-/// What a rank says to open a save whose plan it remembers: the digest of the operation, and that it goes by the plan
-/// of that number.
-#[derive(Serialize)]
-struct Opening([u8; 8], u8, u64);
-
-/// What it says of values that were equal on all ranks and still are: so, as of that number, one digest.
-#[derive(Serialize)]
-struct Values(u8, u64, Vec<[u8; 16]>);
-
-/// What an unchanged save costs at the root, in bytes, if nothing but tensors' files differs from rank to rank:
-/// payloads as bundles carry them, equal ones once, two bytes for the frame of each.
-fn cached_bytes(receipts: &[Receipt]) -> usize {
-    let (opening, values) = (Opening([0x5A; 8], 0, 1_000_000), Values(0, 1_000, vec![[0x5A; 16]]));
-    let alike = [encoded(&opening), encoded(&values)].map(|payload| payload.len() + 2);
-    let receipts: BTreeSet<Vec<u8>> = receipts.iter().map(|receipt| encoded(&receipt.again())).collect();
-    alike.iter().sum::<usize>() + receipts.iter().map(|payload| payload.len() + 2).sum::<usize>()
 }
 
 fn encoded(message: &impl Serialize) -> Vec<u8> {
@@ -106,7 +76,6 @@ pub(crate) struct Row {
     claim_bytes: usize,
     prove_ms: f64,
     receipt_bytes: usize,
-    cached_bytes: usize,
     assemble_ms: f64,
     encode_ms: f64,
     manifest_bytes: usize,
@@ -136,13 +105,12 @@ pub(crate) fn measure(job: Job) -> Row {
             row.plan_ms = row.plan_ms.max(again.fold(ms, f64::min));
         }
         let receipt = Receipt::new(rank, &catalog, &plan);
-        loads.push(receipt.news.iter().flat_map(|news| &news.files).map(|file| file.2 - DATA_START).sum::<u64>());
+        loads.push(receipt.files.iter().map(|file| file.2 - DATA_START).sum::<u64>());
         row.receipt_bytes += encoded(&receipt).len();
         row.claim_bytes += encoded(&plan.claims).len();
         claims.push(plan.claims);
         receipts.push(receipt);
     }
-    row.cached_bytes = cached_bytes(&receipts);
     let mean = loads.iter().sum::<u64>() as f64 / f64::from(world);
     row.imbalance = loads.into_iter().max().unwrap_or(0) as f64 / mean;
     let (proof, ms) = timed(|| prove(&claims));
@@ -200,7 +168,6 @@ pub(crate) fn print(rows: &[Row]) {
     line("plan of one rank, the slowest, ms", 3, &|row| row.plan_ms);
     line("claims, bytes a rank", 0, &|row| a_rank(row.claim_bytes, row));
     line("receipts, bytes a rank", 0, &|row| a_rank(row.receipt_bytes, row));
-    line("cached save, equal words once, bytes a rank", 1, &|row| row.cached_bytes as f64 / f64::from(row.ranks));
     line("root: proof of claims, ms", 1, &|row| row.prove_ms);
     line("root: coverage and manifest, ms", 0, &|row| row.assemble_ms);
     line("root: encoding of the manifest, ms", 0, &|row| row.encode_ms);
@@ -234,9 +201,8 @@ fn assemble(world: u32, receipts: &[Receipt]) -> Manifest {
                 header_crc: u64::from_le_bytes(*crc),
             })
         };
-        let news = receipt.news.as_ref().expect("a first save");
-        let files: Vec<u32> = news.files.iter().zip(&receipt.header_crcs).map(entry).collect();
-        for leaf in &news.leaves {
+        let files: Vec<u32> = receipt.files.iter().zip(&receipt.header_crcs).map(entry).collect();
+        for leaf in &receipt.leaves {
             let regions = leaf.regions.iter().map(|(region, file, at)| (region.clone(), files[*file as usize], *at));
             assembly.tensor(rank, &leaf.name, (leaf.dtype, &leaf.shape), &leaf.layout, regions);
         }

@@ -2,30 +2,29 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
 
 use shardfast_format::{Extent, FileEntry, LeafName, Manifest, ManifestBuilder, Region, SaveInfo, data_file};
 use shardfast_plan::Assembly;
 use shardfast_transfer::error::{Error, Result};
 
-use crate::plans::{GlobalPlan, KnownFiles, Value};
-use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles};
-
-/// One rank's files: their structure, sizes and checksums.
-pub(crate) struct Reported {
-    tensors: Arc<Structure>,
-    values: Arc<ValueFiles>,
-    header_crcs: Vec<[u8; 8]>,
-}
+use crate::plans::Value;
+use crate::receipt::{FileShape, Receipt};
 
 /// The manifest of what all ranks wrote.
-pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
+pub(crate) fn assemble(values: &[Value], info: SaveInfo, receipts: &[Receipt]) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
     let mut aliases: BTreeMap<&LeafName, &LeafName> = BTreeMap::new();
-    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(reported.len());
-    let mut structures = Vec::with_capacity(reported.len());
-    for (rank, Reported { tensors, values, header_crcs }) in (0u32..).zip(reported) {
+    let mut extents: Vec<std::vec::IntoIter<Extent>> = Vec::with_capacity(receipts.len());
+    let mut structures = Vec::with_capacity(receipts.len());
+    for (rank, Receipt { tensors, values, header_crcs, .. }) in (0u32..).zip(receipts) {
+        let expected = tensors.files.len() + values.files.len();
+        if header_crcs.len() != expected {
+            let found = header_crcs.len();
+            return Err(Error::internal(format!(
+                "rank {rank} reports {found} checksums of files, expected {expected}"
+            )));
+        }
         let add = |(file, crc): (&FileShape, &[u8; 8])| {
             let path = data_file(&file.key, &attempt, rank, file.index)?;
             let (bytes, data_start, header_crc) = (file.bytes, file.data_start, u64::from_le_bytes(*crc));
@@ -82,43 +81,4 @@ pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) 
 
 fn unknown_file(rank: u32) -> Error {
     Error::internal(format!("rank {rank} reports a file that it does not have"))
-}
-
-impl GlobalPlan {
-    /// The files that the ranks wrote; what a rank left out is taken from memory. `known` are their files of values as
-    /// rank 0 said that it remembers them.
-    pub(crate) fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
-        let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
-        let report = |(rank, Receipt { update, header_crcs, .. }): (usize, Receipt)| {
-            let LayoutUpdate { tensors, values } = update.unwrap_or(LayoutUpdate { tensors: None, values: None });
-            if let (Some(known), Some(tensors)) = (structures.get_mut(rank), tensors) {
-                *known = Some(Arc::new(tensors));
-            }
-            let tensors = structures.get(rank).cloned().flatten();
-            let values = values.map(Arc::new).or_else(|| known?.by_rank.get(rank).cloned());
-            let (Some(tensors), Some(values)) = (tensors, values) else {
-                return Err(Error::internal(format!("rank {rank} refers to files that rank 0 does not remember")));
-            };
-            let expected = tensors.files.len() + values.files.len();
-            match header_crcs.len() == expected {
-                true => Ok(Reported { tensors, values, header_crcs }),
-                false => Err(Error::internal(format!(
-                    "rank {rank} reports {} files, expected {expected}",
-                    header_crcs.len()
-                ))),
-            }
-        };
-        receipts.into_iter().enumerate().map(report).collect()
-    }
-
-    /// How the files of values looked in the last save that was committed.
-    pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
-        self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    pub(crate) fn remember_files(&self, number: u64, reported: Vec<Reported>) {
-        let by_rank = reported.into_iter().map(|rank| rank.values).collect();
-        let known = Arc::new(KnownFiles { number, by_rank });
-        *self.value_files.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
-    }
 }

@@ -16,8 +16,7 @@ use shardfast_transfer::writer::{self, FileJob, Written};
 use crate::commit;
 use crate::layout::{Layout, Placed};
 use crate::operation::Operation;
-use crate::planning::{self, RankPlan, ValuePlan};
-use crate::receipt::{FileShape, LayoutUpdate, Receipt, Structure, ValueFiles, WrittenLeaf};
+use crate::receipt::{FileShape, Receipt, Structure, ValueFiles, WrittenLeaf};
 use crate::replicas::{self, Copies, Scope};
 use crate::state::{PartRange, State};
 
@@ -180,8 +179,6 @@ pub(crate) fn receipt(
     operation: &Operation,
     store: &dyn Store,
     state: &State,
-    plan: &RankPlan,
-    compared: &ValuePlan,
     [tensors, values]: [BatchOutcome; 2],
     patience: Patience<'_>,
 ) -> Result<Receipt> {
@@ -198,16 +195,12 @@ pub(crate) fn receipt(
     let mut placed = values.placed;
     placed.sort_by_key(|placed| placed.piece.range);
     let extents = placed.iter().map(|placed| (placed.file, placed.offset, placed.piece.range.bytes)).collect();
-    let files = Arc::new(ValueFiles { files: values.shapes, extents });
-    let is_known = planning::knows(operation, plan, compared, &files);
-    let values = (!is_known).then(|| Arc::unwrap_or_clone(files));
-    let tensors_replayed = tensors.replayed;
-    let tensors = match plan.is_known {
-        true => None,
-        false => Some(structure(&state.catalog, tensors.shapes, tensors.placed)),
-    };
-    let update = (tensors.is_some() || values.is_some()).then_some(LayoutUpdate { tensors, values });
-    Ok(Receipt { update, header_crcs, replayed: tensors_replayed })
+    Ok(Receipt {
+        tensors: structure(&state.catalog, tensors.shapes, tensors.placed),
+        values: ValueFiles { files: values.shapes, extents },
+        header_crcs,
+        replayed: tensors.replayed,
+    })
 }
 
 /// The structure of the files of tensors.

@@ -31,7 +31,7 @@ use shardfast_transfer::timeout::Timeout;
 use crate::assemble::assemble;
 use crate::contents;
 use crate::operation::Operation;
-use crate::planning::{RankPlan, ValuePlan};
+use crate::planning::ValuePlan;
 use crate::presence;
 use crate::receipt::Receipt;
 use crate::state::Destination;
@@ -59,7 +59,6 @@ pub(crate) fn commit(
     operation: &Operation,
     store: &dyn Store,
     destination: &Destination,
-    plan: &RankPlan,
     values: &ValuePlan,
     receipt: Result<Receipt>,
     progress: &Progress,
@@ -69,15 +68,14 @@ pub(crate) fn commit(
     let mut published = false;
     let attempt = operation.attempt();
     let answer = operation.try_agree("commit", receipt, |receipts| {
-        let (Some(all), Some(compared)) = (&plan.all, &values.all) else {
+        let Some(compared) = &values.all else {
             return Err(Error::internal("only rank 0 can commit"));
         };
         let mut info = info(destination, &attempt, world);
         info.user.extend(replayed(&receipts).map(|note| (REPLAYED.to_owned(), note)));
-        let reported = all.reported(receipts, values.files.as_deref())?;
         info.user.extend(progress.late_notes());
         let own_notes = own_notes(&info);
-        let manifest = assemble(&compared.values, info, &reported)?;
+        let manifest = assemble(&compared.values, info, &receipts)?;
         let manifest_bytes = manifest.encode();
         let commit = record(&manifest_bytes, &attempt);
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
@@ -94,7 +92,6 @@ pub(crate) fn commit(
         // A rival attempt may have put its own indexes in between, and died before it could remove them. A failure here
         // is ignored: the checkpoint is committed.
         let _ = mend_indexes(store, &manifest);
-        all.remember_files(operation.number(), reported);
         Ok(vec![own_notes; world as usize])
     });
     match answer {

@@ -23,7 +23,6 @@ use crate::operation::Operation;
 use crate::plans::{
     GlobalPlan, Holdings, PLANS_MAX, PlanId, Plans, RememberedPlan, ReplicaStatus, Rules, ValueClasses,
 };
-use crate::receipt::ValueFiles;
 use crate::state::{Maker, State};
 
 pub(crate) use values::{ValuePlan, assign_values};
@@ -38,8 +37,6 @@ pub(crate) struct RankPlan {
     pub(crate) writes: Arc<Vec<Write>>,
     /// What is known of its replicas.
     pub(crate) status: ReplicaStatus,
-    /// Whether rank 0 remembers the structure of this plan's files.
-    pub(crate) is_known: bool,
     values: Option<Arc<ValueClasses>>,
     /// On rank 0.
     pub(crate) all: Option<Arc<GlobalPlan>>,
@@ -229,34 +226,13 @@ impl<'a> Planning<'a> {
                 rules: Arc::clone(&self.rules),
                 writes: Arc::clone(&writes),
                 is_proven: false,
-                is_known: false,
                 values: None,
-                value_files: Vec::new(),
             },
         };
         let planned = plans.mine.insert(planned);
         planned.is_proven = status.is_proven;
-        RankPlan { id, writes, status, is_known: planned.is_known, values: planned.values.clone(), all }
+        RankPlan { id, writes, status, values: planned.values.clone(), all }
     }
-}
-
-/// Whether rank 0 remembers this structure of this rank's files of values, by its answer when the values were compared.
-/// After the commit of this operation it does.
-pub(crate) fn knows(operation: &Operation, plan: &RankPlan, values: &ValuePlan, files: &Arc<ValueFiles>) -> bool {
-    let mut is_known = false;
-    operation.remember(plan.id, |planned| {
-        let reported = |&number: &u64| planned.value_files.iter().find(|(of, _)| *of == number);
-        is_known = values.known.as_ref().and_then(reported).is_some_and(|(_, known)| known == files);
-        planned.value_files.push((operation.number(), Arc::clone(files)));
-        let surplus = planned.value_files.len().saturating_sub(PLANS_MAX);
-        planned.value_files.drain(..surplus);
-    });
-    is_known
-}
-
-/// Remembers that a save of these orders was committed: rank 0 knows the structure of this rank's files.
-pub(crate) fn committed(operation: &Operation, plan: &RankPlan) {
-    operation.remember(plan.id, |planned| planned.is_known = true);
 }
 
 /// Remembers that the ranks' replicas were equal in a save of these orders, as rank 0 does.

@@ -1,4 +1,4 @@
-//! What a job remembers of its plans: which rank writes what, whether replicas were equal, and the structure of files.
+//! What a job remembers of its plans: which rank writes what, and whether replicas were equal.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,8 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, LeafName};
 use shardfast_plan::{Claim, Replicas, Write};
-
-use crate::receipt::{Structure, ValueFiles};
 
 /// Names a plan of all ranks, or rank 0's findings about their values, by the number of the operation that made it: a
 /// few bytes, the same on all ranks.
@@ -37,12 +35,7 @@ pub(crate) struct RememberedPlan {
     pub(crate) writes: Arc<Vec<Write>>,
     /// Whether a save of it has found the ranks' replicas equal.
     pub(crate) is_proven: bool,
-    /// Whether rank 0 has a structure of this plan from this rank: a save of it was committed.
-    pub(crate) is_known: bool,
     pub(crate) values: Option<Arc<ValueClasses>>,
-    /// The structure of this rank's files of values, by the number of the save that reported it to rank 0; the latest
-    /// last.
-    pub(crate) value_files: Vec<(u64, Arc<ValueFiles>)>,
 }
 
 impl RememberedPlan {
@@ -92,18 +85,7 @@ pub(crate) struct GlobalPlan {
     pub(crate) id: PlanId,
     pub(crate) basis: Basis,
     pub(crate) status: Mutex<ReplicaStatus>,
-    /// The structure of each rank's files, from its first committed save.
-    pub(crate) structures: Mutex<Vec<Option<Arc<Structure>>>>,
     pub(crate) values: Mutex<Option<Arc<GlobalValues>>>,
-    /// Of the last save that was committed.
-    pub(crate) value_files: Mutex<Option<Arc<KnownFiles>>>,
-}
-
-/// The structure of the files of values in one save.
-pub(crate) struct KnownFiles {
-    /// The save's number.
-    pub(crate) number: u64,
-    pub(crate) by_rank: Vec<Arc<ValueFiles>>,
 }
 
 /// How a plan was made.
@@ -125,11 +107,10 @@ impl Basis {
 
 impl GlobalPlan {
     pub(crate) fn new(id: PlanId, basis: Basis, compares_always: bool) -> Arc<GlobalPlan> {
-        let structures = Mutex::new(vec![None; basis.world()]);
         // Ranks that share nothing have nothing to compare.
         let is_proven = matches!(&basis, Basis::Claims(claims) if claims.iter().all(Vec::is_empty));
         let status = Mutex::new(ReplicaStatus { is_proven, compares_always: compares_always && !is_proven });
-        Arc::new(GlobalPlan { id, basis, status, structures, values: Mutex::default(), value_files: Mutex::default() })
+        Arc::new(GlobalPlan { id, basis, status, values: Mutex::default() })
     }
 
     pub(crate) fn status(&self) -> ReplicaStatus {

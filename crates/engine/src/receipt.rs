@@ -6,19 +6,12 @@ use shardfast_format::{DType, Dims, LeafName, Region};
 /// What one rank wrote.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    /// `None` when rank 0 remembers the structure of its files.
-    pub(crate) update: Option<LayoutUpdate>,
+    pub(crate) tensors: Structure,
+    pub(crate) values: ValueFiles,
     /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
     pub(crate) header_crcs: Vec<[u8; 8]>,
     /// Bytes that were captured ahead, replayed and proven, by the variant that replayed them.
     pub(crate) replayed: Vec<(String, u64)>,
-}
-
-/// The structure of a rank's files, as far as rank 0 does not remember it.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct LayoutUpdate {
-    pub(crate) tensors: Option<Structure>,
-    pub(crate) values: Option<ValueFiles>,
 }
 
 /// The structure of a rank's files of tensors, without their contents.

@@ -24,7 +24,7 @@ use crate::contents;
 use crate::engine::Engine;
 use crate::operation::Operation;
 use crate::pending::Pending;
-use crate::planning::{self, Planning, RankPlan, ValuePlan};
+use crate::planning::{Planning, RankPlan, ValuePlan};
 use crate::replicas::{self, Scope};
 use crate::state::{Destination, Prove, State};
 
@@ -130,7 +130,7 @@ impl Save<'_> {
         let (store, mut tensors) = (self.store()?, tensors.and_then(|tensors| tensors)?);
         self.confirm(&plan, &scope, &mut tensors).inspect_err(|_| self.discard(&tensors.paths))?;
         let written = self.write_values(store, &values, &tensors);
-        self.commit(store, &plan, &values, tensors, written)
+        self.commit(store, &values, tensors, written)
     }
 
     fn store(&self) -> Result<&dyn Store> {
@@ -209,7 +209,6 @@ impl Save<'_> {
     fn commit(
         &self,
         store: &dyn Store,
-        plan: &RankPlan,
         values: &ValuePlan,
         tensors: BatchOutcome,
         written: BatchOutcome,
@@ -217,9 +216,9 @@ impl Save<'_> {
         self.progress.wrote(tensors.shapes.iter().chain(&written.shapes).map(|file| file.bytes));
         let paths = [tensors.paths.as_slice(), written.paths.as_slice()].concat();
         let patience = self.patience();
-        let receipt = batch::receipt(self.operation, store, &self.state, plan, values, [tensors, written], patience);
+        let receipt = batch::receipt(self.operation, store, &self.state, [tensors, written], patience);
         let receipt = receipt.map_err(|error| self.progress.with_stage(error));
-        let committed = commit::commit(self.operation, store, self.destination, plan, values, receipt, self.progress);
+        let committed = commit::commit(self.operation, store, self.destination, values, receipt, self.progress);
         let notes = committed.map_err(|failed| {
             if failed.nothing_published {
                 self.discard(&paths);
@@ -227,7 +226,6 @@ impl Save<'_> {
             failed.error
         })?;
         self.progress.noted(notes);
-        planning::committed(self.operation, plan);
         self.progress.mark("committed");
         Ok(())
     }

@@ -18,7 +18,6 @@
 mod beside;
 mod block;
 mod captured;
-mod choice;
 mod samples;
 mod seen;
 #[cfg(test)]
@@ -49,7 +48,6 @@ use shardfast_transfer::staging::Staging;
 pub use beside::{Beside, Pace};
 use block::Block;
 pub use captured::Captured;
-pub use choice::Costs;
 use seen::Seen;
 use work::{Ask, Kept};
 

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use shardfast_engine::{Memory, Provider, Strided};
 use shardfast_multistep::{
-    Applied, Array, Beside, Captured, Class, Costs, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars,
-    Unit, Variant,
+    Applied, Array, Beside, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars, Unit,
+    Variant,
 };
 use shardfast_transfer::cuda::ForeignStream;
 
@@ -223,36 +223,6 @@ fn foreign(device: Option<u32>, streams: &Streams) -> PyResult<Option<ForeignStr
     // until the call returns, and is not used after that.
     #[allow(unsafe_code)]
     Ok(Some(unsafe { ForeignStream::new(*stream) }))
-}
-
-/// Over how many steps, at most so many, a save holds up the training least.
-#[pyfunction]
-#[allow(clippy::too_many_arguments)] // what Python measures
-pub(crate) fn steps_over(
-    state_bytes: f64,
-    gradient_bytes: f64,
-    bytes_per_ms: f64,
-    room_ms: f64,
-    is_waited: bool,
-    proof_ms: f64,
-    reached: f64,
-    steps_max: u32,
-) -> u32 {
-    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms, reached }.steps(steps_max)
-}
-
-/// What part of the state is held after so many steps, by the same formulas.
-#[pyfunction]
-pub(crate) fn held_over(
-    state_bytes: f64,
-    gradient_bytes: f64,
-    bytes_per_ms: f64,
-    room_ms: f64,
-    is_waited: bool,
-    steps: u32,
-) -> f64 {
-    let (proof_ms, reached) = (0.0, 1.0);
-    Costs { state_bytes, gradient_bytes, bytes_per_ms, room_ms, is_waited, proof_ms, reached }.held(steps)
 }
 
 fn dense((address, numel, dtype, device): GivenPlace) -> PyResult<Dense> {

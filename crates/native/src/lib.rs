@@ -33,7 +33,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::ahead::{Window, held_over, steps_over};
+    use crate::ahead::Window;
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, absolute_url, begin_run, newest, open, step_url};
     #[pymodule_export]

@@ -14,19 +14,15 @@ use shardfast_transfer::error::{Error, Result};
 
 use super::RankPlan;
 use crate::operation::Operation;
-use crate::plans::{GlobalValues, KnownFiles, PlanId, Value, ValueClasses};
+use crate::plans::{GlobalValues, PlanId, Value, ValueClasses};
 use crate::state::Maker;
 
 /// The values that one rank has to write.
 pub(crate) struct ValuePlan {
     /// As indices of the rank's catalog.
     pub(crate) mine: Vec<u32>,
-    /// The number of the save with files of values that rank 0 remembers.
-    pub(crate) known: Option<u64>,
     /// On rank 0.
     pub(crate) all: Option<Arc<GlobalValues>>,
-    /// On rank 0, those files.
-    pub(crate) files: Option<Arc<KnownFiles>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -49,13 +45,6 @@ struct Held {
     layout: String,
     owner: Owner,
     digest: [u8; 32],
-}
-
-#[derive(Serialize, Deserialize)]
-struct Answer {
-    verdict: Verdict,
-    /// As [`ValuePlan::known`].
-    known: Option<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -91,8 +80,6 @@ pub(crate) fn assign_values(
         Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
         None => all(&digests),
     });
-    let files = plan.all.as_ref().and_then(|all| all.remembered_files());
-    let known = files.as_ref().map(|files| files.number);
     let mut found = None;
     let mut decide = |said: Vec<Said>| match &plan.all {
         Some(all) => {
@@ -102,15 +89,15 @@ pub(crate) fn assign_values(
                 *values = Some(renewed);
             }
             found.clone_from(&*values);
-            Ok(verdicts.into_iter().map(|verdict| Answer { verdict, known }).collect())
+            Ok(verdicts)
         }
         None => Err(Error::internal("only rank 0 can compare values")),
     };
-    let mut answer = operation.agree("values", said, &mut decide)?;
-    if let Verdict::NeedAll = answer.verdict {
-        answer = operation.agree("values in full", digests.map(|digests| all(&digests)), &mut decide)?;
+    let mut verdict = operation.agree("values", said, &mut decide)?;
+    if let Verdict::NeedAll = verdict {
+        verdict = operation.agree("values in full", digests.map(|digests| all(&digests)), &mut decide)?;
     }
-    let remembered = match (answer.verdict, &plan.values) {
+    let remembered = match (verdict, &plan.values) {
         (Verdict::Same, Some(known)) => Arc::clone(known),
         (Verdict::New(known), _) => Arc::new(known),
         _ => return Err(Error::internal("rank 0 refers to values that this rank does not remember")),
@@ -119,7 +106,7 @@ pub(crate) fn assign_values(
     let mine = remembered.mine.iter().map(|&position| objects.get(position as usize).copied());
     let mine = mine.collect::<Option<_>>();
     let mine = mine.ok_or_else(|| Error::internal("rank 0 orders a value that this rank does not have"))?;
-    Ok(ValuePlan { mine, known: answer.known, all: found, files })
+    Ok(ValuePlan { mine, all: found })
 }
 
 impl ValueClasses {

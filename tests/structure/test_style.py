@@ -23,6 +23,7 @@ HELD = [
     "crates/optim/",
     "crates/plan/",
     "crates/store/",
+    "crates/tools/",
     "crates/transfer/",
 ]
 RIDDLE = re.compile(r"(?:What|Where|Those|So many|As|Of|It)\b")

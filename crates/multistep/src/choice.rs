@@ -1,19 +1,19 @@
-//! Over how many steps a save is captured: the stall that each number leaves, by formula. Pure.
+//! Chooses over how many steps a save is captured: the stall that each number leaves, by formula. Pure.
 //!
 //! In the time `t` of a step the bus copies `c t` bytes. Let `x = state / (c t)` and `r = gradients / state`. In step
 //! times:
 //!
 //! - A capture over one step leaves `x - 1`.
-//! - *Hidden* gradients are copied in the time of the blocks: what is held after `K` steps is
-//!   `u(K) = (1 - (1 - r)^K) / r`, never more than `1 / r`, and `x - u(K)` is left.
-//! - *Waited* gradients leave that time to the blocks, and hold up the training: `x - K` is left, and
-//!   `r (1 + 2 + ... + (K - 1))` is waited for, so `K` steps gain `(K - 1) (1 - r K / 2)` over one.
+//! - *Hidden* gradients are copied in the time of the blocks: `u(K) = (1 - (1 - r)^K) / r` is held after `K` steps,
+//!   never more than `1 / r`, and `x - u(K)` is left.
+//! - *Waited* gradients leave that time to the blocks, and stall the training: `x - K` is left, and the wait is `r (1 +
+//!   2 + ... + (K - 1))`, so `K` steps gain `(K - 1) (1 - r K / 2)` over one.
 //!
-//! The second is section 4.2.3 of GoCkpt (arXiv 2511.07035), for a capture that ends at its save. Of the bytes that are
-//! held the proof reads each once more on the device, which is added. A replay that is too slow for its memory lets
-//! blocks go, and so does what else was not foreseen: what earlier windows held, beside what this says, corrects it.
+//! The second is section 4.2.3 of GoCkpt (arXiv 2511.07035), for a capture that ends at its save. The proof reads each
+//! held byte once more on the device, which is added. A replay that is too slow for its memory releases blocks, and so
+//! do other unforeseen delays: the share that earlier windows held, compared with this formula, corrects it.
 
-/// What is known of a rank's saves.
+/// Figures of a rank's saves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
     /// Bytes of parameters and moments that the rank copies for a save.
@@ -24,11 +24,11 @@ pub struct Costs {
     pub bytes_per_ms: f64,
     /// Milliseconds between two steps of the optimizer in which it does not step.
     pub room_ms: f64,
-    /// Whether the training waits for copies of gradients.
+    /// `true` if the training waits for copies of gradients.
     pub is_waited: bool,
     /// Milliseconds by which the proof of all of the state makes the training longer.
     pub proof_ms: f64,
-    /// What windows held, in parts of what [`Costs::held`] says with a 1 here; 1 while there was none.
+    /// Share of [`Costs::held`] (with a 1 here) that windows held; 1 before the first.
     pub reached: f64,
 }
 
@@ -36,17 +36,17 @@ pub struct Costs {
 const NOTICED: f64 = 0.02;
 
 impl Costs {
-    /// Step times in which the bus copies the state.
+    /// Returns the step times in which the bus copies the state.
     fn x(&self) -> f64 {
         self.state_bytes / (self.bytes_per_ms * self.room_ms)
     }
 
-    /// What part of the state is held after so many steps.
+    /// Returns the part of the state that is held after `steps` steps.
     pub fn held(&self, steps: u32) -> f64 {
         self.held_and_waited(steps)[0] / self.x()
     }
 
-    /// Milliseconds by which a save that is captured over so many steps holds up the training.
+    /// Returns the milliseconds by which a save that is captured over `steps` steps stalls the training.
     pub fn stall_ms(&self, steps: u32) -> f64 {
         let x = self.x();
         if steps <= 1 {
@@ -56,7 +56,7 @@ impl Costs {
         (x - held + waited) * self.room_ms + held / x * self.proof_ms
     }
 
-    /// In step times, how long the copies of what is held take, and how long the training waits for gradients.
+    /// Returns, in step times, how long the copies of held bytes take, and how long the training waits for gradients.
     fn held_and_waited(&self, steps: u32) -> [f64; 2] {
         let (x, r) = (self.x(), self.gradient_bytes / self.state_bytes);
         let (mut held, mut waited) = (0.0f64, 0.0);
@@ -69,8 +69,8 @@ impl Costs {
         [(held * self.reached).min(x), waited]
     }
 
-    /// The number of steps, at most `steps_max`, that leaves the shortest stall; the smallest of those between which
-    /// the difference is not noticed.
+    /// Returns the number of steps, at most `steps_max`, with the shortest stall; the smallest of those whose
+    /// difference is not noticed.
     pub fn steps(&self, steps_max: u32) -> u32 {
         let stalls: Vec<f64> = (1..=steps_max.max(1)).map(|steps| self.stall_ms(steps)).collect();
         let least = stalls.iter().copied().fold(f64::INFINITY, f64::min);
@@ -85,7 +85,7 @@ mod tests {
 
     const ROOM_MS: f64 = 100.0;
 
-    /// With this `x` and `r`.
+    /// Makes costs with this `x` and `r`.
     fn costs(x: f64, r: f64, is_waited: bool) -> Costs {
         let state_bytes = 1e9;
         Costs {

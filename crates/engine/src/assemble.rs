@@ -1,4 +1,4 @@
-//! The manifest of what all ranks wrote: every element of every leaf exactly once.
+//! Assembles the manifest from the writes of all ranks: every element of every leaf exactly once.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub(crate) struct Reported {
     header_crcs: Vec<[u8; 8]>,
 }
 
-/// The manifest of what all ranks wrote.
+/// Returns the manifest of the writes of all ranks.
 pub(crate) fn assemble(values: &[Value], info: SaveInfo, reported: &[Reported]) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);
@@ -85,8 +85,8 @@ fn unknown_file(rank: u32) -> Error {
 }
 
 impl GlobalPlan {
-    /// The files that the ranks wrote; what a rank left out is taken from memory. `known` are their files of values as
-    /// rank 0 said that it remembers them.
+    /// Returns the files that the ranks wrote; parts that a rank left out are taken from memory. `known` are the ranks'
+    /// files of values that rank 0 remembers.
     pub(crate) fn reported(&self, receipts: Vec<Receipt>, known: Option<&KnownFiles>) -> Result<Vec<Reported>> {
         let mut structures = self.structures.lock().unwrap_or_else(PoisonError::into_inner);
         let report = |(rank, Receipt { update, header_crcs, .. }): (usize, Receipt)| {
@@ -111,7 +111,7 @@ impl GlobalPlan {
         receipts.into_iter().enumerate().map(report).collect()
     }
 
-    /// How the files of values looked in the last save that was committed.
+    /// Returns the files of values of the last save that was committed.
     pub(crate) fn remembered_files(&self) -> Option<Arc<KnownFiles>> {
         self.value_files.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 use shardfast_format::{DType, Dims, LeafName, Region};
 
-/// What one rank wrote.
+/// Writes of one rank.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
-    /// `None` when rank 0 remembers the structure of its files.
+    /// Structure of the rank's files; `None` when rank 0 remembers it.
     pub(crate) update: Option<LayoutUpdate>,
     /// CRC-64 of the headers, little-endian: of all files of tensors, then of all files of values.
     pub(crate) header_crcs: Vec<[u8; 8]>,
@@ -42,7 +42,7 @@ pub(crate) struct FileShape {
     pub(crate) data_start: u64,
 }
 
-/// What a rank wrote of one tensor.
+/// Regions of one tensor that a rank wrote.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WrittenLeaf {
     pub(crate) name: LeafName,

@@ -20,6 +20,7 @@ MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:hom[e]|roo[t]|User[s]|wor[k])/")
 HELD = [
     "crates/cli/",
     "crates/coord/",
+    "crates/engine/",
     "crates/format/",
     "crates/multistep/",
     "crates/optim/",

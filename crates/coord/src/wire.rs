@@ -318,7 +318,7 @@ mod tests {
             ),
             (answer(bundle(3, 2, &[1, 2], &[1; 4])), "places: a run of 4 where 3 numbers are left"),
             (answer(bundle(2, 2, &[1, 1], &[])), "payloads of 2 bytes in 3"),
-            (answer(bundle(2, 2, &[3], &[])), "lengths: numbers that were cut short"),
+            (answer(bundle(2, 2, &[3], &[])), "lengths: truncated numbers"),
             (answer(bundle(9, 5, &[], &[])), "5 different payloads in 3 bytes"),
             (answer(bundle(u32::MAX, 1, &[3], &[])), "payloads of 4294967295 ranks, the most is 16777216"),
             (missing(0, u32::MAX), "4294967295 missing ranks, the most is 16777216"),

@@ -136,9 +136,9 @@ fn check(manifest: &Manifest, wants: &[Want]) -> Result<(), Error> {
         match found.kind {
             LeafKind::Tensor { shape, .. } if region.fits(shape) => {}
             LeafKind::Tensor { shape, .. } => problems
-                .push(format!("{}/{}: {region} is wanted and lies outside the shape {shape:?}", found.key, found.name)),
+                .push(format!("{}/{}: requested {region} lies outside the shape {shape:?}", found.key, found.name)),
             LeafKind::Object | LeafKind::Alias { .. } => {
-                problems.push(format!("{}/{}: {region} is wanted, and this is no tensor", found.key, found.name));
+                problems.push(format!("{}/{}: {region} is requested of a non-tensor", found.key, found.name));
             }
         }
     }

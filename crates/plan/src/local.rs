@@ -118,12 +118,12 @@ fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Res
     if replicas.leaves.len() != catalog.leaves.len() {
         let (said, held) = (replicas.leaves.len(), catalog.leaves.len());
         return Err(Error::Invalid(Problems(vec![format!(
-            "rank {rank}: the holders of {said} leaves are given, and the catalog has {held}"
+            "rank {rank}: expected the holders of {held} leaves, found those of {said}"
         )])));
     }
     let flaw = |set: &RankSet| match set.last() {
-        Some(last) if last >= world => Some(format!("of a world of {world}")),
-        _ if !set.contains(rank) => Some(format!("and rank {rank} holds it too")),
+        Some(last) if last >= world => Some(format!("holders in a world of {world}")),
+        _ if !set.contains(rank) => Some(format!("rank {rank} among the holders")),
         _ => None,
     };
     let flaws: Vec<Option<String>> = replicas.groups.iter().map(flaw).collect();
@@ -139,10 +139,10 @@ fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Res
                 Some(None) => classes[group as usize].push(index),
                 Some(Some(flaw)) => {
                     let holders = &replicas.groups[group as usize];
-                    problems.push(format!("{}: its holders are said to be {holders}, {flaw}", leaf.name));
+                    problems.push(format!("{}: expected {flaw}, found {holders}", leaf.name));
                 }
                 None => problems.push(format!(
-                    "{}: its holders are said to be set {group} of {}",
+                    "{}: found holder set {group}, expected one below {}",
                     leaf.name,
                     replicas.groups.len()
                 )),

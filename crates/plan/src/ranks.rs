@@ -88,7 +88,7 @@ impl TryFrom<Vec<Run>> for RankSet {
                 before.count > 1 && first > before.last() && before.last().checked_add(before.step) != Some(first)
             });
             if !ends || !plain || !apart {
-                return Err(format!("a set of ranks: {count} ranks from {first} by {step} are out of place"));
+                return Err(format!("a set of ranks: the run of {count} from {first} by {step} is not canonical"));
             }
             before = Some(run);
         }

@@ -557,7 +557,7 @@ impl Store for FarStore {
         };
         let unsure = |why: String| {
             self.doubtful().insert(name.to_owned(), token.clone());
-            let message = format!("{why}; the object may have been published: look before doing it again");
+            let message = format!("{why}; the object may have been published: check for it before retrying");
             let wait = error.wait.or(Some(Duration::ZERO));
             Err(Error { wait, ..place.fail(Kind::Unavailable, op, name, message) })
         };

@@ -96,7 +96,7 @@ use place::Url;
 /// final](Error::is_final). A failed flush is: of an object's contents in `finish`, and of a directory wherever one is
 /// synced. A kernel forgets a failed write-back once it has reported it, so a second attempt proves nothing. Write the
 /// objects concerned again under other names. An error of `publish` leaves the name as it was, unless it is
-/// [`Kind::Unavailable`] and its message says that the object may have been published: look before doing it again. A
+/// [`Kind::Unavailable`] and its message says that the object may have been published: check for it before retrying. A
 /// failed `create` may have taken the name.
 ///
 /// **Stores around stores** hand on every method: none has a default that a wrapper could forget, and so bring a store

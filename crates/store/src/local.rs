@@ -623,6 +623,6 @@ fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes
 }
 
 fn ambiguous(target: &Path, errno: Errno) -> Error {
-    let message = format!("{errno}; the object may have been published: look before doing it again");
+    let message = format!("{errno}; the object may have been published: check for it before retrying");
     failed(Kind::Unavailable, "publish", target, message)
 }

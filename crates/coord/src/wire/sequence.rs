@@ -126,11 +126,11 @@ fn take_varint(bytes: &mut &[u8]) -> Result<u64, String> {
             return Ok(value);
         }
     }
-    Err("a number without an end".to_owned())
+    Err("an unterminated number".to_owned())
 }
 
 fn take<'a>(bytes: &mut &'a [u8], count: usize) -> Result<&'a [u8], String> {
-    let (taken, rest) = bytes.split_at_checked(count).ok_or_else(|| "numbers that were cut short".to_owned())?;
+    let (taken, rest) = bytes.split_at_checked(count).ok_or_else(|| "truncated numbers".to_owned())?;
     *bytes = rest;
     Ok(taken)
 }
@@ -161,10 +161,10 @@ mod tests {
     #[test]
     fn what_is_not_that_many_numbers_is_refused_in_words() {
         for (bytes, count, told) in [
-            (&[][..], 1, "numbers that were cut short"),
-            (&[0], 1, "numbers that were cut short"),
+            (&[][..], 1, "truncated numbers"),
+            (&[0], 1, "truncated numbers"),
             (&[0, 33], 1, "numbers of 33 bits, the most is 32"),
-            (&[0x80; 11], 1, "a number without an end"),
+            (&[0x80; 11], 1, "an unterminated number"),
             (&[0, 1, 4, 1], 1, "a run of 2 where 1 numbers are left"),
             (&[0, 1, 0], 1, "a run of 0 where 1 numbers are left"),
             (&[0, 1, 5, 0, 0], 8, "2 groups of 1 bits where 8 numbers are left"),
@@ -174,7 +174,7 @@ mod tests {
                 8,
                 "groups of 0 bits where 8 numbers are left",
             ),
-            (&[0, 8, 3, 1, 2], 8, "numbers that were cut short"),
+            (&[0, 8, 3, 1, 2], 8, "truncated numbers"),
             (&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0, 2], 1, "a number beyond 32 bits"),
             (&[0, 0, 2, 9], 1, "1 bytes behind 1 numbers"),
         ] {

@@ -72,7 +72,7 @@ impl Sharing {
     ) -> Result<Sharing, Error> {
         let mut sets = Sets::default();
         let ids: Vec<u32> = common.sets.iter().map(|set| sets.of(set.iter().cloned().flatten().collect())).collect();
-        let misfit = || Error::Invalid(Problems(vec!["what is common with other ranks does not fit".to_owned()]));
+        let misfit = || Error::Invalid(Problems(vec!["shared regions do not match the wants of a rank".to_owned()]));
         let id = |set: &u32| ids.get(*set as usize).copied().ok_or_else(misfit);
         if common.own.len() != wants.len() || !(1..=CHUNK_BLOCKS_MAX).contains(&chunk_blocks) {
             return Err(misfit());

@@ -38,7 +38,7 @@ pub(super) fn parts<'a>(manifest: &Manifest, items: impl Iterator<Item = &'a Wan
     for group in by_leaf.chunk_by(|a, b| a.1.leaf == b.1.leaf) {
         let leaf = group[0].1.leaf as usize;
         let unknown = |region: &Region| {
-            Error::Invalid(Problems(vec![format!("leaf {leaf}, {region}: wanted, and no part of the checkpoint")]))
+            Error::Invalid(Problems(vec![format!("{region} of leaf {leaf} is no part of the checkpoint")]))
         };
         if leaf >= manifest.len() {
             return Err(unknown(&group[0].1.region));

@@ -162,14 +162,14 @@ fn every_wrong_want_is_named() {
     assert_eq!(
         error.problems(),
         [
-            "model/w: [0:3, 2:5] is wanted and lies outside the shape [3, 4]",
-            "model/w: [0:3] is wanted and lies outside the shape [3, 4]",
-            "model/o: [] is wanted, and this is no tensor",
-            "model/a: [0:3, 0:4] is wanted, and this is no tensor",
+            "model/w: requested [0:3, 2:5] lies outside the shape [3, 4]",
+            "model/w: requested [0:3] lies outside the shape [3, 4]",
+            "model/o: [] is requested of a non-tensor",
+            "model/a: [0:3, 0:4] is requested of a non-tensor",
             "want 5: there is no leaf 3, the checkpoint has 3",
         ]
     );
-    assert!(error.to_string().starts_with("5 problems:\n  model/w: [0:3, 2:5] is wanted"));
+    assert!(error.to_string().starts_with("5 problems:\n  model/w: requested [0:3, 2:5]"));
 }
 
 #[test]

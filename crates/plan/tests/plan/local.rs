@@ -170,18 +170,18 @@ fn what_cannot_be_is_named() {
     let known = |leaves: &[Option<u32>]| Replicas { groups: groups.clone(), leaves: leaves.to_vec() };
     assert_eq!(
         problems(local(&catalog, &known(&[Some(0), None]), 0, 2)),
-        ["rank 0: the holders of 2 leaves are given, and the catalog has 3"]
+        ["rank 0: expected the holders of 3 leaves, found those of 2"]
     );
     assert_eq!(
         problems(local(&catalog, &known(&[Some(1), Some(7), Some(3)]), 0, 2)),
         [
-            "model/a: its holders are said to be ranks 0, 2, of a world of 2",
-            "model/c: its holders are said to be set 3 of 3",
+            "model/a: expected holders in a world of 2, found ranks 0, 2",
+            "model/c: found holder set 3, expected one below 3",
         ]
     );
     assert_eq!(
         problems(local(&catalog, &known(&[Some(2), None, Some(0)]), 1, 2)),
-        ["model/a: its holders are said to be rank 0, and rank 1 holds it too"]
+        ["model/a: expected rank 1 among the holders, found rank 0"]
     );
     assert_eq!(local(&catalog, &known(&[Some(0), None, None]), 0, 3), Ok(None));
     // Of `b` this rank holds nothing.
